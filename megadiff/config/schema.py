@@ -1,0 +1,145 @@
+"""Every config key, with its type and its one default. Imports no torch. What the user must give is MISSING."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RunConfig:
+    dir: str = "runs"
+    name: str = MISSING
+    device: str = "auto"  # auto | cpu | cuda
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING  # a diffusers pipeline folder
+    dtype: str = "bfloat16"  # of the replicas' weights, and of what is synced
+
+
+@dataclass
+class DataConfig:
+    prompts: str = MISSING  # .txt, .jsonl or .parquet
+    max_prompt_chars: int = 2000
+    shuffle: bool = True
+
+
+@dataclass
+class TrainConfig:
+    num_steps: int = MISSING
+    prompts_per_step: int = MISSING  # global; × algorithm.group_size images a step
+    updates_per_step: int = 1  # optimizer steps per rollout batch
+    microbatch_size: int = 8  # samples per forward and rank
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = "flow_grpo"
+    group_size: int = MISSING
+    clip_range: float = 1e-4
+    adv_clip_max: float = 5.0
+    kl_coef: float = 0.0
+    global_std: bool = True
+    old_log_prob: str = "rollout"  # rollout | recompute
+
+
+@dataclass
+class RolloutConfig:
+    height: int = MISSING
+    width: int = MISSING
+    num_frames: int = 1
+    num_inference_steps: int = 10
+    true_cfg_scale: float = 1.0
+    guidance_scale: float = 1.0
+    sde_type: str = "flow_sde"
+    eta: float = 0.7
+    sde_window_size: int = 2
+    sde_window_range: list[int] = field(default_factory=lambda: [0, 5])
+    num_replicas: int = 1
+    mode: str = "colocated"  # colocated | separate
+    registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 1800.0
+
+
+@dataclass
+class RewardConfig:
+    type: str = MISSING
+    weight: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class EngineConfig:
+    backend: str = "veomni"
+    dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
+    recompute: bool = True  # activation checkpointing
+
+
+@dataclass
+class OptimConfig:
+    lr: float = MISSING
+    weight_decay: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+@dataclass
+class ParallelConfig:
+    dp: int = 0  # 0: what the world leaves
+    dp_replicate: int = 1  # HSDP: replicas of the sharded model; dp = dp_replicate × shards
+    sp: int = 1  # Ulysses
+    tp: int = 1
+
+
+@dataclass
+class SyncConfig:
+    transport: str = "http"
+    bucket_mib: int = 256
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # 0: never but at the end
+    keep: int = 2
+    resume: str = "auto"  # auto | never | a checkpoint folder
+
+
+@dataclass
+class EvalConfig:
+    every: int = 0
+    prompts: str = ""
+    samples_per_prompt: int = 1
+    num_inference_steps: int = 0  # 0: as in rollout
+
+
+@dataclass
+class ParityConfig:
+    mode: str = "refuse"  # refuse | warn | off
+
+
+@dataclass
+class Config:
+    seed: int = 0
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: dict[str, RewardConfig] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    track: list[str] = field(default_factory=lambda: ["tensorboard"])
+    sample_every: int = 10  # steps between saved sample images

@@ -1,0 +1,47 @@
+"""The protocol that every training engine fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from megadiff.types import LogProbs, LossOutput, StepInputs, TrainBatch
+
+Loss = Callable[[StepInputs], LossOutput]
+
+
+class Engine(Protocol):
+    """Owns the policy's weights and optimizer on this rank. Every method is collective: all ranks call it, in the same order."""
+
+    def log_probs(self, batch: TrainBatch) -> LogProbs:
+        """log_prob of each stored window step under the current policy, without gradient."""
+
+    def update(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
+        """One optimizer step over the whole batch (microbatches × window steps accumulated).
+
+        Returns global figures: `loss/policy`, `optim/grad_norm` (before clipping), and the loss's own sums, each divided
+        by batch.denominator. The gradient is the same for every (dp, sp, tp) of the same global batch.
+        """
+
+    def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full tensors under diffusers names with the component in front (`transformer.…`), in the rollout dtype, in
+        buckets of at most bucket_bytes (one tensor may be larger), same order on every rank. All ranks iterate to the end."""
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Within the context log_probs() answers for the reference policy (the weights at step 0)."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state into folder; each rank its own files."""
+
+    def load(self, folder: Path) -> None:
+        """Read what save() wrote, under this or another layout and world size."""
+
+    def offload(self) -> None:
+        """Move optimizer state and gradients off the accelerator; a no-op on CPU."""
+
+    def onload(self) -> None:
+        """Undo offload()."""

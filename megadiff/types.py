@@ -1,0 +1,191 @@
+"""The records that flow through a step. Frozen, keyword-only, complete per stage.
+
+Shape letters: G samples of a group, P prompts (groups), N samples of this data-parallel rank, W stochastic steps of
+the window, T inference steps, L latent tokens, C latent channels, B a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the prompt source.
+
+    text: what the model is asked for. id: 16 hex digits, a hash of (text, negative_text), so that it is the same in
+    every run and layout. fields: the row's other columns (JSON values), read by rewards.
+    """
+
+    text: str
+    id: str
+    negative_text: str = " "
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """The whole groups of one data-parallel rank for one step.
+
+    first_group: global index of the first of them within the step; num_groups: groups of the step over all ranks.
+    """
+
+    prompts: tuple[Prompt, ...]
+    first_group: int
+    num_groups: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How samples are drawn; equal for all groups of a run. height, width in pixels; sde_window_range is [low, high)
+    in step indices; the other fields are as in the config's rollout section. window_size 0 means a pure ODE rollout."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+    num_inference_steps: int
+    true_cfg_scale: float = 1.0
+    guidance_scale: float = 1.0
+    sde_type: str = "flow_sde"
+    eta: float = 0.7
+    sde_window_size: int = 2
+    sde_window_range: tuple[int, int] = (0, 5)
+    latents_dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """One prompt group to be sampled. (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise.
+
+    policy_version: the version the replica must hold, or None to take any.
+    """
+
+    prompt: Prompt
+    sampling: Sampling
+    sample_indices: tuple[int, ...]
+    seed: int
+    step: int
+    policy_version: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One sample: its stochastic window and its pixels.
+
+    latents_SLC: [W+1, L, C] in the declared storage dtype, the states before, between and after the window's steps.
+    sigmas: [W+1] float32. timesteps: [W] float32, 1000·sigma. log_probs: [W] float32, mean over L·C.
+    window_start: index of the window's first step in the schedule. pixels: [F, H, W, 3] uint8, F = 1 for an image.
+    prompt_id, sample_index: its identity. policy_version: weights that sampled it.
+    """
+
+    latents_SLC: Tensor
+    sigmas: Tensor
+    timesteps: Tensor
+    log_probs: Tensor
+    window_start: int
+    pixels: Tensor
+    prompt_id: str
+    sample_index: int
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+    """The samples of one prompt, with what they share.
+
+    schedule: [T+1] float32 sigmas, 1 falling to 0. conditioning: name → tensor with a leading axis of 1, e.g.
+    prompt_embeds [1, tokens, D], prompt_mask [1, tokens] bool, and negative_* when true CFG is on.
+    replica: name of the replica that sampled it.
+    """
+
+    prompt: Prompt
+    sampling: Sampling
+    schedule: Tensor
+    conditioning: Mapping[str, Tensor]
+    trajectories: tuple[Trajectory, ...]
+    policy_version: int
+    replica: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Samples of this data-parallel rank, ready for `Engine.update`.
+
+    latents_NSLC: [N, W+1, L, C]. old_log_probs_NW, window_start_N: int64. advantages_N, weights_N: float32; a weight of
+    0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to sample n.
+    ref_means_NWLC: the reference policy's step means, only with a KL term. sampling: height, width, guidance, SDE.
+    schedule: [T+1] float32. denominator: global number of weighted (sample, step) pairs that the loss sum is divided by.
+    """
+
+    latents_NSLC: Tensor
+    old_log_probs_NW: Tensor
+    window_start_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    group_index_N: Tensor
+    conditioning: Mapping[str, Tensor]
+    schedule: Tensor
+    sampling: Sampling
+    denominator: float
+    ref_means_NWLC: Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.latents_NSLC.shape[0]
+
+    @property
+    def num_window_steps(self) -> int:
+        return self.old_log_probs_NW.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a loss sees for one microbatch at one window step; all float32.
+
+    latents_BLC, prev_sample_BLC: the state at sigma_B and the stored, less noisy one at sigma_next_B.
+    velocity_BLC: the policy's, with gradient. schedule: [T+1]. ref_mean_BLC: the reference policy's mean or None.
+    """
+
+    latents_BLC: Tensor
+    prev_sample_BLC: Tensor
+    velocity_BLC: Tensor
+    sigma_B: Tensor
+    sigma_next_B: Tensor
+    old_log_prob_B: Tensor
+    advantage_B: Tensor
+    weight_B: Tensor
+    schedule: Tensor
+    sampling: Sampling
+    ref_mean_BLC: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """loss_sum: weighted sum over the microbatch (a scalar with gradient). sums: metric name → detached scalar, the
+    weighted sum over the microbatch; the engine divides both by the batch's global denominator."""
+
+    loss_sum: Tensor
+    sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbs:
+    """log_probs_NW: float32. means_NWLC: float32 means of p(prev_sample | latents)."""
+
+    log_probs_NW: Tensor
+    means_NWLC: Tensor
+
+
+@dataclass
+class Progress:
+    """Where a run stands; the only mutable record. step: finished steps. prompts: the sampler's position."""
+
+    step: int = 0
+    prompts: dict[str, int] = field(default_factory=dict)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
