@@ -1,0 +1,1 @@
+"""Process meshes and the few collectives of the loop."""

@@ -1,0 +1,1 @@
+"""Weights in motion: fingerprints, sharded checkpoints, sync to the replicas."""

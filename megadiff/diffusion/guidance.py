@@ -1,0 +1,20 @@
+"""Classifier-free guidance."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def true_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) -> Tensor:
+    """Qwen-Image's true CFG: guided velocity rescaled to the positive one's norm (last axis of the packed tokens).
+
+    out = c·‖positive‖/‖c‖ with c = negative + scale·(positive − negative). Computed in the inputs' dtype, as the
+    checkpoint's own pipeline does. At scale 1 c is the positive velocity.
+    """
+    combined_BLC = negative_velocity_BLC + scale * (velocity_BLC - negative_velocity_BLC)
+    return combined_BLC * (velocity_BLC.norm(dim=-1, keepdim=True) / combined_BLC.norm(dim=-1, keepdim=True))
+
+
+def plain_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) -> Tensor:
+    """Wan's guidance: negative + scale·(positive − negative)."""
+    return negative_velocity_BLC + scale * (velocity_BLC - negative_velocity_BLC)

@@ -1,0 +1,46 @@
+"""Randomness with an identity: the same sample gets the same noise on any replica, in any batch, on CPU or GPU.
+
+The key of a stream is (run seed, step, prompt id, sample index, what for). NumPy's Philox generator is used because its
+normal variates are the same on every platform and in every version; torch's depend on the CPU's vector width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def initial_latents(shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int) -> Tensor:
+    """Standard normal float32 on CPU: the state at sigma 1 of one sample."""
+    return _normal(shape, f"{seed}/{step}/{prompt_id}/{sample_index}/initial")
+
+
+def sde_noise(
+    shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int, step_index: int
+) -> Tensor:
+    """Standard normal float32 on CPU: the noise of one stochastic step of one sample."""
+    return _normal(shape, f"{seed}/{step}/{prompt_id}/{sample_index}/sde/{step_index}")
+
+
+def window_start(
+    *, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]
+) -> int:
+    """First step of a group's stochastic window, uniform on {low … high − window_size}.
+
+    Equal within a group (a window per sample was seen to collapse training) and never derived from a rank (that trains one
+    fixed window for ever).
+    """
+    low, high = window_range
+    return low + int(_generator(f"{seed}/{step}/{prompt_id}/window").integers(high - window_size - low + 1))
+
+
+def _generator(key: str) -> np.random.Generator:
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def _normal(shape: tuple[int, ...], key: str) -> Tensor:
+    return torch.from_numpy(_generator(key).standard_normal(shape, dtype=np.float32))

@@ -1,0 +1,67 @@
+"""Collectives of the loop. Every rank of the group reaches each of them; nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_reduce_sums(values: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Sum of each value over the group, in one float64 all-reduce on CPU. The keys must be the same on every rank."""
+    return _all_reduce(values, group, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(values: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Maximum of each value over the group."""
+    return _all_reduce(values, group, dist.ReduceOp.MAX)
+
+
+def _all_reduce(values: dict[str, float], group: dist.ProcessGroup, op: dist.ReduceOp) -> dict[str, float]:
+    keys = sorted(values)
+    packed = torch.tensor([values[key] for key in keys], dtype=torch.float64)
+    dist.all_reduce(packed, op=op, group=group)
+    return dict(zip(keys, packed.tolist(), strict=True))
+
+
+def broadcast_bytes(payload: bytes | None, *, source: int, group: dist.ProcessGroup) -> bytes:
+    """Bytes of global rank `source` on every rank of a gloo group; the others pass None."""
+    if dist.get_world_size(group) == 1:
+        assert payload is not None
+        return payload
+    size = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
+    dist.broadcast(size, src=source, group=group)
+    buffer = torch.empty(int(size.item()), dtype=torch.uint8)
+    if payload is not None:
+        buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else buffer
+    dist.broadcast(buffer, src=source, group=group)
+    return buffer.numpy().tobytes()
+
+
+def broadcast_json(value: object, *, source: int, group: dist.ProcessGroup) -> object:
+    """A JSON value of global rank `source` on every rank of a gloo group."""
+    payload = json.dumps(value).encode() if dist.get_rank() == source else None
+    return json.loads(broadcast_bytes(payload, source=source, group=group))
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Agree on failure: if any rank of the gloo group has an error, all raise, each its own or the first rank's text."""
+    text = f"{type(error).__name__}: {error}" if error else ""
+    failed = torch.tensor([dist.get_rank() if error else -1], dtype=torch.int64)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    source = int(failed.item())
+    if source < 0:
+        return
+    text = str(broadcast_json(text, source=source, group=group))
+    if error:
+        raise error
+    raise RuntimeError(f"rank {source} failed: {text}")
+
+
+def sum_tensor(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduced sum, out of place."""
+    value = value.clone()
+    dist.all_reduce(value, group=group)
+    return value

@@ -1,0 +1,126 @@
+"""The process mesh: dp outermost, then sp, then tp innermost, so that model-parallel peers are neighbours on one node."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the axes. world_size = dp · sp · tp; dp = dp_replicate · shards."""
+
+    world_size: int
+    dp: int
+    dp_replicate: int
+    sp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """This rank's place in the layout and the process groups of the loop.
+
+    dp_group: ranks with the same (sp, tp) coordinates. model_group: the sp·tp peers of this dp rank, whose first rank
+    (`model_group_source`, a global rank) fetches data for all of them. cpu_group: gloo over the world, for bytes.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    dp_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup
+    cpu_model_group: dist.ProcessGroup
+
+    world_size = property(lambda self: self.layout.world_size)
+    dp = property(lambda self: self.layout.dp)
+    dp_replicate = property(lambda self: self.layout.dp_replicate)
+    sp = property(lambda self: self.layout.sp)
+    tp = property(lambda self: self.layout.tp)
+    dp_rank = property(lambda self: self.rank // (self.sp * self.tp))
+    sp_rank = property(lambda self: self.rank // self.tp % self.sp)
+    tp_rank = property(lambda self: self.rank % self.tp)
+    model_group_source = property(lambda self: self.dp_rank * self.sp * self.tp)
+    is_model_group_source = property(lambda self: self.rank == self.model_group_source)
+
+
+def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: int) -> Layout:
+    """Fills in dp=0 with what the world leaves. Raises ValueError when the sizes do not multiply to world_size."""
+    for name, size in (("sp", sp), ("tp", tp), ("dp_replicate", dp_replicate)):
+        if size < 1:
+            raise ValueError(f"parallel.{name}={size} < 1; set parallel.{name}>=1")
+    if dp < 0:
+        raise ValueError(f"parallel.dp={dp} < 0; set it to 0 (what the world leaves) or to a positive size")
+    if world_size % (sp * tp):
+        raise ValueError(
+            f"world_size={world_size} is not a multiple of sp*tp = {sp}*{tp} = {sp * tp}; "
+            f"start a multiple of {sp * tp} processes or lower parallel.sp / parallel.tp"
+        )
+    dp = dp or world_size // (sp * tp)
+    if dp * sp * tp != world_size:
+        raise ValueError(
+            f"world_size={world_size} != dp*sp*tp = {dp}*{sp}*{tp} = {dp * sp * tp}; "
+            f"set parallel.dp={world_size // (sp * tp)}, or start {dp * sp * tp} processes"
+        )
+    if dp % dp_replicate:
+        raise ValueError(
+            f"parallel.dp={dp} is not a multiple of parallel.dp_replicate={dp_replicate}; "
+            f"set parallel.dp_replicate to a divisor of {dp}"
+        )
+    return Layout(world_size=world_size, dp=dp, dp_replicate=dp_replicate, sp=sp, tp=tp)
+
+
+def world_size_from_env() -> int:
+    """Number of trainer processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init_mesh(layout: Layout, device_type: str) -> Mesh:
+    """Starts torch.distributed (a world of one needs no launcher) and builds the groups. Collective over the world."""
+    device = _local_device(device_type)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
+    rank, peers = dist.get_rank(), layout.sp * layout.tp
+    model_ranks = [list(range(first, first + peers)) for first in range(0, layout.world_size, peers)]
+    dp_ranks = [list(range(first, layout.world_size, peers)) for first in range(peers)]
+    return Mesh(
+        layout=layout,
+        rank=rank,
+        device=device,
+        dp_group=_my_group(dp_ranks, rank),
+        model_group=_my_group(model_ranks, rank),
+        cpu_group=dist.new_group(backend="gloo"),
+        cpu_model_group=_my_group(model_ranks, rank, backend="gloo"),
+    )
+
+
+def _my_group(ranks_of_groups: list[list[int]], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+    """Every rank creates every group (new_group is collective over the world) and keeps its own."""
+    groups = [(ranks, dist.new_group(ranks, backend=backend)) for ranks in ranks_of_groups]
+    return next(group for ranks, group in groups if rank in ranks)
+
+
+def _local_device(device_type: str) -> torch.device:
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if device_type != "cuda":
+        raise ValueError(f"run.device={device_type!r} is not one of auto, cpu, cuda")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: {count} visible; start at most {count} processes on this node "
+            "(one process per GPU) or set run.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
