@@ -1,0 +1,1 @@
+"""The config: schema, loading, and the rules between keys."""

@@ -1,0 +1,103 @@
+"""yaml files left to right, then key=value. A typo or a wrong type is a ConfigError with the full key and a near match."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from megadiff.config.schema import Config, RewardConfig
+
+
+class ConfigError(ValueError):
+    """The config is wrong; the text says which key, and what would be right."""
+
+
+def load_config(arguments: Sequence[str]) -> Config:
+    """Merge the schema's defaults, the yaml files and the key=value overrides of a command line, in this order.
+
+    Raises ConfigError: no such file, not yaml, unknown key, wrong type, a key without a value.
+    """
+    merged = OmegaConf.structured(Config)
+    for source, layer in _layers(arguments):
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except ConfigKeyError as error:
+            raise ConfigError(f"{source}: unknown key {error.full_key}{_near_match(str(error.full_key))}") from error
+        except OmegaConfBaseException as error:
+            key = f"{error.full_key}: " if error.full_key else ""
+            raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise ConfigError(f"missing {', '.join(missing)}; give each in a yaml file or as key=value")
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    return config
+
+
+def to_dict(config: Config) -> dict:
+    """The resolved config as plain dicts and lists."""
+    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved config as yaml; loading it gives the same config."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def _layers(arguments: Sequence[str]) -> Iterable[tuple[str, DictConfig]]:
+    for argument in arguments:
+        if "=" in argument and not Path(argument).exists():
+            yield f"argument {argument!r}", _override(argument)
+        else:
+            yield argument, _read_yaml(Path(argument))
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise ConfigError(f"no config file {path}; give a yaml file, or an override as key=value")
+    try:
+        layer = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is not valid yaml: {error}") from error
+    if not isinstance(layer, DictConfig):
+        raise ConfigError(f"{path} holds a {type(layer).__name__}, not a mapping of config keys")
+    return layer
+
+
+def _override(argument: str) -> DictConfig:
+    key, _, _ = argument.partition("=")
+    if not re.fullmatch(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*", key):
+        raise ConfigError(f"{key!r} is not a config key; write section.key=value")
+    try:
+        return OmegaConf.from_dotlist([argument])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{argument!r} is not valid: {error}") from error
+
+
+def all_keys(node: DictConfig | None = None, prefix: str = "") -> list[str]:
+    """Every leaf key of the schema, e.g. `train.num_steps`."""
+    node = OmegaConf.structured(Config) if node is None else node
+    keys: list[str] = []
+    for name in node:
+        child = None if OmegaConf.is_missing(node, name) else node[name]
+        keys += all_keys(child, f"{prefix}{name}.") if isinstance(child, DictConfig) and child else [f"{prefix}{name}"]
+    return keys
+
+
+def _near_match(key: str) -> str:
+    keys = all_keys()
+    if key.startswith("reward."):
+        keys = [f"{key.rpartition('.')[0]}.{field.name}" for field in dataclasses.fields(RewardConfig)]
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    leaf = key.rpartition(".")[2]
+    near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
+    near = near or difflib.get_close_matches(key, [k.rpartition(".")[0] for k in keys], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else "; see megadiff/config/schema.py for every key"
+

@@ -1,0 +1,100 @@
+"""Rules between keys. Each error gives both numbers, the rule and the fix."""
+
+from __future__ import annotations
+
+from megadiff.config.load import ConfigError
+from megadiff.config.schema import Config
+
+CHOICES = {
+    "run.device": ("auto", "cpu", "cuda"),
+    "model.dtype": ("float32", "bfloat16"),
+    "engine.dtype": ("float32", "bfloat16"),
+    "engine.backend": ("veomni",),
+    "algorithm.name": ("flow_grpo",),
+    "algorithm.old_log_prob": ("rollout", "recompute"),
+    "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
+    "rollout.mode": ("colocated", "separate"),
+    "sync.transport": ("http",),
+    "parity.mode": ("refuse", "warn", "off"),
+}
+AT_LEAST = {
+    "train.num_steps": 0,
+    "train.prompts_per_step": 1,
+    "train.updates_per_step": 1,
+    "train.microbatch_size": 1,
+    "algorithm.group_size": 2,
+    "rollout.num_inference_steps": 2,
+    "rollout.sde_window_size": 1,
+    "rollout.num_replicas": 1,
+    "sync.bucket_mib": 1,
+    "checkpoint.keep": 1,
+    "checkpoint.every": 0,
+    "eval.every": 0,
+    "eval.samples_per_prompt": 1,
+    "data.max_prompt_chars": 1,
+    "sample_every": 0,
+}
+POSITIVE = (
+    "optim.lr",
+    "optim.max_grad_norm",
+    "rollout.eta",
+    "algorithm.clip_range",
+    "algorithm.adv_clip_max",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+)
+
+
+def validate(config: Config, *, dp: int) -> None:
+    """Raises ConfigError for the first rule that is broken. dp: the resolved data-parallel size."""
+    for key, choices in CHOICES.items():
+        if _get(config, key) not in choices:
+            raise ConfigError(f"{key}={_get(config, key)!r} is not one of {', '.join(choices)}")
+    for key, least in AT_LEAST.items():
+        if _get(config, key) < least:
+            raise ConfigError(f"{key}={_get(config, key)} < {least}; set {key}>={least}")
+    for key in POSITIVE:
+        if not _get(config, key) > 0:
+            raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
+    if not config.reward:
+        raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
+    _check_window_range(config)
+    _check_batch(config, dp=dp)
+    if config.rollout.mode == "separate" and not config.rollout.registry:
+        raise ConfigError(
+            "rollout.mode=separate needs rollout.registry, the folder that `megadiff serve --registry` writes to"
+        )
+    if config.eval.every and not config.eval.prompts:
+        raise ConfigError(f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file")
+
+
+def _check_window_range(config: Config) -> None:
+    window = config.rollout.sde_window_range
+    if len(window) != 2:
+        raise ConfigError(f"rollout.sde_window_range={window} has {len(window)} numbers, not 2; write e.g. [0,5]")
+
+
+def _check_batch(config: Config, *, dp: int) -> None:
+    train, group_size = config.train, config.algorithm.group_size
+    if train.prompts_per_step % dp:
+        raise ConfigError(
+            f"train.prompts_per_step={train.prompts_per_step} is not a multiple of dp={dp}: every data-parallel rank owns "
+            f"whole prompt groups; set train.prompts_per_step={_next_multiple(train.prompts_per_step, dp)}"
+        )
+    if group_size % train.updates_per_step:
+        raise ConfigError(
+            f"algorithm.group_size={group_size} is not a multiple of train.updates_per_step={train.updates_per_step}: each "
+            "update takes an equal part of every group; "
+            f"set algorithm.group_size={_next_multiple(group_size, train.updates_per_step)}"
+        )
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of
+
+
+def _get(config: Config, key: str):
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
