@@ -1,0 +1,112 @@
+"""megadiff train CONFIG.yaml … key=value …   (or: torchrun --nproc-per-node N -m megadiff.cli.train …)
+
+Config files are merged left to right, then key=value. --dry-run checks everything, prints the resolved config, the
+schedule with its stochastic window and the batch arithmetic, and stops. Exit codes: 0 done, 1 the run failed, 2 the
+config is wrong, 143 stopped by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from megadiff.config.load import load_config
+from megadiff.config.schema import Config
+from megadiff.parallel.collectives import AgreedError
+from megadiff.parallel.mesh import init_mesh, world_size_from_env
+from megadiff.train.build import build_run, check, lock, run_folder
+from megadiff.train.dry_run import describe, to_text
+from megadiff.train.loop import Run, train
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code; errors of the user go to stderr as one text, without a traceback."""
+    options, config_arguments = _parser().parse_known_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    _log_to_stderr(rank)
+    try:
+        config = load_config([*options.config, *config_arguments])
+        world_size = options.world_size or world_size_from_env()
+        if options.dry_run:
+            layout, adapter, prompts = check(config, world_size=world_size)
+            plan = describe(config, layout, adapter, num_prompts=len(prompts))
+            sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
+            return 0
+        return _train(config, world_size=world_size)
+    except ValueError as error:
+        return _fail(error, rank, code=2)
+    except (AgreedError, OSError) as error:
+        return _fail(error, rank, code=1)
+
+
+def _train(config: Config, *, world_size: int) -> int:
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    layout, adapter, prompts = check(config, world_size=world_size)
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            lock(run_folder(config), stack)
+        mesh = init_mesh(layout, config.run.device)
+        stack.callback(dist.destroy_process_group)
+        if mesh.device.type == "cpu":
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        run = build_run(config, mesh, adapter, prompts, stack)
+        try:
+            train(run)
+        except AgreedError:
+            _rescue(run)
+            raise
+    return 0
+
+
+def _rescue(run: Run) -> None:
+    """All ranks agreed on the failure between two updates, so the weights are those of the last finished step: keep them."""
+    if run.progress.step > run.checkpoints.saved_step:
+        folder = run.checkpoints.save(run.engine, run.progress)
+        logger.error("saved %s before giving up; the same command continues from there", folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megadiff train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="*", help="yaml files and key=value overrides")
+    parser.add_argument("--dry-run", action="store_true", help="check, print the plan of the run, and stop")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object on stdout")
+    parser.add_argument("--world-size", type=int, default=0, help="with --dry-run: plan for this many processes")
+    return parser
+
+
+def _log_to_stderr(rank: int) -> None:
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _on_sigterm(*_: object) -> None:
+    raise SystemExit(143)  # unwinds through every finally: replicas are stopped, files closed
+
+
+def _fail(error: Exception, rank: int, *, code: int) -> int:
+    if rank == 0 or isinstance(error, OSError):
+        sys.stderr.write(f"error: {error}\n")
+    logger.debug("traceback", exc_info=error)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

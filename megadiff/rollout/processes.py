@@ -1,0 +1,124 @@
+"""Replica processes that this run started: they never outlive it, and a dead one says why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+LOG_TAIL_LINES = 15
+STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """How one replica is started. device: cpu or cuda; gpu_index: which of the node's GPUs, None on CPU."""
+
+    name: str
+    model: Path
+    dtype: str
+    device: str
+    gpu_index: int | None
+    log: Path
+    num_threads: int
+
+
+class ReplicaProcess:
+    """A `megadiff serve` child in its own process group; it also dies when its parent does, however that dies."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.spec, self.port = spec, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.started = time.monotonic()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(spec.num_threads),
+            **({} if spec.gpu_index is None else {"CUDA_VISIBLE_DEVICES": visible_gpu(spec.gpu_index)}),
+        }
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
+            environment.pop(name, None)  # the replica is a world of its own
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                serve_command(spec, self.port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def exit_text(self) -> str | None:
+        """None while it runs; else its exit code and the end of its log."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"{self.spec.name} (pid {self.process.pid}) {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}"
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL after a grace period; returns when it is gone."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(self.process.pid, signal_number)
+            try:
+                self.process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        _signal_group(self.process.pid, signal.SIGKILL)  # what the leader may have left in its group
+
+
+def serve_command(spec: ReplicaSpec, port: int) -> list[str]:
+    """The command line of one replica."""
+    return [
+        *(sys.executable, "-m", "megadiff.cli.serve", str(spec.model)),
+        *("--name", spec.name, "--port", str(port), "--dtype", spec.dtype, "--device", spec.device),
+        *("--parent-pid", str(os.getpid())),
+    ]
+
+
+def free_port() -> int:
+    """A loopback TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def visible_gpu(index: int) -> str:
+    """The index-th GPU of those that this process sees, as CUDA_VISIBLE_DEVICES names it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
+
+
+def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log file, '' when there is none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 16384))
+        text = file.read().decode("utf-8", errors="replace")
+    return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+
+
+def stop_all(processes: Sequence[ReplicaProcess]) -> None:
+    """Ask all to stop first, then wait for each."""
+    for process in processes:
+        if process.process.poll() is None:
+            _signal_group(process.process.pid, signal.SIGTERM)
+    for process in processes:
+        process.stop()
+
+
+def _signal_group(pid: int, signal_number: int) -> None:
+    try:
+        os.killpg(pid, signal_number)
+    except ProcessLookupError:
+        pass  # already gone

@@ -1,0 +1,50 @@
+"""What a run would do, without doing it: schedule, window, batch arithmetic, layout, resolved config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import yaml
+
+from megadiff.config.load import to_dict
+from megadiff.config.schema import Config
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.mesh import Layout
+from megadiff.train.rollout import sampling_of
+
+
+def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int) -> dict[str, object]:
+    """JSON values: sigmas, sde_window_range, samples_per_step, …, layout, config."""
+    sampling, train = sampling_of(config.rollout), config.train
+    tokens, channels = adapter.latents_shape(sampling)
+    samples = train.prompts_per_step * config.algorithm.group_size
+    return {
+        "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
+        "sde_window_size": sampling.sde_window_size,
+        "sde_window_range": list(sampling.sde_window_range),
+        "num_prompts": num_prompts,
+        "prompts_per_step": train.prompts_per_step,
+        "samples_per_step": samples,
+        "samples_per_step_and_rank": samples // layout.dp,
+        "samples_per_update": samples // train.updates_per_step,
+        "microbatches_per_update_and_rank": -(-samples // layout.dp // train.updates_per_step // train.microbatch_size)
+        * sampling.sde_window_size,
+        "samples_total": samples * train.num_steps,
+        "latents_shape": [tokens, channels],
+        "layout": asdict(layout),
+        "config": to_dict(config),
+    }
+
+
+def to_text(plan: dict[str, object], *, as_json: bool) -> str:
+    """One JSON object, or the same for people with the stochastic window marked in the schedule."""
+    if as_json:
+        return json.dumps(plan) + "\n"
+    low, high = plan["sde_window_range"]  # type: ignore[misc]
+    lines = ["step  sigma     sigma_next  (* = may be stochastic)"]
+    sigmas: list[float] = plan["sigmas"]  # type: ignore[assignment]
+    for index, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
+        lines.append(f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}")
+    rest = {key: value for key, value in plan.items() if key not in ("sigmas", "config")}
+    return "\n".join([*lines, "", yaml.safe_dump(rest, sort_keys=False), yaml.safe_dump({"config": plan["config"]})])

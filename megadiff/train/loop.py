@@ -1,0 +1,71 @@
+"""The loop: prompts → replicas → rewards → update → weights → next step. Every rank runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadiff.algorithms import Algorithm
+from megadiff.config.schema import Config
+from megadiff.data.sampler import PromptSampler
+from megadiff.engines.base import Engine
+from megadiff.models.adapter import ModelAdapter
+from megadiff.observe.timers import Timers
+from megadiff.parallel.mesh import Mesh
+from megadiff.rewards.score import Scorer
+from megadiff.rollout.fleet import Fleet
+from megadiff.train import parity
+from megadiff.train.checkpoint import Checkpoints
+from megadiff.train.record import Recorder
+from megadiff.train.rollout import group_requests, sample_and_score, sampling_of
+from megadiff.train.update import update
+from megadiff.types import Progress
+from megadiff.weights.sync import HttpSync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run, built by `megadiff.train.build`."""
+
+    config: Config
+    mesh: Mesh
+    adapter: ModelAdapter
+    algorithm: Algorithm
+    engine: Engine
+    fleet: Fleet
+    sync: HttpSync
+    scorer: Scorer
+    prompts: PromptSampler
+    checkpoints: Checkpoints
+    recorder: Recorder
+    progress: Progress
+
+
+def train(run: Run) -> None:
+    """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
+    config, engine, progress, timers = run.config, run.engine, run.progress, Timers()
+    sampling = sampling_of(config.rollout)
+    run.sync.push(progress.step)  # a broken path fails here, not after step 1
+    gate = parity.check(
+        engine, run.adapter, run.fleet, run.prompts.peek().prompts[0], config=config, mesh=run.mesh, step=progress.step
+    )
+    gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
+    while progress.step < config.train.num_steps:
+        with timers("step"):
+            requests = group_requests(
+                next(run.prompts).prompts,
+                sampling=sampling,
+                group_size=config.algorithm.group_size,
+                seed=config.seed,
+                step=progress.step,
+                policy_version=progress.step,
+            )
+            groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
+            with timers("train"):
+                stats = update(engine, run.algorithm, groups, rewards["total"], config=config, mesh=run.mesh)
+            progress.step, progress.prompts = progress.step + 1, run.prompts.state()
+            with timers("sync"):
+                stats |= run.sync.push(progress.step)
+        run.recorder.step(progress.step, groups, rewards, stats | gate | timers.pop())
+        gate = {}
+        if run.recorder.is_due(config.checkpoint.every, progress.step):
+            run.checkpoints.save(engine, progress)

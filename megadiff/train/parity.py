@@ -1,0 +1,171 @@
+"""The parity gate: before step 1 the trainer recomputes what each replica sampled, and says how far apart they are."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from megadiff.config.schema import Config
+from megadiff.diffusion import noise, sde
+from megadiff.engines.base import Engine
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.collectives import all_reduce_max, broadcast_json, raise_together
+from megadiff.parallel.mesh import Mesh
+from megadiff.rollout.fleet import Fleet
+from megadiff.train.batch import to_train_batch
+from megadiff.train.rollout import sampling_of, share
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, TrainBatch
+
+logger = logging.getLogger(__name__)
+SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
+EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest entry
+
+
+class ParityError(RuntimeError):
+    """Trainer and replica disagree by more than the clip range allows."""
+
+
+def check(
+    engine: Engine, adapter: ModelAdapter, fleet: Fleet, prompt: Prompt, *, config: Config, mesh: Mesh, step: int
+) -> dict[str, float]:
+    """Collective. One group of every replica is recomputed: schedule, prompt embeddings, latents, log_probs.
+
+    Returns the gaps, each the maximum over replicas and ranks: parity/log_prob_gap_max, parity/schedule_gap_max,
+    parity/embedding_gap_max, parity/latents_gap_max. Raises AgreedError when log_probs differ by half the clip range or
+    more, or schedule or embeddings differ, unless parity.mode is warn; does nothing when it is off.
+    """
+    if config.parity.mode == "off":
+        return {}
+    prompt = _same_prompt(prompt, mesh)
+    rounds = math.ceil(len(fleet.replicas) / mesh.dp)
+    gaps: dict[str, float] = {}
+    for turn in range(rounds):
+        replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
+        group = _probe(fleet, replica, prompt, config=config, mesh=mesh, step=step)
+        found = _gaps(engine, adapter, group, config=config, mesh=mesh, step=step)
+        gaps = {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
+    gaps = all_reduce_max(gaps, mesh.cpu_group)
+    logger.info("parity with %d replicas: %s", len(fleet.replicas), "  ".join(f"{k} {v:.2e}" for k, v in gaps.items()))
+    problem = verdict(gaps, clip_range=config.algorithm.clip_range, dtype=config.model.dtype)
+    if problem and config.parity.mode == "warn":
+        logger.warning("parity.mode=warn, training goes on: %s", problem)
+    elif problem:
+        raise_together(ParityError(f"{problem}; fix the cause, or set parity.mode=warn to train all the same"), mesh.cpu_group)
+    return gaps
+
+
+def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
+    """'' when the gaps are harmless, else what is wrong, with both numbers."""
+    limits = {
+        "parity/schedule_gap_max": (SCHEDULE_TOLERANCE, "the replica samples with another sigma schedule"),
+        "parity/embedding_gap_max": (EMBEDDING_TOLERANCE[dtype], "the replica embeds the prompt differently"),
+        "parity/log_prob_gap_max": (
+            clip_range / 2,
+            "half of algorithm.clip_range: rollout and trainer do not compute the same policy",
+        ),
+    }
+    for key, (limit, meaning) in limits.items():
+        if gaps[key] >= limit:
+            return f"{key} = {gaps[key]:.3g} >= {limit:.3g} ({meaning})"
+    return ""
+
+
+def _same_prompt(prompt: Prompt, mesh: Mesh) -> Prompt:
+    return Prompt(**broadcast_json({**asdict(prompt), "fields": dict(prompt.fields)}, source=0, group=mesh.cpu_group))
+
+
+def _probe(fleet: Fleet, replica: int, prompt: Prompt, *, config: Config, mesh: Mesh, step: int) -> RolloutGroup:
+    request = RolloutRequest(
+        prompt=prompt,
+        sampling=sampling_of(config.rollout),
+        sample_indices=tuple(range(min(config.algorithm.group_size, config.train.microbatch_size))),
+        seed=config.seed,
+        step=step,
+        policy_version=step,
+    )
+    error, groups = None, []
+    if mesh.is_model_group_source:
+        try:
+            groups = [fleet.generate_on(replica, request)]
+        except Exception as failure:  # told to every rank before anything is raised
+            error = failure
+    raise_together(error, mesh.cpu_group)
+    return share(groups, 1, mesh=mesh)[0]
+
+
+def _gaps(
+    engine: Engine, adapter: ModelAdapter, group: RolloutGroup, *, config: Config, mesh: Mesh, step: int
+) -> dict[str, float]:
+    num_samples = len(group.trajectories)
+    batch = to_train_batch([group], torch.zeros(1, num_samples), torch.ones(1))
+    log_probs_NW = engine.log_probs(batch).log_probs_NW
+    replayed_NSLC = _replay(engine, batch, group, seed=config.seed, step=step)
+    return {
+        "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
+        "parity/embedding_gap_max": _embedding_gap(adapter, group, mesh),
+        "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
+        "parity/log_prob_gap_max": _gap(log_probs_NW, batch.old_log_probs_NW),
+    }
+
+
+def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int, step: int) -> Tensor:
+    """The window's latents recomputed from the initial noise on, [N, W+1, L, C] float32."""
+    shape = tuple(batch.latents_NSLC.shape[2:])
+    start = int(batch.window_start_N[0])
+    identities = [
+        {"seed": seed, "step": step, "prompt_id": group.prompt.id, "sample_index": sample.sample_index}
+        for sample in group.trajectories
+    ]
+    latents_NLC = torch.stack([noise.initial_latents(shape, **identity) for identity in identities])
+    latents_NLC = latents_NLC.to(batch.latents_NSLC)
+    states = []
+    sampling = batch.sampling
+    for index in range(start + batch.num_window_steps):
+        stochastic = index >= start
+        if stochastic:
+            states.append(latents_NLC)
+        mean_NLC = _one_mean(engine, batch, latents_NLC, index, sampling.sde_type if stochastic else "ode")
+        if stochastic:
+            sigma, sigma_next = batch.schedule[index : index + 1], batch.schedule[index + 1 : index + 2]
+            std = sde.injected_std(
+                sampling.sde_type, sigma, sigma_next, schedule=batch.schedule, eta=sampling.eta
+            )
+            draws = [noise.sde_noise(shape, step_index=index, **identity) for identity in identities]
+            mean_NLC = mean_NLC + std * torch.stack(draws).to(mean_NLC)
+        latents_NLC = mean_NLC
+    return torch.stack([*states, latents_NLC], dim=1)
+
+
+def _one_mean(engine: Engine, batch: TrainBatch, latents_NLC: Tensor, index: int, sde_type: str) -> Tensor:
+    """Mean of the step from schedule[index] on, through the engine's own forward."""
+    one = replace(
+        batch,
+        latents_NSLC=torch.stack([latents_NLC, latents_NLC], dim=1),
+        old_log_probs_NW=batch.old_log_probs_NW[:, :1],
+        window_start_N=torch.full_like(batch.window_start_N, index),
+        sampling=replace(batch.sampling, sde_type=sde_type),
+    )
+    return engine.log_probs(one).means_NWLC[:, 0]
+
+
+def _embedding_gap(adapter: ModelAdapter, group: RolloutGroup, mesh: Mesh) -> float:
+    """Largest difference relative to the largest entry, on global rank 0 (one text encoder in memory is enough)."""
+    if mesh.rank != 0:
+        return 0.0
+    held = group.conditioning["prompt_embeds"]
+    embeds, _ = adapter.encode_prompt([group.prompt.text], dtype=held.dtype, device=mesh.device)
+    if embeds.shape != held.shape:
+        return math.inf
+    return _gap(embeds, held) / float(held.abs().max())
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference; inf for another shape, and when either holds a nan (no limit admits it)."""
+    if ours.shape != theirs.shape:
+        return math.inf
+    gap = float((ours.double().cpu() - theirs.double().cpu()).abs().max())
+    return math.inf if math.isnan(gap) else gap

@@ -1,0 +1,106 @@
+"""One step's samples: from prompts to scored groups, on every rank of a data-parallel rank's model group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megadiff.config.schema import RolloutConfig
+from megadiff.observe.timers import Timers
+from megadiff.parallel.collectives import broadcast_bytes, broadcast_json, raise_together
+from megadiff.parallel.mesh import Mesh
+from megadiff.rewards.score import Scorer
+from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.wire import decode_group, encode_group
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+
+Rewards = dict[str, Tensor]  # reward name, and "total" → [P, G] float32
+
+
+def sampling_of(config: RolloutConfig) -> Sampling:
+    """How every group of the run is sampled."""
+    low, high = config.sde_window_range
+    return Sampling(
+        height=config.height,
+        width=config.width,
+        num_frames=config.num_frames,
+        num_inference_steps=config.num_inference_steps,
+        true_cfg_scale=config.true_cfg_scale,
+        guidance_scale=config.guidance_scale,
+        sde_type=config.sde_type,
+        eta=config.eta,
+        sde_window_size=config.sde_window_size,
+        sde_window_range=(low, high),
+    )
+
+
+def group_requests(
+    prompts: Sequence[Prompt], *, sampling: Sampling, group_size: int, seed: int, step: int, policy_version: int
+) -> list[RolloutRequest]:
+    """One request per prompt group."""
+    return [
+        RolloutRequest(
+            prompt=prompt,
+            sampling=sampling,
+            sample_indices=tuple(range(group_size)),
+            seed=seed,
+            step=step,
+            policy_version=policy_version,
+        )
+        for prompt in prompts
+    ]
+
+
+def sample_and_score(
+    fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, mesh: Mesh, timers: Timers
+) -> tuple[list[RolloutGroup], Rewards]:
+    """Collective. The model group's first rank fetches and scores (scoring starts as groups arrive), its peers receive.
+
+    Raises AgreedError on every rank of the world when any replica or reward fails.
+    """
+    error: Exception | None = None
+    groups: list[RolloutGroup] = []
+    rewards: Rewards = {}
+    if mesh.is_model_group_source:
+        try:
+            groups, rewards = _fetch_and_score(fleet, scorer, requests, timers=timers)
+        except Exception as failure:  # whatever it is, the other ranks must hear of it before anything is raised
+            error = failure
+    raise_together(error, mesh.cpu_group)
+    return share(groups, len(requests), mesh=mesh), share_rewards(rewards, mesh=mesh)
+
+
+def _fetch_and_score(
+    fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, timers: Timers
+) -> tuple[list[RolloutGroup], Rewards]:
+    if not requests:
+        return [], {}
+    arrived: dict[int, RolloutGroup] = {}
+    scorer.reset()  # drops what a failed step left behind
+    with timers("rollout"):
+        for index, group in fleet.generate(requests):
+            arrived[index] = group
+            scorer.submit(group)
+    with timers("reward"):
+        scored = scorer.collect()
+    order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
+    return [arrived[index] for index in range(len(requests))], {name: value[order] for name, value in scored.items()}
+
+
+def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
+    """Groups of the model group's first rank on all its peers."""
+    if mesh.sp * mesh.tp == 1:
+        return groups
+    payloads = [encode_group(group) for group in groups] if mesh.is_model_group_source else [None] * count
+    source, peers = mesh.model_group_source, mesh.cpu_model_group
+    received = [broadcast_bytes(payload, source=source, group=peers) for payload in payloads]
+    return groups if mesh.is_model_group_source else [decode_group(payload) for payload in received]
+
+
+def share_rewards(rewards: Rewards, *, mesh: Mesh) -> Rewards:
+    """Rewards of the model group's first rank on all its peers, bit for bit (JSON carries a float exactly)."""
+    plain = {name: value.tolist() for name, value in rewards.items()}
+    plain = broadcast_json(plain, source=mesh.model_group_source, group=mesh.cpu_model_group)
+    return {name: torch.tensor(value) for name, value in plain.items()}  # type: ignore[union-attr]

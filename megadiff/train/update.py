@@ -1,0 +1,51 @@
+"""The policy update of one step: reference means, then the optimizer steps over the rollout batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megadiff.algorithms import Algorithm
+from megadiff.algorithms.advantage import group_advantages
+from megadiff.config.schema import Config
+from megadiff.engines.base import Engine
+from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
+from megadiff.parallel.mesh import Mesh
+from megadiff.train.batch import select, to_train_batch, update_parts
+from megadiff.types import RolloutGroup, TrainBatch
+
+
+def update(
+    engine: Engine,
+    algorithm: Algorithm,
+    groups: list[RolloutGroup],
+    rewards_PG: torch.Tensor,
+    *,
+    config: Config,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them."""
+    advantages_PG, weights_P = group_advantages(
+        rewards_PG,
+        global_std=config.algorithm.global_std,
+        all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
+    )
+    batch = to_train_batch(groups, advantages_PG, weights_P)
+    if config.algorithm.old_log_prob == "recompute":
+        batch = replace(batch, old_log_probs_NW=engine.log_probs(batch).log_probs_NW)
+    if algorithm.needs_reference:
+        with engine.reference():
+            batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
+    group_size, num_updates = config.algorithm.group_size, config.train.updates_per_step
+    stats = [
+        engine.update(with_denominator(select(batch, part), mesh), algorithm.loss)
+        for part in update_parts(batch, group_size=group_size, num_updates=num_updates)
+    ]
+    return {key: sum(stat[key] for stat in stats) / len(stats) for key in stats[0]}
+
+
+def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+    """denominator = weighted samples over all dp ranks × window steps. A mean of per-rank means would be wrong."""
+    weight = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)["weight"] / (mesh.sp * mesh.tp)
+    return replace(batch, denominator=max(weight, 1.0) * batch.num_window_steps)

@@ -1,0 +1,91 @@
+"""The loss by hand, its gradient on policy, and the KL term."""
+
+import math
+
+import pytest
+import torch
+
+from megadiff.algorithms import build_algorithm
+from megadiff.algorithms.flow_grpo import flow_grpo
+from megadiff.config.schema import AlgorithmConfig
+from megadiff.diffusion import sde
+from megadiff.types import Sampling, StepInputs
+
+SCHEDULE = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
+SAMPLING = Sampling(height=32, width=32, num_inference_steps=4)
+ARGS = {"clip_range": 1e-4, "adv_clip_max": 5.0, "kl_coef": 0.0}
+
+
+def _inputs(old_shift=0.0, advantage=(1.0, -2.0, 0.5), weight=(1.0, 1.0, 1.0), ref_shift=None):
+    generator = torch.Generator().manual_seed(0)
+    latents, velocity, noise = (torch.randn(3, 4, 8, generator=generator) for _ in range(3))
+    velocity.requires_grad_()
+    sigma, sigma_next = SCHEDULE[1:4], SCHEDULE[2:5]
+    sigma, sigma_next = sigma[[0, 1, 0]], sigma_next[[0, 1, 0]]
+    prev, log_prob, mean = sde.sde_step(
+        "flow_sde", latents, velocity.detach(), noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7
+    )
+    return StepInputs(
+        latents_BLC=latents, prev_sample_BLC=prev, velocity_BLC=velocity, sigma_B=sigma, sigma_next_B=sigma_next,
+        old_log_prob_B=log_prob + old_shift, advantage_B=torch.tensor(advantage), weight_B=torch.tensor(weight),
+        schedule=SCHEDULE, sampling=SAMPLING, ref_mean_BLC=None if ref_shift is None else mean + ref_shift,
+    )  # fmt: skip
+
+
+def test_on_policy():
+    inputs = _inputs()
+    output = flow_grpo(inputs, **ARGS)
+    assert output.loss_sum.item() == pytest.approx(0.5, abs=1e-5)  # −ΣA at ratio 1
+    assert output.sums["policy/clip_fraction"] == 0
+    assert output.sums["policy/kl_old"] < 1e-10
+    output.loss_sum.backward()
+    gradient = inputs.velocity_BLC.grad
+    again = _inputs()
+    mean = sde.step_mean(
+        "flow_sde", again.latents_BLC, again.velocity_BLC, again.sigma_B, again.sigma_next_B, schedule=SCHEDULE, eta=0.7
+    )
+    log_prob = sde.log_prob(
+        "flow_sde", again.prev_sample_BLC, mean, again.sigma_B, again.sigma_next_B, schedule=SCHEDULE, eta=0.7
+    )
+    (-(again.advantage_B * log_prob).sum()).backward()  # REINFORCE: at ratio 1 the gradient is that of −A·log_prob
+    torch.testing.assert_close(gradient, again.velocity_BLC.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shift", [-1e-2, 1e-2])
+def test_clipping_by_hand(shift):
+    output = flow_grpo(_inputs(old_shift=shift), **ARGS)
+    ratio = math.exp(-shift)
+    clipped = min(max(ratio, 1 - 1e-4), 1 + 1e-4)
+    expected = sum(max(-a * ratio, -a * clipped) for a in (1.0, -2.0, 0.5))
+    assert output.loss_sum.item() == pytest.approx(expected, abs=1e-5)
+    assert output.sums["policy/clip_fraction"] == 3
+
+
+def test_a_sample_clipped_on_the_losing_side_has_no_gradient():
+    inputs = _inputs(old_shift=-1e-2, advantage=(1.0, 1.0, 1.0))  # ratio above the range and A > 0
+    flow_grpo(inputs, **ARGS).loss_sum.backward()
+    assert not inputs.velocity_BLC.grad.any()
+
+
+def test_weight_zero_removes_a_sample_and_advantages_are_clamped():
+    alone = flow_grpo(_inputs(weight=(1.0, 0.0, 0.0)), **ARGS)
+    assert alone.loss_sum.item() == pytest.approx(-1.0, abs=1e-5)
+    clamped = flow_grpo(_inputs(advantage=(100.0, 0.0, 0.0)), **ARGS)
+    assert clamped.loss_sum.item() == pytest.approx(-5.0, abs=1e-4)
+
+
+def test_kl_pulls_to_the_reference():
+    output = flow_grpo(_inputs(ref_shift=0.1, advantage=(0.0, 0.0, 0.0)), **ARGS | {"kl_coef": 0.04})
+    scale = sde.noise_scale(
+        "flow_sde", _inputs().sigma_B, sigma_next_B=_inputs().sigma_next_B, schedule=SCHEDULE, eta=0.7
+    )
+    expected = (0.1**2 / (2 * scale**2)).sum().item()
+    assert output.sums["policy/kl_ref"].item() == pytest.approx(expected, rel=1e-4)
+    assert output.loss_sum.item() == pytest.approx(0.04 * expected, rel=1e-4)
+
+
+def test_the_table():
+    assert build_algorithm(AlgorithmConfig(group_size=4, kl_coef=0.1)).needs_reference
+    assert not build_algorithm(AlgorithmConfig(group_size=4)).needs_reference
+    with pytest.raises(ValueError, match="flow_grpo"):
+        build_algorithm(AlgorithmConfig(name="ppo", group_size=4))

@@ -1,0 +1,123 @@
+"""Steps against float64 references written from the formulas, and the invariants that training relies on."""
+
+import math
+
+import pytest
+import torch
+
+from megadiff.diffusion import sde
+from megadiff.diffusion.guidance import plain_cfg, true_cfg
+
+SCHEDULE = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
+STOCHASTIC = ["flow_sde", "dance_sde", "flow_cps"]
+
+
+def _tensors(seed=0, batch=3, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(batch, 6, 5, generator=generator) for _ in range(3)]
+
+
+def _reference(sde_type, x, v, sigma, sigma_next, eta):
+    """(mean, std of the injected noise) in float64, straight from the papers."""
+    x, v, s, n = x.double(), v.double(), float(sigma), float(sigma_next)
+    if sde_type == "flow_cps":
+        scale = n * math.sin(eta * math.pi / 2)
+        return (1 - n) * (x - s * v) + math.sqrt(n**2 - scale**2) * (x + (1 - s) * v), scale
+    scale = eta if sde_type == "dance_sde" else eta * math.sqrt(s / (1 - (0.8 if s == 1 else s)))
+    dt = n - s
+    mean = x * (1 + scale**2 * dt / (2 * s)) + v * (1 + scale**2 * (1 - s) / (2 * s)) * dt
+    return mean, scale * math.sqrt(-dt)
+
+
+@pytest.mark.parametrize("sde_type", STOCHASTIC)
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_step_against_float64(sde_type, index):
+    x, v, noise = _tensors()
+    sigma, sigma_next = SCHEDULE[index].expand(3), SCHEDULE[index + 1].expand(3)
+    prev, log_prob, mean = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
+    ref_mean, std = _reference(sde_type, x, v, SCHEDULE[index], SCHEDULE[index + 1], 0.7)
+    torch.testing.assert_close(mean.double(), ref_mean, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(prev.double(), ref_mean + std * noise.double(), atol=1e-6, rtol=1e-6)
+    squared = (prev.double() - ref_mean) ** 2
+    density = -squared if sde_type == "flow_cps" else (
+        -squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    )
+    torch.testing.assert_close(log_prob.double(), density.mean(dim=(1, 2)), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("sde_type", STOCHASTIC)
+def test_log_prob_is_that_of_the_stored_sample(sde_type):
+    """Rounded to bfloat16 first: recomputing from what is stored gives the same number, bit for bit."""
+    x, v, noise = _tensors()
+    sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
+    step = {"schedule": SCHEDULE, "eta": 0.7}
+    prev, log_prob, mean = sde.sde_step(
+        sde_type, x, v, noise, sigma, sigma_next, storage_dtype=torch.bfloat16, **step
+    )
+    assert prev.dtype == torch.bfloat16
+    assert torch.equal(sde.log_prob(sde_type, prev, mean, sigma, sigma_next, **step), log_prob)
+    unrounded = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, **step)[1]
+    assert not torch.equal(unrounded, log_prob)
+
+
+def test_noise_of_zero_scale_is_the_ode():
+    x, v, _ = _tensors()
+    sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
+    ode = sde.ode_step(x, v, sigma, sigma_next)
+    for sde_type in STOCHASTIC:
+        mean = sde.step_mean(sde_type, x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.0)
+        torch.testing.assert_close(mean, ode, atol=1e-6, rtol=1e-6)
+    assert torch.equal(sde.step_mean("ode", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7), ode)
+
+
+def test_flow_cps_keeps_the_noise_level():
+    """Coefficients are preserved: clean part 1 − sigma_next, total noise sigma_next."""
+    _, std = _reference("flow_cps", *_tensors()[:2], 0.5, 0.2, 0.7)
+    kept = math.sqrt(0.2**2 - std**2)
+    assert math.hypot(kept, std) == pytest.approx(0.2)
+
+
+def test_sigma_per_sample_equals_one_by_one():
+    x, v, noise = _tensors()
+    sigma, sigma_next = SCHEDULE[:3], SCHEDULE[1:4]
+    together = sde.sde_step("flow_sde", x, v, noise, sigma, sigma_next, schedule=SCHEDULE, eta=1.2)
+    for row in range(3):
+        part = slice(row, row + 1)
+        alone = sde.sde_step(
+            "flow_sde", x[part], v[part], noise[part], sigma[part], sigma_next[part], schedule=SCHEDULE, eta=1.2
+        )
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[part], b)
+
+
+def test_half_precision_inputs_are_computed_in_float32():
+    x, v, noise = (tensor.bfloat16() for tensor in _tensors())
+    sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
+    ours = sde.step_mean("flow_sde", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
+    assert ours.dtype == torch.float32
+    exact = sde.step_mean("flow_sde", x.float(), v.float(), sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
+    assert torch.equal(ours, exact)
+
+
+def test_kl_to_itself_is_zero_and_has_no_dt():
+    x, v, noise = _tensors()
+    kl = {"schedule": SCHEDULE, "eta": 0.7}
+    assert not sde.kl_to_reference("dance_sde", x, x, SCHEDULE[1:4], SCHEDULE[2:5], **kl).any()
+    value = sde.kl_to_reference("dance_sde", x, v, SCHEDULE[1:4], SCHEDULE[2:5], **kl)
+    torch.testing.assert_close(value, ((x - v) ** 2).mean(dim=(1, 2)) / (2 * 0.7**2))
+
+
+def test_unknown_type_names_the_known_ones():
+    with pytest.raises(ValueError, match="flow_cps"):
+        sde.noise_scale("flow", SCHEDULE[:1], sigma_next_B=SCHEDULE[1:2], schedule=SCHEDULE, eta=1.0)
+
+
+def test_true_cfg_keeps_the_positive_norm():
+    positive, negative, _ = _tensors()
+    guided = true_cfg(positive, negative, 4.0)
+    torch.testing.assert_close(guided.norm(dim=-1), positive.norm(dim=-1))
+    torch.testing.assert_close(true_cfg(positive, negative, 1.0), positive)
+    direction = plain_cfg(positive, negative, 4.0)
+    torch.testing.assert_close(
+        torch.nn.functional.cosine_similarity(guided, direction, dim=-1), torch.ones(3, 6)
+    )
