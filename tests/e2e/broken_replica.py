@@ -1,0 +1,66 @@
+"""`megadiff serve`, with a contract broken on purpose. The fault is read from a file at each use: none|round|shift|skip|flip."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from megadiff.cli.serve import main
+from megadiff.models import rollout_base
+from megadiff.models.qwen_image import rollout as qwen_rollout
+
+FAULT_FILE = Path(sys.argv.pop(1))
+
+
+def fault() -> str:
+    return FAULT_FILE.read_text().strip()
+
+
+def _round_latents(result):
+    """The replica stores its latents in bfloat16 after it has taken log_prob from the float32 ones."""
+
+    def broken(self, pixels):
+        if fault() == "round":
+            self._window_latents = [latents.bfloat16().float() for latents in self._window_latents]
+        return result(self, pixels)
+
+    return broken
+
+
+def _shift_schedule(sigmas):
+    def broken(num_steps, **arguments):
+        schedule = sigmas(num_steps, **arguments)
+        if fault() == "shift":
+            schedule[1:-1] *= 1.001
+        return schedule
+
+    return broken
+
+
+def _damage_bucket(load_weights):
+    """One tensor of each push is skipped, or loaded with one bit flipped, and nobody is told."""
+
+    def broken(self, weights):
+        pairs = list(weights)
+        name = "transformer.proj_out.weight"
+        if fault() == "skip":
+            pairs = [(key, tensor) for key, tensor in pairs if key != name]
+        if fault() == "flip":
+            pairs = [(key, _flip(tensor) if key == name else tensor) for key, tensor in pairs]
+        return load_weights(self, iter(pairs))
+
+    return broken
+
+
+def _flip(tensor):
+    tensor = tensor.clone()
+    tensor.view(torch.int32).view(-1)[17] ^= 1
+    return tensor
+
+
+if __name__ == "__main__":
+    rollout_base.GroupSampler.result = _round_latents(rollout_base.GroupSampler.result)
+    qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
+    pipeline = qwen_rollout.QwenImageRolloutPipeline
+    pipeline.load_weights = _damage_bucket(pipeline.load_weights)
+    sys.exit(main(sys.argv[1:]))

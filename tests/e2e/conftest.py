@@ -1,0 +1,111 @@
+"""Real replicas, shared by the tests of the whole path, and a way to run the trainer as a user does."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+CONFIG = """
+run: {device: cpu}
+model: {dtype: float32}
+train: {num_steps: 3, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
+algorithm: {group_size: 4, clip_range: 1e-4}
+rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], start_timeout_s: 120}
+engine: {dtype: float32}
+optim: {lr: 1e-4}
+parallel: {dp: 0}
+track: []
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    stderr: str
+    folder: Path
+
+    @property
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Runs `megadiff train` with small defaults in its own folder."""
+
+    folder: Path
+    model: Path
+
+    def command(self, *overrides: str, num_processes: int = 1, name: str = "run") -> list[str]:
+        launcher = [sys.executable, "-m", "megadiff.cli.train"]
+        if num_processes > 1:
+            launcher = [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)),
+                *("-m", "megadiff.cli.train"),
+            ]
+        base = self.folder / "base.yaml"
+        base.write_text(CONFIG)
+        fixed = [f"run.dir={self.folder}", f"run.name={name}", f"model.path={self.model}"]
+        prompts = [] if any(override.startswith("data.prompts") for override in overrides) else [
+            f"data.prompts={ROOT / 'assets/prompts/colors.txt'}"
+        ]
+        rewards = [] if any(override.startswith("reward.") for override in overrides) else ["reward.color.type=color"]
+        return [*launcher, str(base), *fixed, *prompts, *rewards, *overrides]
+
+    def run(self, *overrides: str, num_processes: int = 1, name: str = "run", timeout_s: float = 180) -> Result:
+        done = subprocess.run(
+            self.command(*overrides, num_processes=num_processes, name=name),
+            capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, cwd=self.folder,
+        )  # fmt: skip
+        return Result(code=done.returncode, stderr=done.stderr, folder=self.folder / name)
+
+
+@pytest.fixture
+def trainer(tmp_path, tiny_model) -> Trainer:
+    return Trainer(tmp_path, Path(tiny_model))
+
+
+def start_replicas(count: int, *, folder: Path, command: list[str]) -> list[subprocess.Popen]:
+    """Starts `count` servers that announce themselves in folder/registry and waits until all have."""
+    registry = folder / "registry"
+    servers = []
+    for index in range(count):
+        with (folder / f"replica_{index}.log").open("wb") as log:
+            servers.append(
+                subprocess.Popen(
+                    [*command, "--name", f"replica_{index}", "--port", "0", "--registry", str(registry),
+                     "--parent-pid", str(os.getpid())],
+                    stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT,
+                )  # fmt: skip
+            )
+    deadline = time.monotonic() + 120
+    while len(list(registry.glob("*.json"))) < count:
+        for index, server in enumerate(servers):
+            assert server.poll() is None, (folder / f"replica_{index}.log").read_text()[-3000:]
+        assert time.monotonic() < deadline, "replicas did not start in 120 s"
+        time.sleep(0.2)
+    return servers
+
+
+def stop(servers: list[subprocess.Popen]) -> None:
+    for server in servers:
+        server.terminate()
+    for server in servers:
+        server.wait(30)
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory, tiny_model):
+    """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them."""
+    folder = tmp_path_factory.mktemp("replicas")
+    command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
+    servers = start_replicas(2, folder=folder, command=command)
+    yield folder / "registry"
+    stop(servers)

@@ -1,0 +1,68 @@
+"""A replica that breaks a contract is found before step 1, and named."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import start_replicas, stop
+
+BROKEN = Path(__file__).with_name("broken_replica.py")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory, tiny_model):
+    """(fault file, registry) of one replica whose fault can be chosen."""
+    folder = tmp_path_factory.mktemp("broken")
+    fault = folder / "fault"
+    fault.write_text("none")
+    command = [sys.executable, str(BROKEN), str(fault), str(tiny_model), "--dtype", "float32", "--device", "cpu"]
+    servers = start_replicas(1, folder=folder, command=command)
+    yield fault, folder / "registry"
+    stop(servers)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("round", "parity/log_prob_gap_max"),
+        ("shift", "parity/schedule_gap_max"),
+        ("flip", "replica_0 at version 0 holds 1 of"),
+        ("skip", "transformer.proj_out.weight"),
+    ],
+)
+def test_broken_on_purpose(trainer, broken, fault, text):
+    file, registry = broken
+    file.write_text(fault)
+    # another start than the replica loaded from disk: a skipped tensor would otherwise hold the right bits by luck
+    model = _perturbed(trainer.model, trainer.folder)
+    result = trainer.run("rollout.mode=separate", f"rollout.registry={registry}", f"model.path={model}")
+    assert result.code == 1
+    assert text in result.stderr
+    assert not (result.folder / "metrics.jsonl").exists() or not result.rows
+
+
+def test_warn_trains_all_the_same(trainer, broken):
+    file, registry = broken
+    file.write_text("round")
+    result = trainer.run(
+        "rollout.mode=separate", f"rollout.registry={registry}", "parity.mode=warn", "train.num_steps=1"
+    )
+    assert result.code == 0, result.stderr
+    assert "parity.mode=warn, training goes on" in result.stderr
+    assert result.rows[0]["parity/log_prob_gap_max"] > 5e-5
+
+
+def _perturbed(model: Path, folder: Path) -> Path:
+    """The model with one tensor of its transformer changed."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    copy = folder / "perturbed"
+    shutil.copytree(model, copy)
+    path = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["proj_out.weight"] *= 1.01
+    save_file(tensors, path)
+    return copy

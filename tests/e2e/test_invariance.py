@@ -1,0 +1,79 @@
+"""The same run under every layout, with one and two replicas; resumed and uninterrupted; parity on policy."""
+
+import pytest
+
+LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "sp2": (2, ["parallel.sp=2"]), "dp2_sp2": (4, ["parallel.dp=2", "parallel.sp=2"])}
+SAME = ("reward/mean", "loss/policy", "optim/grad_norm", "policy/kl_ref")
+MACHINE = ("time/", "perf/", "memory/")  # what a clock or the machine decides
+
+
+@pytest.fixture(scope="module")
+def shared(registry):
+    return ["rollout.mode=separate", f"rollout.registry={registry}", "algorithm.kl_coef=0.04"]
+
+
+@pytest.fixture(scope="module")
+def reference(shared, tmp_path_factory, tiny_model):
+    """Six steps on one process, one replica."""
+    from tests.e2e.conftest import Trainer
+
+    result = Trainer(tmp_path_factory.mktemp("reference"), tiny_model).run(*shared, "train.num_steps=6", name="whole")
+    assert result.code == 0, result.stderr
+    return result.rows
+
+
+def _close(rows, reference):
+    for row, expected in zip(rows, reference, strict=True):
+        for key in SAME:
+            scale = max(abs(expected[key]), 1e-4)  # loss/policy is near 0 on policy: its scale is that of one term
+            assert abs(row[key] - expected[key]) <= 1e-4 * scale, (row["step"], key, row[key], expected[key])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_does_not_matter(trainer, shared, reference, name):
+    num_processes, overrides = LAYOUTS[name]
+    result = trainer.run(*shared, *overrides, "rollout.num_replicas=2", num_processes=num_processes)
+    assert result.code == 0, result.stderr
+    _close(result.rows, reference[:3])
+
+
+def test_number_of_replicas_does_not_matter(trainer, shared, reference):
+    result = trainer.run(*shared, "rollout.num_replicas=2")
+    assert result.code == 0, result.stderr
+    _close(result.rows, reference[:3])
+
+
+def test_on_policy(reference):
+    first = reference[0]
+    assert first["parity/log_prob_gap_max"] <= 1e-5
+    assert first["policy/kl_ref"] <= 1e-6
+    assert first["rollout/staleness"] == 0
+
+
+def test_on_policy_with_one_update_and_guidance(trainer, shared):
+    """CFG 4 multiplies any mismatch; one update, so that every figure is that of the policy which sampled."""
+    result = trainer.run(*shared, "rollout.true_cfg_scale=4", "train.updates_per_step=1", "train.num_steps=1")
+    assert result.code == 0, result.stderr
+    (row,) = result.rows
+    assert row["parity/log_prob_gap_max"] <= 1e-4
+    assert row["policy/kl_old"] <= 1e-6 and row["policy/clip_fraction"] == 0
+
+
+def test_three_resume_three_is_six(trainer, shared, reference):
+    first = trainer.run(*shared, "train.num_steps=3", name="halves")
+    assert first.code == 0, first.stderr
+    second = trainer.run(*shared, "train.num_steps=6", name="halves")
+    assert second.code == 0, second.stderr
+    assert "resumed from" in second.stderr
+    for row, expected in zip(second.rows, reference, strict=True):
+        assert _deterministic(row) == _deterministic(expected)  # bit for bit
+
+
+def test_recomputed_old_log_probs_are_those_of_the_rollout(trainer, shared, reference):
+    result = trainer.run(*shared, "algorithm.old_log_prob=recompute")
+    assert result.code == 0, result.stderr
+    _close(result.rows, reference[:3])
+
+
+def _deterministic(row):
+    return {key: value for key, value in row.items() if not key.startswith(MACHINE)}

@@ -1,0 +1,109 @@
+"""Typos and wrong types are refused with the full key; every shipped config loads."""
+
+from pathlib import Path
+
+import pytest
+
+from megadiff.config.load import ConfigError, load_config, save_config, to_dict
+from megadiff.config.validate import validate
+
+ROOT = Path(__file__).parents[3]
+BASE = """
+run: {name: test}
+model: {path: model}
+data: {prompts: prompts.txt}
+train: {num_steps: 3, prompts_per_step: 4}
+algorithm: {group_size: 4}
+rollout: {height: 64, width: 64}
+optim: {lr: 1e-4}
+reward: {color: {type: color}}
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return str(path)
+
+
+def test_files_left_to_right_then_overrides(base, tmp_path):
+    second = tmp_path / "second.yaml"
+    second.write_text("train: {num_steps: 5}\noptim: {lr: 1e-3}")
+    config = load_config([base, str(second), "optim.lr=2e-5", "rollout.sde_window_range=[1,4]", "track=[]"])
+    assert (config.train.num_steps, config.optim.lr) == (5, 2e-5)
+    assert config.rollout.sde_window_range == [1, 4] and config.track == []
+    assert config.algorithm.clip_range == 1e-4  # the schema's default
+
+
+def test_saved_config_loads_to_the_same(base, tmp_path):
+    config = load_config([base, "reward.ocr.type=ocr", "reward.ocr.args.frame_stride=2"])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config([str(tmp_path / "saved.yaml")]) == config
+    assert to_dict(config)["reward"]["ocr"]["args"] == {"frame_stride": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.num_step=3", "unknown key train.num_step; did you mean train.num_steps"),
+        ("lr=3", "unknown key lr; did you mean optim.lr"),
+        ("reward.color.wieght=2", "did you mean reward.color.weight"),
+        ("train.num_steps=abc", "train.num_steps: Value 'abc'"),
+        ("seed=1.5", "seed: Value '1.5'"),
+        ("optim.lr=[1]", "optim.lr"),
+        ("train=3", "train=3"),
+        ("reward.ocr.weight=1", "missing reward.ocr.type"),
+        ("missing.yaml", "no config file missing.yaml"),
+        ("=3", "not a config key"),
+        ("train.num_steps=[3", "not valid"),
+        ("run.name=null", "run.name"),
+    ],
+)
+def test_mistakes_are_named(base, override, text):
+    with pytest.raises(ConfigError, match="(?s)" + text.replace("[", r"\[")):
+        load_config([base, override])
+
+
+def test_what_the_user_must_give(tmp_path):
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ConfigError, match="algorithm.group_size, data.prompts, model.path"):
+        load_config([str(tmp_path / "empty.yaml")])
+    (tmp_path / "torn.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="not valid yaml"):
+        load_config([str(tmp_path / "torn.yaml")])
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="not a mapping"):
+        load_config([str(tmp_path / "list.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("override", "dp", "text"),
+    [
+        ("train.prompts_per_step=6", 4, r"train.prompts_per_step=6 is not a multiple of dp=4.*set .*=8"),
+        ("train.updates_per_step=3", 1, r"group_size=4 is not a multiple of train.updates_per_step=3.*=6"),
+        ("rollout.sde_type=sde", 1, r"rollout.sde_type='sde' is not one of flow_sde"),
+        ("algorithm.group_size=1", 1, r"algorithm.group_size=1 < 2"),
+        ("optim.lr=0", 1, r"optim.lr=0.0 is not positive"),
+        ("optim.lr=nan", 1, r"optim.lr=nan is not positive"),
+        ("rollout.mode=separate", 1, r"rollout.registry"),
+        ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
+        ("eval.every=5", 1, r"eval.prompts is empty"),
+        ("engine.backend=deepspeed", 1, r"engine.backend='deepspeed' is not one of veomni"),
+    ],
+)
+def test_rules_between_keys(base, override, dp, text):
+    config = load_config([base, override])
+    with pytest.raises(ConfigError, match=text):
+        validate(config, dp=dp)
+
+
+def test_a_run_without_reward_is_refused(tmp_path):
+    (tmp_path / "c.yaml").write_text(BASE.replace("reward: {color: {type: color}}", ""))
+    with pytest.raises(ConfigError, match="reward.color.type=color"):
+        validate(load_config([str(tmp_path / "c.yaml")]), dp=1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_loads(path):
+    validate(load_config([str(path)]), dp=1)
