@@ -1,0 +1,164 @@
+"""What a step's metrics are: their keys, their file, and the small statistics that the report and the bar share.
+
+A metric's key is `area/quantity_unit`, e.g. `time/rollout_s`. A row is one step: its metrics and the key `step`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from statistics import median as _median
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, float | None]
+
+STAGES = ("rollout", "reward", "train", "sync")  # of a step, in the order in which they run
+VERDICT_STEPS = 5  # steps averaged at each end of a run
+_KEY = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9_.\-]+")
+
+
+def stage_key(stage: str) -> str:
+    """Metric key of a stage's seconds: rollout → time/rollout_s."""
+    return f"time/{stage}_s"
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """ValueError for a key that is not `area/quantity_unit` (area lower case, quantity of letters, digits, _ . -)."""
+    for key in keys:
+        if not _KEY.fullmatch(key):
+            raise ValueError(
+                f"metric key {key!r} is not area/quantity_unit; name it like time/rollout_s or reward/mean"
+            )
+
+
+def merge(*parts: Mapping[str, float]) -> dict[str, float]:
+    """One dict of all parts. ValueError when two parts hold the same key: one would silently hide the other."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        if twice := merged.keys() & part.keys():
+            raise ValueError(f"metrics {sorted(twice)} come from two places; give one of them another name")
+        merged.update(part)
+    return merged
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """The values that are numbers: no None, NaN or infinity."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of the finite values, None without any."""
+    numbers = finite(values)
+    return _median(numbers) if numbers else None
+
+
+def column(rows: Sequence[Row], key: str) -> list[float | None]:
+    """One metric over the rows; None where it is missing."""
+    return [row.get(key) for row in rows]
+
+
+def metric_keys(rows: Sequence[Row]) -> list[str]:
+    """Every metric of the rows, sorted, without `step`."""
+    return sorted({key for row in rows for key in row} - {"step"})
+
+
+def parse_row(line: str) -> dict[str, float | None] | None:
+    """A line of metrics.jsonl as a row; None when the line is torn or holds no step. NaN and infinity become None."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    numbers = {key: value for key, value in row.items() if value is None or isinstance(value, (int, float))}
+    return {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
+
+
+def read_rows(path: Path) -> list[dict[str, float | None]]:
+    """Rows of a metrics.jsonl by rising step; [] when there is no file. Torn lines (a killed run) are skipped."""
+    if not path.exists():
+        return []
+    rows: dict[int, dict[str, float | None]] = {}
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), start=1):
+        row = parse_row(line)
+        if row is None:
+            logger.warning("%s: line %d is torn and skipped", path, number)
+            continue
+        rows.setdefault(int(row["step"]), {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def step_seconds(row: Row) -> float | None:
+    """Seconds of a whole step: time/step_s, or the sum of its stages when that is missing; None without either."""
+    if row.get("time/step_s") is not None:
+        return row["time/step_s"]
+    stages = finite(row.get(stage_key(stage)) for stage in STAGES)
+    return sum(stages) if stages else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Reward at both ends of a run. first, last: mean reward/mean of the first and last `window` steps.
+
+    noise: sample standard deviation of reward/mean over the first window, None for fewer than two steps.
+    """
+
+    first: float
+    last: float
+    window: int
+    noise: float | None
+
+    @property
+    def gain(self) -> float:
+        return self.last - self.first
+
+    @property
+    def is_clear(self) -> bool:
+        """True when the gain, up or down, is beyond three standard deviations of the first steps."""
+        return self.noise is not None and abs(self.gain) > 3 * self.noise
+
+
+def verdict(rows: Sequence[Row]) -> Verdict | None:
+    """First against last steps; both ends have equal length and do not overlap. None without a finite reward."""
+    rewards = finite(column(rows, "reward/mean"))
+    if not rewards:
+        return None
+    window = max(1, min(VERDICT_STEPS, len(rewards) // 2))
+    first, last = rewards[:window], rewards[-window:]
+    return Verdict(first=fmean(first), last=fmean(last), window=window, noise=stdev(first) if window > 1 else None)
+
+
+def format_number(value: float | None) -> str:
+    """Three significant digits in ASCII, scientific outside 1e-3 … 1e5; "n/a" for None, NaN and infinity."""
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e5:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    text = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def pretty_number(value: float | None) -> str:
+    """format_number for the page: a true minus sign, and a dash for what is missing."""
+    text = format_number(value)
+    return "–" if text == "n/a" else text.replace("-", "−")
+
+
+def format_seconds(seconds: float) -> str:
+    """0.42 s, 12.3 s, 4 min 05 s, 3 h 12 min."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,63 @@
+"""One line that says how a run is doing: a bar on a terminal, a log line per step elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from tqdm import tqdm
+
+from megadiff.observe.metrics import STAGES, format_number, format_seconds, stage_key
+
+logger = logging.getLogger(__name__)
+
+
+def step_summary(metrics: Mapping[str, float]) -> str:
+    """Reward and seconds per stage of one step; what is missing is left out."""
+    parts = [f"reward {format_number(metrics['reward/mean'])}"] if "reward/mean" in metrics else []
+    seconds = {stage: metrics[stage_key(stage)] for stage in STAGES if stage_key(stage) in metrics}
+    return "  ".join(parts + [f"{stage} {format_number(value)}s" for stage, value in seconds.items()])
+
+
+class ProgressBar:
+    """Shows steps start_step+1 … num_steps of a run. `stream` is stderr unless told: stdout stays free for data.
+
+    Without a terminal each step is one INFO record of this module's logger, so that a captured or redirected run has
+    lines, not carriage returns.
+    """
+
+    def __init__(self, num_steps: int, *, start_step: int = 0, stream: TextIO | None = None) -> None:
+        stream = sys.stderr if stream is None else stream
+        self._num_steps = num_steps
+        self._start_step = start_step
+        self._start_s = time.monotonic()
+        self._bar: tqdm | None = None
+        if not stream.closed and stream.isatty():
+            self._bar = tqdm(total=num_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows that `step` is finished, with its metrics."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(step_summary(metrics), refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        summary = step_summary(metrics)
+        logger.info("step %d/%d  %s  ETA %s", step, self._num_steps, summary, format_seconds(self._remaining_s(step)))
+
+    def _remaining_s(self, step: int) -> float:
+        """Steps left × mean seconds of the steps that this process finished."""
+        finished = max(1, step - self._start_step)
+        return (time.monotonic() - self._start_s) / finished * max(0, self._num_steps - step)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

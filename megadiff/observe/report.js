@@ -1,0 +1,73 @@
+// Crosshair and values under the pointer, shared by all charts; a larger look at a sample; light and dark.
+"use strict";
+
+const charts = [...document.querySelectorAll(".chart")].map((figure) => {
+  const { steps, x, series } = JSON.parse(figure.dataset.chart);
+  const area = figure.querySelector(".area");
+  const now = figure.querySelector(".now");
+  const line = area.appendChild(Object.assign(document.createElement("i"), { className: "crosshair" }));
+  const tip = area.appendChild(Object.assign(document.createElement("div"), { className: "tip" }));
+  return { figure, steps, x, series, area, now, latest: now?.textContent, line, tip };
+});
+
+function nearest(values, target) {
+  let best = 0;
+  values.forEach((value, index) => {
+    if (Math.abs(value - target) < Math.abs(values[best] - target)) best = index;
+  });
+  return best;
+}
+
+function show(chart, index, isPointed) {
+  chart.line.style.left = `${chart.x[index] * 100}%`;
+  chart.line.classList.add("on");
+  if (chart.now) chart.now.textContent = chart.series[0][1][index];
+  chart.tip.classList.toggle("on", isPointed);
+  if (!isPointed) return;
+  chart.tip.replaceChildren(document.createElement("b"));
+  chart.tip.firstChild.textContent = `step ${chart.steps[index]}`;
+  for (const [name, texts] of chart.series) {
+    const row = chart.tip.appendChild(document.createElement("span"));
+    row.append(name, Object.assign(document.createElement("em"), { textContent: texts[index] }));
+  }
+  chart.tip.style.left = `${chart.x[index] * 100}%`;
+  chart.tip.classList.toggle("left", chart.x[index] > 0.5);
+}
+
+function hide(chart) {
+  chart.line.classList.remove("on");
+  chart.tip.classList.remove("on");
+  if (chart.now) chart.now.textContent = chart.latest;
+}
+
+for (const chart of charts) {
+  if (!chart.steps.length) continue;
+  chart.area.addEventListener("pointermove", (event) => {
+    const box = chart.area.getBoundingClientRect();
+    const step = chart.steps[nearest(chart.x, (event.clientX - box.left) / box.width)];
+    for (const other of charts) {
+      // A chart that does not reach this step (evaluations are sparse) shows nothing rather than another step.
+      const first = other.steps[0], last = other.steps[other.steps.length - 1];
+      if (other === chart || (first <= step && step <= last)) show(other, nearest(other.steps, step), other === chart);
+      else hide(other);
+    }
+  });
+  chart.area.addEventListener("pointerleave", () => charts.forEach(hide));
+}
+
+const zoom = document.getElementById("zoom");
+for (const frame of document.querySelectorAll(".frame")) {
+  frame.addEventListener("click", () => {
+    const text = Object.assign(document.createElement("p"), { textContent: frame.title });
+    zoom.replaceChildren(frame.querySelector("img").cloneNode(), text);
+    zoom.showModal();
+  });
+}
+zoom.addEventListener("click", () => zoom.close());
+
+const theme = document.getElementById("theme");
+const root = document.documentElement;
+const isDark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const label = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
+theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; label(); });
+label();

@@ -1,0 +1,284 @@
+"""A run as one HTML page that needs nothing but itself: no network, no other file.
+
+The page is written while the run goes on as well as after it; what is missing (metrics, samples, config) is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megadiff.observe.charts import curve, line_chart
+from megadiff.observe.health import config_number, findings
+from megadiff.observe.metrics import (
+    Row,
+    Verdict,
+    column,
+    finite,
+    format_seconds,
+    median,
+    metric_keys,
+    pretty_number,
+    read_rows,
+    step_seconds,
+    verdict,
+)
+from megadiff.observe.report_samples import samples_section
+from megadiff.observe.report_time import time_section
+from megadiff.observe.samples import SavedSample, read_samples
+from megadiff.observe.trackers import METRICS_NAME
+
+logger = logging.getLogger(__name__)
+
+REPORT_NAME = "report.html"
+CONFIG_NAME = "config.yaml"
+
+# Section → the areas of its metrics. An area that is named nowhere goes to "Other metrics": nothing is hidden.
+SECTIONS = {
+    "Reward": ("reward",),
+    "Evaluation": ("eval",),
+    "Policy health": ("policy", "loss", "optim"),
+    "Trainer and replicas agree": ("parity", "rollout"),
+    "Speed and memory": ("perf", "memory"),
+}
+OTHER_SECTION = "Other metrics"
+LEADS = {
+    "Reward": "What the policy is trained for, averaged over the samples of a step.",
+    "Evaluation": "Held-out prompts, sampled as evaluation is configured.",
+    "Policy health": "How far each update moves the policy, and how hard it is pushed.",
+    "Trainer and replicas agree": "Samples are only on policy while both compute the same log-probabilities.",
+    "Speed and memory": "What the hardware gives.",
+    OTHER_SECTION: "Logged, and at home in no section above.",
+}
+# Key → (title, how to read it in a few words).
+NAMES = {
+    "reward/mean": ("Reward", "mean over all samples of a step"),
+    "reward/std": ("Reward spread", "standard deviation; at 0 nothing can be learned"),
+    "reward/zero_std_ratio": ("Groups without signal", "share whose samples all got one reward"),
+    "policy/clip_fraction": ("Clipped ratios", "healthy below 0.3"),
+    "policy/kl_old": ("KL to the sampling policy", "about 0 before the first update of a batch"),
+    "policy/kl_ref": ("KL to the reference", "grows slowly; a cliff is reward hacking"),
+    "optim/grad_norm": ("Gradient norm", "before clipping"),
+    "loss/policy": ("Policy loss", "hovers around 0; its size says little"),
+    "parity/log_prob_gap_max": ("Parity gap", "largest log-prob difference of trainer and replica"),
+    "rollout/staleness": ("Staleness", "versions between sampling and training"),
+    "perf/samples_per_s": ("Samples per second", ""),
+    "perf/mfu": ("Model FLOPs utilisation", "share of the hardware's peak"),
+    "memory/peak_gib": ("Peak memory", "GiB on this rank's device"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run's folder holds. config_text: config.yaml as it is, "" without one; config: its mapping, {} when it
+    cannot be read."""
+
+    folder: Path
+    rows: Sequence[Row]
+    samples: Sequence[SavedSample]
+    config_text: str
+    config: Mapping[str, Any]
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps that were asked for."""
+        number = config_number(self.config, "train", "num_steps")
+        return None if number is None else int(number)
+
+
+def read_run(folder: Path) -> Run:
+    """ValueError when the folder does not exist, or holds neither metrics nor a config."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
+    config_path, metrics_path = folder / CONFIG_NAME, folder / METRICS_NAME
+    if not config_path.exists() and not metrics_path.exists():
+        raise ValueError(f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>")
+    config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
+    return Run(
+        folder=folder.resolve(),
+        rows=read_rows(metrics_path),
+        samples=read_samples(folder),
+        config_text=config_text,
+        config=_parse_config(config_text),
+    )
+
+
+def _parse_config(text: str) -> dict[str, Any]:
+    """The config's sections; {} when the text is no yaml (shown as it is, but nothing can be read from it)."""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        logger.warning("%s cannot be read: %s", CONFIG_NAME, error)
+        return {}
+    return {key: value for key, value in config.items() if isinstance(value, dict)} if isinstance(config, dict) else {}
+
+
+def metric_name(key: str) -> tuple[str, str]:
+    """Title and note of a metric; a key without a name of its own is titled by its quantity."""
+    title = key.partition("/")[2].replace("_", " ")
+    return NAMES.get(key, (title[:1].upper() + title[1:], ""))
+
+
+def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
+    """Section → its metrics: named ones first, in NAMES's order. time/* has a section of its own and is left out."""
+    order = {key: place for place, key in enumerate(NAMES)}
+    sections: dict[str, list[str]] = {name: [] for name in [*SECTIONS, OTHER_SECTION]}
+    homes = {area: name for name, areas in SECTIONS.items() for area in areas}
+    for key in sorted(keys, key=lambda key: (order.get(key, len(order)), key)):
+        area = key.partition("/")[0]
+        if area != "time":
+            sections[homes.get(area, OTHER_SECTION)].append(key)
+    return sections
+
+
+def headline(run: Run, ends: Verdict | None) -> str:
+    """The verdict in one sentence."""
+    if not run.rows:
+        return "No step is finished yet."
+    if ends is None:
+        return "No reward has been recorded."
+    if len(finite(column(run.rows, "reward/mean"))) == 1:
+        return f"One step so far, at a reward of {pretty_number(ends.first)}."
+    verb = ("rose" if ends.gain > 0 else "fell") if ends.is_clear else "went"
+    change = f"Reward {verb} from {pretty_number(ends.first)} to {pretty_number(ends.last)}"
+    return f"{change}." if ends.is_clear else f"{change}: within the noise."
+
+
+def _tile(label: str, value: str, detail: str = "") -> str:
+    return (
+        f'<li class="tile"><span>{escape(label)}</span><strong>{escape(value)}</strong><em>{escape(detail)}</em></li>'
+    )
+
+
+def _gain_tile(ends: Verdict) -> str:
+    detail = f"first {ends.window} → last {ends.window} steps"
+    if ends.noise:
+        detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
+    return _tile("Gain", f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}", detail)
+
+
+def _tiles(run: Run, ends: Verdict | None) -> str:
+    """The numbers that one looks for first."""
+    rows = run.rows
+    last_step = int(rows[-1]["step"]) if rows else 0
+    tiles: list[str] = []
+    rewards = finite(column(rows, "reward/mean"))
+    if len(rewards) > 1:
+        tiles.append(_gain_tile(ends))
+    if rewards:
+        tiles.append(_tile("Reward now", pretty_number(ends.last), f"best step {pretty_number(max(rewards))}"))
+    tiles.append(_tile("Steps", str(last_step), f"of {run.num_steps}" if run.num_steps else ""))
+    seconds = finite(step_seconds(row) for row in rows)
+    if seconds:
+        tiles.append(_tile("Wall time", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
+    rate = median(column(rows, "perf/samples_per_s"))
+    if rate is not None:
+        tiles.append(_tile("Samples per second", pretty_number(rate), "median"))
+    gap = max(finite(column(rows, "parity/log_prob_gap_max")), default=None)
+    if gap is not None:
+        tiles.append(_tile("Parity gap", pretty_number(gap), "largest of the run"))
+    return f'<ul class="tiles">{"".join(tiles)}</ul>'
+
+
+def _findings_block(run: Run) -> str:
+    items = "".join(f"<li>{escape(finding)}</li>" for finding in findings(run.rows, run.config))
+    return f'<div class="findings"><h2>Worth a look</h2><ul>{items}</ul></div>' if items else ""
+
+
+def _chart(rows: Sequence[Row], key: str) -> str:
+    title, note = metric_name(key)
+    if key != "reward/mean":
+        return line_chart(curve(rows, key), title=title, key=key, note=note, smooth=key.startswith("reward/"))
+    line = curve(rows, key, std_key="reward/std")
+    note += "; band: ± one standard deviation" if finite(column(rows, "reward/std")) else ""
+    return line_chart(line, title=title, key=key, note=note, kind="hero", smooth=True)
+
+
+def _section(title: str, body: str, *, lead: str = "") -> str:
+    return f"<section><header><h2>{escape(title)}</h2><p>{escape(lead)}</p></header>{body}</section>"
+
+
+def _metric_section(name: str, run: Run, keys: Sequence[str]) -> str:
+    charts = "".join(_chart(run.rows, key) for key in keys)
+    return _section(name, f'<div class="charts">{charts}</div>', lead=LEADS[name]) if keys else ""
+
+
+def _config_section(run: Run) -> str:
+    if not run.config_text:
+        return _section("Config", f'<p class="empty">This run has no {CONFIG_NAME}.</p>')
+    lines = run.config_text.count("\n")
+    return _section(
+        "Config",
+        f"<details><summary>{CONFIG_NAME}, resolved <em>{lines} lines</em></summary>"
+        f"<pre>{escape(run.config_text)}</pre></details>",
+    )
+
+
+def render(run: Run) -> str:
+    """The page's HTML."""
+    ends = verdict(run.rows)
+    by_section = section_keys(metric_keys(run.rows))
+    sections = [_metric_section(name, run, by_section[name]) for name in ("Reward", "Evaluation")]
+    sections += [samples_section(run.samples), time_section(run.rows)]
+    rest = [name for name in by_section if name not in ("Reward", "Evaluation")]
+    sections += [_metric_section(name, run, by_section[name]) for name in rest]
+    sections.append(_config_section(run))
+    running = run.num_steps and run.rows and run.rows[-1]["step"] < run.num_steps
+    state = "stopped early or still going" if running else "finished" if run.rows else "not started"
+    assets = Path(__file__).parent
+    return PAGE.format(
+        name=escape(run.folder.name),
+        state=state if run.num_steps else "",
+        headline=escape(headline(run, ends)),
+        tiles=_tiles(run, ends),
+        findings=_findings_block(run),
+        sections="".join(sections),
+        style=(assets / "report.css").read_text("utf-8"),
+        script=(assets / "report.js").read_text("utf-8"),
+    )
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{name} · megadiff report</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<main>
+<header class="masthead">
+<p class="run"><b>megadiff</b><code>{name}</code><span>{state}</span><button type="button" id="theme">Dark</button></p>
+<h1>{headline}</h1>
+{tiles}
+{findings}
+</header>
+{sections}
+</main>
+<dialog id="zoom"></dialog>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def write_report(run_folder: Path) -> Path:
+    """Writes report.html into the run's folder, aside and renamed, and returns its path. ValueError: no run there."""
+    page = render(read_run(run_folder))
+    path = run_folder / REPORT_NAME
+    aside = path.with_name(f".{REPORT_NAME}")
+    aside.write_text(page, "utf-8")
+    os.replace(aside, path)
+    logger.info("report %s, %.1f MB", path, len(page) / 1e6)
+    return path

@@ -1,0 +1,158 @@
+"""Sample images of a run: `samples/step_000010/*.png`, with captions and rewards in a `samples.jsonl` beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "samples.jsonl"
+MAX_FRAMES = 4  # of a video, side by side in its PNG
+_STEP_FOLDER = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """One sample to be looked at.
+
+    pixels: uint8 [F, H, W, 3], F = 1 for an image. caption: the prompt. rewards: reward name → raw value; reward: the
+    total that the advantage is made of. prompt_id, sample_index: its identity. policy_version: weights that drew it.
+    """
+
+    pixels: Tensor
+    caption: str
+    rewards: Mapping[str, float]
+    reward: float
+    prompt_id: str
+    sample_index: int
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSample:
+    """One line of a samples.jsonl: a sample on disk. reward, and each of rewards, is None where it was not finite."""
+
+    path: Path
+    step: int
+    caption: str
+    rewards: Mapping[str, float | None]
+    reward: float | None
+    prompt_id: str
+    sample_index: int
+    policy_version: int
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    return run_folder / "samples" / f"step_{step:06d}"
+
+
+def step_folders(run_folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every step with saved samples, by rising step."""
+    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in (run_folder / "samples").glob("step_*"))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]) -> Path:
+    """Writes the samples of one step and returns their folder. Written aside and renamed, so that a folder is always
+    whole; the same step again (a resumed run) replaces it. ValueError for pixels that are not uint8 [F, H, W, 3]."""
+    target = step_folder(run_folder, step)
+    aside = target.with_name(f".{target.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    with (aside / INDEX_NAME).open("w", encoding="utf-8") as index:
+        for number, sample in enumerate(samples):
+            name = _file_name(number, sample)
+            Image.fromarray(frame_strip(sample.pixels).numpy()).save(aside / name)
+            index.write(json.dumps(_index_entry(name, sample), ensure_ascii=False) + "\n")
+    if target.exists():
+        shutil.rmtree(target)
+    return aside.rename(target)
+
+
+def _file_name(number: int, sample: SampleRecord) -> str:
+    """Unique by `number`, readable by its caption's first ASCII words, safe on every file system."""
+    words = re.sub(r"[^a-z0-9]+", "-", sample.caption.lower()).strip("-")[:40].strip("-")
+    return f"{number:03d}_{words or 'prompt'}_{sample.sample_index}.png"
+
+
+def _index_entry(name: str, sample: SampleRecord) -> dict[str, object]:
+    rewards = {reward: _finite(value) for reward, value in sample.rewards.items()}
+    return {
+        "file": name,
+        "caption": sample.caption,
+        "prompt_id": sample.prompt_id,
+        "sample_index": sample.sample_index,
+        "policy_version": sample.policy_version,
+        "reward": _finite(sample.reward),
+        "rewards": rewards,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def frame_strip(pixels: Tensor) -> Tensor:
+    """[F, H, W, 3] uint8 → [H, W·min(F, MAX_FRAMES), 3]: an image as it is, a video as frames in a row."""
+    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
+        raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [F, H, W, 3]; convert them first")
+    num_frames = pixels.shape[0]
+    picked = torch.linspace(0, num_frames - 1, min(num_frames, MAX_FRAMES)).round().long()
+    return torch.cat(list(pixels.detach().cpu()[picked]), dim=1).contiguous()
+
+
+def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int = 2) -> Tensor:
+    """uint8 [3, H', W']: the samples left to right, top to bottom, each in a cell of the largest one's size on white.
+    ValueError without samples."""
+    if not samples:
+        raise ValueError("0 samples, a grid needs at least 1; skip the call when nothing was sampled")
+    strips = [frame_strip(sample.pixels) for sample in samples]
+    height, width = max(strip.shape[0] for strip in strips), max(strip.shape[1] for strip in strips)
+    columns = min(columns, len(strips))
+    rows = math.ceil(len(strips) / columns)
+    grid = torch.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8)
+    for number, strip in enumerate(strips):
+        top, left = number // columns * (height + gap), number % columns * (width + gap)
+        grid[top : top + strip.shape[0], left : left + strip.shape[1]] = strip
+    return grid.permute(2, 0, 1)
+
+
+def read_samples(run_folder: Path) -> list[SavedSample]:
+    """Every saved sample by rising step; torn lines and lines whose image is gone are skipped with a warning."""
+    return [sample for step, folder in step_folders(run_folder) for sample in _read_index(folder, step)]
+
+
+def _read_index(folder: Path, step: int) -> list[SavedSample]:
+    path = folder / INDEX_NAME
+    lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    samples = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):  # torn, or not one of our lines
+            logger.warning("%s: line %d is no sample and skipped", path, number)
+            continue
+        if sample.path.exists():
+            samples.append(sample)
+        else:
+            logger.warning("%s: %s is missing and skipped", folder, sample.path.name)
+    return samples
+
+
+def drop_samples_after(run_folder: Path, *, step: int) -> None:
+    """Removes the samples of later steps: a run resumed at `step` draws them again."""
+    for later, folder in step_folders(run_folder):
+        if later > step:
+            shutil.rmtree(folder)

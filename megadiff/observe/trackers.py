@@ -1,0 +1,193 @@
+"""Where metrics and samples go: the run's folder always, TensorBoard and Weights & Biases when asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megadiff.observe.metrics import check_keys, parse_row
+from megadiff.observe.samples import SampleRecord, drop_samples_after, frame_strip, sample_grid, save_samples
+
+logger = logging.getLogger(__name__)
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class Tracker(Protocol):
+    """One place that metrics and samples go to. Metrics may hold NaN and infinity."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def images(self, step: int, samples: Sequence[SampleRecord]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FolderTracker:
+    """`metrics.jsonl` and `samples/` of the run's folder. Each line is flushed: a killed run loses at most its last."""
+
+    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
+        self._run_folder = run_folder
+        path = run_folder / METRICS_NAME
+        drop_rows_after(path, step=resume_step)
+        drop_samples_after(run_folder, step=resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        bad = [key for key, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            logger.warning("step %d: %s not finite, written as null", step, ", ".join(bad))
+        row = {"step": step, **{key: None if key in bad else value for key, value in metrics.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        save_samples(self._run_folder, step=step, samples=samples)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def drop_rows_after(path: Path, *, step: int) -> None:
+    """Keeps the whole lines up to `step` of a metrics.jsonl, byte for byte: a run resumed at `step` writes the later
+    ones again. Written aside and renamed; torn lines go."""
+    if not path.exists():
+        return
+    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    rows = [(line, parse_row(line)) for line in lines]
+    kept = [line for line, row in rows if row is not None and line.endswith("\n") and row["step"] <= step]
+    if len(kept) == len(lines):
+        return
+    logger.info("%s: %d lines after step %d dropped", path, len(lines) - len(kept), step)
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("".join(kept), "utf-8")
+    os.replace(aside, path)
+
+
+class TensorBoardTracker:
+    """Scalars, and per step one grid of samples with its captions, under `tensorboard/`."""
+
+    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ValueError(_missing("tensorboard")) from error
+        purge_step = resume_step + 1 if resume_step else None
+        self._writer = SummaryWriter(log_dir=str(run_folder / "tensorboard"), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        captions = "\n".join(f"{n}. {sample.caption} · **{sample.reward:.3f}**" for n, sample in enumerate(samples, 1))
+        self._writer.add_image("samples", sample_grid(samples), step)
+        self._writer.add_text("samples/captions", captions, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run, continued on resume through the id kept in the run's folder."""
+
+    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ValueError(_missing("wandb")) from error
+        id_path = run_folder / "wandb_id"
+        if not (resume_step and id_path.exists()):
+            id_path.write_text(uuid.uuid4().hex[:8], "utf-8")
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "megadiff"),
+            name=run_folder.name,
+            id=id_path.read_text("utf-8").strip(),
+            dir=str(run_folder),
+            config=dict(config),
+            resume="allow",
+        )
+        # A resumed run repeats steps, which wandb's own counter refuses: plot over our step instead.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        images = [
+            self._wandb.Image(frame_strip(sample.pixels).numpy(), caption=f"{sample.caption} · {sample.reward:.3f}")
+            for sample in samples
+        ]
+        self._run.log({"step": step, "samples": images})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _missing(name: str) -> str:
+    return f"track has {name}, which is not installed; pip install 'megadiff[{name}]' or take {name} out of track"
+
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {
+    "jsonl": FolderTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
+
+
+class Trackers:
+    """All places of a run. `Trackers(())` takes everything and writes nothing: for the ranks that do not log."""
+
+    def __init__(self, trackers: Sequence[Tracker], *, last_step: int = 0) -> None:
+        self._trackers = tuple(trackers)
+        self._last_step = last_step
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of one step, once per step. ValueError for a bad key, or a step that does not rise."""
+        check_keys(metrics)
+        if step <= self._last_step:
+            raise ValueError(
+                f"step={step} <= {self._last_step}, the last one logged; a step is one line, so merge its metrics first"
+            )
+        values = {key: float(value) for key, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.log(step, values)
+        self._last_step = step
+
+    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """The samples to be looked at of one step; nothing happens without samples."""
+        for tracker in self._trackers if samples else ():
+            tracker.images(step, samples)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def build_trackers(
+    names: Sequence[str], run_folder: Path, config: Mapping[str, Any], *, resume_step: int = 0
+) -> Trackers:
+    """Trackers of a run that continues after `resume_step` (0: from the start); what the folder holds of later steps is
+    dropped. `jsonl` is always among them. Built on one rank. ValueError for an unknown name or a missing package."""
+    unknown = sorted(set(names) - TRACKERS.keys())
+    if unknown:
+        raise ValueError(f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}")
+    run_folder.mkdir(parents=True, exist_ok=True)
+    wanted = dict.fromkeys(["jsonl", *names])
+    built = [TRACKERS[name](run_folder, config=config, resume_step=resume_step) for name in wanted]
+    return Trackers(built, last_step=resume_step)

@@ -1,0 +1,177 @@
+"""What goes wrong ends in a clear message and a non-zero exit within seconds; nothing is lost, nothing is left running."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from megadiff.cli.train import main
+from megadiff.train.checkpoint import damage, whole_looking
+from tests.e2e.conftest import ENVIRONMENT
+
+LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["train.num_step=3"], "unknown key train.num_step; did you mean train.num_steps"),
+        (["optim.lr=fast"], "optim.lr: Value 'fast'"),
+        (["data.prompts=nowhere.txt"], "nowhere.txt"),
+        (["data.prompts={folder}/empty.txt"], "empty.txt"),
+        (["data.prompts={folder}/long.txt"], "2002"),
+        (["model.path={folder}/nowhere"], "nowhere does not exist"),
+        (["model.path={folder}/half"], "vae"),
+        (["model.path={folder}/torn"], "not a whole safetensors file"),
+        (["parallel.dp=2"], "world_size=1 != dp*sp*tp = 2*1*1 = 2"),
+        (["parallel.sp=2"], "world_size=1 is not a multiple of sp*tp = 2*1 = 2"),
+        (["parallel.dp_replicate=2"], "parallel.dp=1 is not a multiple of parallel.dp_replicate=2"),
+        (["train.updates_per_step=3"], "algorithm.group_size=4 is not a multiple of train.updates_per_step=3"),
+        (["rollout.sde_window_size=5"], "rollout.sde_window_size=5 > 4"),
+        (["rollout.sde_window_range=[0,6]"], "the last step (to sigma 0) is never stochastic"),
+        (["rollout.height=60"], "rollout.height=60 is not a positive multiple of 16"),
+        (["reward.x.type=colour"], "color"),
+        (["data.prompts={folder}/no_color.txt"], "a house"),
+    ],
+)
+def test_mistakes_of_the_user(trainer, capsys, overrides, text):
+    folder = trainer.folder
+    (folder / "empty.txt").write_text("\n\n")
+    (folder / "long.txt").write_text(LONG_PROMPT + "\n")
+    (folder / "no_color.txt").write_text("a red cup\na house\n")
+    shutil.copytree(trainer.model, folder / "half", ignore=lambda *_: {"vae"})
+    shutil.copytree(trainer.model, folder / "torn")
+    weights = folder / "torn" / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    overrides = [override.format(folder=folder) for override in overrides]
+    with_world = [*trainer.command(*overrides)[3:], "--dry-run"]
+    started = time.monotonic()
+    assert main(with_world) == 2
+    assert time.monotonic() - started < 10
+    assert text in capsys.readouterr().err
+    assert not (folder / "run").exists()
+
+
+def test_sizes_that_do_not_divide_over_ranks(trainer, capsys):
+    arguments = [*trainer.command("train.prompts_per_step=6")[3:], "--dry-run", "--world-size", "4"]
+    assert main(arguments) == 2
+    assert "train.prompts_per_step=6 is not a multiple of dp=4" in capsys.readouterr().err
+    arguments = [*trainer.command("parallel.sp=2", "parallel.dp=3")[3:], "--dry-run", "--world-size", "4"]
+    assert main(arguments) == 2
+    assert "world_size=4 != dp*sp*tp = 3*2*1 = 6; set parallel.dp=2" in capsys.readouterr().err
+
+
+def test_tensor_parallel_is_refused_with_the_reason(trainer, registry):
+    result = trainer.run(
+        "parallel.tp=2", "rollout.mode=separate", f"rollout.registry={registry}", num_processes=2
+    )
+    assert result.code != 0
+    assert "VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it" in result.stderr
+
+
+def test_unicode_and_longest_prompts_train(trainer, registry):
+    prompts = trainer.folder / "prompts.txt"
+    longest = ("a red " + "very " * 400)[:1996] + " cup"
+    assert len(longest) == 2000
+    prompts.write_text(f"a red 猫 🐈 on a mat\n{longest}\n", encoding="utf-8")
+    result = trainer.run(
+        f"data.prompts={prompts}", "rollout.mode=separate", f"rollout.registry={registry}", "train.prompts_per_step=2",
+        "train.num_steps=1", "sample_every=1",
+    )  # fmt: skip
+    assert result.code == 0, result.stderr
+    captions = (result.folder / "samples" / "step_000001" / "samples.jsonl").read_text(encoding="utf-8")
+    assert "猫 🐈" in captions and longest in captions
+
+
+def test_a_reward_that_raises_names_itself_and_the_sample_and_loses_nothing(trainer, registry):
+    shared = ["rollout.mode=separate", f"rollout.registry={registry}"]
+    result = trainer.run(*shared, "reward.judge.type=tests.e2e.failing_reward:FailingReward")
+    assert result.code == 1
+    assert "reward 'judge' on sample" in result.stderr and "the judge is out" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in whole_looking(result.folder / "checkpoints")] == ["step_000002"]
+    again = trainer.run(*shared, "reward.color.type=color")
+    assert again.code == 0 and [row["step"] for row in again.rows] == [1, 2, 3]
+
+
+def test_full_disk_while_saving(trainer, registry):
+    """A file-size limit stands for the full disk: the write fails with an OSError half-way."""
+    shared = ["rollout.mode=separate", f"rollout.registry={registry}", "train.num_steps=1"]
+    assert trainer.run(*shared).code == 0
+    command = trainer.command(*shared[:2], "train.num_steps=2")
+    limit = 1 << 20
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=trainer.folder, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "File too large" in done.stderr and "rank_00000.safetensors" in done.stderr
+    (kept,) = whole_looking(trainer.folder / "run" / "checkpoints")
+    assert kept.name == "step_000001" and not damage(kept)
+
+
+def test_two_runs_in_one_folder(trainer, registry):
+    shared = ["rollout.mode=separate", f"rollout.registry={registry}"]
+    first = _start(trainer, *shared, "train.num_steps=1000", "rollout.num_inference_steps=50")
+    _wait_for(lambda: (trainer.folder / "run" / "config.yaml").exists())
+    second = trainer.run(*shared)
+    assert second.code == 2 and "is in use by another run" in second.stderr
+    first.kill()
+    first.wait()
+
+
+def test_a_dead_replica_is_named_and_nothing_is_lost(trainer):
+    """kill -9 of a colocated replica in the middle of training."""
+    process = _start(trainer, "train.num_steps=1000")
+    metrics = trainer.folder / "run" / "metrics.jsonl"
+    _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    (replica,) = _replicas(process.pid)
+    replica.kill()
+    killed = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - killed < 30
+    assert f"replica_0 (pid {replica.pid}) was killed by SIGKILL" in stderr and "the end of" in stderr
+    finished = metrics.read_text().count("\n")
+    assert whole_looking(trainer.folder / "run" / "checkpoints")[-1].name == f"step_{finished:06d}"
+    again = trainer.run(f"train.num_steps={finished + 1}")
+    assert again.code == 0, again.stderr
+    assert [row["step"] for row in again.rows] == list(range(1, finished + 2))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_orphan_is_left(trainer, how):
+    process = _start(trainer, "train.num_steps=1000", "rollout.num_replicas=2")
+    _wait_for(lambda: (trainer.folder / "run" / "metrics.jsonl").exists())
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(_replicas(process.pid)) == 2
+    process.send_signal(how)
+    process.wait(30)
+    assert process.returncode == (143 if how == signal.SIGTERM else -signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+
+
+def _start(trainer, *overrides) -> subprocess.Popen:
+    return subprocess.Popen(
+        trainer.command(*overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        cwd=trainer.folder,
+    )  # fmt: skip
+
+
+def _replicas(pid: int) -> list[psutil.Process]:
+    """The server processes that a trainer started: `-m megadiff.cli.serve` leads its own process group."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if os.getpgid(child.pid) == child.pid]
+
+
+def _wait_for(condition, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.2)

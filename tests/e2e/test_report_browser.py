@@ -1,0 +1,129 @@
+"""The report in a real browser: what is drawn, not what is written. Needs Chromium (apt-get install chromium)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megadiff.observe.metrics import metric_keys, read_rows
+from megadiff.observe.report import write_report
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "observe"))  # the same synthetic run as the unit tests'
+from synthetic_run import PROMPTS, write_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome found")
+
+# Runs before the page's own script, so that it sees every error.
+WATCH = """<script>
+window.problems = [];
+addEventListener("error", (event) => problems.push(String(event.message || event.target.outerHTML)), true);
+addEventListener("securitypolicyviolation", (event) => problems.push(event.violatedDirective));
+</script>"""
+# Looks at the finished page, uses it as a reader does, and leaves what it saw in an attribute.
+PROBE = """<script>
+addEventListener("load", () => {
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const box = (node) => node.getBoundingClientRect();
+  const seen = { title: document.title, headline: document.querySelector("h1").textContent };
+  seen.overflow = document.documentElement.scrollWidth - innerWidth;
+  seen.width = innerWidth;
+  seen.curves = all(".chart").filter((c) => c.querySelector(".line")).map((chart) => ({
+    key: chart.querySelector("code").textContent.split(" ")[0],
+    drawn: chart.querySelector(".line").getTotalLength(),
+    stroke: getComputedStyle(chart.querySelector(".line")).stroke,
+    width: box(chart.querySelector(".area")).width, height: box(chart.querySelector(".area")).height,
+    ticks: all(".ys span, .xs span", chart).length,
+  }));
+  seen.bars = all(".stacked rect").filter((rect) => box(rect).height > 0).length;
+  seen.images = all(".strip img").map((image) => [image.naturalWidth, box(image).width, image.alt]);
+  const area = document.querySelector(".hero .area");
+  const middle = { clientX: box(area).left + box(area).width, bubbles: true };
+  area.dispatchEvent(new PointerEvent("pointermove", middle));
+  seen.tip = document.querySelector(".hero .tip").innerText;
+  seen.crosshairs = all(".crosshair.on").length;
+  area.dispatchEvent(new PointerEvent("pointerleave"));
+  seen.left = all(".crosshair.on, .tip.on").length;
+  const paper = getComputedStyle(document.body).backgroundColor;
+  document.getElementById("theme").click();
+  seen.themes = [paper, getComputedStyle(document.body).backgroundColor];
+  document.querySelector(".frame").click();
+  seen.zoomed = document.querySelector("dialog[open] img").naturalWidth;
+  document.querySelector("dialog").click();
+  seen.closed = !document.querySelector("dialog[open]");
+  document.querySelector("summary").click();
+  seen.config = document.querySelector("pre").innerText;
+  seen.problems = problems;
+  document.documentElement.dataset.probe = JSON.stringify(seen);
+});
+</script>"""
+
+
+def browse(page: Path, profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", *arguments, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(write_run(tmp_path_factory.mktemp("runs") / "shapes", steps=60))
+
+
+def look(report: Path, tmp_path: Path, *, width: int) -> dict:
+    """What the probe saw of the report in a window of this width."""
+    html = report.read_text("utf-8")
+    page = tmp_path / "probed.html"
+    page.write_text(html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{PROBE}</body>"), "utf-8")
+    run = browse(page, tmp_path / "profile", "--virtual-time-budget=5000", f"--window-size={width},900", "--dump-dom")
+    assert ":CONSOLE" not in run.stderr, run.stderr
+    return json.loads(unescape(re.search(r'data-probe="([^"]*)"', run.stdout)[1]))
+
+
+@pytest.mark.parametrize("width", [1280, 500])  # 500: the narrowest window that headless Chromium makes
+def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> None:
+    seen = look(report, tmp_path, width=width)
+    assert seen["problems"] == []
+    assert seen["width"] == width and seen["overflow"] <= 0
+    assert seen["title"] == "shapes · megadiff report" and seen["headline"].startswith("Reward rose from 0.")
+
+    keys = [key for key in metric_keys(read_rows(report.with_name("metrics.jsonl"))) if not key.startswith("time/")]
+    assert sorted(chart["key"] for chart in seen["curves"]) == keys
+    for chart in seen["curves"]:
+        assert chart["drawn"] >= 900, chart  # a curve spans its plot, which is 1000 units wide
+        assert chart["stroke"] == "rgb(11, 122, 117)", chart
+        assert chart["width"] > 150 and chart["height"] > 80 and chart["ticks"] >= 5, chart
+    assert seen["bars"] == 60 * 5
+
+    assert len(seen["images"]) == len(PROMPTS) * 7
+    assert all(natural == 64 and shown > 60 for natural, shown, _ in seen["images"])
+    assert {alt.rsplit(", step ", 1)[0] for _, _, alt in seen["images"]} == set(PROMPTS)
+    assert [int(alt.rsplit(" ", 1)[1]) for _, _, alt in seen["images"][:7]] == [1, 10, 20, 30, 40, 50, 60]
+
+
+def test_the_report_answers_its_reader(report: Path, tmp_path: Path) -> None:
+    seen = look(report, tmp_path, width=1280)
+    assert seen["tip"].startswith("step 60") and re.search(r"Reward\s*0\.6", seen["tip"])
+    assert seen["crosshairs"] == len(seen["curves"]) + 1 and seen["left"] == 0
+    assert seen["themes"] == ["rgb(246, 246, 243)", "rgb(17, 19, 20)"]
+    assert seen["zoomed"] == 64 and seen["closed"]
+    assert "clip_range: 0.0001" in seen["config"]
+
+
+@pytest.mark.parametrize("scheme, paper", [(1, (246, 246, 243)), (0, (17, 19, 20))], ids=["light", "dark"])
+def test_the_report_follows_the_readers_colours(report: Path, tmp_path: Path, scheme: int, paper: tuple) -> None:
+    shot = tmp_path / "shot.png"
+    settings = f"--blink-settings=preferredColorScheme={scheme}"
+    browse(report, tmp_path / "profile", settings, "--window-size=1280,1600", f"--screenshot={shot}")
+    image = Image.open(shot).convert("RGB")
+    assert image.getpixel((3, 3)) == paper
+    accent = {(11, 122, 117), (60, 200, 189)}
+    assert sum(count for count, colour in image.getcolors(1 << 22) if colour in accent) > 500
