@@ -1,0 +1,7 @@
+"""Rewards: how good a sample is, one file each. This table is the only place that names them."""
+
+REWARDS = {
+    "color": "megadiff.rewards.color:ColorReward",
+    "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
+    "ocr": "megadiff.rewards.ocr:OcrReward",
+}

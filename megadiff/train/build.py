@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from megadiff.observe.progress import ProgressBar
 from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.parallel.collectives import broadcast_json, raise_together
 from megadiff.parallel.mesh import Layout, Mesh, resolve_layout
-from megadiff.rewards.base import build_rewards
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client import ReplicaClient
 from megadiff.rollout.fleet import Fleet, launch_replicas, registered_replicas, wait_until_healthy
@@ -58,14 +57,16 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     adapter = build_adapter(model)
     adapter.validate(sampling)
     prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars)
-    _check_rewards(config, prompts)
+    with closing(Scorer(config.reward, num_workers=1)) as scorer:
+        scorer.validate([*prompts, *eval_prompts(config)])
     return layout, adapter, prompts
 
 
-def _check_rewards(config: Config, prompts: list[Prompt]) -> None:
-    for reward in build_rewards(config.reward).values():
-        reward.validate(prompts)
-        reward.close()
+def eval_prompts(config: Config) -> list[Prompt]:
+    """The prompts of eval.prompts, none where eval.every is 0."""
+    if not config.eval.every:
+        return []
+    return load_prompts(Path(config.eval.prompts), max_chars=config.data.max_prompt_chars)
 
 
 def run_folder(config: Config) -> Path:
@@ -187,8 +188,7 @@ def _recording(
 def _evaluation(config: Config, mesh: Mesh, fleet: Fleet, scorer: Scorer):
     if not config.eval.every:
         return None
-    prompts = load_prompts(Path(config.eval.prompts), max_chars=config.data.max_prompt_chars)
-    rollout = config.rollout
+    prompts, rollout = eval_prompts(config), config.rollout
     steps = config.eval.num_inference_steps or rollout.num_inference_steps
     sampling = sampling_of(type(rollout)(**{**vars(rollout), "num_inference_steps": steps}))
     return lambda step: evaluate(

@@ -1,0 +1,102 @@
+"""Which prompts a step takes, and which of them are this rank's: endless, resumable, the same for every layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megadiff.types import Prompt, PromptBatch
+
+
+class PromptSampler:
+    """Iterator over PromptBatch.
+
+    The global order is one endless list: the prompts permuted for epoch 0, then for epoch 1, … Step k takes its next
+    `prompts_per_step` entries, and each data-parallel rank the contiguous slice of whole groups that is its own. So
+    the union over ranks does not depend on dp. A step may span two epochs, and with fewer prompts than
+    prompts_per_step it always does: a prompt that occurs twice in one step is sampled with equal noise.
+
+    shuffle False keeps the file's order in every epoch. ValueError: prompts_per_step that dp does not divide.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, prompts_per_step: int, dp: int, dp_rank: int, seed: int, shuffle: bool
+    ) -> None:
+        if not prompts:
+            raise ValueError("0 prompts, need at least 1; see data.prompts")
+        if prompts_per_step < 1 or prompts_per_step % dp:
+            fix = max(dp, round(prompts_per_step / dp) * dp)
+            raise ValueError(
+                f"train.prompts_per_step={prompts_per_step} must be a positive multiple of dp={dp}, as every "
+                f"data-parallel rank takes whole groups; set train.prompts_per_step={fix}"
+            )
+        assert 0 <= dp_rank < dp, f"dp_rank={dp_rank} is not in 0..{dp - 1}"
+        self._prompts = tuple(prompts)
+        self._prompts_per_step = prompts_per_step
+        self._dp = dp
+        self._dp_rank = dp_rank
+        self._seed = seed
+        self._shuffle = shuffle
+        self._position = 0  # entries of the global order taken so far, over all ranks
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def __iter__(self) -> PromptSampler:
+        return self
+
+    def __next__(self) -> PromptBatch:
+        batch = self.peek()
+        self._position += self._prompts_per_step
+        return batch
+
+    def peek(self) -> PromptBatch:
+        """What next() will return, without moving on."""
+        num_local = self._prompts_per_step // self._dp
+        first_group = self._dp_rank * num_local
+        start = self._position + first_group
+        return PromptBatch(
+            prompts=tuple(self._prompts[self._index(entry)] for entry in range(start, start + num_local)),
+            first_group=first_group,
+            num_groups=self._prompts_per_step,
+        )
+
+    def state(self) -> dict[str, int]:
+        """Where the sampler stands; equal on every rank."""
+        return {
+            "position": self._position,
+            "num_prompts": len(self._prompts),
+            "seed": self._seed,
+            "shuffle": int(self._shuffle),
+        }
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from state(), under any dp and prompts_per_step. ValueError if the global order would be another."""
+        for key, mine in self.state().items():
+            if key != "position" and state[key] != mine:
+                raise ValueError(
+                    f"the saved prompt position has {key}={state[key]}, this run has {key}={mine}; they must be equal "
+                    "for the prompt order to continue: restore data.prompts, seed and data.shuffle, or start a new run"
+                )
+        self._position = state["position"]
+
+    def _index(self, entry: int) -> int:
+        """The prompt at one entry of the global order."""
+        epoch, place = divmod(entry, len(self._prompts))
+        if not self._shuffle:
+            return place
+        if epoch not in self._permutations:
+            # A step that wraps many times reads many epochs; two of them are kept, as a step usually spans at most two.
+            self._permutations = dict(list(self._permutations.items())[-1:])
+            self._permutations[epoch] = epoch_permutation(len(self._prompts), seed=self._seed, epoch=epoch)
+        return int(self._permutations[epoch][place])
+
+
+def epoch_permutation(num_prompts: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Permutation of range(num_prompts), int64, drawn from (seed, epoch) alone.
+
+    RandomState and not Generator: numpy promises never to change its stream (NEP 19), so a run that resumes under
+    another numpy keeps its order.
+    """
+    digest = hashlib.blake2b(f"prompts/{seed}/{epoch}".encode(), digest_size=32).digest()
+    return np.random.RandomState(np.frombuffer(digest, dtype="<u4")).permutation(num_prompts)

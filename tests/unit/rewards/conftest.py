@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from megadiff.data.prompts import prompt_id
+from megadiff.rewards.base import RewardSample
+from megadiff.types import Prompt, RolloutGroup, Sampling, Trajectory
+
+
+def _prompt(text: str, /, **fields: object) -> Prompt:
+    return Prompt(text=text, id=prompt_id(text, " "), fields=fields)
+
+
+@pytest.fixture
+def make_sample() -> Callable[..., RewardSample]:
+    """(pixels [H, W, 3] or [F, H, W, 3], prompt text, **row fields) → RewardSample."""
+
+    def make(pixels: np.ndarray, text: str = "a red circle", /, **fields: object) -> RewardSample:
+        pixels = pixels if pixels.ndim == 4 else pixels[None]
+        return RewardSample(pixels=pixels, prompt=_prompt(text, **fields), sample_index=0)
+
+    return make
+
+
+@pytest.fixture
+def make_group() -> Callable[..., RolloutGroup]:
+    """(pixel value of each sample, prompt text) → RolloutGroup of flat grey images."""
+
+    def make(values: list[int], text: str = "a red circle") -> RolloutGroup:
+        prompt = _prompt(text)
+        trajectories = tuple(
+            Trajectory(
+                latents_SLC=torch.zeros(1, 4, 2),
+                sigmas=torch.zeros(1),
+                timesteps=torch.zeros(0),
+                log_probs=torch.zeros(0),
+                window_start=0,
+                pixels=torch.full((1, 8, 8, 3), value, dtype=torch.uint8),
+                prompt_id=prompt.id,
+                sample_index=index,
+                policy_version=0,
+            )
+            for index, value in enumerate(values)
+        )
+        return RolloutGroup(
+            prompt=prompt,
+            sampling=Sampling(height=8, width=8, num_inference_steps=2),
+            schedule=torch.tensor([1.0, 0.5, 0.0]),
+            conditioning={},
+            trajectories=trajectories,
+            policy_version=0,
+            replica="r0",
+        )
+
+    return make

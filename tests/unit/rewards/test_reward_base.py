@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadiff.config.schema import RewardConfig
+from megadiff.rewards import REWARDS
+from megadiff.rewards.base import Reward, build_reward, build_rewards
+
+MY_REWARDS = """
+from megadiff.rewards.base import Reward
+class Good(Reward):
+    def __init__(self, *, scale=1.0):
+        self.scale = scale
+    def score(self, samples):
+        return [self.scale for _ in samples]
+class NotOne:
+    pass
+"""
+
+
+@pytest.fixture
+def my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_test_rewards.py").write_text(MY_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_test_rewards"
+
+
+@pytest.mark.parametrize("reward_type", sorted(REWARDS))
+def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -> None:
+    reward = build_reward("mine", RewardConfig(type=reward_type))
+    assert isinstance(reward, Reward) and reward.name == "mine"
+
+
+def test_dotted_path_with_args(my_module: str) -> None:
+    reward = build_reward("mine", RewardConfig(type=f"{my_module}:Good", args={"scale": 2.5}))
+    assert reward.score([None, None]) == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (RewardConfig(type="colour"), ["reward.r.type=colour", "did you mean 'color'", "jpeg_size, ocr"]),
+        (RewardConfig(type="no_such_pkg.mod:X"), ["reward.r.type", "no_such_pkg", "PYTHONPATH"]),
+        (RewardConfig(type="my_test_rewards:Goood"), ["Goood", "did you mean 'Good'"]),
+        (RewardConfig(type="my_test_rewards:NotOne"), ["NotOne", "not a class derived from megadiff.rewards.base.Reward"]),
+        (RewardConfig(type="jpeg_size", args={"qualty": 9}), ["reward.r.args", "qualty", "did you mean 'quality'"]),
+        (RewardConfig(type="jpeg_size", args={"quality": 500}), ["reward.r.args", "quality=500", "1..95"]),
+        (RewardConfig(type="jpeg_size", args={"quality": "high"}), ["reward.r.args", "high"]),
+        (RewardConfig(type="jpeg_size", args={"sign": 2}), ["sign=2"]),
+        (RewardConfig(type="ocr", args={"frame_stride": 0}), ["frame_stride=0"]),
+        (RewardConfig(type="color", args={"x": 1}), ["reward.r.args", "'x'", "no arguments"]),
+    ],
+)
+def test_refusals_name_what_is_wrong(my_module: str, config: RewardConfig, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        build_reward("r", config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_run_needs_a_reward() -> None:
+    with pytest.raises(ValueError, match="0 rewards"):
+        build_rewards({})

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from megadiff.config.schema import RewardConfig
+from megadiff.rewards.base import Reward, RewardError, RewardSample
+from megadiff.rewards.score import Scorer, default_num_workers
+from megadiff.types import RolloutGroup
+
+MakeGroup = Callable[..., RolloutGroup]
+HERE = "test_reward_score"
+RELEASE = threading.Event()
+CALLS: list[tuple[str, int]] = []
+
+
+def value_of(sample: RewardSample) -> float:
+    return float(sample.pixels[0, 0, 0, 0])
+
+
+class Value(Reward):
+    """The grey value; slower for small ones, so that calls finish out of order."""
+
+    def __init__(self, *, samples_per_call: int | None = None, slow_s: float = 0.02) -> None:
+        self.samples_per_call = samples_per_call
+        self.slow_s = slow_s
+
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        CALLS.append((samples[0].prompt.text, len(samples)))
+        time.sleep(self.slow_s if value_of(samples[0]) < 50 else 0)
+        return [value_of(sample) for sample in samples]
+
+
+class Raises(Reward):
+    """Fails on grey value 99, in a batch as well as alone."""
+
+    def __init__(self, *, error: str = "ValueError") -> None:
+        self.error = {"ValueError": ValueError, "SystemExit": SystemExit}[error]
+
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        CALLS.append((samples[0].prompt.text, len(samples)))
+        if any(value_of(sample) == 99 for sample in samples):
+            raise self.error("no such judge")
+        return [0.0] * len(samples)
+
+
+class Returns(Reward):
+    def __init__(self, *, what: str) -> None:
+        self.what = what
+
+    def score(self, samples: Sequence[RewardSample]) -> object:
+        answers = {
+            "nan": [0.0] * (len(samples) - 1) + [float("nan")],
+            "inf": [float("inf")] * len(samples),
+            "short": [0.5] * (len(samples) - 1),
+            "none": None,
+            "single": 0.5,
+            "string": "0" * len(samples),
+            "strings": ["0.5"] * len(samples),
+            "tensor": torch.full((len(samples),), 0.5),
+            "numpy": torch.full((len(samples),), 0.5).double().numpy(),
+            "scalars": [torch.tensor(0.5)] * len(samples),
+        }
+        return answers[self.what]
+
+
+class Hangs(Reward):
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        RELEASE.wait(30)
+        return [0.0] * len(samples)
+
+
+@pytest.fixture
+def scorer() -> Iterator[Callable[..., Scorer]]:
+    """name=RewardConfig(...) → Scorer, closed at the end."""
+    made: list[Scorer] = []
+    CALLS.clear()
+    RELEASE.clear()
+
+    def make(num_workers: int = 2, timeout_s: float = 20.0, **configs: RewardConfig) -> Scorer:
+        made.append(Scorer(configs, num_workers=num_workers, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    RELEASE.set()
+    for each in made:
+        each.close()
+
+
+def config(class_name: str, weight: float = 1.0, **args: object) -> RewardConfig:
+    return RewardConfig(type=f"{HERE}:{class_name}", weight=weight, args=args)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of this file, under the name by which the config refers to them."""
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_values_come_back_in_order_of_submission(
+    scorer: Callable[..., Scorer], make_group: MakeGroup, chunk: int | None, num_workers: int
+) -> None:
+    scores = scorer(
+        num_workers, value=config("Value", 0.5, samples_per_call=chunk), flat=config("Returns", 2.0, what="tensor")
+    )
+    for step in range(2):  # a scorer serves every step of a run
+        rows = [[10 + step, 200, 30], [100, 20, 1], [5, 6, 255]]
+        for i, row in enumerate(rows):
+            scores.submit(make_group(row, f"red {i}"))
+        result = scores.collect()
+        assert list(result) == ["value", "flat", "total"]
+        assert all(each.dtype == torch.float32 and each.shape == (3, 3) for each in result.values())
+        assert result["value"].tolist() == rows
+        assert torch.equal(result["total"], 0.5 * torch.tensor(rows) + 1.0)
+    assert {count for _, count in CALLS} == {3: {3}, 1: {1}, 2: {2, 1}}[chunk or 3]
+    assert scores.reward_s["value"] > 0
+
+
+@pytest.mark.parametrize("what", ["tensor", "numpy", "scalars"])
+def test_number_like_answers(scorer: Callable[..., Scorer], make_group: MakeGroup, what: str) -> None:
+    result = scorer(flat=config("Returns", what=what)).score([make_group([1, 2])])
+    assert result["flat"].tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "short", "none", "single", "string", "strings"])
+def test_answers_that_are_not_finite_numbers(scorer: Callable[..., Scorer], make_group: MakeGroup, what: str) -> None:
+    words = {
+        "nan": ["sample 1 ", "nan", "finite"],
+        "inf": ["sample 0 ", "inf"],
+        "short": ["samples 0, 1 ", "1 values for 2 samples"],
+        "none": ["a NoneType for 2 samples"],
+        "single": ["a float for 2 samples"],
+        "string": ["2 values for 2 samples"],
+        "strings": ["'0.5'", "finite number"],
+    }
+    with pytest.raises(RewardError) as caught:
+        scorer(judge=config("Returns", what=what)).score([make_group([1, 2], "a red fox")])
+    for word in ["reward 'judge'", "'a red fox'", *words[what]]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
+def test_a_reward_that_raises_names_itself_prompt_and_sample(
+    scorer: Callable[..., Scorer], make_group: MakeGroup, error: str
+) -> None:
+    with pytest.raises(RewardError) as caught:
+        scorer(judge=config("Raises", error=error)).score([make_group([1, 2, 99, 4], "a red fox")])
+    message = f"reward 'judge' on sample 2 of prompt 'a red fox' raised {error}: no such judge"
+    assert message in str(caught.value)
+    assert type(caught.value.__cause__).__name__ == error
+
+
+def test_a_failure_cancels_the_rest_and_the_scorer_lives_on(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    scores = scorer(1, judge=config("Raises"), value=config("Value", samples_per_call=1))
+    groups = [make_group([99], "first")] + [make_group([1] * 8, f"later {i}") for i in range(40)]
+    with pytest.raises(RewardError, match="first"):
+        scores.score(groups)
+    assert scores.score([make_group([7], "red")])["value"].tolist() == [[7.0]]
+    assert len(CALLS) < 50  # of 363: the worker took what was left of the failed step, and ran none of it
+
+
+def test_a_failure_shows_at_the_next_submit(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scores = scorer(judge=config("Raises"))
+    scores.submit(make_group([99]))
+    time.sleep(0.3)
+    with pytest.raises(RewardError, match="no such judge"):
+        scores.submit(make_group([1]))
+
+
+def test_a_reward_that_hangs_is_named_within_its_time(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scores = scorer(2, 0.3, judge=config("Hangs"), value=config("Value"))
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'judge' on samples 0, 1 of prompt .* longer than timeout_s=0.3"):
+        scores.score([make_group([1, 2]), make_group([3, 4])])
+    assert time.monotonic() - started < 2
+    scores.close()
+    assert time.monotonic() - started < 4
+
+
+def test_waiting_in_the_queue_is_not_counted(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scores = scorer(1, 1.0, value=config("Value", slow_s=0.1))
+    assert scores.score([make_group([1]) for _ in range(12)])["value"].sum() == 12  # 1.2 s in all, 0.1 s each
+
+
+def test_reset_forgets_what_was_submitted(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scores = scorer(1, value=config("Value"))
+    for i in range(20):
+        scores.submit(make_group([i]))
+    scores.reset()
+    assert scores.score([make_group([200])])["value"].tolist() == [[200.0]]
+
+
+def test_validate_names_the_reward(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scores = scorer(hue=RewardConfig(type="color"))
+    scores.validate([make_group([1], "a red fox").prompt])
+    with pytest.raises(ValueError, match=r"reward\.hue: .*'a fox'"):
+        scores.validate([make_group([1], "a red fox").prompt, make_group([1], "a fox").prompt])
+
+
+def test_close_stops_the_workers(scorer: Callable[..., Scorer]) -> None:
+    scores = scorer(3, value=config("Value"))
+    scores.close()
+    assert not any(thread.is_alive() for thread in scores._threads)
+
+
+def test_a_hanging_reward_does_not_keep_the_process_alive() -> None:
+    code = (
+        "import threading\n"
+        "from megadiff.rewards.score import _Call, _work\n"
+        "from megadiff.rewards import score\n"
+        "from megadiff.rewards.base import Reward\n"
+        "from megadiff.config.schema import RewardConfig\n"
+        "scorer = score.Scorer({'c': RewardConfig(type='color')}, num_workers=1)\n"
+        "class Hangs(Reward):\n"
+        "    def score(self, samples): threading.Event().wait()\n"
+        "scorer._queue.put(_Call(reward=Hangs(), samples=[], group=0, first=0))\n"
+        "scorer.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ({"total": RewardConfig(type="color")}, "reward.total"),
+        ({"c": RewardConfig(type="color", weight=float("nan"))}, "reward.c.weight=nan"),
+        ({}, "0 rewards"),
+    ],
+)
+def test_refused_configs(configs: dict[str, RewardConfig], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scorer(configs)
+
+
+def test_workers_are_a_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert default_num_workers() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "128")
+    assert default_num_workers() == 1
