@@ -84,8 +84,13 @@ def lock(folder: Path, stack: ExitStack) -> None:
         raise ValueError(f"{folder} is in use by another run; give this one another run.name") from error
 
 
-def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[Prompt], stack: ExitStack) -> Run:
-    """Collective. Replicas start while the engine loads; whatever is started is stopped when `stack` closes."""
+def build_run(
+    config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[Prompt], stack: ExitStack, *, record: bool = True
+) -> Run:
+    """Collective. Replicas start while the engine loads; whatever is started is stopped when `stack` closes.
+
+    record=False leaves the run's folder as it is (but for the replicas' logs).
+    """
     folder = run_folder(config)
     fleet = stack.enter_context(build_fleet(config, mesh, folder))
     engine = build_engine(config, mesh, adapter)
@@ -106,7 +111,7 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     sync = HttpSync(
         engine, fleet.replicas, manifest, bucket_bytes=config.sync.bucket_mib * 2**20, cpu_group=mesh.cpu_group
     )
-    trackers, bar = _recording(config, mesh, folder, progress.step, stack)
+    trackers, bar = _recording(config, mesh, folder, progress.step, stack) if record else (Trackers(()), None)
     recorder = Recorder(trackers, bar, config, mesh, _evaluation(config, mesh, fleet, scorer))
     return Run(
         config=config, mesh=mesh, adapter=adapter, algorithm=build_algorithm(config.algorithm), engine=engine,

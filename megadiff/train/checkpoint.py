@@ -19,7 +19,7 @@ from megadiff import __version__
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
-from megadiff.parallel.collectives import broadcast_json, raise_together
+from megadiff.parallel.collectives import AgreedError, broadcast_json, raise_together
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import Progress
 
@@ -42,10 +42,10 @@ class Checkpoints:
         try:
             self._together(lambda: self._write_shards(engine, aside))
             self._together(lambda: self._finish(aside, target, progress), only_rank_0=True)
-        except Exception:
+        except AgreedError as error:
             if self.mesh.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise
+            raise AgreedError(f"checkpoint {target} could not be written, earlier ones are whole: {error}") from error
         self.saved_step = progress.step
         return target
 

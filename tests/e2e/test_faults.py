@@ -74,10 +74,9 @@ def test_tensor_parallel_is_refused_with_the_reason(trainer, registry):
     assert "VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it" in result.stderr
 
 
-def test_unicode_and_longest_prompts_train(trainer, registry):
+def test_unicode_and_long_prompts_train(trainer, registry):
     prompts = trainer.folder / "prompts.txt"
-    longest = ("a red " + "very " * 400)[:1996] + " cup"
-    assert len(longest) == 2000
+    longest = ("a red " + "photo of a red " * 200)[:1000]
     prompts.write_text(f"a red 猫 🐈 on a mat\n{longest}\n", encoding="utf-8")
     result = trainer.run(
         f"data.prompts={prompts}", "rollout.mode=separate", f"rollout.registry={registry}", "train.prompts_per_step=2",
@@ -110,24 +109,22 @@ def test_full_disk_while_saving(trainer, registry):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )  # fmt: skip
     assert done.returncode == 1
-    assert "File too large" in done.stderr and "rank_00000.safetensors" in done.stderr
+    assert "step_000002 could not be written" in done.stderr and "File too large" in done.stderr
     (kept,) = whole_looking(trainer.folder / "run" / "checkpoints")
     assert kept.name == "step_000001" and not damage(kept)
 
 
-def test_two_runs_in_one_folder(trainer, registry):
+def test_two_runs_in_one_folder(trainer, registry, start):
     shared = ["rollout.mode=separate", f"rollout.registry={registry}"]
-    first = _start(trainer, *shared, "train.num_steps=1000", "rollout.num_inference_steps=50")
+    first = start(*shared, "train.num_steps=1000", "rollout.num_inference_steps=50")
     _wait_for(lambda: (trainer.folder / "run" / "config.yaml").exists())
     second = trainer.run(*shared)
     assert second.code == 2 and "is in use by another run" in second.stderr
-    first.kill()
-    first.wait()
 
 
-def test_a_dead_replica_is_named_and_nothing_is_lost(trainer):
+def test_a_dead_replica_is_named_and_nothing_is_lost(trainer, start):
     """kill -9 of a colocated replica in the middle of training."""
-    process = _start(trainer, "train.num_steps=1000")
+    process = start("train.num_steps=1000")
     metrics = trainer.folder / "run" / "metrics.jsonl"
     _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     (replica,) = _replicas(process.pid)
@@ -145,8 +142,8 @@ def test_a_dead_replica_is_named_and_nothing_is_lost(trainer):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_orphan_is_left(trainer, how):
-    process = _start(trainer, "train.num_steps=1000", "rollout.num_replicas=2")
+def test_no_orphan_is_left(trainer, start, how):
+    process = start("train.num_steps=1000", "rollout.num_replicas=2")
     _wait_for(lambda: (trainer.folder / "run" / "metrics.jsonl").exists())
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(_replicas(process.pid)) == 2
@@ -157,11 +154,24 @@ def test_no_orphan_is_left(trainer, how):
     assert not alive
 
 
-def _start(trainer, *overrides) -> subprocess.Popen:
-    return subprocess.Popen(
-        trainer.command(*overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        cwd=trainer.folder,
-    )  # fmt: skip
+@pytest.fixture
+def start(trainer):
+    """Starts trainers in the background; what the test leaves running is killed."""
+    started = []
+
+    def start_one(*overrides) -> subprocess.Popen:
+        started.append(
+            subprocess.Popen(
+                trainer.command(*overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                env=ENVIRONMENT, cwd=trainer.folder,
+            )  # fmt: skip
+        )
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def _replicas(pid: int) -> list[psutil.Process]:

@@ -1,0 +1,43 @@
+"""megadiff COMMAND …: train, serve, evaluate or report. `megadiff COMMAND --help` explains each."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from difflib import get_close_matches
+
+import megadiff
+
+COMMANDS = {
+    "train": "post-train a policy: CONFIG.yaml … key=value …",
+    "serve": "run a rollout replica: MODEL …",
+    "evaluate": "score a model or a checkpoint on a prompt set",
+    "report": "write a run's report.html: RUN",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the command; 2 for an unknown one. Only the named command is imported."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command == "--version":
+        sys.stdout.write(f"megadiff {megadiff.__version__}\n")
+        return 0
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
+        return 2
+    return importlib.import_module(f"megadiff.cli.{command}").main(rest)
+
+
+def _usage() -> str:
+    lines = [f"  {command:<10}{summary}\n" for command, summary in COMMANDS.items()]
+    return f"usage: megadiff COMMAND …\n{''.join(lines)}  --version\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
