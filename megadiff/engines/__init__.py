@@ -1,0 +1,26 @@
+"""Training engines. `build_engine` is the table from the config's name to the class; each imports its own library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megadiff.config.schema import Config
+from megadiff.engines.base import Engine
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.mesh import Mesh
+
+
+def _veomni(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
+    from megadiff.engines.veomni import VeOmniEngine
+
+    return VeOmniEngine(config, mesh, adapter, keep_reference=config.algorithm.kl_coef > 0)
+
+
+ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter], Engine]] = {"veomni": _veomni}
+
+
+def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
+    """The engine named by engine.backend, with the checkpoint's weights loaded. Collective over the world."""
+    if config.engine.backend not in ENGINES:
+        raise ValueError(f"engine.backend={config.engine.backend!r} is not one of {', '.join(sorted(ENGINES))}")
+    return ENGINES[config.engine.backend](config, mesh, adapter)

@@ -46,18 +46,20 @@ def broadcast_json(value: object, *, source: int, group: dist.ProcessGroup) -> o
     return json.loads(broadcast_bytes(payload, source=source, group=group))
 
 
+class AgreedError(RuntimeError):
+    """A failure that every rank knows of, raised on all of them at the same place of the step."""
+
+
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
-    """Agree on failure: if any rank of the gloo group has an error, all raise, each its own or the first rank's text."""
-    text = f"{type(error).__name__}: {error}" if error else ""
+    """Agree on failure over a gloo group: if any rank brings an error, all raise AgreedError with that rank's text."""
     failed = torch.tensor([dist.get_rank() if error else -1], dtype=torch.int64)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     source = int(failed.item())
     if source < 0:
         return
-    text = str(broadcast_json(text, source=source, group=group))
-    if error:
-        raise error
-    raise RuntimeError(f"rank {source} failed: {text}")
+    text = broadcast_json(f"{type(error).__name__}: {error}", source=source, group=group)
+    where = f"rank {source}: " if dist.get_world_size(group) > 1 else ""
+    raise AgreedError(f"{where}{text}") from error
 
 
 def sum_tensor(value: Tensor, group: dist.ProcessGroup) -> Tensor:

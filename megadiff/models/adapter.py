@@ -1,0 +1,53 @@
+"""What the trainer needs to know of a model family. One class per family, next to its rollout pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megadiff.types import Sampling
+
+Conditioning = Mapping[str, Tensor]
+
+
+class ModelAdapter(Protocol):
+    """Packing, conditioning, timestep unit, guidance and schedule of one model family. Holds no weights.
+
+    model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",).
+    num_heads: attention heads, which Ulysses splits.
+    """
+
+    model_folder: Path
+    components: tuple[str, ...]
+    num_heads: int
+
+    def validate(self, sampling: Sampling) -> None:
+        """Raises ValueError when the model cannot sample at this size or guidance."""
+
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        """(L, C): packed latent tokens and channels of one sample."""
+
+    def schedule(self, sampling: Sampling) -> Tensor:
+        """[T+1] float32 sigmas from 1 to 0, by the checkpoint's own scheduler config."""
+
+    def velocity(
+        self,
+        transformer: Callable[..., tuple[Tensor]],
+        latents_BLC: Tensor,
+        sigma_B: Tensor,
+        conditioning: Conditioning,
+        sampling: Sampling,
+    ) -> Tensor:
+        """Guided velocity [B, L, C] float32 at sigma_B, with gradient where the caller has it on."""
+
+    def encode_prompt(
+        self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """(embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them."""
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        """Floating point operations of one forward pass of one sample at one step; two passes under true CFG."""

@@ -1,0 +1,168 @@
+"""Qwen-Image for the trainer: packed latents, text conditioning, timestep unit, true CFG, schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadiff.diffusion.guidance import true_cfg
+from megadiff.diffusion.schedule import qwen_image_sigmas
+from megadiff.models.adapter import Conditioning
+from megadiff.types import Sampling
+
+PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
+MAX_PROMPT_TOKENS = 1024  # as in the pipeline of diffusers
+
+
+class QwenImageAdapter:
+    """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
+
+    components = ("transformer",)
+
+    def __init__(self, model_folder: Path | str) -> None:
+        """model_folder: a diffusers pipeline folder. Raises ValueError when transformer/config.json is missing."""
+        self.model_folder = Path(model_folder)
+        config = _read_json(self.model_folder / "transformer" / "config.json")
+        self.channels: int = config["in_channels"]
+        self.num_layers: int = config["num_layers"]
+        self.num_heads: int = config["num_attention_heads"]
+        self.width: int = config["num_attention_heads"] * config["attention_head_dim"]
+
+    def validate(self, sampling: Sampling) -> None:
+        for name, pixels in (("height", sampling.height), ("width", sampling.width)):
+            if pixels < PIXELS_PER_TOKEN or pixels % PIXELS_PER_TOKEN:
+                nearest = max(round(pixels / PIXELS_PER_TOKEN), 1) * PIXELS_PER_TOKEN
+                raise ValueError(
+                    f"rollout.{name}={pixels} is not a positive multiple of {PIXELS_PER_TOKEN} (pixels a token); "
+                    f"set rollout.{name}={nearest}"
+                )
+        if sampling.num_frames != 1:
+            raise ValueError(f"rollout.num_frames={sampling.num_frames}, but Qwen-Image makes images; set it to 1")
+        if sampling.true_cfg_scale < 1:
+            raise ValueError(f"rollout.true_cfg_scale={sampling.true_cfg_scale} < 1 (off); set it to 1 or more")
+        if sampling.guidance_scale != 1:
+            raise ValueError(
+                f"rollout.guidance_scale={sampling.guidance_scale}, but Qwen-Image's guidance is true CFG; "
+                "set rollout.true_cfg_scale instead and leave guidance_scale at 1"
+            )
+
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        rows, columns = _grid(sampling)
+        return rows * columns, self.channels
+
+    def schedule(self, sampling: Sampling) -> Tensor:
+        """Raises ValueError without scheduler/scheduler_config.json: its defaults in code are another schedule."""
+        scheduler_config = _read_json(self.model_folder / "scheduler" / "scheduler_config.json")
+        num_tokens, _ = self.latents_shape(sampling)
+        return qwen_image_sigmas(sampling.num_inference_steps, num_tokens=num_tokens, scheduler_config=scheduler_config)
+
+    def velocity(
+        self,
+        transformer: Callable[..., tuple[Tensor]],
+        latents_BLC: Tensor,
+        sigma_B: Tensor,
+        conditioning: Conditioning,
+        sampling: Sampling,
+    ) -> Tensor:
+        """Velocity [B, L, C] float32, guided by true CFG (both passes with gradient) when true_cfg_scale > 1.
+
+        latents_BLC: packed latents. sigma_B: [B] in [0, 1], the transformer's time unit; it is rounded once, from
+        float32 to the compute dtype, inside the transformer. conditioning: prompt_embeds [B, tokens, D], prompt_mask
+        [B, tokens], and the same with negative_ in front under CFG. Masks on the CPU save a device synchronisation.
+        Guidance is computed in the transformer's output dtype, as in the replica. Under CFG there are always two
+        passes: one of 2B where widths agree would let ranks differ in their number of passes, and collectives hang.
+        """
+        positive = _trim(conditioning["prompt_embeds"], conditioning["prompt_mask"])
+        if sampling.true_cfg_scale <= 1:
+            return _forward(transformer, latents_BLC, sigma_B, *positive, sampling).float()
+        negative = _trim(*_negative(conditioning))
+        velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *positive, sampling)
+        negative_velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *negative, sampling)
+        return true_cfg(velocity_BLC, negative_velocity_BLC, sampling.true_cfg_scale).float()
+
+    def encode_prompt(
+        self,
+        texts: Sequence[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> tuple[Tensor, Tensor]:
+        """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool) by the checkpoint's template and text encoder.
+
+        Loads the text encoder (7 B parameters in the real model) for the call and frees it afterwards.
+        """
+        from diffusers import QwenImagePipeline
+
+        pipeline = QwenImagePipeline.from_pretrained(
+            self.model_folder, transformer=None, vae=None, scheduler=None, torch_dtype=dtype
+        ).to(device)
+        with torch.no_grad():
+            embeds_BTD, mask_BT = pipeline.encode_prompt(list(texts), max_sequence_length=MAX_PROMPT_TOKENS)
+        if mask_BT is None:
+            mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
+        return embeds_BTD.cpu(), mask_BT.bool().cpu()
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        """Linear layers, attention and modulation of one forward pass; twice that under true CFG."""
+        num_tokens = self.latents_shape(sampling)[0] + num_text_tokens
+        d, layers = self.width, self.num_layers
+        one_pass = layers * (24 * num_tokens * d**2 + 4 * num_tokens**2 * d + 24 * d**2)
+        return float(one_pass * (2 if sampling.true_cfg_scale > 1 else 1))
+
+
+def _forward(
+    transformer: Callable[..., tuple[Tensor]],
+    latents_BLC: Tensor,
+    sigma_B: Tensor,
+    embeds_BTD: Tensor,
+    mask_BT: Tensor | None,
+    sampling: Sampling,
+) -> Tensor:
+    """One pass of the transformer, [B, L, C] in its output dtype."""
+    device, dtype = latents_BLC.device, transformer.dtype
+    velocity_BLC = transformer(
+        hidden_states=latents_BLC.to(dtype),
+        timestep=sigma_B.float().to(device),
+        encoder_hidden_states=embeds_BTD.to(device, dtype, non_blocking=True),
+        encoder_hidden_states_mask=None if mask_BT is None else mask_BT.to(device, non_blocking=True),
+        img_shapes=[[(1, *_grid(sampling))]] * latents_BLC.shape[0],
+        return_dict=False,
+    )[0]
+    return velocity_BLC
+
+
+def _trim(embeds_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Cut the columns that no sample uses; no mask when all that is left is used: it costs the fast kernels.
+
+    Text rotary positions count from the image's size on, whatever the width, so padding or cutting it changes nothing.
+    """
+    used_T = mask_BT.bool().any(dim=0).nonzero()
+    width = int(used_T[-1]) + 1 if len(used_T) else 0
+    if width == 0:
+        raise ValueError("prompt_mask has no True at all: a prompt must have at least one token")
+    mask_BT = mask_BT[:, :width].bool()
+    return embeds_BTD[:, :width], None if bool(mask_BT.all()) else mask_BT
+
+
+def _negative(conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+    missing = [name for name in ("negative_prompt_embeds", "negative_prompt_mask") if name not in conditioning]
+    if missing:
+        raise ValueError(
+            f"rollout.true_cfg_scale > 1 needs {', '.join(missing)} in the conditioning, it has {sorted(conditioning)}; "
+            "sample with the same true_cfg_scale as training uses"
+        )
+    return conditioning["negative_prompt_embeds"], conditioning["negative_prompt_mask"]
+
+
+def _grid(sampling: Sampling) -> tuple[int, int]:
+    return sampling.height // PIXELS_PER_TOKEN, sampling.width // PIXELS_PER_TOKEN
+
+
+def _read_json(file: Path) -> dict:
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; model.path must be a whole Qwen-Image pipeline folder")
+    return json.loads(file.read_text(encoding="utf-8"))

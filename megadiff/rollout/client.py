@@ -1,0 +1,92 @@
+"""A replica seen from the trainer: a synchronous HTTP client. Thread-safe; imports neither vLLM nor vllm-omni."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from torch import Tensor
+
+from megadiff.rollout.wire import decode_group, encode_bucket, request_to_json
+from megadiff.types import RolloutGroup, RolloutRequest
+from megadiff.weights.manifest import Manifest
+
+CONNECT_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 2.0
+
+
+class ReplicaError(RuntimeError):
+    """A replica refused a request (status: its HTTP status), or did not answer (status None)."""
+
+    def __init__(self, name: str, status: int | None, message: str) -> None:
+        super().__init__(f"{name}: {message}" if status is None else f"{name} answered {status}: {message}")
+        self.name, self.status, self.message = name, status, message
+
+
+class ReplicaClient:
+    """url: http://host:port. timeout_s: of one request, generation and weight loading included."""
+
+    def __init__(self, url: str, name: str, *, token: str | None = None, timeout_s: float = 1800.0) -> None:
+        self.url, self.name = url, name
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            trust_env=False,  # replicas are reached directly, whatever proxy the environment names
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def health(self) -> dict[str, Any]:
+        """name, policy_version, state (ready | updating | asleep), in_flight, vllm_omni."""
+        return self._call("GET", "/health", timeout=HEALTH_TIMEOUT_S).json()
+
+    def is_healthy(self) -> bool:
+        """Whether it answers /health within HEALTH_TIMEOUT_S; a replica that still loads does not."""
+        try:
+            self.health()
+        except ReplicaError:
+            return False
+        return True
+
+    def generate(self, request: RolloutRequest) -> RolloutGroup:
+        """The group of one request. A 409 tells that the replica holds another policy version than asked."""
+        return decode_group(self._call("POST", "/rl/generate", json=request_to_json(request)).content)
+
+    def weights_begin(self, version: int, manifest: Manifest) -> None:
+        """Opens a push; from here to the commit the replica does not generate."""
+        self._call("POST", "/rl/weights/begin", json={"version": version, "manifest": manifest})
+
+    def weights_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Sends named full tensors, on any device."""
+        self._call("POST", "/rl/weights/bucket", content=encode_bucket(tensors))
+
+    def weights_commit(self, version: int) -> dict[str, str]:
+        """name → fingerprint of every tensor that the replica now holds."""
+        return self._call("POST", "/rl/weights/commit", json={"version": version}).json()["fingerprints"]
+
+    def sleep(self) -> None:
+        self._call("POST", "/rl/sleep")
+
+    def wake(self) -> None:
+        self._call("POST", "/rl/wake")
+
+    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.HTTPError as error:
+            raise ReplicaError(self.name, None, f"{method} {self.url}{path} failed: {error!r}") from error
+        if response.is_error:
+            raise ReplicaError(self.name, response.status_code, _message(response))
+        return response
+
+
+def _message(response: httpx.Response) -> str:
+    """The text of the replica's {"error": text}, else the beginning of the body."""
+    if response.headers.get("content-type", "").startswith("application/json"):
+        body = response.json()
+        if isinstance(body, dict) and isinstance(body.get("error"), str):
+            return body["error"]
+    return response.text[:500]

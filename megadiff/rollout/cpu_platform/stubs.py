@@ -1,0 +1,69 @@
+"""Import-only stand-ins for torchvision and torchaudio.
+
+vllm-omni imports both at module level, but their wheels on PyPI are CUDA builds that fail to import beside a CPU torch.
+Neither is used for text-to-image or text-to-video, so whichever is *not installed* becomes a stub that raises
+when called.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+STUBBED = ("torchvision", "torchaudio")
+
+
+def install_stubs() -> None:
+    """Make `import torchvision` and `import torchaudio` work where they are not installed; again: does nothing."""
+    missing = {name for name in STUBBED if name not in sys.modules and importlib.util.find_spec(name) is None}
+    if not missing:
+        return
+    # transformers caches its answers to "is it installed": let it look before the stubs make it believe so
+    from transformers.utils import is_torchaudio_available, is_torchvision_available
+
+    is_torchaudio_available()
+    is_torchvision_available()
+    sys.meta_path.append(_StubFinder(missing))
+
+
+class _Missing:
+    """Any attribute of a stub: can be passed around and subclassed by name, raises ImportError when called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> _Missing:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Missing(f"{self._name}.{attribute}")
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise ImportError(f"{self._name} is not installed; CPU replicas run without it")
+
+
+class _StubModule(ModuleType):
+    __version__ = "0.0.0"
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
+
+
+class _StubFinder:
+    """A finder and loader at the end of sys.meta_path: asked only for modules that nothing else provides."""
+
+    def __init__(self, roots: set[str]) -> None:
+        self._roots = roots
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, loader=self, is_package=True) if name.partition(".")[0] in self._roots else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StubModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass

@@ -1,0 +1,77 @@
+"""The CPU worker, and three patches of vllm-omni that a CPU run needs. Importing this module applies them.
+
+It is imported by name, from CpuOmniPlatform, and therefore only where that platform is active.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+import vllm_omni.diffusion.worker.diffusion_worker as omni_worker
+from torch import nn
+from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
+
+logger = logging.getLogger(__name__)
+
+
+class CpuDiffusionWorker(omni_worker.DiffusionWorker):
+    """A DiffusionWorker that sleeps without a CUDA memory pool: there is no separate device memory to free, so the
+    weights stay where they are."""
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sleep(self, level: int = 1) -> int:
+        """Bytes of weights held. Raises ValueError for level 2 (discard), from which vllm-omni cannot wake."""
+        if level != 1:
+            raise ValueError(f"sleep level {level}: vllm-omni cannot wake from a level above 1; use level 1")
+        return sum(p.numel() * p.element_size() for p in self.model_runner.pipeline.parameters())
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        return True
+
+
+def _keep_linear_weight(layer: nn.Module, remove_weight: bool = False) -> None:
+    """Use torch's own linear. vLLM's CPU path packs the weight and leaves `layer.weight` empty, after which no new
+    weights can be loaded."""
+    layer.cpu_linear = nn.functional.linear
+
+
+def _sdpa_forward(
+    self: SDPAImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: object = None
+) -> torch.Tensor:
+    """AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself because vllm-omni's float32
+    fallback creates one directly, past the platform's choice of backend."""
+    return self._forward_impl(query, key, value, attn_metadata)
+
+
+def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
+    """WorkerProc's output thread without streams: a CPU has no `torch.accelerator.current_accelerator()`.
+
+    Used by the multi-process executor only, which is the one that 0.26 has.
+    """
+    while (item := self._async_output_queue.get()) is not None:
+        output, async_output_id, _ = item
+        try:
+            omni_worker.pack_diffusion_output_shm(output)
+            result = {"output": output}
+        except (OSError, ValueError, TypeError) as error:  # shared memory is full, or something in it cannot be packed
+            logger.exception("packing an output failed")
+            result = {"error": str(error)}
+        message = omni_worker.AsyncDiffusionOutput(
+            kind=omni_worker.AsyncOutputKind.OUTPUT_READY, async_output_id=async_output_id, **result
+        )
+        send = getattr(self, "_enqueue_result", None) or self.result_mq.enqueue  # 0.28 serialises its writers
+        send(message)
+        if hasattr(self, "_async_output_done"):
+            with self._async_output_done:
+                self._async_output_pending -= 1
+                self._async_output_done.notify_all()
+
+
+layer_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
+SDPAImpl.forward = _sdpa_forward
+omni_worker.WorkerProc._async_output_loop = _send_outputs_loop

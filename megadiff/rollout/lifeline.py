@@ -1,0 +1,46 @@
+"""No orphan is left: a process ends with the one that it serves, however that one ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+
+def exit_with(pid: int) -> None:
+    """From now on, when process `pid` is gone (also by SIGKILL), this process and its children are killed.
+
+    A pidfd is used and not PR_SET_PDEATHSIG, which fires when the parent's *thread* ends that started this process.
+    Raises ValueError when there is no such process.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ValueError(f"process {pid} does not exist; --parent-pid is the process to exit with") from None
+    threading.Thread(target=_wait_and_die, args=(pidfd, pid), name="lifeline", daemon=True).start()
+
+
+def kill_children() -> None:
+    """SIGKILL to every descendant of this process but multiprocessing's resource tracker, which cleans up after them
+    and ends by itself."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if not any("resource_tracker" in argument for argument in child.cmdline()):
+                child.kill()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+
+
+def _wait_and_die(pidfd: int, pid: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    logger.warning("process %d is gone; exiting with it", pid)
+    kill_children()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,127 @@
+"""Everything of vllm-omni's server that depends on its version: the engine, and its FastAPI app around it.
+
+Tested with vllm-omni 0.26 (CPU and GPU) and 0.28 (CPU).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+TESTED = ("0.26", "0.28")
+VLLM_ROUTES = (  # vllm-omni's router brings its own
+    ("/v1/chat/completions", {"POST"}),
+    ("/v1/chat/completions/batch", {"POST"}),
+    ("/v1/models", {"GET"}),
+)
+OMNI_ROUTES = (  # the replica answers these itself, and sleeps by its own routes
+    ("/health", {"GET"}),
+    ("/v1/omni/sleep", {"POST"}),
+    ("/v1/omni/wakeup", {"POST"}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """dtype: float32 or bfloat16. sleep_mode: allocate so that weights can leave the device. compile: torch.compile."""
+
+    model: Path
+    name: str
+    dtype: str
+    pipeline: str
+    worker_extension: str = "megadiff.rollout.worker_extension.RolloutWorkerExtension"
+    sleep_mode: bool = False
+    compile: bool = False
+
+
+def check_versions() -> str:
+    """vllm-omni's version. Raises ValueError when it is absent or none of TESTED, or when vLLM's minor differs."""
+    try:
+        omni = version("vllm-omni")
+    except PackageNotFoundError:
+        raise ValueError("vllm-omni is not installed; run ./launch/setup.sh") from None
+    if _minor(omni) not in TESTED:
+        raise ValueError(f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; run ./launch/setup.sh")
+    import vllm
+
+    if _minor(vllm.__version__) != _minor(omni):
+        raise ValueError(f"vllm {vllm.__version__} beside vllm-omni {omni}: their minor versions must match")
+    return omni
+
+
+def build_engine(config: EngineConfig) -> Any:
+    """An AsyncOmni with our pipeline and worker extension; blocks until the weights are loaded.
+
+    max_num_seqs=1: an engine step runs one request. The samples of a group already fill the batch, and a group's result
+    then cannot depend on what else is running.
+    """
+    from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+    return AsyncOmni(
+        model=str(config.model),
+        dtype=config.dtype,
+        enforce_eager=not config.compile,
+        enable_sleep_mode=config.sleep_mode,
+        max_num_seqs=1,
+        custom_pipeline_args={"pipeline_class": config.pipeline},
+        worker_extension_cls=config.worker_extension,
+    )
+
+
+async def build_app(engine: Any, config: EngineConfig, *, max_image_pixels: int) -> Any:
+    """vllm-omni's own FastAPI app on the engine, without the routes that the replica answers itself."""
+    from vllm.entrypoints.openai.api_server import build_app as build_vllm_app
+    from vllm_omni.entrypoints.openai import api_server
+
+    arguments = _server_arguments(config)
+    arguments.max_generated_image_size = max_image_pixels
+    app = build_vllm_app(arguments, tuple(await engine.get_supported_tasks()))
+    for path, methods in VLLM_ROUTES:
+        api_server._remove_route_from_app(app, path, methods)
+    app.include_router(api_server.router)
+    for path, methods in OMNI_ROUTES:
+        api_server._remove_route_from_app(app, path, methods)
+    api_server._register_omni_exception_handlers(app)
+    await api_server.omni_init_app_state(engine, app.state, arguments)
+    return app
+
+
+async def call_worker(engine: Any, method: str, *arguments: object) -> Any:
+    """The result of a worker extension's method on the replica's one worker. Raises RuntimeError with the worker's
+    message: collective_rpc itself never raises, it returns {"supported": False, "error": …}."""
+    result = await engine.collective_rpc(method, args=arguments)
+    while isinstance(result, list) and len(result) == 1:  # per stage, and per worker
+        result = result[0]
+    if isinstance(result, dict) and result.get("supported") is False:
+        raise RuntimeError(f"worker call {method} failed: {result.get('error') or result}")
+    return result
+
+
+async def set_asleep(engine: Any, asleep: bool) -> None:
+    """Move the weights off the device, or back. Raises RuntimeError when a worker does not acknowledge it."""
+    acknowledgements = await (engine.sleep(level=1) if asleep else engine.wake_up())
+    failed = [ack for ack in acknowledgements if getattr(ack, "status", None) != "SUCCESS"]
+    if failed or not acknowledgements:
+        raise RuntimeError(f"{'sleep' if asleep else 'wake'} was not acknowledged by every worker: {acknowledgements}")
+
+
+def _server_arguments(config: EngineConfig) -> Any:
+    """The namespace that vLLM's app builder reads, from vllm-omni's own command line parser."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm_omni.entrypoints.cli.serve import cmd_init
+
+    parser = FlexibleArgumentParser()
+    subparsers = parser.add_subparsers(dest="subparser")
+    for command in cmd_init():
+        command.subparser_init(subparsers).set_defaults(dispatch_function=command.cmd)
+    arguments = parser.parse_args(["serve", str(config.model), "--omni", "--served-model-name", config.name])
+    arguments.model = str(config.model)
+    return arguments
+
+
+def _minor(text: str) -> str:
+    return ".".join(text.split(".")[:2])

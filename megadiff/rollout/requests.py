@@ -1,0 +1,65 @@
+"""Whether a replica takes a request. Every refusal is a ValueError with both numbers, the rule and the fix."""
+
+from __future__ import annotations
+
+import math
+
+from megadiff.diffusion.schedule import check_window
+from megadiff.diffusion.sde import NOISE_SCALES
+from megadiff.rollout.limits import Limits
+from megadiff.types import DTYPES, RolloutRequest
+
+SIZE_MULTIPLE = 16  # pixels per latent token
+
+
+def check_request(request: RolloutRequest, limits: Limits) -> None:
+    """Raises ValueError for the first rule that the request breaks."""
+    sampling = request.sampling
+    for name, text in (("prompt", request.prompt.text), ("negative prompt", request.prompt.negative_text)):
+        _check_text(name, text, limits.prompt_chars)
+    for name, size in (("height", sampling.height), ("width", sampling.width)):
+        if not 0 < size <= limits.side or size % SIZE_MULTIPLE:
+            raise ValueError(f"{name}={size} must be a positive multiple of {SIZE_MULTIPLE}, at most {limits.side}")
+    if sampling.num_frames != 1:
+        raise ValueError(f"num_frames={sampling.num_frames}; this replica serves an image model: set num_frames=1")
+    if not 1 <= sampling.num_inference_steps <= limits.num_inference_steps:
+        raise ValueError(
+            f"num_inference_steps={sampling.num_inference_steps} must be 1 to {limits.num_inference_steps}"
+        )
+    for name in ("true_cfg_scale", "guidance_scale", "eta"):
+        value = getattr(sampling, name)
+        if not (math.isfinite(value) and 0 <= value <= 100):
+            raise ValueError(f"{name}={value} must be a number from 0 to 100")
+    _check_sde(request)
+    _check_samples(request.sample_indices, limits.group_size)
+
+
+def _check_text(name: str, text: str, max_chars: int) -> None:
+    if len(text) > max_chars:
+        raise ValueError(f"the {name} has {len(text)} characters, at most {max_chars} are taken; shorten it")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"the {name} holds a lone surrogate, which is no Unicode text; remove it")
+
+
+def _check_sde(request: RolloutRequest) -> None:
+    sampling = request.sampling
+    if sampling.sde_type not in NOISE_SCALES:
+        raise ValueError(f"sde_type={sampling.sde_type!r} is not one of {', '.join(NOISE_SCALES)}")
+    if sampling.latents_dtype not in DTYPES:
+        raise ValueError(f"latents_dtype={sampling.latents_dtype!r} is not one of {', '.join(DTYPES)}")
+    if sampling.sde_type == "ode" or not sampling.sde_window_size:
+        return
+    if not sampling.eta:
+        raise ValueError(f"eta=0 with sde_type={sampling.sde_type}: a stochastic step needs noise; set eta>0 or ode")
+    if sampling.sde_type == "flow_cps" and sampling.eta > 1:
+        raise ValueError(f"eta={sampling.eta} with sde_type=flow_cps must be at most 1")
+    check_window(
+        sampling.num_inference_steps, window_size=sampling.sde_window_size, window_range=sampling.sde_window_range
+    )
+
+
+def _check_samples(sample_indices: tuple[int, ...], group_size: int) -> None:
+    if not 1 <= len(sample_indices) <= group_size:
+        raise ValueError(f"{len(sample_indices)} sample_indices; a group has 1 to {group_size}")
+    if len(set(sample_indices)) != len(sample_indices):
+        raise ValueError(f"sample_indices={list(sample_indices)} holds an index twice; each sample has its own noise")

@@ -1,0 +1,173 @@
+"""The HTTP surface of a replica: RL routes, /health, and the guard in front of every route."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from megadiff.rollout.policy import Refused
+from megadiff.rollout.replica import Replica
+from megadiff.rollout.wire import request_from_json
+
+logger = logging.getLogger(__name__)
+OPEN_PATHS = ("/health",)  # no token needed
+RL_PREFIX = "/rl/"  # these check the state themselves; any other POST may run the policy
+
+
+def replica_app(app: FastAPI, replica: Replica, *, token: str | None) -> Guard:
+    """vllm-omni's app with the RL routes and /health, behind the guard."""
+    app.include_router(_router(replica))
+    return Guard(app, replica=replica, token=token)
+
+
+def _router(replica: Replica) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse(
+            {
+                "name": replica.name,
+                "policy_version": replica.policy.version,
+                "state": replica.policy.state,
+                "in_flight": replica.in_flight,
+                "vllm_omni": version("vllm-omni"),
+            }
+        )
+
+    @router.post("/rl/generate")
+    async def generate(request: Request) -> Response:
+        async def answer() -> Response:
+            body, engine_s = await replica.generate(request_from_json(await _json(request, replica)))
+            timing = {"Server-Timing": f"engine;dur={1000 * engine_s:.2f}"}
+            return Response(body, media_type="application/octet-stream", headers=timing)
+
+        return await _answer(answer)
+
+    @router.post("/rl/weights/begin")
+    async def weights_begin(request: Request) -> Response:
+        async def answer() -> Response:
+            body = await _json(request, replica)
+            version, manifest = _key(body, "version", int), _key(body, "manifest", dict)
+            await replica.weights_begin(version, manifest)
+            return JSONResponse({"version": version, "num_tensors": len(manifest)})
+
+        return await _answer(answer)
+
+    @router.post("/rl/weights/bucket")
+    async def weights_bucket(request: Request) -> Response:
+        async def answer() -> Response:
+            return JSONResponse({"names": await replica.weights_bucket(request.stream())})
+
+        return await _answer(answer)
+
+    @router.post("/rl/weights/commit")
+    async def weights_commit(request: Request) -> Response:
+        async def answer() -> Response:
+            version = _key(await _json(request, replica), "version", int)
+            return JSONResponse({"version": version, "fingerprints": await replica.weights_commit(version)})
+
+        return await _answer(answer)
+
+    @router.post("/rl/sleep")
+    async def sleep() -> Response:
+        async def answer() -> Response:
+            await replica.sleep()
+            return JSONResponse({"state": replica.policy.state})
+
+        return await _answer(answer)
+
+    @router.post("/rl/wake")
+    async def wake() -> Response:
+        async def answer() -> Response:
+            await replica.wake()
+            return JSONResponse({"state": replica.policy.state})
+
+        return await _answer(answer)
+
+    return router
+
+
+async def _answer(handler: Callable[[], Awaitable[Response]]) -> Response:
+    """Turns each kind of failure into a status and a text; the replica lives on."""
+    try:
+        return await handler()
+    except Refused as error:
+        return _error(error.status, str(error))
+    except ValueError as error:
+        return _error(400, str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _error(507, f"no space left for the weight bucket: {error}; send smaller buckets (sync.bucket_mib)")
+    except RuntimeError as error:  # how vllm-omni reports a failed worker or engine
+        logger.exception("request failed")
+        return _error(500, str(error))
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status)
+
+
+async def _json(request: Request, replica: Replica) -> Any:
+    """The body's JSON value. Raises Refused(413) past the limit and ValueError when it is not JSON."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > replica.limits.json_bytes:
+            raise Refused(413, f"the JSON body exceeds {replica.limits.json_bytes} bytes")
+    try:
+        return json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+
+
+def _key(body: object, key: str, kind: type) -> Any:
+    value = body.get(key) if isinstance(body, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f"the body needs {key!r} of type {kind.__name__}, got {value!r:.200}")
+    return value
+
+
+class Guard:
+    """ASGI wrapper in front of all routes, vllm-omni's too: the bearer token, and no generation while weights move."""
+
+    def __init__(self, app: Any, *, replica: Replica, token: str | None) -> None:
+        self.app, self.replica, self.token = app, replica, token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        refusal = self._unauthorized(scope)
+        if refusal is None and not _generates(scope):
+            return await self.app(scope, receive, send)
+        if refusal is None:
+            try:
+                async with self.replica.generating():
+                    return await self.app(scope, receive, send)
+            except Refused as error:
+                refusal = _error(error.status, str(error))
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        return await refusal(scope, receive, send)
+
+    def _unauthorized(self, scope: Any) -> JSONResponse | None:
+        if self.token is None or scope["path"] in OPEN_PATHS:
+            return None
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            return None
+        return _error(401, "this replica needs the header `Authorization: Bearer <token>`, as given to serve --token")
+
+
+def _generates(scope: Any) -> bool:
+    is_call = scope["type"] == "websocket" or scope["method"] == "POST"
+    return is_call and not scope["path"].startswith(RL_PREFIX)

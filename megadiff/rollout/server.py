@@ -1,0 +1,192 @@
+"""A replica as a process: vllm-omni's own server app around our engine, with the RL routes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megadiff.rollout.lifeline import exit_with, kill_children
+from megadiff.rollout.limits import Limits
+
+logger = logging.getLogger(__name__)
+GRACE_S = 1  # after SIGTERM: for the requests in flight
+ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
+EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """port 0: any free one. device: auto, cpu or cuda, a check against the vLLM build, which decides. token: needed
+    from clients when given, and must be given for a host that is not loopback. registry: folder to announce
+    `<name>.json` in. parent_pid: exit when that process does."""
+
+    model: Path
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    token: str | None = None
+    registry: Path | None = None
+    parent_pid: int | None = None
+    sleep_mode: bool = False
+    compile: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(config: ServeConfig) -> None:
+    """Runs until SIGTERM or SIGINT, and then raises KeyboardInterrupt.
+
+    Raises ValueError, before anything is loaded, for a setting that cannot work.
+    """
+    if config.parent_pid is not None:
+        exit_with(config.parent_pid)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    check_host(config.host, config.token)
+    listener = bind(config.host, config.port)
+    from megadiff.models.registry import check_model_folder  # imports torch: a taken port is told before that
+
+    try:
+        family = check_model_folder(config.model)
+        check_device(config.device)
+        asyncio.run(_serve(config, family.rollout_pipeline, listener))
+    finally:
+        listener.close()
+        kill_children()  # vllm-omni's workers, when its own shutdown did not end them
+
+
+def _on_sigterm(signal_number: int, frame: object) -> None:
+    """Leaves through every `finally`. uvicorn holds the signal while it serves, and raises it again when it is done."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    last_resort = threading.Timer(EXIT_S, _leave)
+    last_resort.daemon = True
+    last_resort.start()
+    raise KeyboardInterrupt
+
+
+def _leave() -> None:
+    kill_children()
+    os._exit(0)
+
+
+def check_host(host: str, token: str | None) -> None:
+    """Raises ValueError for an address that others can reach, without a token."""
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback and not token:
+        raise ValueError(
+            f"--host {host} can be reached from other machines: give --token or MEGADIFF_TOKEN, or use --host 127.0.0.1"
+        )
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError when the installed vLLM is built for another device."""
+    from vllm.platforms import current_platform
+
+    built_for = current_platform.device_type or "no device that it found"
+    if device != "auto" and device != built_for:
+        raise ValueError(f"--device {device}, but the installed vLLM runs on {built_for}; use --device auto")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound before anything is loaded; it refuses connections until the server listens on it.
+
+    Raises ValueError when the port is taken or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} on {host} is in use; give another --port, or 0 for any free one") from None
+        raise ValueError(f"cannot listen on {host} port {port}: {error}") from None
+    return listener
+
+
+async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) -> None:
+    import uvicorn
+
+    from megadiff.rollout.omni_app import EngineConfig, build_app, build_engine, call_worker, check_versions
+    from megadiff.rollout.replica import Replica
+    from megadiff.rollout.routes import replica_app
+
+    omni_version = check_versions()
+    engine_config = EngineConfig(
+        model=config.model,
+        name=config.name,
+        dtype=config.dtype,
+        pipeline=pipeline,
+        sleep_mode=config.sleep_mode,
+        compile=config.compile,
+    )
+    engine = build_engine(engine_config)
+    try:
+        replica = Replica(
+            engine,
+            name=config.name,
+            expected=await call_worker(engine, "policy_manifest"),
+            limits=config.limits,
+            sleep_mode=config.sleep_mode,
+        )
+        app = await build_app(engine, engine_config, max_image_pixels=config.limits.side**2)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                replica_app(app, replica, token=config.token),
+                log_level="warning",
+                timeout_graceful_shutdown=GRACE_S,
+                lifespan="off",
+            )
+        )
+        url = f"http://{config.host}:{listener.getsockname()[1]}"
+        logger.info("%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.02)
+        with Announcement(config.registry, name=config.name, url=url):
+            await serving
+    finally:
+        _stop_engine(engine)
+
+
+def _stop_engine(engine: Any) -> None:
+    """Within ENGINE_STOP_S; a shutdown that hangs is left behind, and its processes are killed by the caller."""
+    stopper = threading.Thread(target=engine.shutdown, name="engine-shutdown", daemon=True)
+    stopper.start()
+    stopper.join(ENGINE_STOP_S)
+    if stopper.is_alive():
+        logger.warning("the engine did not stop within %.0f s", ENGINE_STOP_S)
+
+
+class Announcement:
+    """`registry/<name>.json` with name, url and pid, as long as the context lasts. Nothing when registry is None."""
+
+    def __init__(self, registry: Path | None, *, name: str, url: str) -> None:
+        self.path = registry / f"{name}.json" if registry is not None else None
+        self.entry = {"name": name, "url": url, "pid": os.getpid()}
+
+    def __enter__(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(self.entry, file)
+        os.replace(file.name, self.path)  # readers see a whole file or none
+
+    def __exit__(self, *_: object) -> None:
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

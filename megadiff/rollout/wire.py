@@ -1,0 +1,179 @@
+"""Requests, groups and weights as bytes: JSON, and safetensors with a JSON header. Pure functions, never pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
+
+HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
+CONDITIONING_PREFIX = "conditioning."
+
+
+def request_to_json(request: RolloutRequest) -> dict[str, Any]:
+    """A RolloutRequest as JSON values."""
+    return dataclasses.asdict(request)
+
+
+def request_from_json(value: object) -> RolloutRequest:
+    """The inverse. Raises ValueError that names the key which is missing, unknown or of a wrong type."""
+    fields = _fields(value, RolloutRequest, "request")
+    fields["prompt"] = Prompt(**_fields(fields["prompt"], Prompt, "prompt"))
+    sampling = _fields(fields["sampling"], Sampling, "sampling")
+    if "sde_window_range" in sampling:
+        sampling["sde_window_range"] = _integers(sampling["sde_window_range"], "sampling.sde_window_range", length=2)
+    fields["sampling"] = Sampling(**sampling)
+    fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
+    return RolloutRequest(**fields)
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """safetensors bytes: trajectories stacked over samples, and a JSON header."""
+    first = group.trajectories[0]
+    tensors = {
+        "schedule": group.schedule,
+        "sigmas": first.sigmas,
+        "timesteps": first.timesteps,
+        "latents": torch.stack([trajectory.latents_SLC for trajectory in group.trajectories]),
+        "log_probs": torch.stack([trajectory.log_probs for trajectory in group.trajectories]),
+        "pixels": torch.stack([trajectory.pixels for trajectory in group.trajectories]),
+        **{CONDITIONING_PREFIX + name: tensor for name, tensor in group.conditioning.items()},
+    }
+    header = {
+        "prompt": dataclasses.asdict(group.prompt),
+        "sampling": dataclasses.asdict(group.sampling),
+        "sample_indices": [trajectory.sample_index for trajectory in group.trajectories],
+        "window_start": first.window_start,
+        "policy_version": group.policy_version,
+        "replica": group.replica,
+    }
+    return _save(tensors, header)
+
+
+def decode_group(body: bytes) -> RolloutGroup:
+    """The inverse of encode_group. Raises ValueError when the body is not such a group."""
+    tensors, header = _load(body)
+    prompt = Prompt(**_fields(header["prompt"], Prompt, "prompt"))
+    sampling = _fields(header["sampling"], Sampling, "sampling")
+    sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
+    trajectories = tuple(
+        Trajectory(
+            latents_SLC=tensors["latents"][row],
+            sigmas=tensors["sigmas"],
+            timesteps=tensors["timesteps"],
+            log_probs=tensors["log_probs"][row],
+            window_start=header["window_start"],
+            pixels=tensors["pixels"][row],
+            prompt_id=prompt.id,
+            sample_index=sample_index,
+            policy_version=header["policy_version"],
+        )
+        for row, sample_index in enumerate(header["sample_indices"])
+    )
+    return RolloutGroup(
+        prompt=prompt,
+        sampling=Sampling(**sampling),
+        schedule=tensors["schedule"],
+        conditioning={
+            name.removeprefix(CONDITIONING_PREFIX): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(CONDITIONING_PREFIX)
+        },
+        trajectories=trajectories,
+        policy_version=header["policy_version"],
+        replica=header["replica"],
+    )
+
+
+def encode_bucket(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+    """Named weights, on any device, as safetensors bytes. Raises ValueError for a name that comes twice."""
+    names = [name for name, _ in tensors]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"weight bucket holds {', '.join(twice)} more than once; each name travels once")
+    return _save(dict(tensors), {})
+
+
+def bucket_manifest(path: Path) -> dict[str, dict[str, object]]:
+    """name → {"dtype", "shape"} of a bucket that was received into a file; reads its header only.
+
+    Raises ValueError when the file is not whole, or holds another dtype than weights have.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            rows = {name: file.get_slice(name) for name in file.keys()}
+            dtypes = {name: row.get_dtype() for name, row in rows.items()}
+            strange = sorted(name for name, dtype in dtypes.items() if dtype not in _DTYPE_NAMES)
+            if strange:
+                allowed = ", ".join(_DTYPE_NAMES.values())
+                raise ValueError(f"{strange[0]} is {dtypes[strange[0]]}; weights are {allowed}")
+            return {name: {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": row.get_shape()} for name, row in rows.items()}
+    except SafetensorError as error:
+        raise ValueError(f"the body of {path.stat().st_size} bytes is not a whole safetensors file: {error}") from None
+
+
+_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def _save(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
+    return save({name: _own(tensor) for name, tensor in tensors.items()}, metadata={HEADER_KEY: json.dumps(header)})
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A contiguous CPU tensor that shares its storage with nothing, as safetensors demands."""
+    host = tensor.detach().cpu().contiguous()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+
+
+def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        tensors = load(body)
+    except SafetensorError as error:
+        raise ValueError(f"the body of {len(body)} bytes is not safetensors: {error}") from error
+    length = int.from_bytes(body[:8], "little")
+    metadata = json.loads(body[8 : 8 + length]).get("__metadata__", {})
+    if HEADER_KEY not in metadata:
+        raise ValueError(f"the safetensors metadata lacks {HEADER_KEY!r}; was it written by encode_group?")
+    return tensors, json.loads(metadata[HEADER_KEY])
+
+
+_TYPES = {"int": int, "float": (int, float), "str": str, "int | None": (int, type(None))}
+
+
+def _fields(value: object, record: type, where: str) -> dict[str, Any]:
+    """The keyword arguments of a record, checked for names and for the types of its plain fields."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
+    fields = {field.name: field for field in dataclasses.fields(record)}
+    unknown = sorted(value.keys() - fields.keys())
+    if unknown:
+        raise ValueError(f"{where} has unknown keys {', '.join(unknown)}; known: {', '.join(fields)}")
+    has_default = {name for name, field in fields.items() if not _is_required(field)}
+    missing = sorted(fields.keys() - has_default - value.keys())
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    for name, item in value.items():
+        types = _TYPES.get(str(fields[name].type))
+        if types and (not isinstance(item, types) or isinstance(item, bool)):
+            raise ValueError(f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {fields[name].type}")
+    return dict(value)
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _integers(value: object, where: str, *, length: int | None = None) -> tuple[int, ...]:
+    good = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    if not good or length not in (None, len(value)):
+        raise ValueError(f"{where}={value!r} must be a list of {'' if length is None else f'{length} '}integers")
+    return tuple(value)

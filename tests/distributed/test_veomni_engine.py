@@ -1,0 +1,296 @@
+"""The VeOmni engine against plain diffusers and against itself under other layouts, in fp32 on gloo processes.
+
+Engines run in processes of their own: VeOmni replaces diffusers' forward process-wide, this one holds the reference.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadiff.algorithms.flow_grpo import flow_grpo
+from megadiff.config.schema import Config
+from megadiff.engines import build_engine
+from megadiff.engines.base import Engine
+from megadiff.engines.microbatch import microbatches, step_inputs
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.types import Sampling, TrainBatch
+from tests.distributed.ranks import run_ranks
+
+ALONE = (1, {})
+LAYOUTS = {
+    "dp1": ALONE,
+    "dp2": (2, {}),
+    "sp2": (2, {"sp": 2}),
+    "hsdp2": (2, {"dp_replicate": 2}),
+    "dp2_sp2": (4, {"sp": 2}),
+    "hsdp2_shard2": (4, {"dp_replicate": 2}),
+    "hsdp2_sp2": (4, {"dp_replicate": 2, "sp": 2}),
+}
+# 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
+SAMPLING = Sampling(height=48, width=48, num_inference_steps=6, sde_window_range=(0, 5))
+LOSS = partial(flow_grpo, clip_range=100.0, adv_clip_max=5.0, kl_coef=0.0)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_pipeline(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(pipeline: Path) -> dict[float, dict[str, Tensor]]:
+    """true_cfg_scale → loss, gradient norm and gradients of the whole batch by stock diffusers in one piece."""
+    return {scale: _stock_gradients(pipeline, scale) for scale in (1.0, 4.0)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_is_that_of_stock_diffusers_for_every_layout(layout, pipeline, reference, tmp_path):
+    world_size, sizes = LAYOUTS[layout]
+    run_ranks(_gradient_worker, world_size, pipeline, tmp_path, sizes)
+    for scale, expected in reference.items():
+        found = load_file(tmp_path / f"gradients_{scale}.safetensors")
+        assert found.keys() == expected.keys()
+        for name in expected:
+            tolerance = 1e-5 * float(expected[name].abs().max())
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=tolerance, msg=name)
+
+
+def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(pipeline, sizes, lr=0.0)
+    for scale in (1.0, 4.0):
+        captured: dict[str, Tensor] = {}
+        hook = engine.optimizer.register_step_pre_hook(lambda *_: captured.update(_full_gradients(engine)))
+        engine_batch = _batch(QwenImageAdapter(pipeline), scale, engine.mesh.dp, engine.mesh.dp_rank)
+        metrics = engine.update(engine_batch, LOSS)
+        hook.remove()
+        captured |= {name: torch.tensor(value) for name, value in metrics.items()}
+        if engine.mesh.rank == 0:
+            save_file(captured, out / f"gradients_{scale}.safetensors")
+
+
+def _stock_gradients(pipeline: Path, scale: float) -> dict[str, Tensor]:
+    assert QwenImageTransformer2DModel.forward.__wrapped__.__module__.startswith("diffusers."), "VeOmni got in here"
+    transformer = QwenImageTransformer2DModel.from_pretrained(pipeline / "transformer")
+    adapter = QwenImageAdapter(pipeline)
+    batch = _batch(adapter, scale)
+    (piece,) = microbatches(batch, 1000, torch.device("cpu"))
+    velocity_BLC = adapter.velocity(transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling)
+    output = LOSS(step_inputs(batch, piece, velocity_BLC))
+    (output.loss_sum / batch.denominator).backward()
+    gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.get_total_norm(gradients.values())
+    sums = {"loss/policy": output.loss_sum.detach(), **output.sums}
+    return gradients | {name: value / batch.denominator for name, value in sums.items()} | {"optim/grad_norm": norm}
+
+
+@pytest.fixture(scope="module")
+def saved(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Layout → the folder of a checkpoint that it wrote after one update, with its state then and one update on."""
+
+    @cache
+    def save(layout: str) -> Path:
+        world_size, sizes = LAYOUTS[layout]
+        out = tmp_path_factory.mktemp(layout)
+        run_ranks(_save_worker, world_size, pipeline, out, sizes)
+        return out
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("dp1", "dp1"), ("dp1", "dp2"), ("dp2", "dp1"), ("dp2", "sp2"), ("hsdp2_shard2", "dp2")],
+)
+def test_checkpoint_is_bit_exact_under_another_layout(writer, reader, pipeline, saved, tmp_path):
+    world_size, sizes = LAYOUTS[reader]
+    run_ranks(_load_worker, world_size, pipeline, saved(writer), tmp_path, sizes)
+    expected, found = load_file(saved(writer) / "at_save.safetensors"), load_file(tmp_path / "loaded.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    uninterrupted, resumed = load_file(saved(writer) / "next.safetensors"), load_file(tmp_path / "next.safetensors")
+    for name in uninterrupted:
+        torch.testing.assert_close(resumed[name], uninterrupted[name], rtol=1e-5, atol=2e-6, msg=name)
+    if writer == reader:
+        assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
+
+
+def test_replicas_of_a_shard_are_written_once(saved):
+    sizes = [file.stat().st_size for file in sorted((saved("hsdp2_shard2") / "checkpoint").iterdir())]
+    assert len(sizes) == 4
+    assert max(sizes[2:]) < min(sizes[:2]) / 100
+
+
+@pytest.mark.parametrize("layout", ["dp1", "sp2"])
+def test_weights_and_reference(layout, pipeline):
+    world_size, sizes = LAYOUTS[layout]
+    run_ranks(_weights_worker, world_size, pipeline, sizes)
+
+
+def test_mixed_precision_and_failures(pipeline, tmp_path):
+    save_file({"velocity": _stock_velocity(pipeline, torch.bfloat16)}, tmp_path / "stock.safetensors")
+    run_ranks(_precision_worker, 1, pipeline, tmp_path / "stock.safetensors")
+
+
+def test_failing_rank_is_reported_with_its_traceback():
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="rank 1 is the one that fails"):
+        run_ranks(_failing_worker, 2)
+
+
+def _failing_worker() -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("rank 1 is the one that fails")
+    time.sleep(60)
+
+
+def _stock_velocity(pipeline: Path, dtype: torch.dtype) -> Tensor:
+    transformer = QwenImageTransformer2DModel.from_pretrained(pipeline / "transformer", torch_dtype=dtype)
+    return _velocity(QwenImageAdapter(pipeline), transformer)
+
+
+@torch.no_grad()
+def _velocity(adapter: QwenImageAdapter, transformer: Callable) -> Tensor:
+    """[16, L, C] float32: every pair of the batch, in the engine's own microbatches."""
+    pieces, sampling = microbatches(_batch(adapter), 3, torch.device("cpu")), SAMPLING
+    rows = [adapter.velocity(transformer, p.latents_BLC, p.sigma_B, p.conditioning, sampling) for p in pieces]
+    return torch.cat(rows)
+
+
+def _precision_worker(pipeline: Path, stock: Path) -> None:
+    """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing; refusals."""
+    batch = _batch(QwenImageAdapter(pipeline))
+    engine = _engine(pipeline, {}, dtype="bfloat16")
+    torch.testing.assert_close(_velocity(engine.adapter, engine.transformer), load_file(stock)["velocity"])
+    engine.update(batch, LOSS)
+    assert {p.dtype for p in engine.transformer.parameters()} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in engine.optimizer.state.values()} == {torch.float32}
+
+    before = engine.log_probs(batch).log_probs_NW
+    broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        engine.update(broken, LOSS)
+    assert torch.equal(engine.log_probs(batch).log_probs_NW, before)
+
+    unweighted = replace(batch, weights_N=torch.zeros(8), denominator=0.0)
+    assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
+    with pytest.raises(ValueError, match="keep_reference"), engine.reference():
+        pass
+    refusals = {"parallel.tp=2": {"sp": 1, "tp": 2}, "sp=3 does not divide the model's 4 att": {"sp": 3, "tp": 1}}
+    for message, sizes in refusals.items():
+        layout = resolve_layout(dp=1, dp_replicate=1, **sizes, world_size=sizes["sp"] * sizes["tp"])
+        with pytest.raises(ValueError, match=message):
+            build_engine(engine.config, replace(engine.mesh, layout=layout), engine.adapter)
+
+
+def _save_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(pipeline, sizes)
+    batch = _batch(engine.adapter, 1.0, engine.mesh.dp, engine.mesh.dp_rank)
+    engine.update(batch, LOSS)
+    engine.save(out / "checkpoint")
+    _dump(engine, out / "at_save.safetensors")
+    metrics = engine.update(batch, LOSS)
+    _dump(engine, out / "next.safetensors", metrics)
+
+
+def _load_worker(pipeline: Path, saved: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(pipeline, sizes)
+    engine.load(saved / "checkpoint")
+    _dump(engine, out / "loaded.safetensors")
+    metrics = engine.update(_batch(engine.adapter, 1.0, engine.mesh.dp, engine.mesh.dp_rank), LOSS)
+    _dump(engine, out / "next.safetensors", metrics)
+
+
+def _weights_worker(pipeline: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(pipeline, sizes, keep_reference=True)
+    source = load_file(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        engine.config.model.dtype = dtype
+        buckets = list(engine.named_weights(100_000))
+        assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100_000 for bucket in buckets)
+        weights = dict(pair for bucket in buckets for pair in bucket)
+        assert weights.keys() == {f"transformer.{name}" for name in source}
+        expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in source.items()}
+        assert all(torch.equal(weights[f"transformer.{name}"], expected[name]) for name in source)
+
+    batch = _batch(engine.adapter, 4.0, engine.mesh.dp, engine.mesh.dp_rank)
+    start = engine.log_probs(batch)
+    for _ in range(2):
+        engine.update(batch, LOSS)
+    policy = engine.log_probs(batch)
+    assert (policy.log_probs_NW - start.log_probs_NW).abs().max() > 1e-3
+    for _ in range(2):
+        with engine.reference():
+            reference = engine.log_probs(batch)
+        assert torch.equal(reference.log_probs_NW, start.log_probs_NW)
+        assert torch.equal(reference.means_NWLC, start.means_NWLC)
+        assert torch.equal(engine.log_probs(batch).log_probs_NW, policy.log_probs_NW)
+
+
+def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None) -> None:
+    """Full weights, moments and figures, written by rank 0."""
+    values = {name: torch.tensor(value) for name, value in (metrics or {}).items()}
+    for name, parameter in engine.transformer.named_parameters():
+        values[name] = parameter.detach().full_tensor().clone()
+        for kind, value in engine.optimizer.state.get(parameter, {}).items():
+            values[f"{kind}/{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    if engine.mesh.rank == 0:
+        save_file(values, file)
+
+
+def _engine(
+    pipeline: Path, sizes: Mapping[str, int], *, lr: float = 1e-3, dtype: str = "float32", keep_reference: bool = False
+) -> Engine:
+    config = Config()
+    config.model.path, config.model.dtype = str(pipeline), "float32"
+    config.engine.dtype, config.optim.lr, config.optim.max_grad_norm = dtype, lr, 1e9
+    config.train.microbatch_size = 3  # neither the 16 pairs nor any rank's share is a multiple
+    config.algorithm.kl_coef = float(keep_reference)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = resolve_layout(**{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size)
+    return build_engine(config, init_mesh(layout, "cpu"), QwenImageAdapter(pipeline))
+
+
+def _batch(adapter: QwenImageAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0) -> TrainBatch:
+    """This rank's part of 4 groups of 2 samples that differ in window start, prompt width, advantage and weight."""
+    generator = torch.Generator().manual_seed(7)
+    num_tokens, channels = adapter.latents_shape(SAMPLING)
+    widths_P = torch.tensor([5, 7, 4, 7])
+    conditioning = {
+        "prompt_embeds": torch.randn(4, 7, 64, generator=generator),
+        "prompt_mask": torch.arange(7) < widths_P[:, None],
+        "negative_prompt_embeds": torch.randn(4, 7, 64, generator=generator),
+        "negative_prompt_mask": torch.arange(7) < torch.tensor([3, 3, 3, 7])[:, None],
+    }
+    groups_N, mine_N = torch.arange(8) // 2, slice(8 // dp * dp_rank, 8 // dp * (dp_rank + 1))
+    mine_P = slice(4 // dp * dp_rank, 4 // dp * (dp_rank + 1))
+    weights_N = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    return TrainBatch(
+        latents_NSLC=torch.randn(8, 3, num_tokens, channels, generator=generator)[mine_N],
+        old_log_probs_NW=torch.full((8, 2), -3.0)[mine_N],
+        window_start_N=torch.tensor([0, 3, 1, 2])[groups_N][mine_N],
+        advantages_N=torch.randn(8, generator=generator)[mine_N],
+        weights_N=weights_N[mine_N],
+        group_index_N=groups_N[mine_N] - groups_N[mine_N][0],
+        conditioning={name: value_P[mine_P] for name, value_P in conditioning.items()},
+        schedule=adapter.schedule(SAMPLING),
+        sampling=replace(SAMPLING, true_cfg_scale=scale),
+        denominator=12.0,
+    )
+
+
+def _full_gradients(engine: Engine) -> dict[str, Tensor]:
+    named = engine.transformer.named_parameters()
+    return {name: p.grad.full_tensor() for name, p in named if p.grad is not None}

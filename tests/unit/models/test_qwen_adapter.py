@@ -1,0 +1,203 @@
+"""The Qwen-Image adapter against stock diffusers: same velocity for any padding and guidance; same text."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch import Tensor
+
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+from megadiff.types import Sampling
+
+SAMPLING = Sampling(height=64, width=48, num_inference_steps=10)
+LENGTHS = [5, 9, 7]
+DIM = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_pipeline(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def transformer(folder: Path) -> QwenImageTransformer2DModel:
+    model = QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
+    assert type(model).forward.__wrapped__.__module__.startswith("diffusers."), "another library replaced the reference"
+    return model.requires_grad_(False)
+
+
+@pytest.fixture
+def adapter(folder: Path) -> QwenImageAdapter:
+    return QwenImageAdapter(folder)
+
+
+def _inputs(seed: int = 0) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Latents, sigmas, and each sample's own prompt and negative prompt, without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    latents_BLC = torch.randn(3, 12, 64, generator=generator)
+    prompts = [torch.randn(length, DIM, generator=generator) for length in LENGTHS]
+    negatives = [torch.randn(length, DIM, generator=generator) for length in (2, 4, 3)]
+    return latents_BLC, torch.tensor([1.0, 0.77, 0.31]), prompts, negatives
+
+
+def _padded(prompts: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
+    """Padding holds noise: it must not matter."""
+    embeds_BTD = torch.full((len(prompts), width, DIM), 3.0)
+    mask_BT = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        embeds_BTD[row, : len(prompt)], mask_BT[row, : len(prompt)] = prompt, True
+    return embeds_BTD, mask_BT
+
+
+def _conditioning(prompts: list[Tensor], negatives: list[Tensor], width: int = 9) -> dict[str, Tensor]:
+    names = ("prompt_embeds", "prompt_mask", "negative_prompt_embeds", "negative_prompt_mask")
+    return dict(zip(names, (*_padded(prompts, width), *_padded(negatives, width)), strict=True))
+
+
+def _stock(transformer: QwenImageTransformer2DModel, latents_LC: Tensor, sigma: Tensor, prompt_TD: Tensor) -> Tensor:
+    """One sample alone, without mask or padding, as diffusers' own pipeline calls the transformer."""
+    return transformer(
+        hidden_states=latents_LC[None],
+        timestep=sigma[None],  # not sigma · 1000 / 1000 as the pipeline: the rule is one rounding, see velocity()
+        encoder_hidden_states=prompt_TD[None],
+        img_shapes=[[(1, 4, 3)]],
+        return_dict=False,
+    )[0][0]
+
+
+def _error(found_LC: Tensor, expected_LC: Tensor) -> float:
+    """Largest difference, relative to the largest velocity."""
+    return float((found_LC - expected_LC).abs().max() / expected_LC.abs().max())
+
+
+def _stock_guided(transformer, latents_LC, sigma, prompt_TD, negative_TD, scale) -> Tensor:
+    """diffusers/pipelines/qwenimage/pipeline_qwenimage.py, the lines after its two passes."""
+    positive = _stock(transformer, latents_LC, sigma, prompt_TD)
+    negative = _stock(transformer, latents_LC, sigma, negative_TD)
+    combined = negative + scale * (positive - negative)
+    return combined * (torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("width", [9, 16])
+def test_mixed_widths_are_each_sample_alone(adapter, transformer, width):
+    latents_BLC, sigma_B, prompts, negatives = _inputs()
+    velocity_BLC = adapter.velocity(
+        transformer, latents_BLC, sigma_B, _conditioning(prompts, negatives, width), SAMPLING
+    )
+    for row in range(3):
+        expected_LC = _stock(transformer, latents_BLC[row], sigma_B[row], prompts[row])
+        assert _error(velocity_BLC[row], expected_LC) <= 1e-6
+
+
+@pytest.mark.parametrize("scale", [1.5, 4.0])
+def test_true_cfg_is_that_of_the_stock_pipeline(adapter, transformer, scale):
+    latents_BLC, sigma_B, prompts, negatives = _inputs()
+    sampling = replace(SAMPLING, true_cfg_scale=scale)
+    velocity_BLC = adapter.velocity(transformer, latents_BLC, sigma_B, _conditioning(prompts, negatives), sampling)
+    for row in range(3):
+        expected_LC = _stock_guided(transformer, latents_BLC[row], sigma_B[row], prompts[row], negatives[row], scale)
+        assert _error(velocity_BLC[row], expected_LC) <= scale * 1e-6  # guidance amplifies
+
+
+def test_both_cfg_passes_carry_gradient(adapter, transformer):
+    latents_BLC, sigma_B, prompts, negatives = _inputs()
+    conditioning = _conditioning(prompts, negatives)
+    for name in ("prompt_embeds", "negative_prompt_embeds"):
+        conditioning[name].requires_grad_()
+    sampling = replace(SAMPLING, true_cfg_scale=4.0)
+    adapter.velocity(transformer, latents_BLC, sigma_B, conditioning, sampling).square().sum().backward()
+    assert conditioning["prompt_embeds"].grad.abs().sum() > 0
+    assert conditioning["negative_prompt_embeds"].grad.abs().sum() > 0
+
+
+class _Recorder:
+    """Stands in for a transformer and keeps what it was called with."""
+
+    dtype = torch.bfloat16
+
+    def __call__(self, **inputs) -> tuple[Tensor]:
+        self.inputs = inputs
+        return (inputs["hidden_states"],)
+
+
+def test_padding_that_nobody_uses_is_cut_and_a_full_mask_dropped(adapter):
+    latents_BLC, sigma_B, prompts, negatives = _inputs()
+    recorder = _Recorder()
+    same_length = [prompt[:5] for prompt in prompts]
+    velocity_BLC = adapter.velocity(recorder, latents_BLC, sigma_B, _conditioning(same_length, negatives, 12), SAMPLING)
+    assert recorder.inputs["encoder_hidden_states"].shape == (3, 5, DIM)
+    assert recorder.inputs["encoder_hidden_states_mask"] is None
+    assert recorder.inputs["encoder_hidden_states"].dtype == recorder.inputs["hidden_states"].dtype == torch.bfloat16
+    assert recorder.inputs["timestep"].dtype == velocity_BLC.dtype == torch.float32
+    adapter.velocity(recorder, latents_BLC, sigma_B, _conditioning(prompts, negatives, 12), SAMPLING)
+    assert recorder.inputs["encoder_hidden_states_mask"].shape == (3, 9)
+
+
+def test_guidance_without_negative_prompt_is_refused(adapter):
+    latents_BLC, sigma_B, prompts, negatives = _inputs()
+    conditioning = _conditioning(prompts, negatives)
+    del conditioning["negative_prompt_mask"]
+    with pytest.raises(ValueError, match="needs negative_prompt_mask"):
+        adapter.velocity(_Recorder(), latents_BLC, sigma_B, conditioning, replace(SAMPLING, true_cfg_scale=2.0))
+
+
+def test_schedule_is_the_checkpoints(adapter, folder, tmp_path):
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+    config = scheduler.config
+    shift = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 0.1, 10).tolist(), mu=calculate_shift(12, *shift))
+    torch.testing.assert_close(adapter.schedule(SAMPLING), scheduler.sigmas, rtol=1e-6, atol=1e-7)
+    shutil.copytree(folder / "transformer", tmp_path / "transformer")
+    with pytest.raises(ValueError, match="scheduler_config.json does not exist"):
+        QwenImageAdapter(tmp_path).schedule(SAMPLING)
+
+
+def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, folder):
+    texts = ["a red circle", "a photo of a blue square on a white wall"]
+    embeds_BTD, mask_BT = adapter.encode_prompt(texts)
+    pipeline = QwenImagePipeline.from_pretrained(folder, vae=None, transformer=None)
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            expected_BTD, _ = pipeline.encode_prompt(text)
+        assert int(mask_BT[row].sum()) == expected_BTD.shape[1]
+        torch.testing.assert_close(embeds_BTD[row][mask_BT[row]], expected_BTD[0], rtol=1e-5, atol=1e-5)
+    assert mask_BT.dtype == torch.bool
+    assert not mask_BT.all()
+
+
+def test_shapes_and_flops_at_real_size(adapter):
+    assert adapter.latents_shape(SAMPLING) == (12, 64)
+    adapter.width, adapter.num_layers = 3072, 60
+    sampling = Sampling(height=512, width=512, num_inference_steps=10)
+    assert adapter.flops(sampling, 64) == pytest.approx(15.8e12, rel=0.01)
+    assert adapter.flops(replace(sampling, true_cfg_scale=4.0), 64) == 2 * adapter.flops(sampling, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"height": 520}, "rollout.height=520 is not a positive multiple of 16.*set rollout.height=512"),
+        ({"width": 0}, "rollout.width=0"),
+        ({"num_frames": 5}, "rollout.num_frames=5"),
+        ({"true_cfg_scale": 0.5}, "rollout.true_cfg_scale=0.5"),
+        ({"guidance_scale": 5.0}, "set rollout.true_cfg_scale"),
+    ],
+)
+def test_impossible_sampling_is_refused(adapter, change, message):
+    adapter.validate(SAMPLING)
+    with pytest.raises(ValueError, match=message):
+        adapter.validate(replace(SAMPLING, **change))
+
+
+def test_folder_without_transformer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="config.json does not exist"):
+        QwenImageAdapter(tmp_path)

@@ -1,0 +1,75 @@
+"""A folder that is not a whole model is told by name, before an engine starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megadiff.models.registry import check_model_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The outline of a pipeline: the files that the check reads, with one small tensor each; the transformer is sharded."""
+    for component in ("scheduler", "tokenizer", "text_encoder", "transformer", "vae"):
+        (tmp_path / component).mkdir()
+        (tmp_path / component / "config.json").write_text("{}")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    save_file({"a": torch.zeros(8)}, tmp_path / "text_encoder" / "model.safetensors")
+    save_file({"a": torch.zeros(8)}, tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
+    shards = {"a": "t-00001-of-00002.safetensors", "b": "t-00002-of-00002.safetensors"}
+    for name, file in shards.items():
+        save_file({name: torch.zeros(8)}, tmp_path / "transformer" / file)
+    index = {"weight_map": shards}
+    (tmp_path / "transformer" / "t.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def test_whole_folder(folder: Path) -> None:
+    assert check_model_folder(folder).name == "qwen_image"
+
+
+@pytest.mark.parametrize(
+    ("missing", "match"),
+    [
+        ("model_index.json", "model_index.json does not exist"),
+        ("vae", "lacks vae/"),
+        ("scheduler/scheduler_config.json", "scheduler_config.json does not exist"),
+        ("transformer/t-00002-of-00002.safetensors", "lacks t-00002-of-00002.safetensors, which t.safetensors.index"),
+        ("text_encoder/model.safetensors", "text_encoder holds no .safetensors file"),
+        (".", "does not exist; give a diffusers pipeline folder"),
+    ],
+)
+def test_missing_parts_are_named(folder: Path, missing: str, match: str) -> None:
+    path = folder / missing
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    with pytest.raises(ValueError, match=match):
+        check_model_folder(folder)
+
+
+def test_truncated_and_empty_shards(folder: Path) -> None:
+    shard = folder / "transformer" / "t-00001-of-00002.safetensors"
+    whole = shard.read_bytes()
+    for content in (whole[:-1], whole[:4], b"", b"\xff" * 64):
+        shard.write_bytes(content)
+        with pytest.raises(ValueError, match=r"t-00001-of-00002.safetensors \(\d+ bytes\) is not a whole safetensors"):
+            check_model_folder(folder)
+
+
+def test_other_pipelines_and_broken_json(folder: Path) -> None:
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(ValueError, match="is a 'FluxPipeline'; supported pipelines: QwenImagePipeline"):
+        check_model_folder(folder)
+    (folder / "model_index.json").write_text("{")
+    with pytest.raises(ValueError, match="model_index.json is not JSON"):
+        check_model_folder(folder)

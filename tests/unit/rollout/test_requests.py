@@ -1,0 +1,65 @@
+"""Every bound of a request is checked, and the text says which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megadiff.rollout.limits import Limits
+from megadiff.rollout.requests import check_request
+from megadiff.types import Prompt, RolloutRequest, Sampling
+
+LIMITS = Limits(group_size=4, side=128, num_inference_steps=20, prompt_chars=50)
+GOOD = RolloutRequest(
+    prompt=Prompt(text="a cat", id="0" * 16),
+    sampling=Sampling(height=64, width=64, num_inference_steps=6),
+    sample_indices=(0, 1),
+    seed=0,
+    step=0,
+)
+
+
+def test_good_requests() -> None:
+    check_request(GOOD, LIMITS)
+    check_request(replace(GOOD, prompt=replace(GOOD.prompt, text="猫" * 50)), LIMITS)
+    ode = replace(GOOD.sampling, sde_type="ode", num_inference_steps=1, eta=0.0)
+    check_request(replace(GOOD, sampling=ode), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"height": 72}, "height=72 must be a positive multiple of 16"),
+        ({"width": 144}, "width=144 .* at most 128"),
+        ({"width": 0}, "width=0"),
+        ({"num_frames": 5}, "num_frames=5"),
+        ({"num_inference_steps": 21}, "num_inference_steps=21 must be 1 to 20"),
+        ({"sde_type": "euler"}, "sde_type='euler' is not one of"),
+        ({"eta": float("nan")}, "eta=nan"),
+        ({"eta": 0.0}, "eta=0"),
+        ({"eta": 1.5, "sde_type": "flow_cps"}, "flow_cps must be at most 1"),
+        ({"true_cfg_scale": -1.0}, "true_cfg_scale=-1.0"),
+        ({"latents_dtype": "int8"}, "latents_dtype='int8'"),
+        ({"sde_window_size": 6}, "sde_window_size=6"),
+        ({"sde_window_range": (0, 6)}, "sde_window_range"),
+    ],
+)
+def test_bad_sampling(changes: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_request(replace(GOOD, sampling=replace(GOOD.sampling, **changes)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("indices", "match"), [((), "0 sample_indices"), ((0, 1, 2, 3, 4), "5 sample_indices"), ((2, 2), "twice")]
+)
+def test_bad_groups(indices: tuple[int, ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_request(replace(GOOD, sample_indices=indices), LIMITS)
+
+
+@pytest.mark.parametrize(("text", "match"), [("x" * 51, "51 characters, at most 50"), ("a\ud800", "surrogate")])
+def test_bad_texts(text: str, match: str) -> None:
+    for prompt in (replace(GOOD.prompt, text=text), replace(GOOD.prompt, negative_text=text)):
+        with pytest.raises(ValueError, match=match):
+            check_request(replace(GOOD, prompt=prompt), LIMITS)

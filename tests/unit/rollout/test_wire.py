@@ -1,0 +1,142 @@
+"""What is sent is what arrives: records and tensors bit by bit, and bad input names its fault."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megadiff.rollout.wire import (
+    bucket_manifest,
+    decode_group,
+    encode_bucket,
+    encode_group,
+    request_from_json,
+    request_to_json,
+)
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
+
+PROMPT = Prompt(text="猫 “quoted” \n", id="0123456789abcdef", fields={"color": "red", "weights": [1, 2.5, None]})
+SAMPLING = Sampling(height=64, width=48, num_inference_steps=6, sde_window_range=(1, 4))
+
+
+def make_request(**changes: object) -> RolloutRequest:
+    values = {"prompt": PROMPT, "sampling": SAMPLING, "sample_indices": (4, 7), "seed": 1, "step": 2}
+    return RolloutRequest(**(values | changes))
+
+
+def make_group() -> RolloutGroup:
+    generator = torch.Generator().manual_seed(0)
+    schedule = torch.linspace(1, 0, 7)
+    trajectories = tuple(
+        Trajectory(
+            latents_SLC=torch.randn(3, 12, 64, generator=generator),
+            sigmas=schedule[2:5],  # a view, which safetensors alone would refuse
+            timesteps=1000 * schedule[2:4],
+            log_probs=torch.randn(2, generator=generator),
+            window_start=2,
+            pixels=torch.randint(0, 256, (1, 64, 48, 3), generator=generator, dtype=torch.uint8),
+            prompt_id=PROMPT.id,
+            sample_index=index,
+            policy_version=5,
+        )
+        for index in (4, 7)
+    )
+    conditioning = {"prompt_embeds": torch.randn(1, 9, 8).bfloat16(), "prompt_mask": torch.ones(1, 9, dtype=torch.bool)}
+    return RolloutGroup(
+        prompt=PROMPT,
+        sampling=SAMPLING,
+        schedule=schedule,
+        conditioning=conditioning,
+        trajectories=trajectories,
+        policy_version=5,
+        replica="replica-1",
+    )
+
+
+def test_request_round_trip() -> None:
+    for request in (make_request(), make_request(policy_version=3)):
+        assert request_from_json(json.loads(json.dumps(request_to_json(request)))) == request
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("seed",), "1", "request.seed='1' is a str"),
+        (("seed",), True, "request.seed=True is a bool"),
+        (("colour",), 1, "unknown keys colour"),
+        (("sampling", "height"), 64.5, "sampling.height=64.5"),
+        (("sampling", "sde_window_range"), [1], "must be a list of 2 integers"),
+        (("sample_indices",), [1, "2"], "request.sample_indices"),
+        (("prompt",), "a cat", "prompt is a str"),
+    ],
+)
+def test_bad_request_names_the_key(path: tuple[str, ...], value: object, message: str) -> None:
+    body = json.loads(json.dumps(request_to_json(make_request())))
+    parent = body
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        request_from_json(body)
+
+
+def test_missing_key_is_named() -> None:
+    body = request_to_json(make_request())
+    del body["sampling"]["width"]
+    with pytest.raises(ValueError, match="sampling lacks width"):
+        request_from_json(body)
+
+
+def test_group_round_trip() -> None:
+    group = make_group()
+    arrived = decode_group(encode_group(group))
+    assert (arrived.prompt, arrived.sampling) == (group.prompt, group.sampling)
+    assert (arrived.policy_version, arrived.replica) == (5, "replica-1")
+    assert torch.equal(arrived.schedule, group.schedule)
+    assert arrived.conditioning.keys() == group.conditioning.keys()
+    for name, tensor in group.conditioning.items():
+        assert arrived.conditioning[name].dtype == tensor.dtype and torch.equal(arrived.conditioning[name], tensor)
+    for one, other in zip(arrived.trajectories, group.trajectories, strict=True):
+        for name, value in vars(other).items():
+            found = getattr(one, name)
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+
+
+def test_group_without_window() -> None:
+    group = make_group()
+    without = [
+        Trajectory(**(vars(trajectory) | {"log_probs": torch.zeros(0), "timesteps": torch.zeros(0)}))
+        for trajectory in group.trajectories
+    ]
+    arrived = decode_group(encode_group(RolloutGroup(**(vars(group) | {"trajectories": tuple(without)}))))
+    assert arrived.trajectories[1].log_probs.shape == (0,)
+
+
+def test_bytes_that_are_no_group() -> None:
+    for body in (b"", b"hello", encode_group(make_group())[:-5]):
+        with pytest.raises(ValueError, match="is not safetensors"):
+            decode_group(body)
+    with pytest.raises(ValueError, match="metadata"):
+        decode_group(__import__("safetensors.torch", fromlist=["save"]).save({"a": torch.zeros(1)}))
+
+
+def test_bucket_round_trip(tmp_path) -> None:
+    fused = torch.randn(6, 4)
+    tensors = [("a.q", fused[:2]), ("a.k", fused[2:4]), ("b", torch.randn(3).bfloat16())]  # views of one storage
+    path = tmp_path / "bucket"
+    path.write_bytes(encode_bucket(tensors))
+    assert bucket_manifest(path) == {
+        "a.q": {"dtype": "float32", "shape": [2, 4]},
+        "a.k": {"dtype": "float32", "shape": [2, 4]},
+        "b": {"dtype": "bfloat16", "shape": [3]},
+    }
+    path.write_bytes(encode_bucket(tensors)[:-1])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        bucket_manifest(path)
+    path.write_bytes(encode_bucket([("ids", torch.zeros(2, dtype=torch.int64))]))
+    with pytest.raises(ValueError, match="ids is I64"):
+        bucket_manifest(path)
+    with pytest.raises(ValueError, match="a.q more than once"):
+        encode_bucket([tensors[0], tensors[0]])

@@ -1,0 +1,42 @@
+"""A folder of megadiff/ imports only from those above it, so that any file can be read knowing only what is above."""
+
+import ast
+from pathlib import Path
+
+import megadiff
+
+ORDER = (
+    "types config observe diffusion algorithms parallel models weights data rewards engines rollout train cli".split()
+)
+ROOT = Path(megadiff.__file__).parent
+
+
+def _imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, wherever in it the import stands."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.relative_to(ROOT.parent)}:{node.lineno}: relative import; use an absolute one"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_folders_import_only_from_above():
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if layer == "__init__":
+            continue
+        assert layer in ORDER, f"megadiff/{layer} has no place in the order; add it to ORDER"
+        for name in _imports(path):
+            package, _, rest = name.partition(".")
+            imported = rest.partition(".")[0]
+            if package == "megadiff" and imported in ORDER and ORDER.index(imported) > ORDER.index(layer):
+                wrong.append(f"{path.relative_to(ROOT.parent)} imports {name}, which is below {layer}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_schema_imports_no_torch():
+    assert not {name.partition(".")[0] for name in _imports(ROOT / "config" / "schema.py")} & {"torch", "megadiff"}

@@ -1,0 +1,157 @@
+"""Pieces on disk make up the same tensors for every reader's layout, and damage is named."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadiff.weights.shards import Shard, ShardFolder, SourceFolder, shard_file, write_shards
+
+FULL = {
+    "a": torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3,
+    "b": torch.arange(6).to(torch.bfloat16),
+    "scalar": torch.tensor(2.5),
+}
+
+
+def _rows(full: Tensor, bounds: list[int], rank: int) -> Shard:
+    begin, end = bounds[rank], bounds[rank + 1]
+    return Shard(local=full[begin:end].clone(), offsets=(begin, *[0] * (full.ndim - 1)), shape=tuple(full.shape))
+
+
+def _write(folder: Path) -> None:
+    """Two ranks with uneven rows; the second holds none of the scalar's."""
+    for rank in range(2):
+        shards = {"a": _rows(FULL["a"], [0, 4, 7], rank), "b": _rows(FULL["b"], [0, 6, 6], rank)}
+        if rank == 0:
+            shards["scalar"] = Shard(local=FULL["scalar"], offsets=(), shape=())
+        write_shards(folder, shards, rank=rank, num_files=2, values={"step": 3})
+
+
+@pytest.mark.parametrize("bounds", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7], [0, 1, 5, 7]])
+def test_every_layout_reads_the_same_bits(tmp_path, bounds):
+    _write(tmp_path)
+    source = ShardFolder(tmp_path)
+    assert source.values == {"step": 3}
+    assert source.shapes == {"a": (7, 5), "b": (6,), "scalar": ()}
+    for rank, _ in enumerate(pairwise(bounds)):
+        shard = _rows(torch.zeros(7, 5), bounds, rank)
+        source.read_into("a", shard)
+        assert torch.equal(shard.local, FULL["a"][bounds[rank] : bounds[rank + 1]])
+
+
+def test_columns_and_scalars_and_other_dtypes(tmp_path):
+    _write(tmp_path)
+    source = ShardFolder(tmp_path)
+    columns = Shard(local=torch.zeros(7, 2), offsets=(0, 3), shape=(7, 5))
+    scalar, half = Shard(local=torch.zeros(()), offsets=(), shape=()), torch.zeros(6, dtype=torch.bfloat16)
+    source.read_into("a", columns)
+    source.read_into("scalar", scalar)
+    source.read_into("b", Shard(local=half, offsets=(0,), shape=(6,)))
+    assert torch.equal(columns.local, FULL["a"][:, 3:])
+    assert scalar.local == 2.5
+    assert torch.equal(half, FULL["b"])
+
+
+def test_files_are_plain_safetensors(tmp_path):
+    _write(tmp_path)
+    assert torch.equal(load_file(shard_file(tmp_path, 1))["a"], FULL["a"][4:])
+
+
+def _read_all(folder: Path) -> None:
+    source = ShardFolder(folder)
+    for name, full in FULL.items():
+        source.read_into(name, Shard(local=torch.zeros_like(full), offsets=(0,) * full.ndim, shape=tuple(full.shape)))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_truncated_file_is_named(tmp_path, kept):
+    _write(tmp_path)
+    file = shard_file(tmp_path, 1)
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"rank_00001.safetensors.*truncated"):
+        _read_all(tmp_path)
+
+
+def test_truncated_tensor_is_named(tmp_path):
+    _write(tmp_path)
+    file = shard_file(tmp_path, 1)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="tensor 'a'"):
+        _read_all(tmp_path)
+
+
+def test_flipped_bit_is_named(tmp_path):
+    _write(tmp_path)
+    file = shard_file(tmp_path, 1)
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"rank_00001.safetensors: tensor 'a' does not match its checksum"):
+        _read_all(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_file_is_named(tmp_path, rank):
+    _write(tmp_path)
+    shard_file(tmp_path, rank).unlink()
+    with pytest.raises(ValueError, match=f"rank_0000{rank}.safetensors is missing"):
+        _read_all(tmp_path)
+
+
+def test_uncovered_unknown_and_misshapen_tensors_are_named(tmp_path):
+    shard = Shard(local=torch.zeros(2, 5), offsets=(0, 0), shape=(7, 5))
+    write_shards(tmp_path, {"a": shard}, rank=0, num_files=1)
+    source = ShardFolder(tmp_path)
+    with pytest.raises(ValueError, match="10 of the 35 elements wanted of 'a'"):
+        source.read_into("a", Shard(local=torch.zeros(7, 5), offsets=(0, 0), shape=(7, 5)))
+    with pytest.raises(ValueError, match="no tensor 'c'"):
+        source.read_into("c", shard)
+    with pytest.raises(ValueError, match=r"'a' has shape \(7, 5\), but this model's is \(5, 5\)"):
+        source.read_into("a", Shard(local=torch.zeros(5, 5), offsets=(0, 0), shape=(5, 5)))
+    with pytest.raises(ValueError, match="float32, but this engine holds it as torch.bfloat16"):
+        source.read_into("a", Shard(local=torch.zeros(2, 5, dtype=torch.bfloat16), offsets=(0, 0), shape=(7, 5)))
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_source_folder_reads_slices(tmp_path, num_files):
+    _write_source(tmp_path, num_files)
+    source = SourceFolder(tmp_path)
+    source.check_names({"a": (7, 5), "b": (6,)})
+    shard = Shard(local=torch.zeros(2, 5), offsets=(4, 0), shape=(7, 5))
+    source.read_into("a", shard)
+    assert torch.equal(shard.local, FULL["a"][4:6])
+    as_float = Shard(local=torch.zeros(6), offsets=(0,), shape=(6,))
+    source.read_into("b", as_float)
+    assert torch.equal(as_float.local, FULL["b"].float())
+
+
+def test_source_folder_names_what_does_not_fit(tmp_path):
+    with pytest.raises(ValueError, match="holds neither"):
+        SourceFolder(tmp_path)
+    _write_source(tmp_path, 2)
+    problems = r"missing c; not in the model: b; a has shape \(7, 5\), the model's is \(5, 7\)"
+    with pytest.raises(ValueError, match=problems):
+        SourceFolder(tmp_path).check_names({"a": (5, 7), "c": (1,)})
+    (tmp_path / "part1.safetensors").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="part1.safetensors is no intact safetensors file"):
+        SourceFolder(tmp_path).check_names({"a": (7, 5), "b": (6,)})
+    (tmp_path / "part1.safetensors").unlink()
+    with pytest.raises(ValueError, match="part1.safetensors is missing"):
+        SourceFolder(tmp_path).check_names({"a": (7, 5), "b": (6,)})
+
+
+def _write_source(folder: Path, num_files: int) -> None:
+    if num_files == 1:
+        save_file({"a": FULL["a"], "b": FULL["b"]}, folder / "diffusion_pytorch_model.safetensors")
+        return
+    save_file({"a": FULL["a"]}, folder / "part0.safetensors")
+    save_file({"b": FULL["b"]}, folder / "part1.safetensors")
+    index = {"weight_map": {"a": "part0.safetensors", "b": "part1.safetensors"}}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
