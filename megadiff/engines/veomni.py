@@ -137,7 +137,7 @@ class VeOmniEngine:
             self._swap_reference()
 
     def save(self, folder: Path) -> None:
-        """One file a rank: its shards of the float32 weights and of AdamW's moments. Replicated shards are written once."""
+        """One file a rank: its shards of the float32 weights and AdamW's moments. Replicas are written once."""
         tensors = {**self._weights(), **self._moments()}
         shards = {name: _shard(tensor) for name, tensor in tensors.items() if _is_writer(tensor)}
         values = {"optimizer_steps": self._optimizer_steps()}
@@ -232,7 +232,7 @@ class VeOmniEngine:
 def _check(config: Config, mesh: Mesh, adapter: ModelAdapter) -> None:
     version = importlib.metadata.version("veomni")
     if version not in TESTED_VERSIONS:
-        raise ValueError(f"veomni {version} is not one of {', '.join(TESTED_VERSIONS)}, which this engine was tested on")
+        raise ValueError(f"veomni {version} is none of {', '.join(TESTED_VERSIONS)}, on which this engine was tested")
     if mesh.tp > 1:
         raise ValueError(
             f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it; "

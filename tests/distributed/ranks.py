@@ -25,8 +25,9 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any, timeout_
     """Call worker(*args) on every rank, with torchrun's variables set; a world of one gets none, as without torchrun.
 
     worker: a module-level function; its results leave through files. Raises
-    torch.multiprocessing.ProcessRaisedException with the traceback of a rank that fails, after the others were ended, and TimeoutError when they hang. Processes are
-    forked from a server that has imported the heavy libraries once, but has run nothing.
+    torch.multiprocessing.ProcessRaisedException with the traceback of a rank that fails, after the others were
+    ended, and TimeoutError when they hang. Processes are forked from a server that has imported the heavy libraries
+    once, but has run nothing.
     """
     os.environ["VEOMNI_VERBOSITY"] = "ERROR"  # before the server imports it
     multiprocessing.set_forkserver_preload(PRELOAD)

@@ -152,7 +152,7 @@ def _negative(conditioning: Conditioning) -> tuple[Tensor, Tensor]:
     missing = [name for name in ("negative_prompt_embeds", "negative_prompt_mask") if name not in conditioning]
     if missing:
         raise ValueError(
-            f"rollout.true_cfg_scale > 1 needs {', '.join(missing)} in the conditioning, it has {sorted(conditioning)}; "
+            f"rollout.true_cfg_scale > 1 needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "
             "sample with the same true_cfg_scale as training uses"
         )
     return conditioning["negative_prompt_embeds"], conditioning["negative_prompt_mask"]

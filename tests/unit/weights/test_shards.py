@@ -109,7 +109,7 @@ def test_uncovered_unknown_and_misshapen_tensors_are_named(tmp_path):
     shard = Shard(local=torch.zeros(2, 5), offsets=(0, 0), shape=(7, 5))
     write_shards(tmp_path, {"a": shard}, rank=0, num_files=1)
     source = ShardFolder(tmp_path)
-    with pytest.raises(ValueError, match="10 of the 35 elements wanted of 'a'"):
+    with pytest.raises(ValueError, match="10 of the 35 elements of 'a'"):
         source.read_into("a", Shard(local=torch.zeros(7, 5), offsets=(0, 0), shape=(7, 5)))
     with pytest.raises(ValueError, match="no tensor 'c'"):
         source.read_into("c", shard)
