@@ -27,6 +27,10 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)
+        # vllm-omni leaves these in their files' dtype, which breaks a replica that runs in another. Parameters only:
+        # the text encoder's rotary frequencies are float32 buffers and stay so
+        for parameter in (*self.text_encoder.parameters(), *self.vae.parameters()):
+            parameter.data = parameter.data.to(od_config.dtype)
         self.set_progress_bar_config(disable=True)
         # the file itself: the scheduler object fills missing keys with code defaults, which give another schedule
         path = Path(od_config.model) / "scheduler" / "scheduler_config.json"

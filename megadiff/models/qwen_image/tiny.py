@@ -163,10 +163,10 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) -> QwenImageTransformer2DModel:
     """Random float32 transformer with Qwen-Image's patch size and channels, in which the prompt matters from the start.
 
-    With diffusers' own random weights the velocity differs by 0.2 % between prompts, and RL learns nothing in a hundred
-    steps. So linear layers keep their input's variance, gates start at 1, text keys and values count twice, and what all
-    prompts share is mostly projected out of the text: shared_states_TD are the text encoder's states of a prompt that says
-    nothing.
+    With diffusers' own random weights the velocity differs by 0.2 % between prompts, and RL learns nothing in many steps.
+    So linear layers keep their input's variance, gates start at 1, text keys and values count twice, and what all prompts
+    share is mostly projected out of the text: shared_states_TD are the text encoder's states of a prompt that says nothing.
+    The velocity starts small, or all images would drift to one colour and saturate there.
     """
     with _seeded(seed), torch.no_grad():
         transformer = QwenImageTransformer2DModel(
@@ -189,6 +189,7 @@ def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) ->
         for block in transformer.transformer_blocks:
             block.attn.add_v_proj.weight.mul_(2)
             block.attn.norm_added_k.weight.mul_(2)
+        transformer.proj_out.weight.mul_(0.3)
         basis_TD = torch.linalg.svd(shared_states_TD, full_matrices=False).Vh
         # Not all of it: the layer norm after it would blow up the rounding errors of a token that becomes exactly 0.
         transformer.txt_in.weight.sub_(0.9 * transformer.txt_in.weight @ basis_TD.T @ basis_TD)
@@ -257,7 +258,7 @@ def build_vae(*, seed: int) -> AutoencoderKLQwenImage:
 
 
 @torch.no_grad()
-def shape_decoder(vae: AutoencoderKLQwenImage, *, scale: float = 2.0, share: float = 1.0, bias: float = 1.0) -> None:
+def shape_decoder(vae: AutoencoderKLQwenImage, *, scale: float = 1.0, share: float = 0.5, bias: float = 1.0) -> None:
     """Make the decoder paint latent channels 0, 1, 2 (in units of latents_std) as smooth red, green and blue blobs.
 
     Channels 0..6 inside the decoder hold (c, -c, bias) with c the three colours. Residual branches are zero, shortcuts the

@@ -109,7 +109,7 @@ def test_decoder_is_monotone_in_the_first_three_channels(pipeline):
     vae = pipeline.vae
     mean, std = (torch.tensor(values).view(16, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
     levels = []
-    for value in (-2.0, -0.5, 0.0, 0.5, 2.0):
+    for value in (-1.0, -0.1, 0.0, 0.1, 1.0):
         latents = torch.zeros(16, 1, 4, 4)
         latents[0] = value
         levels.append(vae.decode((latents * std + mean)[None], return_dict=False)[0].mean(dim=(2, 3, 4))[0])
@@ -143,6 +143,6 @@ def test_the_tool_writes_bfloat16_and_small(tmp_path):
     subprocess.run([*tool, *arguments], env=environment, check=True, capture_output=True)
     weights = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert sum(tensor.numel() for tensor in weights.values()) > 10_000_000
+    assert sum(tensor.numel() for tensor in weights.values()) > 5_000_000
     again = subprocess.run([*tool, *arguments], env=environment, capture_output=True, text=True)
     assert again.returncode == 2 and "not an empty folder" in again.stderr
