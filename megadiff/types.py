@@ -77,7 +77,7 @@ class Trajectory:
     """One sample: its stochastic window and its pixels.
 
     latents_SLC: [W+1, L, C] in the declared storage dtype, the states before, between and after the window's steps.
-    sigmas: [W+1] float32. timesteps: [W] float32, 1000·sigma. log_probs: [W] float32, mean over L·C.
+    sigmas: [W+1] float32. timesteps: [W] float32, 1000·sigma. log_probs: [W] float64, mean over L·C.
     window_start: index of the window's first step in the schedule. pixels: [F, H, W, 3] uint8, F = 1 for an image.
     prompt_id, sample_index: its identity. policy_version: weights that sampled it.
     """
@@ -115,7 +115,7 @@ class RolloutGroup:
 class TrainBatch:
     """Samples of this data-parallel rank, ready for `Engine.update`.
 
-    latents_NSLC: [N, W+1, L, C]. old_log_probs_NW, window_start_N: int64. advantages_N, weights_N: float32; a weight of
+    latents_NSLC: [N, W+1, L, C]. old_log_probs_NW: float64. window_start_N: int64. advantages_N, weights_N: float32; a weight of
     0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to sample n.
     ref_means_NWLC: the reference policy's step means, only with a KL term. sampling: height, width, guidance, SDE.
     schedule: [T+1] float32. denominator: global number of weighted (sample, step) pairs that the loss sum is divided by.
@@ -144,7 +144,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What a loss sees for one microbatch at one window step; all float32.
+    """What a loss sees of B (sample, window step) pairs; float32, log_probs float64. A loss is a sum over rows.
 
     latents_BLC, prev_sample_BLC: the state at sigma_B and the stored, less noisy one at sigma_next_B.
     velocity_BLC: the policy's, with gradient. schedule: [T+1]. ref_mean_BLC: the reference policy's mean or None.
@@ -174,7 +174,7 @@ class LossOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbs:
-    """log_probs_NW: float32. means_NWLC: float32 means of p(prev_sample | latents)."""
+    """log_probs_NW: float64. means_NWLC: float32 means of p(prev_sample | latents)."""
 
     log_probs_NW: Tensor
     means_NWLC: Tensor

@@ -66,7 +66,7 @@ def step_inputs(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor)
         velocity_BLC=velocity_BLC,
         sigma_B=microbatch.sigma_B,
         sigma_next_B=microbatch.sigma_next_B,
-        old_log_prob_B=_on(device, batch.old_log_probs_NW[sample_B, step_B]),
+        old_log_prob_B=batch.old_log_probs_NW[sample_B, step_B].to(device),
         advantage_B=_on(device, batch.advantages_N[sample_B]),
         weight_B=_on(device, batch.weights_N[sample_B]),
         schedule=_on(device, batch.schedule),

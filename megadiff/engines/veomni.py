@@ -77,7 +77,7 @@ class VeOmniEngine:
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         sampling, size = batch.sampling, self.config.train.microbatch_size
-        log_probs_NW = torch.empty(batch.old_log_probs_NW.shape)
+        log_probs_NW = torch.empty(batch.old_log_probs_NW.shape, dtype=torch.float64)
         means_NWLC = torch.empty(*log_probs_NW.shape, *batch.latents_NSLC.shape[2:])
         with torch.no_grad():
             for piece in microbatches(batch, size, self.mesh.device):

@@ -92,10 +92,10 @@ class GroupSampler:
     def result(self, pixels_NFHWC: Tensor) -> dict[str, Any]:
         """The group's tensors on the CPU, in the layout that `assemble_group` reads. pixels_NFHWC: uint8."""
         num_samples = len(self.request.sample_indices)
-        log_probs_NW = torch.stack(self._log_probs, dim=1) if self._log_probs else torch.zeros(num_samples, 0)
+        log_probs_NW = torch.stack(self._log_probs, dim=1) if self._log_probs else torch.zeros(num_samples, 0).double()
         tensors = {
             "latents": torch.stack(self._window_latents, dim=1),
-            "log_probs": log_probs_NW.float(),
+            "log_probs": log_probs_NW,
             "schedule": self.schedule,
             "pixels": pixels_NFHWC,
             **{CONDITIONING_PREFIX + name: tensor for name, tensor in self.conditioning.items()},

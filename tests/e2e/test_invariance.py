@@ -25,7 +25,8 @@ def reference(shared, tmp_path_factory, tiny_model):
 def _close(rows, reference):
     for row, expected in zip(rows, reference, strict=True):
         for key in SAME:
-            scale = max(abs(expected[key]), 1e-4)  # loss/policy is near 0 on policy: its scale is that of one term
+            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
+            scale = max(abs(expected[key]), 1e-3)
             assert abs(row[key] - expected[key]) <= 1e-4 * scale, (row["step"], key, row[key], expected[key])
 
 
