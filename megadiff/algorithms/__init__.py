@@ -20,9 +20,7 @@ class Algorithm:
 
 
 def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(
-        flow_grpo, clip_range=config.clip_range, adv_clip_max=config.adv_clip_max, kl_coef=config.kl_coef
-    )
+    loss = partial(flow_grpo, clip_range=config.clip_range, adv_clip_max=config.adv_clip_max, kl_coef=config.kl_coef)
     return Algorithm(loss=loss, needs_reference=config.kl_coef > 0)
 
 

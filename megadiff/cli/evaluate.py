@@ -76,7 +76,12 @@ def _evaluate(config: Config, *, num_samples: int) -> dict[str, object]:
             policy_version=run.progress.step,
             mesh=mesh,
         )
-    return {"step": run.progress.step, "num_prompts": len(prompts), "num_samples": len(prompts) * num_samples, **figures}
+    return {
+        "step": run.progress.step,
+        "num_prompts": len(prompts),
+        "num_samples": len(prompts) * num_samples,
+        **figures,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -100,4 +100,3 @@ def _near_match(key: str) -> str:
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
     near = near or difflib.get_close_matches(key, [k.rpartition(".")[0] for k in keys], n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else "; see megadiff/config/schema.py for every key"
-

@@ -65,7 +65,9 @@ def validate(config: Config, *, dp: int) -> None:
             "rollout.mode=separate needs rollout.registry, the folder that `megadiff serve --registry` writes to"
         )
     if config.eval.every and not config.eval.prompts:
-        raise ConfigError(f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file")
+        raise ConfigError(
+            f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file"
+        )
 
 
 def _check_window_range(config: Config) -> None:

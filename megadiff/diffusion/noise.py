@@ -25,9 +25,7 @@ def sde_noise(
     return _normal(shape, f"{seed}/{step}/{prompt_id}/{sample_index}/sde/{step_index}")
 
 
-def window_start(
-    *, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]
-) -> int:
+def window_start(*, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]) -> int:
     """First step of a group's stochastic window, uniform on {low … high − window_size}.
 
     Equal within a group (a window per sample was seen to collapse training) and never derived from a rank (that trains one

@@ -44,9 +44,7 @@ class ModelAdapter(Protocol):
     ) -> Tensor:
         """Guided velocity [B, L, C] float32 at sigma_B, with gradient where the caller has it on."""
 
-    def encode_prompt(
-        self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def encode_prompt(self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them."""
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:

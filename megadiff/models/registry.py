@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from megadiff.models.adapter import ModelAdapter
+from megadiff.models.files import open_weights, read_json, weight_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,58 +56,21 @@ def check_model_folder(folder: Path) -> ModelFamily:
     if absent:
         raise ValueError(f"{folder} lacks {', '.join(f'{name}/' for name in absent)}; fetch the whole model folder")
     for name in family.config_files:
-        _read_json(folder / name)
+        read_json(folder / name)
     for component in family.weighted:
-        for path in _weight_files(folder / component):
-            _check_whole(path)
+        for path in weight_files(folder / component):
+            open_weights(path)
     return family
 
 
 def _family(folder: Path) -> ModelFamily:
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
-    class_name = _read_json(folder / "model_index.json").get("_class_name")
+    class_name = read_json(folder / "model_index.json").get("_class_name")
     by_class = {family.pipeline_class: family for family in FAMILIES}
     if class_name not in by_class:
         raise ValueError(f"{folder} is a {class_name!r}; supported pipelines: {', '.join(sorted(by_class))}")
     return by_class[class_name]
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; fetch the whole model folder")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; fetch it again")
-    return value
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of one component, those that its index lists when it has one."""
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        shards = sorted(set(_read_json(index)["weight_map"].values()))
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index.name} lists; fetch the whole folder")
-        return [folder / name for name in shards]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no .safetensors file; fetch the whole model folder")
-    return files
-
-
-def _check_whole(path: Path) -> None:
-    """Opening compares the header's offsets with the file's size, without reading the tensors."""
-    try:
-        with safe_open(path, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; fetch it again"
-        ) from error
 
 
 def build_adapter(folder: Path) -> ModelAdapter:

@@ -115,9 +115,7 @@ class Fleet:
 def launch_replicas(specs: Sequence[ReplicaSpec], *, request_timeout_s: float) -> Fleet:
     """Starts the processes and returns at once; `wait_until_healthy` waits. Close the fleet to stop them."""
     processes = [ReplicaProcess(spec) for spec in specs]
-    clients = [
-        ReplicaClient(process.url, process.spec.name, timeout_s=request_timeout_s) for process in processes
-    ]
+    clients = [ReplicaClient(process.url, process.spec.name, timeout_s=request_timeout_s) for process in processes]
     return Fleet(clients, processes=processes, logs={spec.name: spec.log for spec in specs})
 
 
@@ -140,7 +138,10 @@ def wait_until_healthy(fleet: Fleet, *, timeout_s: float) -> None:
             last_line = elapsed
             logger.info(
                 "waiting for replicas: %d of %d healthy, %.0f s of at most %.0f s",
-                len(fleet.replicas) - len(waiting), len(fleet.replicas), elapsed, timeout_s,
+                len(fleet.replicas) - len(waiting),
+                len(fleet.replicas),
+                elapsed,
+                timeout_s,
             )
         time.sleep(POLL_S if waiting else 0)
     logger.info("%d replicas healthy after %.1f s", len(fleet.replicas), time.monotonic() - start)

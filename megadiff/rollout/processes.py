@@ -43,7 +43,15 @@ class ReplicaProcess:
             "OMP_NUM_THREADS": str(spec.num_threads),
             **({} if spec.gpu_index is None else {"CUDA_VISIBLE_DEVICES": visible_gpu(spec.gpu_index)}),
         }
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "GROUP_RANK",
+        ):
             environment.pop(name, None)  # the replica is a world of its own
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("wb") as log:
@@ -62,7 +70,9 @@ class ReplicaProcess:
         if code is None:
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"{self.spec.name} (pid {self.process.pid}) {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}"
+        return (
+            f"{self.spec.name} (pid {self.process.pid}) {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}"
+        )
 
     def stop(self) -> None:
         """SIGTERM to the group, SIGKILL after a grace period; returns when it is gone."""

@@ -48,9 +48,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def fingerprints(self) -> dict[str, str]:
         """diffusers name → fingerprint of the tensor that the pipeline holds at this moment."""
         parameters = self._parameters()
-        return {
-            name: fingerprint(served_view(place, parameters=parameters)) for name, place in self._places().items()
-        }
+        return {name: fingerprint(served_view(place, parameters=parameters)) for name, place in self._places().items()}
 
     def _parameters(self) -> dict[str, Tensor]:
         pipeline = self.model_runner.pipeline

@@ -1,17 +1,16 @@
 """Atomic checkpoints: written aside, checksummed, renamed, then `latest` moved. A torn one is named and skipped.
 
-    checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml, sums/rank_00000.json, …}
-    checkpoints/latest                      the name of the newest whole one
+checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml, sums/rank_00000.json, …}
+checkpoints/latest                      the name of the newest whole one
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
 ASIDE = ".writing_"
-HASH_CHUNK = 1 << 24
 
 
 class Checkpoints:
@@ -40,7 +38,7 @@ class Checkpoints:
         target, aside = self.folder / step_name(progress.step), self.folder / f"{ASIDE}{step_name(progress.step)}"
         self._together(lambda: _fresh_folder(aside), only_rank_0=True)
         try:
-            self._together(lambda: self._write_shards(engine, aside))
+            self._together(lambda: engine.save(aside))
             self._together(lambda: self._finish(aside, target, progress), only_rank_0=True)
         except AgreedError as error:
             if self.mesh.rank == 0:
@@ -50,20 +48,29 @@ class Checkpoints:
         return target
 
     def load(self, engine: Engine, load_prompts: Callable[[dict[str, int]], None]) -> Progress:
-        """Continue from the newest whole checkpoint, or start at step 0 where there is none (or resume is `never`)."""
-        folder, problem = None, None
-        if self.mesh.rank == 0:
+        """Continue from the newest checkpoint that loads, or start at step 0 where there is none (or resume is `never`).
+
+        Raises AgreedError when there are checkpoints and none of them loads: starting over would hide the loss.
+        """
+        candidates = broadcast_json(self._candidates(), source=0, group=self.mesh.cpu_group)
+        problems = []
+        for folder in map(Path, candidates):  # type: ignore[arg-type]
             try:
-                folder = self._choose()
-            except ValueError as error:
-                problem = error
-        raise_together(problem, self.mesh.cpu_group)
-        name = broadcast_json(str(folder) if folder else "", source=0, group=self.mesh.cpu_group)
-        if not name:
-            return Progress()
-        folder = Path(str(name))
-        saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+                return self._load_one(folder, engine, load_prompts)
+            except AgreedError as error:
+                problems.append(f"{folder.name}: {error}")
+                logger.warning("checkpoint %s is damaged (%s); trying the one before", folder, error)
+        if problems:
+            raise AgreedError(
+                f"no checkpoint of {self.folder} loads: {'; '.join(problems)}; restore one, or set checkpoint.resume=never "
+                "to start over"
+            )
+        return Progress()
+
+    def _load_one(self, folder: Path, engine: Engine, load_prompts: Callable[[dict[str, int]], None]) -> Progress:
+        self._together(lambda: _check_sizes(folder), only_rank_0=True)
         self._together(lambda: engine.load(folder))
+        saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
         self._together(lambda: load_prompts(saved["prompts"]))
         self.saved_step = saved["step"]
         logger.info("resumed from %s (step %d)", folder, saved["step"])
@@ -79,18 +86,12 @@ class Checkpoints:
                 error = failure
         raise_together(error, self.mesh.cpu_group)
 
-    def _write_shards(self, engine: Engine, aside: Path) -> None:
-        engine.save(aside)
-        mine = sorted(aside.glob(f"rank_{self.mesh.rank:05d}*"))
-        sums = {path.name: [path.stat().st_size, file_hash(path)] for path in mine}
-        _write_synced(aside / "sums" / f"rank_{self.mesh.rank:05d}.json", json.dumps(sums))
-
     def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
         save_config(self.config, aside / "config.yaml")
-        record = {**asdict(progress), "world_size": self.mesh.world_size, "megadiff": __version__}
+        sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        record = {**asdict(progress), "megadiff": __version__, "sizes": sizes}
         _write_synced(aside / "progress.json", json.dumps(record, indent=1))
-        for path in aside.rglob("*"):
-            _sync(path)
+        _sync(aside)
         if target.exists():  # the same step saved again: an interrupted run that came here once more
             shutil.rmtree(target)
         aside.rename(target)
@@ -103,21 +104,12 @@ class Checkpoints:
         for torn in self.folder.glob(f"{ASIDE}step_*"):
             shutil.rmtree(torn, ignore_errors=True)
 
-    def _choose(self) -> Path | None:
+    def _candidates(self) -> list[str]:
+        """Checkpoint folders to try, the best first."""
         resume = self.config.checkpoint.resume
-        if resume == "never":
-            return None
-        if resume != "auto":
-            problem = damage(Path(resume))
-            if problem:
-                raise ValueError(f"checkpoint.resume={resume}: {problem}")
-            return Path(resume)
-        for folder in reversed(whole_looking(self.folder)):
-            problem = damage(folder)
-            if not problem:
-                return folder
-            logger.warning("checkpoint %s is damaged (%s); trying the one before", folder, problem)
-        return None
+        if resume not in ("auto", "never"):
+            return [resume]
+        return [str(folder) for folder in reversed(whole_looking(self.folder)) if resume == "auto"]
 
 
 def step_name(step: int) -> str:
@@ -130,44 +122,21 @@ def whole_looking(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
 
 
-def damage(folder: Path) -> str:
-    """'' when every file has the size and the hash that were written down, else what is wrong and with which file."""
+def _check_sizes(folder: Path) -> None:
+    """Raises ValueError when a file is missing or has another size than was written. (The bits are checked on reading.)"""
     record = folder / "progress.json"
     if not record.is_file():
-        return "progress.json is missing"
-    try:
-        world_size = int(json.loads(record.read_text(encoding="utf-8"))["world_size"])
-        for rank in range(world_size):
-            sums = folder / "sums" / f"rank_{rank:05d}.json"
-            for name, (size, digest) in json.loads(sums.read_text(encoding="utf-8")).items():
-                path = folder / name
-                found = path.stat().st_size
-                if found != size:
-                    return f"{name} has {found} bytes, {size} were written"
-                if file_hash(path) != digest:
-                    return f"{name} has other bits than were written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def file_hash(path: Path) -> str:
-    """blake2b of a file's content, 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        for chunk in _chunks(file.read):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(read: Callable[[int], bytes]) -> Iterable[bytes]:
-    while chunk := read(HASH_CHUNK):
-        yield chunk
+        raise ValueError(f"{record} is missing")
+    for name, size in json.loads(record.read_text(encoding="utf-8"))["sizes"].items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise ValueError(f"{path} {'is missing' if found is None else f'has {found} bytes'}, {size} were written")
 
 
 def _fresh_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "sums").mkdir(parents=True)
+    folder.mkdir(parents=True)
 
 
 def _write_synced(path: Path, text: str) -> None:

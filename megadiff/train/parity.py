@@ -54,7 +54,9 @@ def check(
     if problem and config.parity.mode == "warn":
         logger.warning("parity.mode=warn, training goes on: %s", problem)
     elif problem:
-        raise_together(ParityError(f"{problem}; fix the cause, or set parity.mode=warn to train all the same"), mesh.cpu_group)
+        raise_together(
+            ParityError(f"{problem}; fix the cause, or set parity.mode=warn to train all the same"), mesh.cpu_group
+        )
     return gaps
 
 
@@ -131,9 +133,7 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int
         mean_NLC = _one_mean(engine, batch, latents_NLC, index, sampling.sde_type if stochastic else "ode")
         if stochastic:
             sigma, sigma_next = batch.schedule[index : index + 1], batch.schedule[index + 1 : index + 2]
-            std = sde.injected_std(
-                sampling.sde_type, sigma, sigma_next, schedule=batch.schedule, eta=sampling.eta
-            )
+            std = sde.injected_std(sampling.sde_type, sigma, sigma_next, schedule=batch.schedule, eta=sampling.eta)
             draws = [noise.sde_noise(shape, step_index=index, **identity) for identity in identities]
             mean_NLC = mean_NLC + std * torch.stack(draws).to(mean_NLC)
         latents_NLC = mean_NLC

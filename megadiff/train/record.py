@@ -73,7 +73,9 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
         "reward/group_std": float(group_std_P.sum()),
         "reward/zero_std_ratio": float((group_std_P <= ZERO_STD).sum()),
     }
-    sums = all_reduce_sums(sums, mesh.cpu_group)  # model-parallel peers count alike: numerators and counts scale together
+    sums = all_reduce_sums(
+        sums, mesh.cpu_group
+    )  # model-parallel peers count alike: numerators and counts scale together
     squares, count, groups = sums.pop("squares"), sums.pop("count"), sums.pop("groups")
     per_group = {key: sums.pop(key) / groups for key in ("reward/group_std", "reward/zero_std_ratio")}
     means = {key: value / count for key, value in sums.items()}

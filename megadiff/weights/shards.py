@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megadiff.models.files import open_weights, weight_files
+
 METADATA_KEY = "megadiff"
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -126,28 +128,20 @@ class ShardFolder:
 class SourceFolder:
     """The weights of one diffusers component: one safetensors file, or several with an index.
 
-    files: name → the file that holds it. Raises ValueError when there are no weights, or an indexed file is missing.
+    Raises ValueError when there are no weights, an indexed file is missing, or one is not whole.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._open: dict[Path, safe_open] = {}
-        single = self.folder / "diffusion_pytorch_model.safetensors"
-        index = self.folder / "diffusion_pytorch_model.safetensors.index.json"
-        if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self.files = {name: self.folder / file for name, file in weight_map.items()}
-        elif single.is_file():
-            self.files = {name: single for name in self._handle(single).keys()}
-        else:
-            raise ValueError(f"{self.folder} holds neither {single.name} nor {index.name}; check model.path")
+        files = [open_weights(path) for path in weight_files(self.folder)]
+        self._file_of = {name: file for file in files for name in file.keys()}
 
     def check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ValueError that names what is missing, extra or of another shape than the model's parameters."""
-        problems = [f"missing {name}" for name in sorted(set(shapes) - set(self.files))]
-        problems += [f"not in the model: {name}" for name in sorted(set(self.files) - set(shapes))]
-        for name in sorted(set(shapes) & set(self.files)):
-            shape = tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+        problems = [f"missing {name}" for name in sorted(set(shapes) - set(self._file_of))]
+        problems += [f"not in the model: {name}" for name in sorted(set(self._file_of) - set(shapes))]
+        for name in sorted(set(shapes) & set(self._file_of)):
+            shape = tuple(self._file_of[name].get_slice(name).get_shape())
             if shape != tuple(shapes[name]):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(shapes[name])}")
         if problems:
@@ -158,17 +152,7 @@ class SourceFolder:
         """Fill shard.local with its part of the tensor, cast to the shard's dtype. Reads nothing else of the file."""
         place = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
         if shard.local.numel():
-            shard.local.copy_(self._handle(self.files[name]).get_slice(name)[place])
-
-    def _handle(self, file: Path) -> safe_open:
-        if file not in self._open:
-            if not file.is_file():
-                raise ValueError(f"{file} is missing, but the index of its folder names it; fetch the checkpoint again")
-            try:
-                self._open[file] = safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{file} is no intact safetensors file ({error}); fetch it again") from error
-        return self._open[file]
+            shard.local.copy_(self._file_of[name].get_slice(name)[place])
 
 
 def _header(

@@ -47,15 +47,24 @@ class Trainer:
         launcher = [sys.executable, "-m", "megadiff.cli.train"]
         if num_processes > 1:
             launcher = [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc-per-node",
+                    str(num_processes),
+                ),
                 *("-m", "megadiff.cli.train"),
             ]
         base = self.folder / "base.yaml"
         base.write_text(CONFIG)
         fixed = [f"run.dir={self.folder}", f"run.name={name}", f"model.path={self.model}"]
-        prompts = [] if any(override.startswith("data.prompts") for override in overrides) else [
-            f"data.prompts={ROOT / 'assets/prompts/colors.txt'}"
-        ]
+        prompts = (
+            []
+            if any(override.startswith("data.prompts") for override in overrides)
+            else [f"data.prompts={ROOT / 'assets/prompts/colors.txt'}"]
+        )
         rewards = [] if any(override.startswith("reward.") for override in overrides) else ["reward.color.type=color"]
         return [*launcher, str(base), *fixed, *prompts, *rewards, *overrides]
 
@@ -80,9 +89,20 @@ def start_replicas(count: int, *, folder: Path, command: list[str]) -> list[subp
         with (folder / f"replica_{index}.log").open("wb") as log:
             servers.append(
                 subprocess.Popen(
-                    [*command, "--name", f"replica_{index}", "--port", "0", "--registry", str(registry),
-                     "--parent-pid", str(os.getpid())],
-                    stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT,
+                    [
+                        *command,
+                        "--name",
+                        f"replica_{index}",
+                        "--port",
+                        "0",
+                        "--registry",
+                        str(registry),
+                        "--parent-pid",
+                        str(os.getpid()),
+                    ],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=ENVIRONMENT,
                 )  # fmt: skip
             )
     deadline = time.monotonic() + 120

@@ -2,7 +2,11 @@
 
 import pytest
 
-LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "sp2": (2, ["parallel.sp=2"]), "dp2_sp2": (4, ["parallel.dp=2", "parallel.sp=2"])}
+LAYOUTS = {
+    "dp2": (2, ["parallel.dp=2"]),
+    "sp2": (2, ["parallel.sp=2"]),
+    "dp2_sp2": (4, ["parallel.dp=2", "parallel.sp=2"]),
+}
 SAME = ("reward/mean", "loss/policy", "optim/grad_norm", "policy/kl_ref")
 MACHINE = ("time/", "perf/", "memory/")  # what a clock or the machine decides
 

@@ -18,7 +18,9 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.relative_to(ROOT.parent)}:{node.lineno}: relative import; use an absolute one"
+            assert node.level == 0, (
+                f"{path.relative_to(ROOT.parent)}:{node.lineno}: relative import; use an absolute one"
+            )
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_sigmas
 from megadiff.models.adapter import Conditioning
+from megadiff.models.files import read_json
 from megadiff.types import Sampling
 
 PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
@@ -26,7 +26,7 @@ class QwenImageAdapter:
     def __init__(self, model_folder: Path | str) -> None:
         """model_folder: a diffusers pipeline folder. Raises ValueError when transformer/config.json is missing."""
         self.model_folder = Path(model_folder)
-        config = _read_json(self.model_folder / "transformer" / "config.json")
+        config = read_json(self.model_folder / "transformer" / "config.json")
         self.channels: int = config["in_channels"]
         self.num_layers: int = config["num_layers"]
         self.num_heads: int = config["num_attention_heads"]
@@ -56,7 +56,7 @@ class QwenImageAdapter:
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """Raises ValueError without scheduler/scheduler_config.json: its defaults in code are another schedule."""
-        scheduler_config = _read_json(self.model_folder / "scheduler" / "scheduler_config.json")
+        scheduler_config = read_json(self.model_folder / "scheduler" / "scheduler_config.json")
         num_tokens, _ = self.latents_shape(sampling)
         return qwen_image_sigmas(sampling.num_inference_steps, num_tokens=num_tokens, scheduler_config=scheduler_config)
 
@@ -160,9 +160,3 @@ def _negative(conditioning: Conditioning) -> tuple[Tensor, Tensor]:
 
 def _grid(sampling: Sampling) -> tuple[int, int]:
     return sampling.height // PIXELS_PER_TOKEN, sampling.width // PIXELS_PER_TOKEN
-
-
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; model.path must be a whole Qwen-Image pipeline folder")
-    return json.loads(file.read_text(encoding="utf-8"))

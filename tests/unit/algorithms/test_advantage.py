@@ -23,7 +23,9 @@ def test_global_std_is_that_of_all_ranks():
     group_advantages(REWARDS[:1], global_std=True, all_reduce=lambda value: moments.append(value) or value)
     group_advantages(REWARDS[1:], global_std=True, all_reduce=lambda value: moments.append(value) or value)
     total = moments[0] + moments[1]
-    halves = [group_advantages(part, global_std=True, all_reduce=lambda _: total)[0] for part in (REWARDS[:1], REWARDS[1:])]
+    halves = [
+        group_advantages(part, global_std=True, all_reduce=lambda _: total)[0] for part in (REWARDS[:1], REWARDS[1:])
+    ]
     torch.testing.assert_close(torch.cat(halves), whole)
     assert whole[0, 3].item() == pytest.approx(3 / (REWARDS.double().std(correction=0).item() + 1e-4))
 

@@ -13,7 +13,12 @@ def test_same_identity_same_noise_and_any_change_another():
     assert first.dtype == torch.float32
     torch.randn(7)  # global state does not matter
     assert torch.equal(first, initial_latents((4, 8), **IDENTITY))
-    others = [IDENTITY | {"seed": 9}, IDENTITY | {"step": 9}, IDENTITY | {"prompt_id": "b"}, IDENTITY | {"sample_index": 9}]
+    others = [
+        IDENTITY | {"seed": 9},
+        IDENTITY | {"step": 9},
+        IDENTITY | {"prompt_id": "b"},
+        IDENTITY | {"sample_index": 9},
+    ]
     draws = [initial_latents((4, 8), **other) for other in others]
     draws += [sde_noise((4, 8), step_index=index, **IDENTITY) for index in range(2)]
     for draw in draws:
@@ -22,9 +27,7 @@ def test_same_identity_same_noise_and_any_change_another():
 
 
 def test_golden_values_keep_old_runs_reproducible():
-    torch.testing.assert_close(
-        initial_latents((3,), **IDENTITY), torch.tensor(GOLDEN), atol=0, rtol=0
-    )
+    torch.testing.assert_close(initial_latents((3,), **IDENTITY), torch.tensor(GOLDEN), atol=0, rtol=0)
 
 
 def test_moments():
@@ -39,4 +42,3 @@ def test_window_start_is_uniform_and_fixed_within_a_group():
     assert set(starts) == {0, 1, 2, 3}
     assert min(starts.count(start) for start in range(4)) > 400
     assert window_start(seed=0, step=1, prompt_id="p", window_size=5, window_range=(2, 7)) == 2
-

@@ -45,7 +45,9 @@ def test_wan_golden():
 
 def test_schedule_without_its_config_is_refused():
     with pytest.raises(ValueError, match="shift_terminal"):
-        qwen_image_sigmas(10, num_tokens=16, scheduler_config={k: v for k, v in CONFIG.items() if k != "shift_terminal"})
+        qwen_image_sigmas(
+            10, num_tokens=16, scheduler_config={k: v for k, v in CONFIG.items() if k != "shift_terminal"}
+        )
     with pytest.raises(ValueError, match="use_dynamic_shifting"):
         qwen_image_sigmas(10, num_tokens=16, scheduler_config=CONFIG | {"use_dynamic_shifting": False})
 

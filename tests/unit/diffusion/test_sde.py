@@ -39,8 +39,8 @@ def test_step_against_float64(sde_type, index):
     torch.testing.assert_close(mean.double(), ref_mean, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(prev.double(), ref_mean + std * noise.double(), atol=1e-6, rtol=1e-6)
     squared = (prev.double() - ref_mean) ** 2
-    density = -squared if sde_type == "flow_cps" else (
-        -squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    density = (
+        -squared if sde_type == "flow_cps" else (-squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi))
     )
     assert log_prob.dtype == torch.float64
     torch.testing.assert_close(log_prob, density.mean(dim=(1, 2)), atol=1e-6, rtol=1e-6)
@@ -52,9 +52,7 @@ def test_log_prob_is_that_of_the_stored_sample(sde_type):
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
     step = {"schedule": SCHEDULE, "eta": 0.7}
-    prev, log_prob, mean = sde.sde_step(
-        sde_type, x, v, noise, sigma, sigma_next, storage_dtype=torch.bfloat16, **step
-    )
+    prev, log_prob, mean = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, storage_dtype=torch.bfloat16, **step)
     assert prev.dtype == torch.bfloat16
     assert torch.equal(sde.log_prob(sde_type, prev, mean, sigma, sigma_next, **step), log_prob)
     unrounded = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, **step)[1]
@@ -119,6 +117,4 @@ def test_true_cfg_keeps_the_positive_norm():
     torch.testing.assert_close(guided.norm(dim=-1), positive.norm(dim=-1))
     torch.testing.assert_close(true_cfg(positive, negative, 1.0), positive)
     direction = plain_cfg(positive, negative, 4.0)
-    torch.testing.assert_close(
-        torch.nn.functional.cosine_similarity(guided, direction, dim=-1), torch.ones(3, 6)
-    )
+    torch.testing.assert_close(torch.nn.functional.cosine_similarity(guided, direction, dim=-1), torch.ones(3, 6))

@@ -24,11 +24,14 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     save_file({"a": torch.zeros(8)}, tmp_path / "text_encoder" / "model.safetensors")
     save_file({"a": torch.zeros(8)}, tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
-    shards = {"a": "t-00001-of-00002.safetensors", "b": "t-00002-of-00002.safetensors"}
+    shards = {
+        "a": "diffusion_pytorch_model-00001-of-00002.safetensors",
+        "b": "diffusion_pytorch_model-00002-of-00002.safetensors",
+    }
     for name, file in shards.items():
         save_file({name: torch.zeros(8)}, tmp_path / "transformer" / file)
     index = {"weight_map": shards}
-    (tmp_path / "transformer" / "t.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     return tmp_path
 
 
@@ -42,8 +45,11 @@ def test_whole_folder(folder: Path) -> None:
         ("model_index.json", "model_index.json does not exist"),
         ("vae", "lacks vae/"),
         ("scheduler/scheduler_config.json", "scheduler_config.json does not exist"),
-        ("transformer/t-00002-of-00002.safetensors", "lacks t-00002-of-00002.safetensors, which t.safetensors.index"),
-        ("text_encoder/model.safetensors", "text_encoder holds no .safetensors file"),
+        (
+            "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
+            "lacks diffusion_pytorch_model-00002-of-00002.safetensors, which diffusion_pytorch_model.safetensors.index",
+        ),
+        ("text_encoder/model.safetensors", "text_encoder holds neither"),
         (".", "does not exist; give a diffusers pipeline folder"),
     ],
 )
@@ -58,11 +64,14 @@ def test_missing_parts_are_named(folder: Path, missing: str, match: str) -> None
 
 
 def test_truncated_and_empty_shards(folder: Path) -> None:
-    shard = folder / "transformer" / "t-00001-of-00002.safetensors"
+    shard = folder / "transformer" / "diffusion_pytorch_model-00001-of-00002.safetensors"
     whole = shard.read_bytes()
     for content in (whole[:-1], whole[:4], b"", b"\xff" * 64):
         shard.write_bytes(content)
-        with pytest.raises(ValueError, match=r"t-00001-of-00002.safetensors \(\d+ bytes\) is not a whole safetensors"):
+        with pytest.raises(
+            ValueError,
+            match=r"diffusion_pytorch_model-00001-of-00002.safetensors \(\d+ bytes\) is not a whole safetensors",
+        ):
             check_model_folder(folder)
 
 

@@ -44,7 +44,10 @@ def test_dotted_path_with_args(my_module: str) -> None:
         (RewardConfig(type="colour"), ["reward.r.type=colour", "did you mean 'color'", "jpeg_size, ocr"]),
         (RewardConfig(type="no_such_pkg.mod:X"), ["reward.r.type", "no_such_pkg", "PYTHONPATH"]),
         (RewardConfig(type="my_test_rewards:Goood"), ["Goood", "did you mean 'Good'"]),
-        (RewardConfig(type="my_test_rewards:NotOne"), ["NotOne", "not a class derived from megadiff.rewards.base.Reward"]),
+        (
+            RewardConfig(type="my_test_rewards:NotOne"),
+            ["NotOne", "not a class derived from megadiff.rewards.base.Reward"],
+        ),
         (RewardConfig(type="jpeg_size", args={"qualty": 9}), ["reward.r.args", "qualty", "did you mean 'quality'"]),
         (RewardConfig(type="jpeg_size", args={"quality": 500}), ["reward.r.args", "quality=500", "1..95"]),
         (RewardConfig(type="jpeg_size", args={"quality": "high"}), ["reward.r.args", "high"]),

@@ -9,7 +9,9 @@ from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.weights.fingerprint import fingerprint
 from megadiff.weights.sync import HttpSync
 
-WEIGHTS = {f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)}
+WEIGHTS = {
+    f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)
+}
 MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in WEIGHTS}
 
 
