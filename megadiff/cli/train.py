@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return _train(config, world_size=world_size)
     except ValueError as error:
         return _fail(error, rank, code=2)
-    except (AgreedError, OSError) as error:
+    except (AgreedError, OSError, FloatingPointError) as error:
         return _fail(error, rank, code=1)
 
 

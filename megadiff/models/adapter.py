@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megadiff.types import Sampling
+from megadiff.types import Prompt, Sampling
 
 Conditioning = Mapping[str, Tensor]
 
@@ -27,6 +27,9 @@ class ModelAdapter(Protocol):
 
     def validate(self, sampling: Sampling) -> None:
         """Raises ValueError when the model cannot sample at this size or guidance."""
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError for the first prompt that has more tokens than the model takes."""
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """(L, C): packed latent tokens and channels of one sample."""

@@ -57,8 +57,10 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     adapter = build_adapter(model)
     adapter.validate(sampling)
     prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars)
+    asked = [*prompts, *eval_prompts(config)]
+    adapter.check_prompts(asked)
     with closing(Scorer(config.reward, num_workers=1)) as scorer:
-        scorer.validate([*prompts, *eval_prompts(config)])
+        scorer.validate(asked)
     return layout, adapter, prompts
 
 

@@ -25,6 +25,7 @@ LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
         (["data.prompts=nowhere.txt"], "nowhere.txt"),
         (["data.prompts={folder}/empty.txt"], "empty.txt"),
         (["data.prompts={folder}/long.txt"], "2002"),
+        (["data.prompts={folder}/many_tokens.txt"], "tokens (2000 characters), the model takes 1024"),
         (["model.path={folder}/nowhere"], "nowhere does not exist"),
         (["model.path={folder}/half"], "vae"),
         (["model.path={folder}/torn"], "not a whole safetensors file"),
@@ -43,6 +44,7 @@ def test_mistakes_of_the_user(trainer, capsys, overrides, text):
     folder = trainer.folder
     (folder / "empty.txt").write_text("\n\n")
     (folder / "long.txt").write_text(LONG_PROMPT + "\n")
+    (folder / "many_tokens.txt").write_text("a red cup " + "!?" * 995 + "\n")
     (folder / "no_color.txt").write_text("a red cup\na house\n")
     shutil.copytree(trainer.model, folder / "half", ignore=lambda *_: {"vae"})
     shutil.copytree(trainer.model, folder / "torn")

@@ -12,7 +12,7 @@ from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_sigmas
 from megadiff.models.adapter import Conditioning
 from megadiff.models.files import read_json
-from megadiff.types import Sampling
+from megadiff.types import Prompt, Sampling
 
 PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
 MAX_PROMPT_TOKENS = 1024  # as in the pipeline of diffusers
@@ -49,6 +49,23 @@ class QwenImageAdapter:
                 f"rollout.guidance_scale={sampling.guidance_scale}, but Qwen-Image's guidance is true CFG; "
                 "set rollout.true_cfg_scale instead and leave guidance_scale at 1"
             )
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """A token is at least one byte, so that only texts of more bytes than that are tokenised at all."""
+        texts = dict.fromkeys(text for prompt in prompts for text in (prompt.text, prompt.negative_text))
+        long = [text for text in texts if len(text.encode()) > MAX_PROMPT_TOKENS]
+        if not long:
+            return
+        from transformers import Qwen2Tokenizer
+
+        tokenizer = Qwen2Tokenizer.from_pretrained(self.model_folder / "tokenizer")
+        for text in long:
+            count = len(tokenizer(text).input_ids)
+            if count > MAX_PROMPT_TOKENS:
+                raise ValueError(
+                    f"a prompt has {count} tokens ({len(text)} characters), the model takes {MAX_PROMPT_TOKENS}; "
+                    f"shorten {text[:60]!r}…"
+                )
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         rows, columns = _grid(sampling)
