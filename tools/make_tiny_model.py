@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from megadiff.models.qwen_image.tiny import SIZES, write_tiny_pipeline
 
 
@@ -16,6 +18,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    disable_progress_bar()
     try:
         write_tiny_pipeline(args.out, size=args.size, dtype=args.dtype, seed=args.seed)
     except ValueError as error:

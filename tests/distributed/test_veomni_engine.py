@@ -251,7 +251,13 @@ def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None
 
 
 def _engine(
-    pipeline: Path, sizes: Mapping[str, int], *, lr: float = 1e-3, dtype: str = "float32", keep_reference: bool = False
+    pipeline: Path,
+    sizes: Mapping[str, int],
+    *,
+    lr: float = 1e-3,
+    dtype: str = "float32",
+    keep_reference: bool = False,
+    device: str = "cpu",
 ) -> Engine:
     config = Config()
     config.model.path, config.model.dtype = str(pipeline), "float32"
@@ -260,7 +266,7 @@ def _engine(
     config.algorithm.kl_coef = float(keep_reference)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = resolve_layout(**{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size)
-    return build_engine(config, init_mesh(layout, "cpu"), QwenImageAdapter(pipeline))
+    return build_engine(config, init_mesh(layout, device), QwenImageAdapter(pipeline))
 
 
 def _batch(adapter: QwenImageAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0) -> TrainBatch:

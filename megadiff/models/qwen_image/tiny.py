@@ -103,7 +103,9 @@ def write_tiny_pipeline(out: Path, *, size: str = "tiny", dtype: str = "float32"
             "text_encoder": text_encoder,
         }
         for name, network in networks.items():
-            network.to(DTYPES[dtype]).save_pretrained(folder / name)
+            if network.dtype != DTYPES[dtype]:
+                network.to(DTYPES[dtype])
+            network.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / "tokenizer")
         FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG).save_pretrained(folder / "scheduler")
         index = {
