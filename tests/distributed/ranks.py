@@ -21,7 +21,13 @@ PRELOAD = [
 ]
 
 
-def run_ranks(worker: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 180.0) -> None:
+def run_ranks(
+    worker: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 180.0,
+    start_method: str = "forkserver",  # "spawn" where CUDA is used, which does not survive a fork
+) -> None:
     """Call worker(*args) on every rank, with torchrun's variables set; a world of one gets none, as without torchrun.
 
     worker: a module-level function; its results leave through files. Raises
@@ -32,7 +38,7 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any, timeout_
     os.environ["VEOMNI_VERBOSITY"] = "ERROR"  # before the server imports it
     multiprocessing.set_forkserver_preload(PRELOAD)
     context = torch.multiprocessing.start_processes(
-        _rank_main, (world_size, _free_port(), worker, args), nprocs=world_size, join=False, start_method="forkserver"
+        _rank_main, (world_size, _free_port(), worker, args), nprocs=world_size, join=False, start_method=start_method
     )
     deadline = time.monotonic() + timeout_s
     while not context.join(timeout=0.2):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_offload_and_onload_change_nothing(tiny_model):
-    run_ranks(_offload_worker, 1, tiny_model)
+    run_ranks(_offload_worker, 1, tiny_model, start_method="spawn")
 
 
 def _offload_worker(pipeline):
