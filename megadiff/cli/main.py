@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from difflib import get_close_matches
+from typing import NoReturn
 
 import megadiff
+from megadiff.cli.leave import leave
 
 COMMANDS = {
     "train": "post-train a policy: CONFIG.yaml … key=value …",
@@ -34,10 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(f"megadiff.cli.{command}").main(rest)
 
 
+def entry() -> NoReturn:
+    """The console command."""
+    leave(main())
+
+
 def _usage() -> str:
     lines = [f"  {command:<10}{summary}\n" for command, summary in COMMANDS.items()]
     return f"usage: megadiff COMMAND …\n{''.join(lines)}  --version\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

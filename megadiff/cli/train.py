@@ -17,11 +17,13 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from megadiff.cli.leave import leave
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
-from megadiff.train.build import build_run, check, lock, run_folder
+from megadiff.train.build import build_run, check, collective_timeout_s, lock, run_folder
+from megadiff.train.checkpoint import CheckpointError
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
 
@@ -35,8 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     _log_to_stderr(rank)
     try:
         config = load_config([*options.config, *config_arguments])
-        world_size = options.world_size or world_size_from_env()
+        world_size = world_size_from_env()
         if options.dry_run:
+            world_size = options.world_size or world_size
             layout, adapter, prompts = check(config, world_size=world_size)
             plan = describe(config, layout, adapter, num_prompts=len(prompts))
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
@@ -54,17 +57,19 @@ def _train(config: Config, *, world_size: int) -> int:
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)
-        mesh = init_mesh(layout, config.run.device)
-        stack.callback(dist.destroy_process_group)
+        mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
         if mesh.device.type == "cpu":
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         run = build_run(config, mesh, adapter, prompts, stack)
         try:
             train(run)
+        except CheckpointError:
+            raise
         except AgreedError:
             _rescue(run)
             raise
+    dist.destroy_process_group()  # not on the way out of an error: other ranks may never answer
     return 0
 
 
@@ -102,11 +107,11 @@ def _on_sigterm(*_: object) -> None:
 
 
 def _fail(error: Exception, rank: int, *, code: int) -> int:
-    if rank == 0 or isinstance(error, OSError):
-        sys.stderr.write(f"error: {error}\n")
+    if rank == 0 or not isinstance(error, AgreedError):  # what all ranks know is said once
+        sys.stderr.write(f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n")
     logger.debug("traceback", exc_info=error)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

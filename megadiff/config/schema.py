@@ -33,7 +33,7 @@ class TrainConfig:
     num_steps: int = MISSING
     prompts_per_step: int = MISSING  # global; × algorithm.group_size images a step
     updates_per_step: int = 1  # optimizer steps per rollout batch
-    microbatch_size: int = 8  # samples per forward and rank
+    microbatch_size: int = 8  # (sample, window step) pairs per forward and rank
 
 
 @dataclass
@@ -59,7 +59,7 @@ class RolloutConfig:
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: list[int] = field(default_factory=lambda: [0, 5])
-    num_replicas: int = 1
+    num_replicas: int = 0  # 0: one per GPU of the trainer, one on CPU
     mode: str = "colocated"  # colocated | separate
     registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
     start_timeout_s: float = 600.0
@@ -106,7 +106,7 @@ class SyncConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0  # 0: never but at the end
+    every: int = 50  # 0: only at the end
     keep: int = 2
     resume: str = "auto"  # auto | never | a checkpoint folder
 

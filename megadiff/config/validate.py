@@ -25,7 +25,7 @@ AT_LEAST = {
     "algorithm.group_size": 2,
     "rollout.num_inference_steps": 2,
     "rollout.sde_window_size": 1,
-    "rollout.num_replicas": 1,
+    "rollout.num_replicas": 0,
     "sync.bucket_mib": 1,
     "checkpoint.keep": 1,
     "checkpoint.every": 0,
@@ -33,6 +33,11 @@ AT_LEAST = {
     "eval.samples_per_prompt": 1,
     "data.max_prompt_chars": 1,
     "sample_every": 0,
+}
+AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
+    "data.max_prompt_chars": 2000,
+    "algorithm.group_size": 1024,
+    "sync.bucket_mib": 4096,
 }
 POSITIVE = (
     "optim.lr",
@@ -53,12 +58,17 @@ def validate(config: Config, *, dp: int) -> None:
     for key, least in AT_LEAST.items():
         if _get(config, key) < least:
             raise ConfigError(f"{key}={_get(config, key)} < {least}; set {key}>={least}")
+    for key, most in AT_MOST.items():
+        if _get(config, key) > most:
+            raise ConfigError(f"{key}={_get(config, key)} > {most}; set {key}<={most}")
     for key in POSITIVE:
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
     if not config.reward:
         raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
     _check_window_range(config)
+    if config.rollout.sde_type == "flow_cps" and config.rollout.eta > 1:
+        raise ConfigError(f"rollout.eta={config.rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°)")
     _check_batch(config, dp=dp)
     if config.rollout.mode == "separate" and not config.rollout.registry:
         raise ConfigError(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def all_reduce_sums(values: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
@@ -60,6 +64,22 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     text = broadcast_json(f"{type(error).__name__}: {error}", source=source, group=group)
     where = f"rank {source}: " if dist.get_world_size(group) > 1 else ""
     raise AgreedError(f"{where}{text}") from error
+
+
+def agreed(action: Callable[[], T], group: dist.ProcessGroup, *, here: bool = True) -> T | None:
+    """Run the action on the ranks where `here` is true and agree on its failure. Collective over a gloo group.
+
+    Whatever goes wrong is told to every rank before anything is raised. Returns the action's value, None elsewhere.
+    """
+    error: Exception | None = None
+    value: T | None = None
+    if here:
+        try:
+            value = action()
+        except Exception as failure:
+            error = failure
+    raise_together(error, group)
+    return value
 
 
 def sum_tensor(value: Tensor, group: dist.ProcessGroup) -> Tensor:

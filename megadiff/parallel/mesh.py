@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +82,16 @@ def world_size_from_env() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def init_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Starts torch.distributed (a world of one needs no launcher) and builds the groups. Collective over the world."""
-    device = _local_device(device_type)
+def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Mesh:
+    """Starts torch.distributed (a world of one needs no launcher) and builds the groups. Collective over the world.
+
+    timeout_s: of every collective; ranks wait in one for the slowest rank's rollout, so it must outlast that.
+    """
+    device, timeout = _local_device(device_type), timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
+        dist.init_process_group(backend, timeout=timeout, **alone)
     rank, peers = dist.get_rank(), layout.sp * layout.tp
     model_ranks = [list(range(first, first + peers)) for first in range(0, layout.world_size, peers)]
     dp_ranks = [list(range(first, layout.world_size, peers)) for first in range(peers)]
@@ -96,16 +99,18 @@ def init_mesh(layout: Layout, device_type: str) -> Mesh:
         layout=layout,
         rank=rank,
         device=device,
-        dp_group=_my_group(dp_ranks, rank),
-        model_group=_my_group(model_ranks, rank),
-        cpu_group=dist.new_group(backend="gloo"),
-        cpu_model_group=_my_group(model_ranks, rank, backend="gloo"),
+        dp_group=_my_group(dp_ranks, rank, timeout),
+        model_group=_my_group(model_ranks, rank, timeout),
+        cpu_group=dist.new_group(backend="gloo", timeout=timeout),
+        cpu_model_group=_my_group(model_ranks, rank, timeout, backend="gloo"),
     )
 
 
-def _my_group(ranks_of_groups: list[list[int]], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+def _my_group(
+    ranks_of_groups: list[list[int]], rank: int, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     """Every rank creates every group (new_group is collective over the world) and keeps its own."""
-    groups = [(ranks, dist.new_group(ranks, backend=backend)) for ranks in ranks_of_groups]
+    groups = [(ranks, dist.new_group(ranks, backend=backend, timeout=timeout)) for ranks in ranks_of_groups]
     return next(group for ranks, group in groups if rank in ranks)
 
 

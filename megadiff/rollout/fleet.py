@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
 from megadiff.rollout.client import ReplicaClient, ReplicaError
-from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec, log_tail, stop_all
+from megadiff.rollout.processes import ReplicaProcess, log_tail
 from megadiff.types import RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,7 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        """Stops what this rank started; safe to call twice."""
-        stop_all(self.processes)
+        """Drops what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for client in self.replicas:
             client.close()
@@ -80,12 +80,17 @@ class Fleet:
     def check_alive(self) -> None:
         """Raises ReplicaDied when a process that this rank started has ended."""
         for process in self.processes:
-            text = process.exit_text()
-            if text:
-                raise ReplicaDied(text)
+            _raise_if_dead(process)
 
-    def for_all(self, call: Callable[[ReplicaClient], object]) -> None:
-        """Calls every replica, in parallel; raises the first failure."""
+    def sleep(self) -> None:
+        """Every replica gives its device memory back, until wake()."""
+        self._for_all(ReplicaClient.sleep)
+
+    def wake(self) -> None:
+        """Every replica takes its memory and weights back."""
+        self._for_all(ReplicaClient.wake)
+
+    def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
         for future in [self._pool.submit(self._call, client, call) for client in self.replicas]:
             future.result()
 
@@ -112,51 +117,49 @@ class Fleet:
             raise ReplicaDied(f"{client.name} at {client.url} does not answer: {error}\n{tail}") from error
 
 
-def launch_replicas(specs: Sequence[ReplicaSpec], *, request_timeout_s: float) -> Fleet:
-    """Starts the processes and returns at once; `wait_until_healthy` waits. Close the fleet to stop them."""
-    processes = [ReplicaProcess(spec) for spec in specs]
-    clients = [ReplicaClient(process.url, process.spec.name, timeout_s=request_timeout_s) for process in processes]
-    return Fleet(clients, processes=processes, logs={spec.name: spec.log for spec in specs})
+def wait_until_announced(
+    registry: Path, *, count: int, timeout_s: float, processes: Sequence[ReplicaProcess] = ()
+) -> list[dict[str, str]]:
+    """{"name", "url", …} of the first `count` healthy replicas, by name, that announced themselves in the registry folder.
 
-
-def wait_until_healthy(fleet: Fleet, *, timeout_s: float) -> None:
-    """Blocks until every replica answers /health; logs a progress line every few seconds. Raises ReplicaDied."""
+    Logs a progress line every few seconds. Raises ReplicaDied when one of the processes ends, or after timeout_s.
+    An announcement that a killed replica left behind does not count.
+    """
     start, last_line = time.monotonic(), 0.0
-    waiting = list(fleet.replicas)
-    while waiting:
-        fleet.check_alive()
-        waiting = [client for client in waiting if not client.is_healthy()]
+    while True:
+        for process in processes:
+            _raise_if_dead(process)
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(registry.glob("*.json"))]
+        healthy = [entry for entry in found if _is_healthy(entry)][:count]
         elapsed = time.monotonic() - start
-        if waiting and elapsed > timeout_s:
-            names = ", ".join(client.name for client in waiting)
-            tails = "\n".join(log_tail(fleet.logs[client.name]) for client in waiting if client.name in fleet.logs)
+        if len(healthy) == count:
+            logger.info("%d replicas healthy after %.1f s", count, elapsed)
+            return healthy
+        if elapsed > timeout_s:
+            tails = "\n".join(log_tail(process.spec.log) for process in processes)
             raise ReplicaDied(
-                f"{names} not healthy after {elapsed:.0f} s, rollout.start_timeout_s={timeout_s:.0f}; raise it or read "
-                f"the log:\n{tails}"
+                f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in {registry} after {elapsed:.0f} s, "
+                f"rollout.start_timeout_s={timeout_s:.0f}; raise it, or start more with `megadiff serve MODEL "
+                f"--registry {registry}`\n{tails}"
             )
-        if waiting and elapsed - last_line > PROGRESS_S:
+        if elapsed - last_line > PROGRESS_S:
             last_line = elapsed
             logger.info(
                 "waiting for replicas: %d of %d healthy, %.0f s of at most %.0f s",
-                len(fleet.replicas) - len(waiting),
-                len(fleet.replicas),
+                len(healthy),
+                count,
                 elapsed,
                 timeout_s,
             )
-        time.sleep(POLL_S if waiting else 0)
-    logger.info("%d replicas healthy after %.1f s", len(fleet.replicas), time.monotonic() - start)
-
-
-def registered_replicas(registry: Path, *, count: int, timeout_s: float) -> list[dict[str, str]]:
-    """The first `count` replicas, by name, that `megadiff serve --registry` has announced as `<name>.json`."""
-    start = time.monotonic()
-    while True:
-        files = sorted(registry.glob("*.json")) if registry.is_dir() else []
-        if len(files) >= count:
-            return [json.loads(path.read_text(encoding="utf-8")) for path in files[:count]]
-        if time.monotonic() - start > timeout_s:
-            raise ReplicaDied(
-                f"{len(files)} replicas in rollout.registry={registry}, rollout.num_replicas={count} wanted, after "
-                f"{timeout_s:.0f} s; start more with `megadiff serve MODEL --registry {registry}`"
-            )
         time.sleep(POLL_S)
+
+
+def _is_healthy(entry: dict[str, str]) -> bool:
+    with closing(ReplicaClient(entry["url"], entry["name"])) as client:
+        return client.is_healthy()
+
+
+def _raise_if_dead(process: ReplicaProcess) -> None:
+    text = process.exit_text()
+    if text:
+        raise ReplicaDied(text)

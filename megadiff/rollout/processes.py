@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,10 @@ STOP_GRACE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSpec:
-    """How one replica is started. device: cpu or cuda; gpu_index: which of the node's GPUs, None on CPU."""
+    """How one replica is started. device: cpu or cuda; gpu_index: which of the node's GPUs, None on CPU.
+
+    sleep_mode: it can give its GPU memory back while the trainer works.
+    """
 
     name: str
     model: Path
@@ -29,15 +30,17 @@ class ReplicaSpec:
     gpu_index: int | None
     log: Path
     num_threads: int
+    sleep_mode: bool
 
 
 class ReplicaProcess:
-    """A `megadiff serve` child in its own process group; it also dies when its parent does, however that dies."""
+    """A `megadiff serve` child in its own process group; it also dies when its parent does, however that dies.
 
-    def __init__(self, spec: ReplicaSpec) -> None:
-        self.spec, self.port = spec, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.started = time.monotonic()
+    It takes a free port itself and announces its address in the registry folder when it is ready.
+    """
+
+    def __init__(self, spec: ReplicaSpec, registry: Path) -> None:
+        self.spec = spec
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(spec.num_threads),
@@ -56,7 +59,7 @@ class ReplicaProcess:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("wb") as log:
             self.process = subprocess.Popen(
-                serve_command(spec, self.port),
+                serve_command(spec, registry),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -86,20 +89,14 @@ class ReplicaProcess:
         _signal_group(self.process.pid, signal.SIGKILL)  # what the leader may have left in its group
 
 
-def serve_command(spec: ReplicaSpec, port: int) -> list[str]:
+def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:
     """The command line of one replica."""
     return [
         *(sys.executable, "-m", "megadiff.cli.serve", str(spec.model)),
-        *("--name", spec.name, "--port", str(port), "--dtype", spec.dtype, "--device", spec.device),
-        *("--parent-pid", str(os.getpid())),
+        *("--name", spec.name, "--port", "0", "--dtype", spec.dtype, "--device", spec.device),
+        *("--registry", str(registry), "--parent-pid", str(os.getpid())),
+        *(["--sleep-mode"] if spec.sleep_mode else []),
     ]
-
-
-def free_port() -> int:
-    """A loopback TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def visible_gpu(index: int) -> str:

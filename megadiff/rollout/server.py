@@ -21,6 +21,7 @@ from megadiff.rollout.limits import Limits
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight
+KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection, or a request may meet one that closes
 ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
 EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
 
@@ -118,6 +119,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def reachable_url(host: str, port: int) -> str:
+    """The address that others use: a host that means "every interface" is announced by this machine's name."""
+    host = socket.getfqdn() if host in ("0.0.0.0", "::") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) -> None:
     import uvicorn
 
@@ -149,10 +156,11 @@ async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) ->
                 replica_app(app, replica, token=config.token),
                 log_level="warning",
                 timeout_graceful_shutdown=GRACE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="off",
             )
         )
-        url = f"http://{config.host}:{listener.getsockname()[1]}"
+        url = reachable_url(config.host, listener.getsockname()[1])
         logger.info("%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):

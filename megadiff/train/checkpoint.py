@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +19,18 @@ from megadiff import __version__
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
-from megadiff.parallel.collectives import AgreedError, broadcast_json, raise_together
+from megadiff.parallel.collectives import AgreedError, agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import Progress
+from megadiff.weights.shards import shard_file
 
 logger = logging.getLogger(__name__)
 ASIDE = ".writing_"
+GIVEN_UP = "given_up_"
+
+
+class CheckpointError(AgreedError):
+    """A checkpoint could not be written; on every rank."""
 
 
 class Checkpoints:
@@ -36,14 +43,17 @@ class Checkpoints:
     def save(self, engine: Engine, progress: Progress) -> Path:
         """Write the checkpoint of progress.step. Raises AgreedError (e.g. a full disk); earlier ones stay whole."""
         target, aside = self.folder / step_name(progress.step), self.folder / f"{ASIDE}{step_name(progress.step)}"
-        self._together(lambda: _fresh_folder(aside), only_rank_0=True)
+        group, is_first = self.mesh.cpu_group, self.mesh.rank == 0
         try:
-            self._together(lambda: engine.save(aside))
-            self._together(lambda: self._finish(aside, target, progress), only_rank_0=True)
+            agreed(lambda: _fresh_folder(aside), group, here=is_first)
+            agreed(lambda: engine.save(aside), group)
+            agreed(lambda: self._finish(aside, target, progress), group, here=is_first)
         except AgreedError as error:
-            if self.mesh.rank == 0:
+            if is_first:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise AgreedError(f"checkpoint {target} could not be written, earlier ones are whole: {error}") from error
+            raise CheckpointError(
+                f"checkpoint {target} could not be written, earlier ones are whole: {error}"
+            ) from error
         self.saved_step = progress.step
         return target
 
@@ -56,10 +66,15 @@ class Checkpoints:
         problems = []
         for folder in map(Path, candidates):  # type: ignore[arg-type]
             try:
-                return self._load_one(folder, engine, load_prompts)
+                progress = self._load_one(folder, engine)
             except AgreedError as error:
                 problems.append(f"{folder.name}: {error}")
-                logger.warning("checkpoint %s is damaged (%s); trying the one before", folder, error)
+                logger.warning("checkpoint %s does not load (%s); trying the one before", folder, error)
+                continue
+            agreed(lambda: load_prompts(progress.prompts), self.mesh.cpu_group)  # noqa: B023 (called at once)
+            self.saved_step = progress.step
+            logger.info("resumed from %s (step %d)", folder, progress.step)
+            return progress
         if problems:
             raise AgreedError(
                 f"no checkpoint of {self.folder} loads: {'; '.join(problems)}; restore one, or set checkpoint.resume=never "
@@ -67,33 +82,25 @@ class Checkpoints:
             )
         return Progress()
 
-    def _load_one(self, folder: Path, engine: Engine, load_prompts: Callable[[dict[str, int]], None]) -> Progress:
-        self._together(lambda: _check_sizes(folder), only_rank_0=True)
-        self._together(lambda: engine.load(folder))
-        saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-        self._together(lambda: load_prompts(saved["prompts"]))
-        self.saved_step = saved["step"]
-        logger.info("resumed from %s (step %d)", folder, saved["step"])
-        return Progress(step=saved["step"], prompts=saved["prompts"])
-
-    def _together(self, action: Callable[[], object], *, only_rank_0: bool = False) -> None:
-        """Run the action (everywhere, or on rank 0) and agree on its failure."""
-        error: Exception | None = None
-        if self.mesh.rank == 0 or not only_rank_0:
-            try:
-                action()
-            except (OSError, ValueError, RuntimeError) as failure:
-                error = failure
-        raise_together(error, self.mesh.cpu_group)
+    def _load_one(self, folder: Path, engine: Engine) -> Progress:
+        group = self.mesh.cpu_group
+        progress = agreed(lambda: _read_progress(folder), group, here=self.mesh.rank == 0)
+        saved = broadcast_json(asdict(progress) if progress else None, source=0, group=group)
+        agreed(lambda: engine.load(folder), group)
+        return Progress(**saved)  # type: ignore[arg-type]
 
     def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
         save_config(self.config, aside / "config.yaml")
+        absent = [rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()]
+        if absent:
+            raise ValueError(
+                f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem that all nodes share"
+            )
         sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
         record = {**asdict(progress), "megadiff": __version__, "sizes": sizes}
         _write_synced(aside / "progress.json", json.dumps(record, indent=1))
         _sync(aside)
-        if target.exists():  # the same step saved again: an interrupted run that came here once more
-            shutil.rmtree(target)
+        self._put_away_other_history(progress.step)
         aside.rename(target)
         _sync(self.folder)
         pointer = self.folder / f"{ASIDE}latest"
@@ -103,6 +110,13 @@ class Checkpoints:
             shutil.rmtree(old)
         for torn in self.folder.glob(f"{ASIDE}step_*"):
             shutil.rmtree(torn, ignore_errors=True)
+
+    def _put_away_other_history(self, step: int) -> None:
+        """Checkpoints of this step and later ones are of a run that was given up (resumed from before, or started over)."""
+        for folder in whole_looking(self.folder):
+            if folder.name >= step_name(step):
+                logger.warning("%s belongs to another history of this run and is kept as %s*", folder, GIVEN_UP)
+                folder.rename(self.folder / f"{GIVEN_UP}{folder.name}_{time.time_ns()}")
 
     def _candidates(self) -> list[str]:
         """Checkpoint folders to try, the best first."""
@@ -122,16 +136,18 @@ def whole_looking(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
 
 
-def _check_sizes(folder: Path) -> None:
+def _read_progress(folder: Path) -> Progress:
     """Raises ValueError when a file is missing or has another size than was written. (The bits are checked on reading.)"""
     record = folder / "progress.json"
     if not record.is_file():
         raise ValueError(f"{record} is missing")
-    for name, size in json.loads(record.read_text(encoding="utf-8"))["sizes"].items():
+    saved = json.loads(record.read_text(encoding="utf-8"))
+    for name, size in saved["sizes"].items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise ValueError(f"{path} {'is missing' if found is None else f'has {found} bytes'}, {size} were written")
+    return Progress(step=saved["step"], prompts=saved["prompts"])
 
 
 def _fresh_folder(folder: Path) -> None:

@@ -28,8 +28,9 @@ def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_promp
         "samples_per_step": samples,
         "samples_per_step_and_rank": samples // layout.dp,
         "samples_per_update": samples // train.updates_per_step,
-        "microbatches_per_update_and_rank": -(-samples // layout.dp // train.updates_per_step // train.microbatch_size)
-        * sampling.sde_window_size,
+        "microbatches_per_update_and_rank": -(
+            -(samples // layout.dp // train.updates_per_step * sampling.sde_window_size) // train.microbatch_size
+        ),
         "samples_total": samples * train.num_steps,
         "latents_shape": [tokens, channels],
         "layout": asdict(layout),

@@ -24,7 +24,7 @@ def evaluate(
     sampling: Sampling,
     samples_per_prompt: int,
     seed: int,
-    policy_version: int,
+    policy_version: int | None,
     mesh: Mesh,
 ) -> dict[str, float]:
     """Collective; each data-parallel rank takes its share of the prompts. Returns `eval/<reward>` means over all samples."""

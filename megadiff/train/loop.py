@@ -16,6 +16,7 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.train import parity
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.record import Recorder
+from megadiff.train.replicas import asleep
 from megadiff.train.rollout import group_requests, sample_and_score, sampling_of
 from megadiff.train.update import update
 from megadiff.types import Progress
@@ -44,13 +45,15 @@ def train(run: Run) -> None:
     """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
     config, engine, progress, timers = run.config, run.engine, run.progress, Timers()
     sampling = sampling_of(config.rollout)
-    run.sync.push(progress.step)  # a broken path fails here, not after step 1
+    run.sync.push(progress.step)
     gate = parity.check(
         engine, run.adapter, run.fleet, run.prompts.peek().prompts[0], config=config, mesh=run.mesh, step=progress.step
     )
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
     while progress.step < config.train.num_steps:
         with timers("step"):
+            with timers("sync"):
+                stats = run.sync.push(progress.step)
             requests = group_requests(
                 next(run.prompts).prompts,
                 sampling=sampling,
@@ -60,12 +63,11 @@ def train(run: Run) -> None:
                 policy_version=progress.step,
             )
             groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
-            with timers("train"):
-                stats = update(engine, run.algorithm, groups, rewards["total"], config=config, mesh=run.mesh)
+            with timers("train"), asleep(run.fleet, config, run.mesh):
+                stats |= update(engine, run.algorithm, groups, rewards["total"], config=config, mesh=run.mesh)
             progress.step, progress.prompts = progress.step + 1, run.prompts.state()
-            with timers("sync"):
-                stats |= run.sync.push(progress.step)
         run.recorder.step(progress.step, groups, rewards, stats | gate | timers.pop())
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)
+    run.sync.push(progress.step)

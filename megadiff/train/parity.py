@@ -7,21 +7,23 @@ import math
 from dataclasses import asdict, replace
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from megadiff.config.schema import Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.collectives import all_reduce_max, broadcast_json, raise_together
+from megadiff.parallel.collectives import agreed, all_reduce_max, broadcast_bytes, broadcast_json, raise_together
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.rollout import sampling_of, share
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, TrainBatch
+from megadiff.types import DTYPES, Prompt, RolloutGroup, RolloutRequest, TrainBatch
 
 logger = logging.getLogger(__name__)
 SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
+LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # other noise is off by 1 and more
 EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest entry
 
 
@@ -41,12 +43,13 @@ def check(
     if config.parity.mode == "off":
         return {}
     prompt = _same_prompt(prompt, mesh)
+    expected = _expected_conditioning(adapter, prompt, config=config, mesh=mesh)
     rounds = math.ceil(len(fleet.replicas) / mesh.dp)
     gaps: dict[str, float] = {}
     for turn in range(rounds):
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
         group = _probe(fleet, replica, prompt, config=config, mesh=mesh, step=step)
-        found = _gaps(engine, adapter, group, config=config, mesh=mesh, step=step)
+        found = _gaps(engine, adapter, group, expected, config=config, mesh=mesh, step=step)
         gaps = {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     logger.info("parity with %d replicas: %s", len(fleet.replicas), "  ".join(f"{k} {v:.2e}" for k, v in gaps.items()))
@@ -65,6 +68,7 @@ def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
     limits = {
         "parity/schedule_gap_max": (SCHEDULE_TOLERANCE, "the replica samples with another sigma schedule"),
         "parity/embedding_gap_max": (EMBEDDING_TOLERANCE[dtype], "the replica embeds the prompt differently"),
+        "parity/latents_gap_max": (LATENTS_TOLERANCE[dtype], "the replica draws other noise, or takes other steps"),
         "parity/log_prob_gap_max": (
             clip_range / 2,
             "half of algorithm.clip_range: rollout and trainer do not compute the same policy",
@@ -77,7 +81,25 @@ def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
 
 
 def _same_prompt(prompt: Prompt, mesh: Mesh) -> Prompt:
-    return Prompt(**broadcast_json({**asdict(prompt), "fields": dict(prompt.fields)}, source=0, group=mesh.cpu_group))
+    plain = asdict(replace(prompt, fields={}))
+    return Prompt(**broadcast_json(plain, source=0, group=mesh.cpu_group))  # type: ignore[arg-type]
+
+
+def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Config, mesh: Mesh) -> dict[str, Tensor]:
+    """What every replica must answer as conditioning, encoded once, on global rank 0, and sent to all."""
+    texts = (
+        {"": prompt.text, "negative_": prompt.negative_text} if config.rollout.true_cfg_scale > 1 else {"": prompt.text}
+    )
+
+    def encode() -> bytes:
+        tensors = {}
+        for prefix, text in texts.items():
+            embeds, mask = adapter.encode_prompt([text], dtype=DTYPES[config.model.dtype], device=mesh.device)
+            tensors |= {f"{prefix}prompt_embeds": embeds, f"{prefix}prompt_mask": mask}
+        return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+    payload = agreed(encode, mesh.cpu_group, here=mesh.rank == 0)
+    return load(broadcast_bytes(payload, source=0, group=mesh.cpu_group))
 
 
 def _probe(fleet: Fleet, replica: int, prompt: Prompt, *, config: Config, mesh: Mesh, step: int) -> RolloutGroup:
@@ -89,18 +111,19 @@ def _probe(fleet: Fleet, replica: int, prompt: Prompt, *, config: Config, mesh: 
         step=step,
         policy_version=step,
     )
-    error, groups = None, []
-    if mesh.is_model_group_source:
-        try:
-            groups = [fleet.generate_on(replica, request)]
-        except Exception as failure:  # told to every rank before anything is raised
-            error = failure
-    raise_together(error, mesh.cpu_group)
-    return share(groups, 1, mesh=mesh)[0]
+    group = agreed(lambda: fleet.generate_on(replica, request), mesh.cpu_group, here=mesh.is_model_group_source)
+    return share([group] if group else [], 1, mesh=mesh)[0]
 
 
 def _gaps(
-    engine: Engine, adapter: ModelAdapter, group: RolloutGroup, *, config: Config, mesh: Mesh, step: int
+    engine: Engine,
+    adapter: ModelAdapter,
+    group: RolloutGroup,
+    expected: dict[str, Tensor],
+    *,
+    config: Config,
+    mesh: Mesh,
+    step: int,
 ) -> dict[str, float]:
     num_samples = len(group.trajectories)
     batch = to_train_batch([group], torch.zeros(1, num_samples), torch.ones(1))
@@ -108,7 +131,7 @@ def _gaps(
     replayed_NSLC = _replay(engine, batch, group, seed=config.seed, step=step)
     return {
         "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
-        "parity/embedding_gap_max": _embedding_gap(adapter, group, mesh),
+        "parity/embedding_gap_max": _conditioning_gap(expected, group),
         "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
         "parity/log_prob_gap_max": _gap(log_probs_NW, batch.old_log_probs_NW),
     }
@@ -152,15 +175,18 @@ def _one_mean(engine: Engine, batch: TrainBatch, latents_NLC: Tensor, index: int
     return engine.log_probs(one).means_NWLC[:, 0]
 
 
-def _embedding_gap(adapter: ModelAdapter, group: RolloutGroup, mesh: Mesh) -> float:
-    """Largest difference relative to the largest entry, on global rank 0 (one text encoder in memory is enough)."""
-    if mesh.rank != 0:
-        return 0.0
-    held = group.conditioning["prompt_embeds"]
-    embeds, _ = adapter.encode_prompt([group.prompt.text], dtype=held.dtype, device=mesh.device)
-    if embeds.shape != held.shape:
+def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float:
+    """Largest difference of the embeddings relative to their largest entry; inf when masks or names differ."""
+    if expected.keys() != group.conditioning.keys():
         return math.inf
-    return _gap(embeds, held) / float(held.abs().max())
+    gaps = [
+        _gap(value, group.conditioning[name]) / (1.0 if value.dtype == torch.bool else float(value.abs().max()))
+        for name, value in expected.items()
+    ]
+    masks_equal = all(
+        torch.equal(value, group.conditioning[name]) for name, value in expected.items() if value.dtype == torch.bool
+    )
+    return max(gaps) if masks_equal else math.inf
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:

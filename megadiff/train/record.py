@@ -13,7 +13,7 @@ from megadiff.config.schema import Config
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.samples import SampleRecord
 from megadiff.observe.trackers import Trackers
-from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
+from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.rollout import Rewards
 from megadiff.types import RolloutGroup
@@ -50,14 +50,22 @@ class Recorder:
         }
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
+        failure: AgreedError | None = None
         if self.evaluate and self.is_due(self.config.eval.every, step):
-            metrics |= self.evaluate(step)
-        if self.mesh.rank == 0:
-            self.trackers.log(step, metrics)
-            if step == 1 or self.is_due(self.config.sample_every, step):
-                self.trackers.images(step, sample_records(groups, rewards))
-            if self.progress_bar:
-                self.progress_bar.update(step, metrics)
+            try:
+                metrics |= self.evaluate(step)
+            except AgreedError as error:  # the step itself is finished, and its line must not be lost
+                failure = error
+        agreed(lambda: self._write(step, metrics, groups, rewards), self.mesh.cpu_group, here=self.mesh.rank == 0)
+        if failure:
+            raise failure
+
+    def _write(self, step: int, metrics: dict[str, float], groups: list[RolloutGroup], rewards: Rewards) -> None:
+        self.trackers.log(step, metrics)
+        if step == 1 or self.is_due(self.config.sample_every, step):
+            self.trackers.images(step, sample_records(groups, rewards))
+        if self.progress_bar:
+            self.progress_bar.update(step, metrics)
 
 
 def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megadiff.config.schema import RolloutConfig
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import broadcast_bytes, broadcast_json, raise_together
+from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
@@ -37,7 +38,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
 
 
 def group_requests(
-    prompts: Sequence[Prompt], *, sampling: Sampling, group_size: int, seed: int, step: int, policy_version: int
+    prompts: Sequence[Prompt], *, sampling: Sampling, group_size: int, seed: int, step: int, policy_version: int | None
 ) -> list[RolloutRequest]:
     """One request per prompt group."""
     return [
@@ -60,15 +61,12 @@ def sample_and_score(
 
     Raises AgreedError on every rank of the world when any replica or reward fails.
     """
-    error: Exception | None = None
-    groups: list[RolloutGroup] = []
-    rewards: Rewards = {}
-    if mesh.is_model_group_source:
-        try:
-            groups, rewards = _fetch_and_score(fleet, scorer, requests, timers=timers)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it before anything is raised
-            error = failure
-    raise_together(error, mesh.cpu_group)
+    fetched = agreed(
+        lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
+        mesh.cpu_group,
+        here=mesh.is_model_group_source,
+    )
+    groups, rewards = fetched or ([], {})
     return share(groups, len(requests), mesh=mesh), share_rewards(rewards, mesh=mesh)
 
 
@@ -80,20 +78,26 @@ def _fetch_and_score(
     arrived: dict[int, RolloutGroup] = {}
     scorer.reset()  # drops what a failed step left behind
     with timers("rollout"):
-        for index, group in fleet.generate(requests):
-            arrived[index] = group
-            scorer.submit(group)
+        for index, group in fleet.generate([without_fields(request) for request in requests]):
+            arrived[index] = replace(group, prompt=requests[index].prompt)
+            scorer.submit(arrived[index])
     with timers("reward"):
         scored = scorer.collect()
     order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
     return [arrived[index] for index in range(len(requests))], {name: value[order] for name, value in scored.items()}
 
 
+def without_fields(request: RolloutRequest) -> RolloutRequest:
+    """Rewards read a prompt's fields, replicas do not: they may be large, or no JSON values (a parquet file's dates)."""
+    return replace(request, prompt=replace(request.prompt, fields={}))
+
+
 def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
     """Groups of the model group's first rank on all its peers."""
     if mesh.sp * mesh.tp == 1:
         return groups
-    payloads = [encode_group(group) for group in groups] if mesh.is_model_group_source else [None] * count
+    plain = [replace(group, prompt=replace(group.prompt, fields={})) for group in groups]
+    payloads = [encode_group(group) for group in plain] if mesh.is_model_group_source else [None] * count
     source, peers = mesh.model_group_source, mesh.cpu_model_group
     received = [broadcast_bytes(payload, source=source, group=peers) for payload in payloads]
     return groups if mesh.is_model_group_source else [decode_group(payload) for payload in received]

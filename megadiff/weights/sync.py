@@ -58,24 +58,37 @@ class HttpSync:
         self.engine, self.targets, self.manifest = engine, list(targets), manifest
         self.bucket_bytes, self.cpu_group = bucket_bytes, cpu_group
         self.is_sender = dist.get_rank() == 0
+        self.version: int | None = None
 
     def push(self, version: int) -> dict[str, float]:
-        """Collective. Returns `sync/gib`. Raises on every rank when any replica refuses or differs."""
+        """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib` sent.
+
+        Raises AgreedError when any replica refuses or differs.
+        """
+        if version == self.version:
+            return {"sync/gib": 0.0}
+        self.version = None
+        sent = self._push(version)
+        self.version = version
+        return {"sync/gib": sent / 2**30}
+
+    def _push(self, version: int) -> int:
         if not self.is_sender:
             for _ in self.engine.named_weights(self.bucket_bytes):
                 pass
             raise_together(None, self.cpu_group)
-            return {}
+            return 0
         error, sent = self._send(version)
         raise_together(error, self.cpu_group)
-        return {"sync/gib": sent / 2**30}
+        return sent
 
     def _send(self, version: int) -> tuple[Exception | None, int]:
         """Every bucket is gathered to the end even after an error: the other ranks are in the same collectives."""
         expected: dict[str, str] = {}
         error: Exception | None = None
         sent = 0
-        with ThreadPoolExecutor(max_workers=len(self.targets)) as pool:
+        pool = ThreadPoolExecutor(max_workers=len(self.targets))
+        try:
             pending = self._start(pool, lambda target: target.weights_begin(version, self.manifest))
             for bucket in self.engine.named_weights(self.bucket_bytes):
                 error = error or _first_error(pending)
@@ -88,6 +101,8 @@ class HttpSync:
             if not error:
                 pending = self._start(pool, lambda target: _commit(target, version, expected))
                 error = _first_error(pending)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # when it is left by an exception, do not wait for a replica
         return error, sent
 
     def _start(self, pool: ThreadPoolExecutor, call: Callable[[WeightTarget], None]) -> list:

@@ -1,4 +1,7 @@
-"""`megadiff serve`, with a contract broken on purpose. The fault is read from a file at each use: none|round|shift|skip|flip."""
+"""`megadiff serve`, with a contract broken on purpose; the fault is read from a file at each use.
+
+Faults: none, round, shift, noise, skip, flip.
+"""
 
 import sys
 from pathlib import Path
@@ -37,6 +40,15 @@ def _shift_schedule(sigmas):
     return broken
 
 
+def _shift_noise(initial_latents):
+    """Another random stream: log_probs agree all the same."""
+
+    def broken(shape, *, seed, **identity):
+        return initial_latents(shape, seed=seed + 1 if fault() == "noise" else seed, **identity)
+
+    return broken
+
+
 def _damage_bucket(load_weights):
     """One tensor of each push is skipped, or loaded with one bit flipped, and nobody is told."""
 
@@ -60,6 +72,7 @@ def _flip(tensor):
 
 if __name__ == "__main__":
     rollout_base.GroupSampler.result = _round_latents(rollout_base.GroupSampler.result)
+    rollout_base.initial_latents = _shift_noise(rollout_base.initial_latents)
     qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)

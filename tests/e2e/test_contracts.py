@@ -27,6 +27,7 @@ def broken(tmp_path_factory, tiny_model):
     [
         ("round", "parity/log_prob_gap_max"),
         ("shift", "parity/schedule_gap_max"),
+        ("noise", "parity/latents_gap_max"),
         ("flip", "replica_0 at version 0 holds 1 of"),
         ("skip", "transformer.proj_out.weight"),
     ],

@@ -99,12 +99,24 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, caplog, har
     newest = checkpoints.folder / "step_000002"
     harm(newest)
     assert _load(_checkpoints(tmp_path)).step == 1
-    assert "step_000002 is damaged" in caplog.text and text in caplog.text
+    assert "step_000002 does not load" in caplog.text and text in caplog.text
     with pytest.raises(AgreedError, match="no checkpoint of"):
         _load(_checkpoints(tmp_path, resume=str(newest)))
     harm(checkpoints.folder / "step_000001")
     with pytest.raises(AgreedError, match="set checkpoint.resume=never"):  # never silently from the start
         _load(_checkpoints(tmp_path))
+
+
+@pytest.mark.parametrize("resume", ["never", "{folder}/step_000010"])
+def test_checkpoints_of_a_history_that_was_given_up_do_not_win(tmp_path, resume):
+    """Started over, or rolled back: what is saved now is what the next start continues from."""
+    checkpoints = _checkpoints(tmp_path, keep=3)
+    _save_steps(checkpoints, [10, 20, 30])
+    again = _checkpoints(tmp_path, resume=resume.format(folder=checkpoints.folder))
+    _load(again)
+    _save_steps(again, [11])
+    assert _load(_checkpoints(tmp_path)).step == 11
+    assert len(list(checkpoints.folder.glob("given_up_step_*"))) == 2
 
 
 def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):

@@ -1,0 +1,112 @@
+"""The run's replicas: launched on the trainer's own devices (colocated) or found in a registry (separate)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megadiff.config.schema import Config
+from megadiff.parallel.collectives import agreed, broadcast_json
+from megadiff.parallel.mesh import Mesh
+from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.fleet import Fleet, wait_until_announced
+from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+
+logger = logging.getLogger(__name__)
+
+
+def check_placement(config: Config, *, world_size: int) -> None:
+    """Raises ValueError for a colocated run over several nodes: its replicas would all start on the first one."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if config.rollout.mode == "colocated" and local_world_size < world_size:
+        raise ValueError(
+            f"rollout.mode=colocated starts replicas on one node, but {world_size} ranks run {local_world_size} a node; "
+            "start `megadiff serve MODEL --host ADDRESS --registry DIR` on every node and set rollout.mode=separate "
+            "rollout.registry=DIR"
+        )
+
+
+def num_replicas(config: Config, mesh: Mesh) -> int:
+    """rollout.num_replicas; 0 means one per GPU that the trainer uses, and one on CPU."""
+    return config.rollout.num_replicas or (mesh.world_size if mesh.device.type == "cuda" else 1)
+
+
+def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
+    """On rank 0 of a colocated run: starts the processes and returns at once. Elsewhere: nothing. Collective."""
+    here = mesh.rank == 0 and config.rollout.mode == "colocated"
+    return agreed(lambda: _launch(config, mesh, folder), mesh.cpu_group, here=here) or []
+
+
+def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[ReplicaProcess]) -> Fleet:
+    """Collective. Rank 0 waits until the replicas are healthy, then every rank gets clients to all of them."""
+    rollout = config.rollout
+    registry = registry_folder(folder) if rollout.mode == "colocated" else Path(rollout.registry)
+    found = agreed(
+        lambda: wait_until_announced(
+            registry, count=num_replicas(config, mesh), timeout_s=rollout.start_timeout_s, processes=processes
+        ),
+        mesh.cpu_group,
+        here=mesh.rank == 0,
+    )
+    found = broadcast_json(found, source=0, group=mesh.cpu_group)
+    token = os.environ.get("MEGADIFF_TOKEN")
+    clients = [
+        ReplicaClient(one["url"], one["name"], token=token, timeout_s=rollout.request_timeout_s)
+        for one in found  # type: ignore[union-attr]
+    ]
+    logs = {client.name: log_file(folder, client.name) for client in clients} if rollout.mode == "colocated" else {}
+    return Fleet(clients, processes=processes, logs=logs, rank=mesh.rank)
+
+
+@contextmanager
+def asleep(fleet: Fleet, config: Config, mesh: Mesh) -> Iterator[None]:
+    """Collective. While the trainer works on the same GPUs, colocated replicas give their memory back. No-op on CPU.
+
+    A failure inside needs no waking: it ends the run.
+    """
+    needed = mesh.device.type == "cuda" and config.rollout.mode == "colocated"
+    if needed:
+        agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
+    yield
+    if needed:
+        agreed(fleet.wake, mesh.cpu_group, here=mesh.rank == 0)
+
+
+def registry_folder(folder: Path) -> Path:
+    return folder / "replicas"
+
+
+def log_file(folder: Path, name: str) -> Path:
+    return folder / "logs" / f"{name}.log"
+
+
+def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
+    shutil.rmtree(registry_folder(folder), ignore_errors=True)
+    return [ReplicaProcess(spec, registry_folder(folder)) for spec in _specs(config, mesh, folder)]
+
+
+def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
+    """GPUs in turn; on CPU the cores are divided among the replicas."""
+    count, cores = num_replicas(config, mesh), len(os.sched_getaffinity(0))
+    num_gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
+    if num_gpus and count > num_gpus:
+        logger.warning("rollout.num_replicas=%d on %d GPUs: some GPUs hold several", count, num_gpus)
+    return [
+        ReplicaSpec(
+            name=f"replica_{index}",
+            model=Path(config.model.path),
+            dtype=config.model.dtype,
+            device=mesh.device.type,
+            gpu_index=index % num_gpus if num_gpus else None,
+            log=log_file(folder, f"replica_{index}"),
+            num_threads=max(1, cores // count),
+            sleep_mode=mesh.device.type == "cuda",
+        )
+        for index in range(count)
+    ]
