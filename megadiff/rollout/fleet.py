@@ -12,9 +12,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.processes import ReplicaProcess, log_tail
 from megadiff.types import RolloutGroup, RolloutRequest
+from megadiff.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,7 +78,11 @@ class Fleet:
 
     def generate_on(self, replica: int, request: RolloutRequest) -> RolloutGroup:
         """One group on a given replica."""
-        return self._call(self.replicas[replica], lambda client: client.generate(request))
+        return self.call(self.replicas[replica], lambda client: client.generate(request))
+
+    def weight_targets(self) -> list[WeightTarget]:
+        """The replicas as the weight sync sees them; one that dies in the middle of a push is reported as any other."""
+        return [WeightTarget(self, client) for client in self.replicas]
 
     def check_alive(self) -> None:
         """Raises ReplicaDied when a process that this rank started has ended."""
@@ -91,7 +98,7 @@ class Fleet:
         self._for_all(ReplicaClient.wake)
 
     def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
-        for future in [self._pool.submit(self._call, client, call) for client in self.replicas]:
+        for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
             future.result()
 
     def _one(self, request: RolloutRequest) -> RolloutGroup:
@@ -100,12 +107,13 @@ class Fleet:
             client = min(order, key=lambda replica: self._load[replica.name])
             self._load[client.name] += 1
         try:
-            return self._call(client, lambda replica: replica.generate(request))
+            return self.call(client, lambda replica: replica.generate(request))
         finally:
             with self._lock:
                 self._load[client.name] -= 1
 
-    def _call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
+    def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
+        """call(client), with ReplicaDied and the end of its log in place of a connection that broke."""
         try:
             return call(client)
         except ReplicaError as error:
@@ -115,6 +123,22 @@ class Fleet:
             self.check_alive()
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
             raise ReplicaDied(f"{client.name} at {client.url} does not answer: {error}\n{tail}") from error
+
+
+class WeightTarget:
+    """Fulfils weights.sync.WeightTarget for one replica of a fleet."""
+
+    def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
+        self.name, self._client, self._call = client.name, client, fleet.call
+
+    def weights_begin(self, version: int, manifest: Manifest) -> None:
+        self._call(self._client, lambda client: client.weights_begin(version, manifest))
+
+    def weights_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self._call(self._client, lambda client: client.weights_bucket(tensors))
+
+    def weights_commit(self, version: int) -> dict[str, str]:
+        return self._call(self._client, lambda client: client.weights_commit(version))
 
 
 def wait_until_announced(

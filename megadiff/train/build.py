@@ -128,7 +128,7 @@ def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine
     """The weight sync from this engine to all replicas."""
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
     bucket_bytes = config.sync.bucket_mib * 2**20
-    return HttpSync(engine, fleet.replicas, manifest, bucket_bytes=bucket_bytes, cpu_group=mesh.cpu_group)
+    return HttpSync(engine, fleet.weight_targets(), manifest, bucket_bytes=bucket_bytes, cpu_group=mesh.cpu_group)
 
 
 def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:
