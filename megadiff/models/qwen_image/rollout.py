@@ -15,6 +15,7 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from megadiff.diffusion.schedule import qwen_image_sigmas
 from megadiff.models.qwen_image.plan import SERVED_NAMES
+from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.models.rollout_base import GroupSampler, RolloutPipelineMixin
 from megadiff.types import RolloutRequest
 
@@ -31,6 +32,7 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         # the text encoder's rotary frequencies are float32 buffers and stay so
         for parameter in (*self.text_encoder.parameters(), *self.vae.parameters()):
             parameter.data = parameter.data.to(od_config.dtype)
+        convolve_single_frames_in_2d(self.vae)
         self.set_progress_bar_config(disable=True)
         # the file itself: the scheduler object fills missing keys with code defaults, which give another schedule
         path = Path(od_config.model) / "scheduler" / "scheduler_config.json"

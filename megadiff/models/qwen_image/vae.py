@@ -1,0 +1,31 @@
+"""The video VAE of Qwen-Image, made fast for images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def convolve_single_frames_in_2d(vae: nn.Module) -> None:
+    """Give the VAE's causal 3-D convolutions a 2-D path for images, a third of the work and the same values.
+
+    For one frame without a cache all temporal taps but the last see zero padding only.
+    """
+    for module in vae.modules():
+        if type(module).__name__ == "QwenImageCausalConv3d":
+            module.forward = partial(_convolve, module, module.forward)
+
+
+def _convolve(
+    module: nn.Conv3d, stock: Callable[..., Tensor], x_BCTHW: Tensor, cache_x: Tensor | None = None
+) -> Tensor:
+    if x_BCTHW.shape[2] != 1 or cache_x is not None:
+        return stock(x_BCTHW, cache_x)
+    left, _, top, *_ = module._padding  # of width, height, time, each before and after
+    frame_BCHW = functional.conv2d(
+        x_BCTHW[:, :, 0], module.weight[:, :, -1], module.bias, stride=module.stride[1:], padding=(top, left)
+    )
+    return frame_BCHW.unsqueeze(2)
