@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 STOP_GRACE_S = 5.0
+TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +43,7 @@ class ReplicaProcess:
 
     def __init__(self, spec: ReplicaSpec, registry: Path) -> None:
         self.spec = spec
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(spec.num_threads),
-            **({} if spec.gpu_index is None else {"CUDA_VISIBLE_DEVICES": visible_gpu(spec.gpu_index)}),
-        }
-        for name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "GROUP_RANK",
-        ):
-            environment.pop(name, None)  # the replica is a world of its own
+        environment = replica_environment(spec)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -87,6 +75,16 @@ class ReplicaProcess:
                 continue
             break
         _signal_group(self.process.pid, signal.SIGKILL)  # what the leader may have left in its group
+
+
+def replica_environment(spec: ReplicaSpec) -> dict[str, str]:
+    """This process's environment without torchrun's variables: the replica is a world of its own.
+
+    With TORCHELASTIC_USE_AGENT_STORE left in it, its process group would wait for torchrun's store for ever.
+    """
+    kept = {name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)}
+    gpu = {} if spec.gpu_index is None else {"CUDA_VISIBLE_DEVICES": visible_gpu(spec.gpu_index)}
+    return {**kept, "OMP_NUM_THREADS": str(spec.num_threads), **gpu}
 
 
 def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:

@@ -3,7 +3,6 @@
 import pytest
 
 LAYOUTS = {
-    "dp2": (2, ["parallel.dp=2"]),
     "sp2": (2, ["parallel.sp=2"]),
     "dp2_sp2": (4, ["parallel.dp=2", "parallel.sp=2"]),
 }
@@ -38,6 +37,13 @@ def _close(rows, reference):
 def test_layout_does_not_matter(trainer, shared, reference, name):
     num_processes, overrides = LAYOUTS[name]
     result = trainer.run(*shared, *overrides, "rollout.num_replicas=2", num_processes=num_processes)
+    assert result.code == 0, result.stderr
+    _close(result.rows, reference[:3])
+
+
+def test_colocated_under_torchrun(trainer, reference):
+    """The trainer starts its replicas itself, from a process that torchrun started: they are worlds of their own."""
+    result = trainer.run("parallel.dp=2", "rollout.num_replicas=2", "algorithm.kl_coef=0.04", num_processes=2)
     assert result.code == 0, result.stderr
     _close(result.rows, reference[:3])
 
