@@ -62,6 +62,7 @@ class RolloutConfig:
     num_replicas: int = 0  # 0: one per GPU of the trainer, one on CPU
     mode: str = "colocated"  # colocated | separate
     registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
+    sleep: bool = True  # colocated on GPUs: replicas give their memory back while the trainer works
     start_timeout_s: float = 600.0
     request_timeout_s: float = 1800.0
 

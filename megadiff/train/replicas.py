@@ -66,16 +66,23 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
 
 @contextmanager
 def asleep(fleet: Fleet, config: Config, mesh: Mesh) -> Iterator[None]:
-    """Collective. While the trainer works on the same GPUs, colocated replicas give their memory back. No-op on CPU.
+    """Collective. While the trainer works on the same GPUs, colocated replicas give their memory back.
+
+    No-op on CPU, and with rollout.sleep=false (where everything fits: half a second a step on an H200, and more for a
+    large model, whose weights go to the host and come back).
 
     A failure inside needs no waking: it ends the run.
     """
-    needed = mesh.device.type == "cuda" and config.rollout.mode == "colocated"
+    needed = _sleeps(config, mesh)
     if needed:
         agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
     yield
     if needed:
         agreed(fleet.wake, mesh.cpu_group, here=mesh.rank == 0)
+
+
+def _sleeps(config: Config, mesh: Mesh) -> bool:
+    return config.rollout.sleep and config.rollout.mode == "colocated" and mesh.device.type == "cuda"
 
 
 def registry_folder(folder: Path) -> Path:
@@ -106,7 +113,7 @@ def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
             gpu_index=index % num_gpus if num_gpus else None,
             log=log_file(folder, f"replica_{index}"),
             num_threads=max(1, cores // count),
-            sleep_mode=mesh.device.type == "cuda",
+            sleep_mode=_sleeps(config, mesh),
         )
         for index in range(count)
     ]
