@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SEARCH_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for rewards of the tests' own
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 CONFIG = """
 run: {device: cpu}
 model: {dtype: float32}
