@@ -59,18 +59,18 @@ class HttpSync:
         self.bucket_bytes, self.cpu_group = bucket_bytes, cpu_group
         self.is_sender = dist.get_rank() == 0
         self.version: int | None = None
+        self.sent = 0
 
     def push(self, version: int) -> dict[str, float]:
-        """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib` sent.
+        """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib`, its size.
 
         Raises AgreedError when any replica refuses or differs.
         """
-        if version == self.version:
-            return {"sync/gib": 0.0}
-        self.version = None
-        sent = self._push(version)
-        self.version = version
-        return {"sync/gib": sent / 2**30}
+        if version != self.version:
+            self.version = None
+            self.sent = self._push(version)
+            self.version = version
+        return {"sync/gib": self.sent / 2**30}
 
     def _push(self, version: int) -> int:
         if not self.is_sender:

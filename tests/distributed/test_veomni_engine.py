@@ -94,7 +94,11 @@ def _stock_gradients(pipeline: Path, scale: float) -> dict[str, Tensor]:
     gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     sums = {"loss/policy": output.loss_sum.detach(), **output.sums}
-    return gradients | {name: (value / batch.denominator).float() for name, value in sums.items()} | {"optim/grad_norm": norm}
+    return (
+        gradients
+        | {name: (value / batch.denominator).float() for name, value in sums.items()}
+        | {"optim/grad_norm": norm}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def test_group_is_complete(client: ReplicaClient) -> None:
     assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
     for trajectory in group.trajectories:
         assert trajectory.latents_SLC.shape == (3, 16, 64) and trajectory.latents_SLC.dtype == torch.float32
-        assert trajectory.log_probs.shape == (2,) and trajectory.log_probs.dtype == torch.float32
+        assert trajectory.log_probs.shape == (2,) and trajectory.log_probs.dtype == torch.float64
         assert trajectory.pixels.shape == (1, 64, 64, 3) and trajectory.pixels.dtype == torch.uint8
         start = trajectory.window_start
         assert 0 <= start <= 3 and torch.equal(trajectory.sigmas, group.schedule[start : start + 3])
