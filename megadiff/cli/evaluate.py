@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 and the figures on stdout; 2 when something asked for is wrong; 1 when a replica or a reward fails."""
     options, overrides = _parser().parse_known_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = _config(options, overrides)
         layout, adapter, prompts = check(config, world_size=1)
