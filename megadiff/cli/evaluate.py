@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from megadiff.cli.leave import leave
+from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
@@ -43,8 +42,7 @@ ONE_PROCESS = (
 def main(argv: list[str] | None = None) -> int:
     """0 and the figures on stdout; 2 when something asked for is wrong; 1 when a replica or a reward fails."""
     options, overrides = _parser().parse_known_args(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    log_to_stderr()
     try:
         config = _config(options, overrides)
         layout, adapter, prompts = check(config, world_size=1)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 import megadiff
-from megadiff.cli.leave import leave
+from megadiff.cli.console import leave
 
 COMMANDS = {
     "train": "post-train a policy: CONFIG.yaml … key=value …",

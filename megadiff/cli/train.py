@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from megadiff.cli.leave import leave
+from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; errors of the user go to stderr as one text, without a traceback."""
     options, config_arguments = _parser().parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))
-    _log_to_stderr(rank)
+    log_to_stderr(rank)
     try:
         config = load_config([*options.config, *config_arguments])
         world_size = world_size_from_env()
@@ -89,17 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object on stdout")
     parser.add_argument("--world-size", type=int, default=0, help="with --dry-run: plan for this many processes")
     return parser
-
-
-def _log_to_stderr(rank: int) -> None:
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
-    for noisy in ("httpx", "httpcore"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def _on_sigterm(*_: object) -> None:

@@ -27,15 +27,14 @@ class Layout:
 class Mesh:
     """This rank's place in the layout and the process groups of the loop.
 
-    dp_group: ranks with the same (sp, tp) coordinates. model_group: the sp·tp peers of this dp rank, whose first rank
-    (`model_group_source`, a global rank) fetches data for all of them. cpu_group: gloo over the world, for bytes.
+    dp_group: ranks with the same (sp, tp) coordinates. cpu_model_group: gloo over the sp·tp peers of this dp rank, whose
+    first rank (`model_group_source`, a global rank) fetches data for all of them. cpu_group: gloo over the world, for bytes.
     """
 
     layout: Layout
     rank: int
     device: torch.device
     dp_group: dist.ProcessGroup
-    model_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
     cpu_model_group: dist.ProcessGroup
 
@@ -45,8 +44,6 @@ class Mesh:
     sp = property(lambda self: self.layout.sp)
     tp = property(lambda self: self.layout.tp)
     dp_rank = property(lambda self: self.rank // (self.sp * self.tp))
-    sp_rank = property(lambda self: self.rank // self.tp % self.sp)
-    tp_rank = property(lambda self: self.rank % self.tp)
     model_group_source = property(lambda self: self.dp_rank * self.sp * self.tp)
     is_model_group_source = property(lambda self: self.rank == self.model_group_source)
 
@@ -100,7 +97,6 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         rank=rank,
         device=device,
         dp_group=_my_group(dp_ranks, rank, timeout),
-        model_group=_my_group(model_ranks, rank, timeout),
         cpu_group=dist.new_group(backend="gloo", timeout=timeout),
         cpu_model_group=_my_group(model_ranks, rank, timeout, backend="gloo"),
     )

@@ -63,9 +63,13 @@ def train(run: Run) -> None:
                 policy_version=progress.step,
             )
             groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
-            with asleep(run.fleet, config, run.mesh), timers("train"):
-                stats |= update(engine, run.algorithm, groups, rewards["total"], config=config, mesh=run.mesh)
-            progress.step, progress.prompts = progress.step + 1, run.prompts.state()
+            with asleep(run.fleet, config, run.mesh):
+                with timers("train"):
+                    stats |= update(engine, run.algorithm, groups, rewards["total"], config=config, mesh=run.mesh)
+                progress.step, progress.prompts = (
+                    progress.step + 1,
+                    run.prompts.state(),
+                )  # before a waking that may fail
         run.recorder.step(progress.step, groups, rewards, stats | gate | timers.pop())
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):

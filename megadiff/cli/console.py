@@ -1,0 +1,27 @@
+"""What the commands share: their log and their way out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import NoReturn
+
+
+def log_to_stderr(rank: int = 0) -> None:
+    """INFO of rank 0, warnings of the others; stdout stays free for data."""
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit at once: everything is closed by now, and interpreter shutdown would wait for threads whose requests hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
