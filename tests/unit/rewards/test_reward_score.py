@@ -162,7 +162,7 @@ def test_a_failure_cancels_the_rest_and_the_scorer_lives_on(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
     scores = scorer(1, judge=config("Raises"), value=config("Value", samples_per_call=1))
-    groups = [make_group([99], "first")] + [make_group([1] * 8, f"later {i}") for i in range(40)]
+    groups = [make_group([99] * 8, "first")] + [make_group([1] * 8, f"later {i}") for i in range(40)]
     with pytest.raises(RewardError, match="first"):
         scores.score(groups)
     assert scores.score([make_group([7], "red")])["value"].tolist() == [[7.0]]
