@@ -142,6 +142,45 @@ class TrainBatch:
         return self.old_log_probs_NW.shape[1]
 
 
+    @property
+    def num_rows(self) -> int:
+        """(sample, window step) pairs."""
+        return self.num_samples * self.num_window_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowBatch:
+    """Clean samples of this data-parallel rank with the noise drawn for them: what flow matching trains on.
+
+    latents_NLC: clean, noise_NLC: standard normal, both float32. sigma_N: float32 in (0, 1]. weights_N, conditioning,
+    group_index_N, sampling and denominator (global weighted samples) as in TrainBatch.
+    """
+
+    latents_NLC: Tensor
+    noise_NLC: Tensor
+    sigma_N: Tensor
+    weights_N: Tensor
+    group_index_N: Tensor
+    conditioning: Mapping[str, Tensor]
+    sampling: Sampling
+    denominator: float
+
+    @property
+    def num_rows(self) -> int:
+        return self.latents_NLC.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowInputs:
+    """What a flow-matching loss sees of B samples; float32. velocity_BLC: the policy's at sigma_B, with gradient.
+    target_BLC: noise − clean latents."""
+
+    velocity_BLC: Tensor
+    target_BLC: Tensor
+    sigma_B: Tensor
+    weight_B: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
     """What a loss sees of B (sample, window step) pairs; float32, log_probs float64. A loss is a sum over rows.
@@ -166,7 +205,8 @@ class StepInputs:
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
     """loss_sum: weighted sum over the microbatch (a scalar with gradient). sums: metric name → detached scalar, the
-    weighted sum over the microbatch; the engine divides both by the batch's global denominator."""
+    weighted sum over the microbatch, the loss under its own name among them (`loss/policy`); the engine divides all by
+    the batch's global denominator."""
 
     loss_sum: Tensor
     sums: Mapping[str, Tensor]

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from megadiff.algorithms.flow_grpo import flow_grpo
+from megadiff.algorithms.flow_matching import flow_matching
 from megadiff.config.schema import AlgorithmConfig
-from megadiff.types import LossOutput, StepInputs
+from megadiff.types import LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """A loss over StepInputs. needs_reference: ref_mean_BLC must be there."""
+    """loss: over StepInputs or FlowInputs. needs_reference: ref_mean_BLC must be there. on_policy: it trains on what
+    replicas sample and rewards score (the loop of train/loop.py), not on images that are given (train/sft.py)."""
 
-    loss: Callable[[StepInputs], LossOutput]
-    needs_reference: bool
+    loss: Callable[..., LossOutput]
+    needs_reference: bool = False
+    on_policy: bool = True
 
 
 def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
@@ -24,7 +27,11 @@ def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
     return Algorithm(loss=loss, needs_reference=config.kl_coef > 0)
 
 
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"flow_grpo": _flow_grpo}
+def _sft(config: AlgorithmConfig) -> Algorithm:
+    return Algorithm(loss=flow_matching, on_policy=False)
+
+
+ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"flow_grpo": _flow_grpo, "sft": _sft}
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:

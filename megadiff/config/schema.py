@@ -23,7 +23,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    prompts: str = MISSING  # .txt, .jsonl or .parquet
+    prompts: str = ""  # RL: .txt, .jsonl or .parquet
+    images: str = ""  # sft: a folder with metadata.jsonl, a .parquet, a .tar or a folder of them, or shapes:COUNT
     max_prompt_chars: int = 2000
     shuffle: bool = True
 
@@ -31,20 +32,22 @@ class DataConfig:
 @dataclass
 class TrainConfig:
     num_steps: int = MISSING
-    prompts_per_step: int = MISSING  # global; × algorithm.group_size images a step
+    prompts_per_step: int = MISSING  # global (sft: captioned images); × algorithm.group_size samples a step
     updates_per_step: int = 1  # optimizer steps per rollout batch
     microbatch_size: int = 8  # (sample, window step) pairs per forward and rank
 
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "flow_grpo"
-    group_size: int = MISSING
+    name: str = "flow_grpo"  # flow_grpo | sft
+    group_size: int = 1  # RL: images per prompt; sft: noise draws per image
     clip_range: float = 1e-4
     adv_clip_max: float = 5.0
     kl_coef: float = 0.0
     global_std: bool = True
     old_log_prob: str = "rollout"  # rollout | recompute
+    caption_drop: float = 0.1  # sft: share of captions replaced by the empty one, which CFG needs
+    ema_decay: float = 0.0  # sft: of averaged weights, which are evaluated and exported; 0: none
 
 
 @dataclass
@@ -59,6 +62,7 @@ class RolloutConfig:
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: list[int] = field(default_factory=lambda: [0, 5])
+    batch_size: int = 16  # samples per engine call of a replica: whole groups, and at least one
     num_replicas: int = 0  # 0: one per GPU of the trainer, one on CPU
     mode: str = "colocated"  # colocated | separate
     registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
@@ -89,6 +93,7 @@ class OptimConfig:
     beta2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    warmup_steps: int = 0  # the learning rate rises linearly over this many optimizer steps
 
 
 @dataclass
@@ -114,9 +119,9 @@ class CheckpointConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = 0
+    every: int = 0  # also before the first step and after the last; 0: never
     prompts: str = ""
-    samples_per_prompt: int = 1
+    num_samples: int = 0  # over all prompts, the same number for every `task` of theirs; 0: one a prompt
     num_inference_steps: int = 0  # 0: as in rollout
 
 

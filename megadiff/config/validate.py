@@ -10,7 +10,7 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "engine.dtype": ("float32", "bfloat16"),
     "engine.backend": ("veomni",),
-    "algorithm.name": ("flow_grpo",),
+    "algorithm.name": ("flow_grpo", "sft"),
     "algorithm.old_log_prob": ("rollout", "recompute"),
     "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
     "rollout.mode": ("colocated", "separate"),
@@ -22,21 +22,28 @@ AT_LEAST = {
     "train.prompts_per_step": 1,
     "train.updates_per_step": 1,
     "train.microbatch_size": 1,
-    "algorithm.group_size": 2,
+    "algorithm.group_size": 1,
+    "algorithm.caption_drop": 0,
+    "algorithm.ema_decay": 0,
+    "optim.warmup_steps": 0,
     "rollout.num_inference_steps": 2,
     "rollout.sde_window_size": 1,
+    "rollout.batch_size": 1,
     "rollout.num_replicas": 0,
     "sync.bucket_mib": 1,
     "checkpoint.keep": 1,
     "checkpoint.every": 0,
     "eval.every": 0,
-    "eval.samples_per_prompt": 1,
+    "eval.num_samples": 0,
     "data.max_prompt_chars": 1,
     "sample_every": 0,
 }
 AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
     "data.max_prompt_chars": 2000,
     "algorithm.group_size": 1024,
+    "rollout.batch_size": 1024,
+    "algorithm.caption_drop": 1,
+    "algorithm.ema_decay": 1,
     "sync.bucket_mib": 4096,
 }
 POSITIVE = (
@@ -64,8 +71,10 @@ def validate(config: Config, *, dp: int) -> None:
     for key in POSITIVE:
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
-    if not config.reward:
-        raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
+    if config.algorithm.name == "sft":
+        _check_sft(config)
+    else:
+        _check_rl(config)
     _check_window_range(config)
     if config.rollout.sde_type == "flow_cps" and config.rollout.eta > 1:
         raise ConfigError(f"rollout.eta={config.rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°)")
@@ -78,6 +87,29 @@ def validate(config: Config, *, dp: int) -> None:
         raise ConfigError(
             f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file"
         )
+
+
+def _check_rl(config: Config) -> None:
+    if not config.reward:
+        raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
+    if not config.data.prompts:
+        raise ConfigError(f"algorithm.name={config.algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file")
+    if config.algorithm.group_size < 2:
+        raise ConfigError(
+            f"algorithm.group_size={config.algorithm.group_size} < 2: advantages are relative to a group; "
+            "set algorithm.group_size, e.g. to 16"
+        )
+
+
+def _check_sft(config: Config) -> None:
+    if not config.data.images:
+        raise ConfigError(
+            "algorithm.name=sft needs data.images: a folder with metadata.jsonl, a .parquet or .tar file, or shapes:COUNT"
+        )
+    if config.eval.every and not config.reward:
+        raise ConfigError(f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color")
+    if config.algorithm.kl_coef:
+        raise ConfigError(f"algorithm.kl_coef={config.algorithm.kl_coef} with algorithm.name=sft, which has no reference policy; set it to 0")
 
 
 def _check_window_range(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Which prompts a step takes, and which of them are this rank's: endless, resumable, the same for every layout."""
+"""Which prompts (or images) a step takes, and which of them are this rank's: endless, resumable, the same for every layout."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ class PromptSampler:
         self._prompts_per_step = prompts_per_step
         self._dp = dp
         self._dp_rank = dp_rank
-        self._seed = seed
-        self._shuffle = shuffle
+        self._order = EpochOrder(len(prompts), seed=seed, shuffle=shuffle)
         self._position = 0  # entries of the global order taken so far, over all ranks
-        self._permutations: dict[int, np.ndarray] = {}
 
     def __iter__(self) -> PromptSampler:
         return self
@@ -56,40 +54,63 @@ class PromptSampler:
         first_group = self._dp_rank * num_local
         start = self._position + first_group
         return PromptBatch(
-            prompts=tuple(self._prompts[self._index(entry)] for entry in range(start, start + num_local)),
+            prompts=tuple(self._prompts[index] for index in self._order.take(start, num_local)),
             first_group=first_group,
             num_groups=self._prompts_per_step,
         )
 
     def state(self) -> dict[str, int]:
         """Where the sampler stands; equal on every rank."""
+        return self._order.state(self._position)
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from state(), under any dp and prompts_per_step. ValueError if the global order would be another."""
+        self._position = self._order.position(state)
+
+
+class EpochOrder:
+    """An endless list of indices: range(num_items) permuted for epoch 0, then for epoch 1, … Without shuffle as they are."""
+
+    def __init__(self, num_items: int, *, seed: int, shuffle: bool) -> None:
+        self._num_items, self._seed, self._shuffle = num_items, seed, shuffle
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def take(self, start: int, count: int) -> np.ndarray:
+        """Entries start … start + count − 1 of the list, int64."""
+        epochs, places = np.divmod(np.arange(start, start + count), self._num_items)
+        if not self._shuffle:
+            return places
+        taken = np.empty(count, np.int64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            taken[here] = self._permutation(epoch)[places[here]]
+        return taken
+
+    def state(self, position: int) -> dict[str, int]:
+        """What a checkpoint keeps of a list of which `position` entries are taken."""
         return {
-            "position": self._position,
-            "num_prompts": len(self._prompts),
+            "position": position,
+            "num_prompts": self._num_items,
             "seed": self._seed,
             "shuffle": int(self._shuffle),
         }
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from state(), under any dp and prompts_per_step. ValueError if the global order would be another."""
-        for key, mine in self.state().items():
-            if key != "position" and state[key] != mine:
+    def position(self, state: Mapping[str, int]) -> int:
+        """The position of a state(). ValueError if that was of another list."""
+        for key, mine in self.state(state["position"]).items():
+            if state[key] != mine:
                 raise ValueError(
-                    f"the saved prompt position has {key}={state[key]}, this run has {key}={mine}; they must be equal "
-                    "for the prompt order to continue: restore data.prompts, seed and data.shuffle, or start a new run"
+                    f"the saved data position has {key}={state[key]}, this run has {key}={mine}; they must be equal for "
+                    "the order to continue: restore data.prompts or data.images, seed and data.shuffle, or start a new run"
                 )
-        self._position = state["position"]
+        return state["position"]
 
-    def _index(self, entry: int) -> int:
-        """The prompt at one entry of the global order."""
-        epoch, place = divmod(entry, len(self._prompts))
-        if not self._shuffle:
-            return place
+    def _permutation(self, epoch: int) -> np.ndarray:
         if epoch not in self._permutations:
             # A step that wraps many times reads many epochs; two of them are kept, as a step usually spans at most two.
             self._permutations = dict(list(self._permutations.items())[-1:])
-            self._permutations[epoch] = epoch_permutation(len(self._prompts), seed=self._seed, epoch=epoch)
-        return int(self._permutations[epoch][place])
+            self._permutations[epoch] = epoch_permutation(self._num_items, seed=self._seed, epoch=epoch)
+        return self._permutations[epoch]
 
 
 def epoch_permutation(num_prompts: int, *, seed: int, epoch: int) -> np.ndarray:

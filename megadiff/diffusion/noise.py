@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
+
 
 def initial_latents(shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int) -> Tensor:
     """Standard normal float32 on CPU: the state at sigma 1 of one sample."""
@@ -33,6 +35,17 @@ def window_start(*, seed: int, step: int, prompt_id: str, window_size: int, wind
     """
     low, high = window_range
     return low + int(_generator(f"{seed}/{step}/{prompt_id}/window").integers(high - window_size - low + 1))
+
+
+def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> Tensor:
+    """[count, *shape] standard normal float32 on CPU: rows first … first + count − 1 of the endless list that `key` names.
+
+    A row is the same whichever rows it is drawn with, so ranks that share a batch draw what one process would.
+    """
+    streams = range(first // ROWS_PER_STREAM, -(-(first + count) // ROWS_PER_STREAM))
+    blocks = [_normal((ROWS_PER_STREAM, *shape), f"{key}/{stream}") for stream in streams]
+    skipped = first - streams.start * ROWS_PER_STREAM
+    return torch.cat(blocks)[skipped : skipped + count]
 
 
 def _generator(key: str) -> np.random.Generator:

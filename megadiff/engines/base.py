@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megadiff.types import LogProbs, LossOutput, StepInputs, TrainBatch
+from megadiff.types import FlowBatch, FlowInputs, LogProbs, LossOutput, StepInputs, TrainBatch
 
-Loss = Callable[[StepInputs], LossOutput]
+Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
 
 
 class Engine(Protocol):
@@ -20,10 +20,10 @@ class Engine(Protocol):
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """log_prob of each stored window step under the current policy, without gradient."""
 
-    def update(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: TrainBatch | FlowBatch, loss: Loss) -> dict[str, float]:
         """One optimizer step over the whole batch (microbatches × window steps accumulated).
 
-        Returns global figures: `loss/policy`, `optim/grad_norm` (before clipping), and the loss's own sums, each divided
+        Returns global figures: `optim/grad_norm` (before clipping), `optim/lr`, and the loss's own sums, each divided
         by batch.denominator. The gradient is the same for every (dp, sp, tp) of the same global batch.
         """
 
@@ -33,6 +33,9 @@ class Engine(Protocol):
 
     def reference(self) -> AbstractContextManager[None]:
         """Within the context log_probs() answers for the reference policy (the weights at step 0)."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the context the weights are the running average (algorithm.ema_decay); without one nothing changes."""
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state into folder; each rank its own files."""

@@ -1,15 +1,18 @@
-"""Cutting a TrainBatch into the pieces that one forward takes, the same for every engine."""
+"""Cutting a batch into the pieces that one forward takes, the same for every engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
 from megadiff.models.adapter import Conditioning
-from megadiff.types import StepInputs, TrainBatch
+from megadiff.types import FlowBatch, FlowInputs, StepInputs, TrainBatch
+
+Batch = TrainBatch | FlowBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +32,31 @@ class Microbatch:
     conditioning: Conditioning
 
 
-def num_microbatches(batch: TrainBatch, size: int) -> int:
-    return -(-batch.num_samples * batch.num_window_steps // size)
+@dataclass(frozen=True, kw_only=True)
+class FlowMicrobatch:
+    """B samples of a FlowBatch, noised to sigma_B: latents_BLC = (1 − sigma)·clean + sigma·noise. weight_B, and
+    target_BLC = noise − clean, in float32 on the device; the rest as in Microbatch."""
+
+    latents_BLC: Tensor
+    target_BLC: Tensor
+    sigma_B: Tensor
+    weight_B: Tensor
+    conditioning: Conditioning
 
 
-def microbatches(batch: TrainBatch, size: int, device: torch.device) -> Iterator[Microbatch]:
-    """All pairs of the batch, at most `size` in a piece; the last may be smaller.
+def num_microbatches(batch: Batch, size: int) -> int:
+    return -(-batch.num_rows // size)
+
+
+@singledispatch
+def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Microbatch] | Iterator[FlowMicrobatch]:
+    """All rows of the batch, at most `size` in a piece; the last may be smaller."""
+    raise TypeError(f"a {type(batch).__name__} is no batch")
+
+
+@microbatches.register
+def _(batch: TrainBatch, size: int, device: torch.device) -> Iterator[Microbatch]:
+    """Rows are (sample, window step) pairs.
 
     A sample's steps follow each other: rows of one prompt stay together, so its text is seldom padded for another's.
     """
@@ -55,8 +77,37 @@ def microbatches(batch: TrainBatch, size: int, device: torch.device) -> Iterator
         )
 
 
-def step_inputs(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
+@microbatches.register
+def _(batch: FlowBatch, size: int, device: torch.device) -> Iterator[FlowMicrobatch]:
+    """Noised on the device: one pass over each tensor there, none on the CPU."""
+    for start in range(0, batch.num_rows, size):
+        rows = slice(start, min(start + size, batch.num_rows))
+        latents_BLC, noise_BLC = _on(device, batch.latents_NLC[rows]), _on(device, batch.noise_NLC[rows])
+        sigma_B = _on(device, batch.sigma_N[rows])
+        yield FlowMicrobatch(
+            latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
+            target_BLC=noise_BLC - latents_BLC,
+            sigma_B=sigma_B,
+            weight_B=_on(device, batch.weights_N[rows]),
+            conditioning={name: value_P[batch.group_index_N[rows]] for name, value_P in batch.conditioning.items()},
+        )
+
+
+@singledispatch
+def loss_inputs(batch: Batch, piece: Microbatch | FlowMicrobatch, velocity_BLC: Tensor) -> StepInputs | FlowInputs:
     """The record that a loss sees."""
+    raise TypeError(f"a {type(batch).__name__} is no batch")
+
+
+@loss_inputs.register
+def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInputs:
+    return FlowInputs(
+        velocity_BLC=velocity_BLC, target_BLC=piece.target_BLC, sigma_B=piece.sigma_B, weight_B=piece.weight_B
+    )
+
+
+@loss_inputs.register
+def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
     device = velocity_BLC.device
     sample_B, step_B = microbatch.sample_B, microbatch.step_B
     ref_means = batch.ref_means_NWLC

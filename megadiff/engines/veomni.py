@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megadiff.config.schema import Config
 from megadiff.diffusion import sde
 from megadiff.engines.base import Loss
-from megadiff.engines.microbatch import Microbatch, microbatches, num_microbatches, step_inputs
+from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, loss_inputs, microbatches, num_microbatches
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_sums
 from megadiff.parallel.mesh import Mesh
@@ -56,10 +56,19 @@ UNSHARDED_SHARE = 0.25  # of the device's memory, that full-size gradients may t
 class VeOmniEngine:
     """Fulfils engines.base.Engine for models with one trained component. Collective: all ranks make the same calls."""
 
-    def __init__(self, config: Config, mesh: Mesh, adapter: ModelAdapter, *, keep_reference: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        adapter: ModelAdapter,
+        *,
+        keep_reference: bool = False,
+        average_decay: float = 0.0,
+    ) -> None:
         """Builds the sharded module and loads model.path into it; each rank reads its own shards only.
 
-        keep_reference: hold the weights of step 0 on the CPU, which reference() needs.
+        keep_reference: hold the weights of step 0 on the CPU, which reference() needs. average_decay: of the running
+        average of the weights, which is sharded as they are; 0 keeps none.
         """
         _check(config, mesh, adapter)
         self.config, self.mesh, self.adapter = config, mesh, adapter
@@ -71,9 +80,14 @@ class VeOmniEngine:
         self.optimizer = _build_optimizer(config, self._parameters)
         self._sync_every_microbatch = _gradients_too_large(self._parameters, mesh.device)
         self._offloaded: list[tuple[Tensor, Tensor]] = []
+        self._num_updates = 0
         self._reference = None
         if keep_reference:
             self._reference = [_local(p).to("cpu", copy=True) for p in self._parameters.values()]
+        self._average_decay = average_decay
+        self._average: dict[str, DTensor] = {}
+        if average_decay:
+            self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         sampling, size = batch.sampling, self.config.train.microbatch_size
@@ -91,23 +105,27 @@ class VeOmniEngine:
         self._drop_unsharded()
         return LogProbs(log_probs_NW=log_probs_NW, means_NWLC=means_NWLC)
 
-    def update(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """Raises FloatingPointError on every rank, with the weights as they were, when the gradient is not finite."""
         size = self.config.train.microbatch_size
         denominator = batch.denominator or 1.0  # 0: every weight is 0, and so is every sum
         totals: dict[str, Tensor] = {}
         for index, piece in enumerate(microbatches(batch, size, self.mesh.device)):
             self._set_gradient_sync(index == num_microbatches(batch, size) - 1)
-            output = loss(step_inputs(batch, piece, self._velocity(batch, piece)))
+            output = loss(loss_inputs(batch, piece, self._velocity(batch, piece)))
             (output.loss_sum * (self.mesh.dp / denominator)).backward()
-            for name, value in {"loss/policy": output.loss_sum.detach(), **output.sums}.items():
+            for name, value in output.sums.items():
                 totals[name] = totals.get(name, 0) + value
         grad_norm = self._clip_gradients(self.config.optim.max_grad_norm)
+        lr = self._set_learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._num_updates += 1
+        self._update_average()
         self._drop_unsharded()
         sums = all_reduce_sums({name: float(value) for name, value in totals.items()}, self.mesh.dp_group)
-        return {name: value / denominator for name, value in sums.items()} | {"optim/grad_norm": grad_norm}
+        figures = {name: value / denominator for name, value in sums.items()}
+        return figures | {"optim/grad_norm": grad_norm, "optim/lr": lr}
 
     def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Cast before the gather, which then moves half the bytes. The tensors are the receiver's own."""
@@ -130,25 +148,35 @@ class VeOmniEngine:
     def reference(self) -> Iterator[None]:
         if self._reference is None:
             raise ValueError("this engine keeps no reference weights; build it with keep_reference=True (kl_coef > 0)")
-        self._swap_reference()
+        self._swap(self._reference)
         try:
             yield
         finally:
-            self._swap_reference()
+            self._swap(self._reference)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        held = [_local(average) for average in self._average.values()]
+        self._swap(held)
+        try:
+            yield
+        finally:
+            self._swap(held)
 
     def save(self, folder: Path) -> None:
         """One file a rank: its shards of the float32 weights and AdamW's moments. Replicas are written once."""
-        tensors = {**self._weights(), **self._moments()}
+        tensors = {**self._weights(), **self._averages(), **self._moments()}
         shards = {name: _shard(tensor) for name, tensor in tensors.items() if _is_writer(tensor)}
-        values = {"optimizer_steps": self._optimizer_steps()}
+        values = {"optimizer_steps": self._num_updates}
         write_shards(folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values)
 
     def load(self, folder: Path) -> None:
         """Bit exact under any layout and world size. Raises ValueError that names what is torn: the file and tensor."""
         source = ShardFolder(folder)
         self._create_moments(source)
-        for name, tensor in {**self._weights(), **self._moments()}.items():
+        for name, tensor in {**self._weights(), **self._averages(), **self._moments()}.items():
             source.read_into(name, _shard(tensor))
+        self._num_updates = int(source.values["optimizer_steps"])
         self._drop_unsharded()
 
     def offload(self) -> None:
@@ -167,7 +195,7 @@ class VeOmniEngine:
             local.copy_(host)
         self._offloaded.clear()
 
-    def _velocity(self, batch: TrainBatch, piece: Microbatch) -> Tensor:
+    def _velocity(self, batch: Batch, piece: Microbatch | FlowMicrobatch) -> Tensor:
         return self.adapter.velocity(
             self.transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling
         )
@@ -197,17 +225,35 @@ class VeOmniEngine:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.item()
 
-    def _swap_reference(self) -> None:
-        """Exchange the policy's and the reference's weights in place, one tensor at a time."""
+    def _set_learning_rate(self) -> float:
+        """Linear warm-up over optim.warmup_steps, then constant."""
+        optim = self.config.optim
+        lr = optim.lr * min(1.0, (self._num_updates + 1) / max(optim.warmup_steps, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _update_average(self) -> None:
+        """Decay rises to its value as (1 + n) / (10 + n), so that the start is soon forgotten."""
+        if self._average:
+            decay = min(self._average_decay, (1 + self._num_updates) / (10 + self._num_updates))
+            averages = [_local(average) for average in self._average.values()]
+            torch._foreach_lerp_(averages, [_local(p) for p in self._parameters.values()], 1 - decay)
+
+    def _swap(self, others: list[Tensor]) -> None:
+        """Exchange the policy's weights with others' (this rank's pieces, on any device) in place, one tensor at a time."""
         self._drop_unsharded()
-        for parameter, held in zip(self._parameters.values(), self._reference, strict=True):
+        for parameter, held in zip(self._parameters.values(), others, strict=bool(others)):
             local = _local(parameter)
-            policy = local.to("cpu", copy=True)
+            policy = local.to(held.device, copy=True)
             local.copy_(held)
             held.copy_(policy)
 
     def _weights(self) -> dict[str, DTensor]:
         return {f"model/{self.component}.{name}": p.detach() for name, p in self._parameters.items()}
+
+    def _averages(self) -> dict[str, DTensor]:
+        return {f"average/{self.component}.{name}": average for name, average in self._average.items()}
 
     def _moments(self) -> dict[str, DTensor]:
         """AdamW's moments, of the parameters that have had a gradient: a last block's unused branch never has."""
@@ -224,9 +270,6 @@ class VeOmniEngine:
                 moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
                 step = torch.tensor(steps, dtype=torch.float32, device=self.mesh.device)
                 self.optimizer.state[parameter] = {"step": step, **moments}
-
-    def _optimizer_steps(self) -> int:
-        return max((int(state["step"].item()) for state in self.optimizer.state.values()), default=0)
 
 
 def _check(config: Config, mesh: Mesh, adapter: ModelAdapter) -> None:

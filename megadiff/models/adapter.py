@@ -37,6 +37,9 @@ class ModelAdapter(Protocol):
     def schedule(self, sampling: Sampling) -> Tensor:
         """[T+1] float32 sigmas from 1 to 0, by the checkpoint's own scheduler config."""
 
+    def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
+        """Sigmas in (0, 1], drawn without regard to size, shifted as the model's schedule is; the same shape."""
+
     def velocity(
         self,
         transformer: Callable[..., tuple[Tensor]],

@@ -4,4 +4,6 @@ REWARDS = {
     "color": "megadiff.rewards.color:ColorReward",
     "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",
+    "shapes": "megadiff.rewards.shapes:ShapesReward",
+    "shapes_strict": "megadiff.rewards.shapes:ShapesStrictReward",
 }

@@ -22,7 +22,7 @@ from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.microbatch import microbatches, step_inputs
+from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.tiny import write_tiny_pipeline
 from megadiff.parallel.mesh import init_mesh, resolve_layout
@@ -89,15 +89,14 @@ def _stock_gradients(pipeline: Path, scale: float) -> dict[str, Tensor]:
     batch = _batch(adapter, scale)
     (piece,) = microbatches(batch, 1000, torch.device("cpu"))
     velocity_BLC = adapter.velocity(transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling)
-    output = LOSS(step_inputs(batch, piece, velocity_BLC))
+    output = LOSS(loss_inputs(batch, piece, velocity_BLC))
     (output.loss_sum / batch.denominator).backward()
     gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    sums = {"loss/policy": output.loss_sum.detach(), **output.sums}
     return (
         gradients
-        | {name: (value / batch.denominator).float() for name, value in sums.items()}
-        | {"optim/grad_norm": norm}
+        | {name: (value / batch.denominator).float() for name, value in output.sums.items()}
+        | {"optim/grad_norm": norm, "optim/lr": torch.tensor(0.0)}
     )
 
 
