@@ -141,7 +141,6 @@ class TrainBatch:
     def num_window_steps(self) -> int:
         return self.old_log_probs_NW.shape[1]
 
-
     @property
     def num_rows(self) -> int:
         """(sample, window step) pairs."""

@@ -17,15 +17,18 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from megadiff.algorithms import build_algorithm
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
 from megadiff.train.build import build_run, check, collective_timeout_s, lock, run_folder
+from megadiff.train.build_sft import build_sft_run
 from megadiff.train.checkpoint import CheckpointError
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
+from megadiff.train.sft import SftRun, train_sft
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +64,14 @@ def _train(config: Config, *, world_size: int) -> int:
         if mesh.device.type == "cpu":
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-        run = build_run(config, mesh, adapter, prompts, stack)
+        on_policy = build_algorithm(config.algorithm).on_policy
+        run = (
+            build_run(config, mesh, adapter, prompts, stack)
+            if on_policy
+            else build_sft_run(config, mesh, adapter, stack)
+        )
         try:
-            train(run)
+            train(run) if on_policy else train_sft(run)
         except CheckpointError:
             raise
         except AgreedError:
@@ -73,7 +81,7 @@ def _train(config: Config, *, world_size: int) -> int:
     return 0
 
 
-def _rescue(run: Run) -> None:
+def _rescue(run: Run | SftRun) -> None:
     """All ranks agreed on the failure between two updates, so the weights are those of the last finished step: keep them."""
     if run.progress.step > run.checkpoints.saved_step:
         folder = run.checkpoints.save(run.engine, run.progress)

@@ -108,8 +108,11 @@ def _check_sft(config: Config) -> None:
         )
     if config.eval.every and not config.reward:
         raise ConfigError(f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color")
-    if config.algorithm.kl_coef:
-        raise ConfigError(f"algorithm.kl_coef={config.algorithm.kl_coef} with algorithm.name=sft, which has no reference policy; set it to 0")
+    for key, only in (("algorithm.kl_coef", 0), ("train.updates_per_step", 1)):
+        if _get(config, key) != only:
+            raise ConfigError(
+                f"{key}={_get(config, key)} with algorithm.name=sft, which has no use for it; set it to {only}"
+            )
 
 
 def _check_window_range(config: Config) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megadiff.types import Prompt
 
@@ -48,17 +49,18 @@ def _prompt(where: str, row: dict[str, object], max_chars: int) -> Prompt:
     if "prompt" not in row:
         raise ValueError(f"{where}: no 'prompt' among the keys {sorted(row)}; every row needs one")
     fields = dict(row)
-    text = _checked_text(where, "prompt", fields.pop("prompt"), max_chars)
+    text = checked_text(where, "prompt", fields.pop("prompt"), max_chars)
     if not text.strip():
         raise ValueError(f"{where}: the prompt is empty; give it text or remove the row")
     negative_text = fields.pop("negative_prompt", None)
     if negative_text is None:
         negative_text = Prompt.negative_text
-    negative_text = _checked_text(where, "negative_prompt", negative_text, max_chars)
+    negative_text = checked_text(where, "negative_prompt", negative_text, max_chars)
     return Prompt(text=text, id=prompt_id(text, negative_text), negative_text=negative_text, fields=fields)
 
 
-def _checked_text(where: str, key: str, text: object, max_chars: int) -> str:
+def checked_text(where: str, key: str, text: object, max_chars: int) -> str:
+    """The text, if it is a string of at most max_chars characters that UTF-8 can hold. ValueError otherwise."""
     if not isinstance(text, str):
         raise ValueError(f"{where}: {key!r} is {text!r} ({type(text).__name__}), must be a string")
     if len(text) > max_chars:
@@ -76,7 +78,8 @@ def _txt_rows(path: Path) -> Iterator[Row]:
         yield where, {"prompt": line}
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def jsonl_rows(path: Path) -> Iterator[Row]:
+    """The objects of a JSON lines file, each with its "file:line"."""
     for where, line in _lines(path):
         try:
             row = json.loads(line)
@@ -88,17 +91,22 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
+    with open_parquet(path, key="data.prompts") as file:
+        for number, row in enumerate(file.read().to_pylist(), start=1):
+            yield f"{path}: row {number}", row
+
+
+def open_parquet(path: Path, *, key: str) -> Any:
+    """A pyarrow.parquet.ParquetFile. key: the config key that named the file. ValueError: no pyarrow, no parquet."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"data.prompts={path}: parquet needs pyarrow; run: pip install 'megadiff[parquet]'") from error
+        raise ValueError(f"{key}={path}: parquet needs pyarrow; run: pip install 'megadiff[parquet]'") from error
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"data.prompts={path}: not a parquet file ({error})") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{path}: row {number}", row
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{key}={path}: not a parquet file ({error})") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -118,6 +126,6 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".txt": _txt_rows,
-    ".jsonl": _jsonl_rows,
+    ".jsonl": jsonl_rows,
     ".parquet": _parquet_rows,
 }

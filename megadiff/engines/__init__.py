@@ -14,9 +14,7 @@ def _veomni(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
     from megadiff.engines.veomni import VeOmniEngine
 
     algorithm = config.algorithm
-    return VeOmniEngine(
-        config, mesh, adapter, keep_reference=algorithm.kl_coef > 0, average_decay=algorithm.ema_decay
-    )
+    return VeOmniEngine(config, mesh, adapter, keep_reference=algorithm.kl_coef > 0, average_decay=algorithm.ema_decay)
 
 
 ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter], Engine]] = {"veomni": _veomni}

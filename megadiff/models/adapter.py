@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from megadiff.types import Prompt, Sampling
 
 Conditioning = Mapping[str, Tensor]
+PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts → what encode_prompt returns
+ImageEncoder = Callable[[Tensor], Tensor]  # uint8 RGB [B, H, W, 3] → packed, normalised latents [B, L, C] float32
 
 
 class ModelAdapter(Protocol):
@@ -51,7 +54,13 @@ class ModelAdapter(Protocol):
         """Guided velocity [B, L, C] float32 at sigma_B, with gradient where the caller has it on."""
 
     def encode_prompt(self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them."""
+        """(embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them. Loads the text encoder."""
+
+    def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[PromptEncoder]:
+        """encode_prompt for many calls: the text encoder is loaded once, and its memory freed at the end."""
+
+    def image_encoder(self, *, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[ImageEncoder]:
+        """What trained latents are made by; dtype: of the image encoder's weights. Loaded and freed as above."""
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Floating point operations of one forward pass of one sample at one step; two passes under true CFG."""

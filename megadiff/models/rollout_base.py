@@ -1,8 +1,8 @@
-"""What every model's rollout pipeline shares: drawing one prompt group with a recorded stochastic window.
+"""What every model's rollout pipeline shares: drawing prompt groups with a recorded stochastic window.
 
-A model's pipeline subclasses vllm-omni's, with RolloutPipelineMixin in front. Requests that carry a RolloutRequest are
+A model's pipeline subclasses vllm-omni's, with RolloutPipelineMixin in front. Requests that carry RolloutRequests are
 sampled here; all others (the OpenAI routes, vllm-omni's warm-up) take the stock path untouched. The replica runs one
-request per engine step (max_num_seqs=1): the samples of a group are the batch, and depend on no other group.
+request per engine step (max_num_seqs=1): the samples of its groups are the batch, and depend on nothing else that runs.
 
 Rules that the trainer's adapter follows too:
 - latents live in `sampling.latents_dtype` (float32) between steps; all step arithmetic is float32;
@@ -13,127 +13,144 @@ Rules that the trainer's adapter follows too:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.diffusion.noise import initial_latents, sde_noise, window_start
+from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
 from megadiff.diffusion.sde import ode_step, sde_step
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Trajectory
 
-REQUEST_KEY = "megadiff_request"  # in a request's extra_args
-RESULT_KEY = "megadiff_group"  # in an output's metadata
+REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
+RESULT_KEY = "megadiff_batch"  # in an output's metadata
 CONDITIONING_PREFIX = "conditioning."
 
 
-class GroupSampler:
-    """Draws the group of one request, step by step, and keeps the window.
+class BatchSampler:
+    """Draws the groups of one or more requests together, step by step, and keeps each row's window.
 
-    schedule: [T+1] float32. token_shape: (L, C) of one sample's packed latents. Noise comes from the request's identity
-    and is the same in any batch, order or replica. Without a window (size 0, or sde_type "ode") only the final, clean
-    latents are kept: window_start is then T, sigmas is [0] and log_probs is [N, 0].
+    requests: of equal sampling; their seed, step, prompt and number of samples may differ. schedule: [T+1] float32.
+    token_shape: (L, C) of one sample's packed latents. A row of the batch is one sample, groups follow one another. Noise
+    comes from a row's identity and is the same in any batch, order or replica. Each group has a window of its own, so that
+    a step is stochastic for some rows and ODE for the others. Without a window (size 0, or sde_type "ode") only the final,
+    clean latents are kept: window_start is then T, sigmas is [0] and log_probs is [N, 0].
+
+    conditioning: name → [P, tokens, …], one row per group, padded; the pipeline sets it.
     """
 
     def __init__(
-        self, request: RolloutRequest, *, schedule: Tensor, token_shape: tuple[int, int], device: torch.device
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        schedule: Tensor,
+        token_shape: tuple[int, int],
+        device: torch.device,
     ) -> None:
-        sampling = request.sampling
-        self.request, self.token_shape, self.device = request, token_shape, device
+        self.requests, self.token_shape, self.device = requests, token_shape, device
+        self.sampling = sampling = requests[0].sampling
         self.schedule = schedule.to(device)
         self.num_steps = len(schedule) - 1
         self.storage_dtype = DTYPES[sampling.latents_dtype]
         self.window_size = 0 if sampling.sde_type == "ode" else sampling.sde_window_size
-        self.window_start = self.num_steps
-        if self.window_size:
-            self.window_start = window_start(
-                seed=request.seed,
-                step=request.step,
-                prompt_id=request.prompt.id,
-                window_size=self.window_size,
-                window_range=sampling.sde_window_range,
-            )
+        self.window_starts = [self._window_start(request) for request in requests]
+        self.identities = [
+            {"seed": request.seed, "step": request.step, "prompt_id": request.prompt.id, "sample_index": sample_index}
+            for request in requests
+            for sample_index in request.sample_indices
+        ]
         self.step_index = 0
         self.conditioning: dict[str, Tensor] = {}
-        self._window_latents: list[Tensor] = []
-        self._log_probs: list[Tensor] = []
+        sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
+        self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
+        self._starts_N = self.per_row(torch.tensor(self.window_starts))
+        num_rows, shape = len(self.identities), token_shape
+        self._states_NSLC = torch.empty(num_rows, self.window_size + 1, *shape, dtype=self.storage_dtype, device=device)
+        self._log_probs_NW = torch.empty(num_rows, self.window_size, dtype=torch.float64, device=device)
 
     @property
     def timesteps(self) -> Tensor:
         """[T] float32, 1000·sigma."""
         return 1000 * self.schedule[:-1]
 
+    def per_row(self, value_P: Tensor) -> Tensor:
+        """[P, …], one row per group → [N, …], one per sample."""
+        return value_P[self._group_N.to(value_P.device)]
+
     def initial_latents(self) -> Tensor:
         """[N, L, C] in the storage dtype, at sigma 1."""
-        return torch.stack(
-            [initial_latents(self.token_shape, **self._identity(index)) for index in self.request.sample_indices]
-        ).to(self.device, self.storage_dtype)
+        return initial_latents_rows(self.token_shape, self.identities).to(self.device, self.storage_dtype)
 
     def model_sigma(self, latents_NLC: Tensor, dtype: torch.dtype) -> Tensor:
         """[N] the current sigma as the transformer gets it: float32, cast once to its dtype."""
         return self.schedule[self.step_index].to(dtype).expand(latents_NLC.shape[0])
 
     def step(self, velocity_NLC: Tensor, latents_NLC: Tensor) -> Tensor:
-        """The next, less noisy latents in the storage dtype. Stochastic and recorded within the window, ODE outside."""
-        index = self.step_index
-        if index == self.window_start:
-            self._window_latents.append(latents_NLC)
-        if self.window_start <= index < self.window_start + self.window_size:
-            latents_NLC = self._stochastic_step(velocity_NLC, latents_NLC)
-        else:
-            sigma, sigma_next = self.schedule[index], self.schedule[index + 1]
-            latents_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
+        """The next, less noisy latents in the storage dtype. Stochastic and recorded for the rows whose window the step is
+        in, ODE for the others."""
+        self._keep_window_start(latents_NLC)
+        sigma, sigma_next = self.schedule[self.step_index], self.schedule[self.step_index + 1]
+        next_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
+        offset_N = self.step_index - self._starts_N
+        rows_B = ((offset_N >= 0) & (offset_N < self.window_size)).nonzero().squeeze(1)
+        if len(rows_B):
+            self._stochastic_step(rows_B, offset_N[rows_B], velocity_NLC, latents_NLC, next_NLC)
         self.step_index += 1
-        if self.step_index == self.num_steps == self.window_start:
-            self._window_latents.append(latents_NLC)
-        return latents_NLC
+        if self.step_index == self.num_steps:
+            self._keep_window_start(next_NLC)  # of rows without a window
+        return next_NLC
 
-    def result(self, pixels_NFHWC: Tensor) -> dict[str, Any]:
-        """The group's tensors on the CPU, in the layout that `assemble_group` reads. pixels_NFHWC: uint8."""
-        num_samples = len(self.request.sample_indices)
-        log_probs_NW = torch.stack(self._log_probs, dim=1) if self._log_probs else torch.zeros(num_samples, 0).double()
+    def result(self, pixels_NFHWC: Tensor) -> dict[str, Tensor]:
+        """The batch's tensors on the CPU, in the layout that `assemble_groups` reads. pixels_NFHWC: uint8."""
         tensors = {
-            "latents": torch.stack(self._window_latents, dim=1),
-            "log_probs": log_probs_NW,
+            "latents": self._states_NSLC,
+            "log_probs": self._log_probs_NW,
             "schedule": self.schedule,
+            "window_starts": torch.tensor(self.window_starts),
             "pixels": pixels_NFHWC,
             **{CONDITIONING_PREFIX + name: tensor for name, tensor in self.conditioning.items()},
         }
-        host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        return {**host, "window_start": self.window_start}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
-    def _stochastic_step(self, velocity_NLC: Tensor, latents_NLC: Tensor) -> Tensor:
-        sampling, index, num_samples = self.request.sampling, self.step_index, latents_NLC.shape[0]
-        noise_NLC = torch.stack(
-            [
-                sde_noise(self.token_shape, step_index=index, **self._identity(sample_index))
-                for sample_index in self.request.sample_indices
-            ]
-        )
-        prev_sample_NLC, log_prob_N, _ = sde_step(
-            sampling.sde_type,
-            latents_NLC,
-            velocity_NLC,
-            noise_NLC.to(self.device),
-            self.schedule[index].expand(num_samples),
-            self.schedule[index + 1].expand(num_samples),
+    def _keep_window_start(self, latents_NLC: Tensor) -> None:
+        rows_B = (self._starts_N == self.step_index).nonzero().squeeze(1).to(self.device, non_blocking=True)
+        if len(rows_B):
+            self._states_NSLC[rows_B, 0] = latents_NLC[rows_B]
+
+    def _stochastic_step(
+        self, rows_B: Tensor, offset_B: Tensor, velocity_NLC: Tensor, latents_NLC: Tensor, next_NLC: Tensor
+    ) -> None:
+        """Overwrites rows_B of next_NLC and records them; offset_B: steps since each row's window began."""
+        index, num_rows = self.step_index, len(rows_B)
+        identities = [self.identities[row] for row in rows_B.tolist()]
+        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index).to(self.device, non_blocking=True)
+        rows_B, offset_B = (value.to(self.device, non_blocking=True) for value in (rows_B, offset_B))
+        prev_sample_BLC, log_prob_B, _ = sde_step(
+            self.sampling.sde_type,
+            latents_NLC[rows_B],
+            velocity_NLC[rows_B],
+            noise_BLC,
+            self.schedule[index].expand(num_rows),
+            self.schedule[index + 1].expand(num_rows),
             schedule=self.schedule,
-            eta=sampling.eta,
+            eta=self.sampling.eta,
             storage_dtype=self.storage_dtype,
         )
-        self._window_latents.append(prev_sample_NLC)
-        self._log_probs.append(log_prob_N)
-        return prev_sample_NLC
+        next_NLC[rows_B] = prev_sample_BLC
+        self._states_NSLC[rows_B, offset_B + 1] = prev_sample_BLC
+        self._log_probs_NW[rows_B, offset_B] = log_prob_B
 
-    def _identity(self, sample_index: int) -> dict[str, Any]:
-        request = self.request
-        return {
-            "seed": request.seed,
-            "step": request.step,
-            "prompt_id": request.prompt.id,
-            "sample_index": sample_index,
-        }
+    def _window_start(self, request: RolloutRequest) -> int:
+        if not self.window_size:
+            return self.num_steps
+        return window_start(
+            seed=request.seed,
+            step=request.step,
+            prompt_id=request.prompt.id,
+            window_size=self.window_size,
+            window_range=self.sampling.sde_window_range,
+        )
 
 
 class RolloutPipelineMixin:
@@ -141,10 +158,10 @@ class RolloutPipelineMixin:
     the sampler's latents, timesteps and conditioning to the stock denoising loop."""
 
     policy_components = ("transformer",)  # whose weights the trainer pushes
-    _sampler: GroupSampler | None = None
+    _sampler: BatchSampler | None = None
 
-    def new_sampler(self, request: RolloutRequest) -> GroupSampler:
-        """The sampler of one request, with this model's schedule and latent shape."""
+    def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
+        """The sampler of requests of equal sampling, with this model's schedule and latent shape."""
         raise NotImplementedError
 
     def to_pixels(self, images: Tensor) -> Tensor:
@@ -152,11 +169,11 @@ class RolloutPipelineMixin:
         raise NotImplementedError
 
     def forward(self, req: Any) -> Any:
-        request = rollout_request(req)
-        if request is None:
+        requests = rollout_requests(req)
+        if not requests:
             return super().forward(req)
         try:
-            self._sampler = self.new_sampler(request)
+            self._sampler = self.new_sampler(requests)
             (output,) = super().forward(req)
             result = self._sampler.result(self.to_pixels(output.output))
         except ValueError as error:  # the request's fault, e.g. more tokens than the text encoder takes
@@ -188,48 +205,63 @@ def _refusal(error: ValueError) -> Any:
     return DiffusionOutput(error=str(error), error_status_code=400, error_type="BadRequestError")
 
 
-def rollout_request(batch: Any) -> RolloutRequest | None:
-    """The RolloutRequest that a vllm-omni request batch carries, None for a plain request.
+def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:
+    """The RolloutRequests that a vllm-omni request batch carries, none for a plain request.
 
-    Only the replica's own code can put the record there: OpenAI clients send JSON, which never makes a RolloutRequest.
+    Only the replica's own code can put the records there: OpenAI clients send JSON, which never makes a RolloutRequest.
     """
-    found = [params.extra_args.get(REQUEST_KEY) for params in batch.sampling_params_list]
-    if len(found) > 1 and any(isinstance(request, RolloutRequest) for request in found):
+    found = [params.extra_args.get(REQUESTS_KEY) for params in batch.sampling_params_list]
+    ours = [requests for requests in found if isinstance(requests, tuple) and isinstance(requests[0], RolloutRequest)]
+    if ours and len(found) > 1:
         raise ValueError(f"{len(found)} requests in one engine step; a replica runs with max_num_seqs=1")
-    return found[0] if isinstance(found[0], RolloutRequest) else None
+    return ours[0] if ours else ()
 
 
-def assemble_group(
-    request: RolloutRequest, result: Mapping[str, Any], *, policy_version: int, replica: str
-) -> RolloutGroup:
-    """The group record out of what GroupSampler.result returned."""
-    schedule, start = result["schedule"], int(result["window_start"])
-    num_states = result["latents"].shape[1]
-    sigmas = schedule[start : start + num_states]
-    trajectories = tuple(
-        Trajectory(
-            latents_SLC=result["latents"][row],
-            sigmas=sigmas,
-            timesteps=1000 * sigmas[: num_states - 1],
-            log_probs=result["log_probs"][row],
-            window_start=start,
-            pixels=result["pixels"][row],
-            prompt_id=request.prompt.id,
-            sample_index=sample_index,
-            policy_version=policy_version,
+def assemble_groups(
+    requests: Sequence[RolloutRequest], result: Mapping[str, Tensor], *, policy_version: int, replica: str
+) -> list[RolloutGroup]:
+    """The group records out of what BatchSampler.result returned, in the order of the requests."""
+    schedule, groups, first = result["schedule"], [], 0
+    for place, request in enumerate(requests):
+        start, num_states = int(result["window_starts"][place]), result["latents"].shape[1]
+        sigmas = schedule[start : start + num_states]
+        timesteps = 1000 * sigmas[:-1]
+        rows = slice(first, first + len(request.sample_indices))
+        columns = (result[name][rows].unbind() for name in ("latents", "log_probs", "pixels"))
+        trajectories = tuple(
+            Trajectory(
+                latents_SLC=latents_SLC,
+                sigmas=sigmas,
+                timesteps=timesteps,
+                log_probs=log_probs,
+                window_start=start,
+                pixels=pixels,
+                prompt_id=request.prompt.id,
+                sample_index=sample_index,
+                policy_version=policy_version,
+            )
+            for sample_index, latents_SLC, log_probs, pixels in zip(request.sample_indices, *columns, strict=True)
         )
-        for row, sample_index in enumerate(request.sample_indices)
-    )
-    return RolloutGroup(
-        prompt=request.prompt,
-        sampling=request.sampling,
-        schedule=schedule,
-        conditioning={
-            name.removeprefix(CONDITIONING_PREFIX): tensor
-            for name, tensor in result.items()
-            if name.startswith(CONDITIONING_PREFIX)
-        },
-        trajectories=trajectories,
-        policy_version=policy_version,
-        replica=replica,
-    )
+        group = RolloutGroup(
+            prompt=request.prompt,
+            sampling=request.sampling,
+            schedule=schedule,
+            conditioning=_conditioning_row(result, place),
+            trajectories=trajectories,
+            policy_version=policy_version,
+            replica=replica,
+        )
+        groups.append(group)
+        first = rows.stop
+    return groups
+
+
+def _conditioning_row(result: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+    """One group's conditioning, cut to its own tokens: what it is does not depend on the prompts it was batched with."""
+    row = {
+        name.removeprefix(CONDITIONING_PREFIX): tensor[place : place + 1]
+        for name, tensor in result.items()
+        if name.startswith(CONDITIONING_PREFIX)
+    }
+    widths = {name.removesuffix("_mask"): int(row[name].sum()) for name in row if name.endswith("_mask")}
+    return {name: tensor[:, : widths[name.rpartition("_")[0]]] for name, tensor in row.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
@@ -252,3 +252,89 @@ def stacked_chart(
     data = {"steps": list(steps), "x": [round(x, 5) for x in xs], "series": series}
     plot = _plot(x_axis=x_axis, y_axis=y_axis, marks=marks)
     return _figure(kind="stacked", head=head, plot=plot, data=data, label=f"{title} over steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar from 0 to `value`, with the ends of its error bar, if it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def bar_chart(
+    groups: Sequence[tuple[str, Sequence[Bar | None]]],
+    *,
+    series: Sequence[str],
+    title: str,
+    key: str,
+    note: str = "",
+    axis: Axis | None = None,
+    text: Callable[[float], str] = pretty_number,
+    tick_text: Callable[[float], str] = pretty_number,
+) -> str:
+    """Bars lying in rows: a row a group (name, one Bar or None per series), its bars one under the other.
+
+    The last series has the accent's colour, earlier ones recede; at most 5. axis: of the values, holds 0; by default
+    from 0, or the least, to the largest. text, tick_text: how a value and a place on the axis are written.
+    """
+    places = _series_places(len(series))
+    bars = [bar for _, row in groups for bar in row if bar is not None]
+    axis = axis or _bar_axis(bars)
+    tick_places = [(axis.place(tick), tick_text(tick)) for tick in axis.ticks()]
+    rows = "".join(_bar_row(name, row, axis, places, [place for place, _ in tick_places], text) for name, row in groups)
+    labels = "".join(f'<span style="left:{place:.2%}">{escape(label)}</span>' for place, label in tick_places)
+    legend = "".join(f'<li><i class="part{place}"></i>{escape(name)}</li>' for place, name in zip(places, series))
+    head = f'<span class="title">{escape(title)}</span><code>{escape(key)}</code>'
+    head += f'<span class="note">{escape(note)}</span>' if note else ""
+    head += f'<ul class="legend">{legend}</ul>' if len(series) > 1 else ""
+    return (
+        f'<figure class="card bars" role="group" aria-label="{escape(title)}"><figcaption>{head}</figcaption>{rows}'
+        f'<div class="row"><span></span><div class="xs">{labels}</div></div></figure>'
+    )
+
+
+def _bar_axis(bars: Sequence[Bar]) -> Axis:
+    ends = [end for bar in bars for end in (bar.value, bar.low, bar.high) if end is not None]
+    low, high = min([0.0, *ends]), max([0.0, *ends])
+    return Axis(low=low * 1.05, high=high * 1.05) if high > low else Axis(low=0.0, high=1.0)
+
+
+def _series_places(count: int) -> list[int]:
+    """Colour of each series: the last has the accent, earlier ones grow fainter backwards."""
+    if count > 5:
+        raise ValueError(f"{count} series in one bar chart, at most 5 can be told apart; show fewer")
+    return [4, 3, 2, 1][: max(0, count - 1)] + [0]
+
+
+def _bar_row(
+    name: str,
+    bars: Sequence[Bar | None],
+    axis: Axis,
+    places: Sequence[int],
+    tick_places: Sequence[float],
+    text: Callable[[float], str],
+) -> str:
+    pitch = _VIEW / len(bars)
+    marks = "".join(f'<path class="grid" d="M{place * _VIEW:.1f} 0V{_VIEW}"/>' for place in tick_places)
+    values = ""
+    for number, (place, bar) in enumerate(zip(places, bars, strict=True)):
+        values += f"<b>{escape(text(bar.value)) if bar else '–'}</b>"
+        if bar is None:
+            continue
+        middle = (number + 0.5) * pitch
+        left, right = sorted((axis.place(0.0) * _VIEW, axis.place(bar.value) * _VIEW))
+        marks += (
+            f'<rect class="part{place}" x="{left:.1f}" y="{middle - 0.4 * pitch:.1f}" width="{right - left:.1f}" '
+            f'height="{0.8 * pitch:.1f}"/>'
+        )
+        if bar.low is not None and bar.high is not None:
+            low, high = axis.place(bar.low) * _VIEW, axis.place(bar.high) * _VIEW
+            marks += f'<path class="whisker" d="M{low:.1f} {middle:.1f}H{high:.1f}"/>'
+    svg = f'<svg viewBox="0 0 {_VIEW} {_VIEW}" preserveAspectRatio="none" aria-hidden="true">{marks}</svg>'
+    height = f"height:{18 * len(bars) + 4}px"
+    return (
+        f'<div class="row"><span class="name">{escape(name)}</span><div class="lane" style="{height}">{svg}</div>'
+        f'<span class="values">{values}</span></div>'
+    )

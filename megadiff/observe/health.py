@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megadiff.observe.metrics import STAGES, Row, column, finite, median, metric_keys, pretty_number, stage_key
+from megadiff.observe.evaluation import Comparison
+from megadiff.observe.hacking import signs
+from megadiff.observe.metrics import (
+    STAGES,
+    Row,
+    column,
+    config_number,
+    finite,
+    median,
+    metric_keys,
+    pretty_number,
+    stage_key,
+)
 
 RECENT_STEPS = 10
 ZERO_STD_RATIO = 0.5
@@ -16,14 +28,6 @@ UNTIMED_SHARE = 0.25
 
 Finding = str
 Check = Callable[[Sequence[Row], Mapping[str, Any]], Finding | None]
-
-
-def config_number(config: Mapping[str, Any], section: str, key: str) -> float | None:
-    """A number of the config, also one that yaml took for text (1e-4 without a dot); None when it is no number."""
-    try:
-        return float(config.get(section, {}).get(key))
-    except (TypeError, ValueError):  # missing, or text
-        return None
 
 
 def _not_finite(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | None:
@@ -82,9 +86,16 @@ def _untimed_share(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | 
     return f"{untimed:.0%} of a step is in no stage (logging, saving, waiting)." if untimed > UNTIMED_SHARE else None
 
 
-CHECKS: tuple[Check, ...] = (_not_finite, _parity, _zero_std, _clipping, _grad_norm, _sync_share, _untimed_share)
+UNTRUSTED: tuple[Check, ...] = (_not_finite, _parity)  # with these, no other number can be trusted
+CHECKS: tuple[Check, ...] = (_zero_std, _clipping, _grad_norm, _sync_share, _untimed_share)
 
 
-def findings(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:
-    """Sentences on what deserves a look, the gravest first; [] when nothing does. Missing metrics are no finding."""
-    return [finding for check in CHECKS if (finding := check(rows, config)) is not None]
+def findings(rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None) -> list[Finding]:
+    """Sentences on what deserves a look, the gravest first; [] when nothing does. Missing metrics are no finding.
+
+    heldout: the last evaluation against the first one."""
+    found = [check(rows, config) for check in UNTRUSTED]
+    for place, sign in enumerate(signs(rows, config, heldout)):
+        found.append(sign.claim if place else sign.sentence)  # their remedies are much the same: once is enough
+    found += [check(rows, config) for check in CHECKS]
+    return [finding for finding in found if finding is not None]

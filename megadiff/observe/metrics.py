@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from statistics import median as _median
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,14 @@ def merge(*parts: Mapping[str, float]) -> dict[str, float]:
 def finite(values: Iterable[float | None]) -> list[float]:
     """The values that are numbers: no None, NaN or infinity."""
     return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def config_number(config: Mapping[str, Any], section: str, key: str) -> float | None:
+    """A number of the config, also one that yaml took for text (1e-4 without a dot); None when it is no number."""
+    try:
+        return float(config.get(section, {}).get(key))
+    except (TypeError, ValueError):  # missing, or text
+        return None
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -105,9 +114,9 @@ def step_seconds(row: Row) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Reward at both ends of a run. first, last: mean reward/mean of the first and last `window` steps.
+    """A reward at both ends of a run. first, last: its mean over the first and last `window` steps.
 
-    noise: sample standard deviation of reward/mean over the first window, None for fewer than two steps.
+    noise: sample standard deviation over the first window, None for fewer than two steps.
     """
 
     first: float
@@ -125,9 +134,9 @@ class Verdict:
         return self.noise is not None and abs(self.gain) > 3 * self.noise
 
 
-def verdict(rows: Sequence[Row]) -> Verdict | None:
+def verdict(rows: Sequence[Row], *, key: str = "reward/mean") -> Verdict | None:
     """First against last steps; both ends have equal length and do not overlap. None without a finite reward."""
-    rewards = finite(column(rows, "reward/mean"))
+    rewards = finite(column(rows, key))
     if not rewards:
         return None
     window = max(1, min(VERDICT_STEPS, len(rewards) // 2))

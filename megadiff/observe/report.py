@@ -6,7 +6,6 @@ The page is written while the run goes on as well as after it; what is missing (
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,11 +15,14 @@ from typing import Any
 import yaml
 
 from megadiff.observe.charts import curve, line_chart
-from megadiff.observe.health import config_number, findings
+from megadiff.observe.evaluation import Comparison
+from megadiff.observe.health import findings
+from megadiff.observe.heldout import compare, read_evaluations
 from megadiff.observe.metrics import (
     Row,
     Verdict,
     column,
+    config_number,
     finite,
     format_seconds,
     median,
@@ -30,6 +32,9 @@ from megadiff.observe.metrics import (
     step_seconds,
     verdict,
 )
+from megadiff.observe.page import render_page, section, tile, write_page
+from megadiff.observe.report_evaluation import TITLE as HELD_OUT
+from megadiff.observe.report_evaluation import Evaluations, accuracy_headline, heldout_section, heldout_tile
 from megadiff.observe.report_samples import samples_section
 from megadiff.observe.report_time import time_section
 from megadiff.observe.samples import SavedSample, read_samples
@@ -40,10 +45,11 @@ logger = logging.getLogger(__name__)
 REPORT_NAME = "report.html"
 CONFIG_NAME = "config.yaml"
 
-# Section → the areas of its metrics. An area that is named nowhere goes to "Other metrics": nothing is hidden.
+# Section → the areas of its metrics, or single ones. What is named nowhere goes to "Other metrics": nothing is hidden.
 SECTIONS = {
     "Reward": ("reward",),
-    "Evaluation": ("eval",),
+    "Diversity": ("diversity", "eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"),
+    HELD_OUT: ("eval",),
     "Policy health": ("policy", "loss", "optim"),
     "Trainer and replicas agree": ("parity", "rollout"),
     "Speed and memory": ("perf", "memory"),
@@ -51,7 +57,7 @@ SECTIONS = {
 OTHER_SECTION = "Other metrics"
 LEADS = {
     "Reward": "What the policy is trained for, averaged over the samples of a step.",
-    "Evaluation": "Held-out prompts, sampled as evaluation is configured.",
+    "Diversity": "How different the samples of one prompt are. A reward that rises while they grow alike is being exploited.",
     "Policy health": "How far each update moves the policy, and how hard it is pushed.",
     "Trainer and replicas agree": "Samples are only on policy while both compute the same log-probabilities.",
     "Speed and memory": "What the hardware gives.",
@@ -62,6 +68,14 @@ NAMES = {
     "reward/mean": ("Reward", "mean over all samples of a step"),
     "reward/std": ("Reward spread", "standard deviation; at 0 nothing can be learned"),
     "reward/zero_std_ratio": ("Groups without signal", "share whose samples all got one reward"),
+    "diversity/colour_entropy_bit": ("Colours", "bit; among the samples of one prompt"),
+    "diversity/pixel_spread": ("Pixel spread", "distance between one prompt's samples, 0 … 1"),
+    "diversity/saturation": ("Saturation", "mean over all pixels; a lurid policy's rises"),
+    "diversity/clipped_share": ("Clipped values", "share of colour values at 0 or 255"),
+    "eval/mean": ("Held-out reward", "weighted sum, as in training"),
+    "eval/colour_entropy_bit": ("Held-out colours", "bit; among the samples of one prompt"),
+    "eval/latent_spread": ("Latent spread", "held out; distance between one prompt's samples"),
+    "eval/saturation": ("Held-out saturation", "mean over all pixels"),
     "policy/clip_fraction": ("Clipped ratios", "healthy below 0.3"),
     "policy/kl_old": ("KL to the sampling policy", "about 0 before the first update of a batch"),
     "policy/kl_ref": ("KL to the reference", "grows slowly; a cliff is reward hacking"),
@@ -77,14 +91,21 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run's folder holds. config_text: config.yaml as it is, "" without one; config: its mapping, {} when it
-    cannot be read."""
+    """What a run's folder holds. evaluations: its first and its last one, and heldout the one against the other.
+    config_text: config.yaml as it is, "" without one; config: its mapping, {} when it cannot be read."""
 
     folder: Path
     rows: Sequence[Row]
     samples: Sequence[SavedSample]
+    evaluations: Evaluations
+    heldout: Comparison | None
     config_text: str
     config: Mapping[str, Any]
+
+    @property
+    def last_step(self) -> int:
+        """Steps that are finished; an evaluation before the first one is logged as step 0."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
     def num_steps(self) -> int | None:
@@ -101,10 +122,13 @@ def read_run(folder: Path) -> Run:
     if not config_path.exists() and not metrics_path.exists():
         raise ValueError(f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>")
     config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
+    evaluations = read_evaluations(folder)
     return Run(
         folder=folder.resolve(),
         rows=read_rows(metrics_path),
         samples=read_samples(folder),
+        evaluations=evaluations,
+        heldout=compare(evaluations),
         config_text=config_text,
         config=_parse_config(config_text),
     )
@@ -130,18 +154,20 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     """Section → its metrics: named ones first, in NAMES's order. time/* has a section of its own and is left out."""
     order = {key: place for place, key in enumerate(NAMES)}
     sections: dict[str, list[str]] = {name: [] for name in [*SECTIONS, OTHER_SECTION]}
-    homes = {area: name for name, areas in SECTIONS.items() for area in areas}
+    homes = {home: name for name, homes in SECTIONS.items() for home in homes}
     for key in sorted(keys, key=lambda key: (order.get(key, len(order)), key)):
         area = key.partition("/")[0]
         if area != "time":
-            sections[homes.get(area, OTHER_SECTION)].append(key)
+            sections[homes.get(key, homes.get(area, OTHER_SECTION))].append(key)
     return sections
 
 
 def headline(run: Run, ends: Verdict | None) -> str:
     """The verdict in one sentence."""
-    if not run.rows:
+    if not run.last_step:
         return "No step is finished yet."
+    if accuracy := accuracy_headline(run.heldout):
+        return accuracy
     if ends is None:
         return "No reward has been recorded."
     if len(finite(column(run.rows, "reward/mean"))) == 1:
@@ -151,70 +177,64 @@ def headline(run: Run, ends: Verdict | None) -> str:
     return f"{change}." if ends.is_clear else f"{change}: within the noise."
 
 
-def _tile(label: str, value: str, detail: str = "") -> str:
-    return (
-        f'<li class="tile"><span>{escape(label)}</span><strong>{escape(value)}</strong><em>{escape(detail)}</em></li>'
-    )
-
-
 def _gain_tile(ends: Verdict) -> str:
     detail = f"first {ends.window} → last {ends.window} steps"
     if ends.noise:
         detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
-    return _tile("Gain", f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}", detail)
+    return tile("Gain", f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}", detail)
 
 
-def _tiles(run: Run, ends: Verdict | None) -> str:
+def _tiles(run: Run, ends: Verdict | None) -> list[str]:
     """The numbers that one looks for first."""
     rows = run.rows
-    last_step = int(rows[-1]["step"]) if rows else 0
-    tiles: list[str] = []
+    tiles = heldout_tile(run.evaluations, run.heldout)
     rewards = finite(column(rows, "reward/mean"))
     if len(rewards) > 1:
         tiles.append(_gain_tile(ends))
-    if rewards:
-        tiles.append(_tile("Reward now", pretty_number(ends.last), f"best step {pretty_number(max(rewards))}"))
-    tiles.append(_tile("Steps", str(last_step), f"of {run.num_steps}" if run.num_steps else ""))
+    if rewards and not run.evaluations:  # one row of tiles
+        tiles.append(tile("Reward now", pretty_number(ends.last), f"best step {pretty_number(max(rewards))}"))
+    tiles.append(tile("Steps", str(run.last_step), f"of {run.num_steps}" if run.num_steps else ""))
     seconds = finite(step_seconds(row) for row in rows)
     if seconds:
-        tiles.append(_tile("Wall time", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
+        tiles.append(tile("Wall time", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
     rate = median(column(rows, "perf/samples_per_s"))
     if rate is not None:
-        tiles.append(_tile("Samples per second", pretty_number(rate), "median"))
+        tiles.append(tile("Samples per second", pretty_number(rate), "median"))
     gap = max(finite(column(rows, "parity/log_prob_gap_max")), default=None)
     if gap is not None:
-        tiles.append(_tile("Parity gap", pretty_number(gap), "largest of the run"))
-    return f'<ul class="tiles">{"".join(tiles)}</ul>'
+        tiles.append(tile("Parity gap", pretty_number(gap), "largest of the run"))
+    return tiles
 
 
 def _findings_block(run: Run) -> str:
-    items = "".join(f"<li>{escape(finding)}</li>" for finding in findings(run.rows, run.config))
+    items = "".join(f"<li>{escape(finding)}</li>" for finding in findings(run.rows, run.config, run.heldout))
     return f'<div class="findings"><h2>Worth a look</h2><ul>{items}</ul></div>' if items else ""
 
 
 def _chart(rows: Sequence[Row], key: str) -> str:
     title, note = metric_name(key)
     if key != "reward/mean":
-        return line_chart(curve(rows, key), title=title, key=key, note=note, smooth=key.startswith("reward/"))
+        return line_chart(
+            curve(rows, key), title=title, key=key, note=note, smooth=key.startswith(("reward/", "diversity/"))
+        )
     line = curve(rows, key, std_key="reward/std")
     note += "; band: ± one standard deviation" if finite(column(rows, "reward/std")) else ""
     return line_chart(line, title=title, key=key, note=note, kind="hero", smooth=True)
 
 
-def _section(title: str, body: str, *, lead: str = "") -> str:
-    return f"<section><header><h2>{escape(title)}</h2><p>{escape(lead)}</p></header>{body}</section>"
-
-
 def _metric_section(name: str, run: Run, keys: Sequence[str]) -> str:
     charts = "".join(_chart(run.rows, key) for key in keys)
-    return _section(name, f'<div class="charts">{charts}</div>', lead=LEADS[name]) if keys else ""
+    if name == HELD_OUT:
+        return heldout_section(run.evaluations, run.heldout, charts=charts)
+    layout = "charts dense" if name == "Diversity" else "charts"
+    return section(name, f'<div class="{layout}">{charts}</div>', lead=LEADS[name]) if keys else ""
 
 
 def _config_section(run: Run) -> str:
     if not run.config_text:
-        return _section("Config", f'<p class="empty">This run has no {CONFIG_NAME}.</p>')
+        return section("Config", f'<p class="empty">This run has no {CONFIG_NAME}.</p>')
     lines = run.config_text.count("\n")
-    return _section(
+    return section(
         "Config",
         f"<details><summary>{CONFIG_NAME}, resolved <em>{lines} lines</em></summary>"
         f"<pre>{escape(run.config_text)}</pre></details>",
@@ -225,60 +245,28 @@ def render(run: Run) -> str:
     """The page's HTML."""
     ends = verdict(run.rows)
     by_section = section_keys(metric_keys(run.rows))
-    sections = [_metric_section(name, run, by_section[name]) for name in ("Reward", "Evaluation")]
+    first = ("Reward", "Diversity", HELD_OUT)
+    sections = [_metric_section(name, run, by_section[name]) for name in first]
     sections += [samples_section(run.samples), time_section(run.rows)]
-    rest = [name for name in by_section if name not in ("Reward", "Evaluation")]
+    rest = [name for name in by_section if name not in first]
     sections += [_metric_section(name, run, by_section[name]) for name in rest]
     sections.append(_config_section(run))
-    running = run.num_steps and run.rows and run.rows[-1]["step"] < run.num_steps
-    state = "stopped early or still going" if running else "finished" if run.rows else "not started"
-    assets = Path(__file__).parent
-    return PAGE.format(
-        name=escape(run.folder.name),
+    running = run.num_steps and run.last_step and run.last_step < run.num_steps
+    state = "stopped early or still going" if running else "finished" if run.last_step else "not started"
+    return render_page(
+        kind="report",
+        name=run.folder.name,
         state=state if run.num_steps else "",
-        headline=escape(headline(run, ends)),
+        headline=headline(run, ends),
         tiles=_tiles(run, ends),
         findings=_findings_block(run),
-        sections="".join(sections),
-        style=(assets / "report.css").read_text("utf-8"),
-        script=(assets / "report.js").read_text("utf-8"),
+        sections=sections,
     )
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{name} · megadiff report</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<main>
-<header class="masthead">
-<p class="run"><b>megadiff</b><code>{name}</code><span>{state}</span><button type="button" id="theme">Dark</button></p>
-<h1>{headline}</h1>
-{tiles}
-{findings}
-</header>
-{sections}
-</main>
-<dialog id="zoom"></dialog>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 def write_report(run_folder: Path) -> Path:
     """Writes report.html into the run's folder, aside and renamed, and returns its path. ValueError: no run there."""
     page = render(read_run(run_folder))
-    path = run_folder / REPORT_NAME
-    aside = path.with_name(f".{REPORT_NAME}")
-    aside.write_text(page, "utf-8")
-    os.replace(aside, path)
+    path = write_page(run_folder / REPORT_NAME, page)
     logger.info("report %s, %.1f MB", path, len(page) / 1e6)
     return path

@@ -49,13 +49,13 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
     return [[row.get(step) for step in columns] for row in chosen]
 
 
-def _load(sample: SavedSample) -> Image.Image | None:
-    """The image in RGB; None, with a warning, when the file is damaged."""
+def load_image(path: Path) -> Image.Image | None:
+    """The image in RGB; None, with a warning, when the file is damaged or gone."""
     try:
-        with Image.open(sample.path) as image:
+        with Image.open(path) as image:
             return image.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError) as error:  # PIL's ways to say "no whole image"
-        logger.warning("%s cannot be read and is left out: %s", sample.path, error)
+        logger.warning("%s cannot be read and is left out: %s", path, error)
         return None
 
 
@@ -81,7 +81,7 @@ def encode(images: Sequence[Image.Image]) -> list[bytes]:
 def samples_section(samples: Sequence[SavedSample]) -> str:
     """Rows of prompts with their samples over steps; "" without a readable sample."""
     rows = pick_rows(samples)
-    images = {sample.path: _load(sample) for row in rows for sample in row if sample is not None}
+    images = {sample.path: load_image(sample.path) for row in rows for sample in row if sample is not None}
     whole = {path: image for path, image in images.items() if image is not None}
     if not whole:
         return ""
@@ -94,6 +94,16 @@ def samples_section(samples: Sequence[SavedSample]) -> str:
     )
 
 
+def frame(png: bytes, size: tuple[int, int], *, title: str, alt: str) -> str:
+    """An image of the page, which a click enlarges. size: width and height of the original."""
+    url = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+    pixelated = ' class="pixelated"' if max(size) < PIXELATED_BELOW else ""
+    return (
+        f'<button type="button" class="frame" title="{escape(title)}"><img{pixelated} src="{url}" '
+        f'alt="{escape(alt)}" width="{size[0]}" height="{size[1]}"></button>'
+    )
+
+
 def _row(row: Sequence[SavedSample | None], images: dict[Path, Image.Image], pngs: dict[Path, bytes]) -> str:
     caption = next(sample.caption for sample in row if sample is not None)
     cells = "".join('<li class="gap"></li>' if s is None or s.path not in pngs else _cell(s, images, pngs) for s in row)
@@ -101,14 +111,9 @@ def _row(row: Sequence[SavedSample | None], images: dict[Path, Image.Image], png
 
 
 def _cell(sample: SavedSample, images: dict[Path, Image.Image], pngs: dict[Path, bytes]) -> str:
-    width, height = images[sample.path].size
-    url = "data:image/png;base64," + base64.b64encode(pngs[sample.path]).decode("ascii")
     names = " · ".join(f"{name} {pretty_number(value)}" for name, value in sample.rewards.items())
     title = f"step {sample.step}, weights of version {sample.policy_version}: {names or 'no rewards'}"
-    alt = f"{sample.caption}, step {sample.step}"
-    pixelated = ' class="pixelated"' if max(width, height) < PIXELATED_BELOW else ""
-    return (
-        f'<li><button type="button" class="frame" title="{escape(title)}"><img{pixelated} src="{url}" '
-        f'alt="{escape(alt)}" width="{width}" height="{height}"></button>'
-        f"<p><span>step {sample.step}</span><b>{pretty_number(sample.reward)}</b></p></li>"
+    picture = frame(
+        pngs[sample.path], images[sample.path].size, title=title, alt=f"{sample.caption}, step {sample.step}"
     )
+    return f"<li>{picture}<p><span>step {sample.step}</span><b>{pretty_number(sample.reward)}</b></p></li>"

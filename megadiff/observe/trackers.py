@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megadiff.observe.metrics import check_keys, parse_row
+from megadiff.observe.alarm import Alarm
+from megadiff.observe.evaluation import drop_evaluations_after
+from megadiff.observe.metrics import check_keys, parse_row, read_rows
 from megadiff.observe.samples import SampleRecord, drop_samples_after, frame_strip, sample_grid, save_samples
 
 logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
+BEFORE_ALL = -1  # below step 0, whose line holds the evaluation before the first step
 
 
 class Tracker(Protocol):
@@ -35,8 +38,9 @@ class FolderTracker:
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         self._run_folder = run_folder
         path = run_folder / METRICS_NAME
-        drop_rows_after(path, step=resume_step)
+        drop_rows_after(path, step=resume_step or BEFORE_ALL)
         drop_samples_after(run_folder, step=resume_step)
+        drop_evaluations_after(run_folder, step=resume_step or BEFORE_ALL)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -147,7 +151,7 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
 class Trackers:
     """All places of a run. `Trackers(())` takes everything and writes nothing: for the ranks that do not log."""
 
-    def __init__(self, trackers: Sequence[Tracker], *, last_step: int = 0) -> None:
+    def __init__(self, trackers: Sequence[Tracker], *, last_step: int = BEFORE_ALL) -> None:
         self._trackers = tuple(trackers)
         self._last_step = last_step
 
@@ -190,4 +194,5 @@ def build_trackers(
     run_folder.mkdir(parents=True, exist_ok=True)
     wanted = dict.fromkeys(["jsonl", *names])
     built = [TRACKERS[name](run_folder, config=config, resume_step=resume_step) for name in wanted]
-    return Trackers(built, last_step=resume_step)
+    built.append(Alarm(run_folder, config=config, rows=read_rows(run_folder / METRICS_NAME)))
+    return Trackers(built, last_step=resume_step or BEFORE_ALL)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from torch import Tensor
 
-from megadiff.rollout.wire import decode_group, encode_bucket, request_to_json
+from megadiff.rollout.wire import decode_groups, encode_bucket, requests_to_json
 from megadiff.types import RolloutGroup, RolloutRequest
 from megadiff.weights.manifest import Manifest
 
@@ -53,7 +53,11 @@ class ReplicaClient:
 
     def generate(self, request: RolloutRequest) -> RolloutGroup:
         """The group of one request. A 409 tells that the replica holds another policy version than asked."""
-        return decode_group(self._call("POST", "/rl/generate", json=request_to_json(request)).content)
+        return self.generate_batch([request])[0]
+
+    def generate_batch(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+        """The groups of requests of equal sampling, drawn as one batch, in the order of the requests."""
+        return decode_groups(self._call("POST", "/rl/generate", json=requests_to_json(requests)).content)
 
     def weights_begin(self, version: int, manifest: Manifest) -> None:
         """Opens a push; from here to the commit the replica does not generate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
 PROGRESS_S = 5.0
-REQUESTS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between groups
+CALLS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between calls
 
 
 class ReplicaDied(RuntimeError):
@@ -33,22 +34,27 @@ class ReplicaDied(RuntimeError):
 class Fleet:
     """All replicas of the run seen from one trainer rank; a context manager.
 
-    processes: the replicas that this very rank started and watches (empty on the other ranks). logs: name → log file.
+    batch_size: samples of one call to a replica. processes: the replicas that this very rank started and watches (empty
+    on the other ranks). logs: name → log file. rank, num_ranks: of those that share the replicas, each with its own Fleet.
     """
 
     def __init__(
         self,
         clients: Sequence[ReplicaClient],
         *,
+        batch_size: int,
         processes: Sequence[ReplicaProcess] = (),
         logs: dict[str, Path] | None = None,
         rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
+        self.batch_size = batch_size
         self.replicas, self.processes, self.logs = list(clients), list(processes), logs or {}
         self._load = {client.name: 0 for client in clients}
         self._lock = threading.Lock()
-        self._first_choice = rank % len(self.replicas)  # equal loads: ranks begin with different replicas
-        self._pool = ThreadPoolExecutor(max_workers=REQUESTS_PER_REPLICA * len(self.replicas))
+        self._share = max(1, len(self.replicas) // num_ranks)  # of the replicas: what this rank would have alone
+        self._first_choice = rank * self._share % len(self.replicas)  # equal loads: ranks begin with different replicas
+        self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
 
     def __enter__(self) -> Fleet:
         return self
@@ -63,15 +69,22 @@ class Fleet:
             client.close()
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
-        """Yields (index of the request, group) as groups arrive. Raises ReplicaDied or ReplicaError at the first failure."""
-        futures = {self._pool.submit(self._one, request): index for index, request in enumerate(requests)}
-        pending: set[Future[RolloutGroup]] = set(futures)
+        """Yields (index of the request, group) as groups arrive. Raises ReplicaDied or ReplicaError at the first failure.
+
+        Requests of equal sampling. Prompts of similar length go into one call, since a batch is as wide as its longest one.
+        """
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
+        sizes = [len(requests[index].sample_indices) for index in order]
+        cuts = calls(sizes, batch_size=self.batch_size, num_replicas=self._share)
+        batches = [[order[place] for place in cut] for cut in cuts]
+        futures = {self._pool.submit(self._one, [requests[index] for index in batch]): batch for batch in batches}
+        pending: set[Future[list[RolloutGroup]]] = set(futures)
         try:
             while pending:
                 done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 self.check_alive()
                 for future in done:
-                    yield futures[future], future.result()
+                    yield from zip(futures[future], future.result(), strict=True)
         finally:
             for future in pending:
                 future.cancel()
@@ -101,13 +114,13 @@ class Fleet:
         for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
             future.result()
 
-    def _one(self, request: RolloutRequest) -> RolloutGroup:
+    def _one(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         with self._lock:
             order = self.replicas[self._first_choice :] + self.replicas[: self._first_choice]
             client = min(order, key=lambda replica: self._load[replica.name])
             self._load[client.name] += 1
         try:
-            return self.call(client, lambda replica: replica.generate(request))
+            return self.call(client, lambda replica: replica.generate_batch(requests))
         finally:
             with self._lock:
                 self._load[client.name] -= 1
@@ -123,6 +136,21 @@ class Fleet:
             self.check_alive()
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
             raise ReplicaDied(f"{client.name} at {client.url} does not answer: {error}\n{tail}") from error
+
+
+def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> list[range]:
+    """Cuts groups of these numbers of samples into calls: ranges of consecutive groups, each group whole.
+
+    A call holds at most batch_size samples, but at least one group, and all calls but the last hold equally many groups: as
+    many as leave no replica idle in a last round. It depends on nothing that varies between two runs, such as which replica
+    is faster: a batch's composition changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
+    """
+    if not group_sizes:
+        return []
+    num_groups, most = len(group_sizes), max(1, batch_size // max(group_sizes))
+    rounds = math.ceil(num_groups / (most * num_replicas))
+    per_call = math.ceil(num_groups / (rounds * num_replicas))
+    return [range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)]
 
 
 class WeightTarget:

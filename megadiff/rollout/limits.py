@@ -10,6 +10,7 @@ class Limits:
     """Upper bounds; side in pixels, prompt_chars in characters, bodies in bytes."""
 
     group_size: int = 1024
+    batch_size: int = 1024  # samples of one call
     side: int = 4096
     num_inference_steps: int = 1000
     prompt_chars: int = 2000

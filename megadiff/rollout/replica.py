@@ -7,18 +7,20 @@ import logging
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megadiff.models.rollout_base import REQUEST_KEY, RESULT_KEY, assemble_group
+from torch import Tensor
+
+from megadiff.models.rollout_base import REQUESTS_KEY, RESULT_KEY, assemble_groups
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.omni_app import call_worker, set_asleep
 from megadiff.rollout.policy import PolicyState, Refused
-from megadiff.rollout.requests import check_request
-from megadiff.rollout.wire import bucket_manifest, encode_group
+from megadiff.rollout.requests import check_requests
+from megadiff.rollout.wire import bucket_manifest, encode_groups
 from megadiff.types import RolloutRequest
 from megadiff.weights.manifest import Manifest
 
@@ -38,9 +40,9 @@ class Replica:
         self._weights_lock = asyncio.Lock()  # one push, sleep or wake at a time
 
     @asynccontextmanager
-    async def generating(self, asked_version: int | None = None) -> AsyncIterator[int]:
+    async def generating(self) -> AsyncIterator[int]:
         """Counts a request as in flight; yields the policy version, which cannot change meanwhile. Raises Refused."""
-        self.policy.require_ready(asked_version)
+        self.policy.require_ready()
         self.in_flight += 1
         try:
             yield self.policy.version
@@ -49,15 +51,20 @@ class Replica:
                 self.in_flight -= 1
                 self._idle.notify_all()
 
-    async def generate(self, request: RolloutRequest) -> tuple[bytes, float]:
-        """(encoded RolloutGroup, seconds inside the engine). Raises Refused, and ValueError for a bad request."""
-        check_request(request, self.limits)
-        async with self.generating(request.policy_version) as version:
+    async def generate(self, requests: Sequence[RolloutRequest]) -> tuple[bytes, float]:
+        """(encoded RolloutGroups, drawn as one batch; seconds inside the engine).
+
+        Raises Refused, and ValueError for a bad request or for requests that do not go together.
+        """
+        check_requests(requests, self.limits)
+        for request in requests:
+            self.policy.require_ready(request.policy_version)
+        async with self.generating() as version:
             start = time.perf_counter()
-            result = await self._sample(request)
+            result = await self._sample(requests)
             engine_s = time.perf_counter() - start
-        group = assemble_group(request, result, policy_version=version, replica=self.name)
-        return await asyncio.to_thread(encode_group, group), engine_s
+        groups = assemble_groups(requests, result, policy_version=version, replica=self.name)
+        return await asyncio.to_thread(encode_groups, groups), engine_s
 
     async def weights_begin(self, version: int, manifest: Manifest) -> None:
         """Refuse new generation, and wait until the requests in flight are done."""
@@ -106,27 +113,25 @@ class Replica:
         async with self._idle:
             await self._idle.wait_for(lambda: self.in_flight == 0)
 
-    async def _sample(self, request: RolloutRequest) -> dict[str, Any]:
+    async def _sample(self, requests: Sequence[RolloutRequest]) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-        sampling = request.sampling
-        prompt = {"prompt": request.prompt.text}
-        if sampling.true_cfg_scale > 1:
-            prompt["negative_prompt"] = request.prompt.negative_text
+        sampling = requests[0].sampling
         parameters = OmniDiffusionSamplingParams(
             height=sampling.height,
             width=sampling.width,
             num_inference_steps=sampling.num_inference_steps,
             true_cfg_scale=max(1.0, sampling.true_cfg_scale),  # vllm-omni takes 0 for "not given" and then uses 4
-            num_outputs_per_prompt=len(request.sample_indices),
-            extra_args={REQUEST_KEY: replace(request, prompt=replace(request.prompt, fields={}))},
+            num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
+            extra_args={REQUESTS_KEY: tuple(replace(one, prompt=replace(one.prompt, fields={})) for one in requests)},
         )
-        output = None
-        async for output in self.engine.generate(
-            prompt=prompt, request_id=f"rl-{uuid.uuid4().hex}", sampling_params_list=[parameters]
-        ):
-            pass
-        return output.multimodal_output["metadata"][RESULT_KEY]
+        outputs = self.engine.generate(
+            prompt={"prompt": requests[0].prompt.text},
+            request_id=f"rl-{uuid.uuid4().hex}",
+            sampling_params_list=[parameters],
+        )
+        last = [output async for output in outputs][-1]
+        return last.multimodal_output["metadata"][RESULT_KEY]
 
 
 async def _receive(chunks: AsyncIterator[bytes], file: Any, max_bytes: int) -> None:

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megadiff.diffusion.schedule import check_window
 from megadiff.diffusion.sde import NOISE_SCALES
 from megadiff.rollout.limits import Limits
-from megadiff.types import DTYPES, RolloutRequest
+from megadiff.types import DTYPES, RolloutRequest, Sampling
 
 SIZE_MULTIPLE = 16  # pixels per latent token
+
+
+def check_requests(requests: Sequence[RolloutRequest], limits: Limits) -> None:
+    """Raises ValueError unless all can be sampled in one batch; a fault of one request names its place and prompt."""
+    if not requests:
+        raise ValueError("the list of requests is empty; send at least one")
+    for place, request in enumerate(requests):
+        try:
+            check_request(request, limits)
+        except ValueError as error:
+            raise ValueError(f"requests[{place}] (prompt {request.prompt.id[:64]}): {error}") from None
+        _check_same_sampling(place, request.sampling, requests[0].sampling)
+    num_samples = sum(len(request.sample_indices) for request in requests)
+    if num_samples > limits.batch_size:
+        raise ValueError(
+            f"{len(requests)} requests ask for {num_samples} samples, a call takes {limits.batch_size}; send fewer "
+            "requests at once (rollout.batch_size)"
+        )
+
+
+def _check_same_sampling(place: int, sampling: Sampling, first: Sampling) -> None:
+    for name, value in vars(sampling).items():
+        if value != getattr(first, name):
+            raise ValueError(
+                f"requests[{place}] has {name}={value}, requests[0] has {name}={getattr(first, name)}; a batch shares "
+                "one sampling: send the others in a call of their own"
+            )
 
 
 def check_request(request: RolloutRequest, limits: Limits) -> None:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from megadiff.rollout.policy import Refused
 from megadiff.rollout.replica import Replica
-from megadiff.rollout.wire import request_from_json
+from megadiff.rollout.wire import requests_from_json
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)  # no token needed
@@ -46,7 +46,7 @@ def _router(replica: Replica) -> APIRouter:
     @router.post("/rl/generate")
     async def generate(request: Request) -> Response:
         async def answer() -> Response:
-            body, engine_s = await replica.generate(request_from_json(await _json(request, replica)))
+            body, engine_s = await replica.generate(requests_from_json(await _json(request, replica)))
             timing = {"Server-Timing": f"engine;dur={1000 * engine_s:.2f}"}
             return Response(body, media_type="application/octet-stream", headers=timing)
 

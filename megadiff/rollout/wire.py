@@ -19,79 +19,40 @@ HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
 CONDITIONING_PREFIX = "conditioning."
 
 
-def request_to_json(request: RolloutRequest) -> dict[str, Any]:
-    """A RolloutRequest as JSON values."""
-    return dataclasses.asdict(request)
+def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
+    """RolloutRequests as a JSON list."""
+    return [dataclasses.asdict(request) for request in requests]
 
 
-def request_from_json(value: object) -> RolloutRequest:
-    """The inverse. Raises ValueError that names the key which is missing, unknown or of a wrong type."""
-    fields = _fields(value, RolloutRequest, "request")
-    fields["prompt"] = Prompt(**_fields(fields["prompt"], Prompt, "prompt"))
-    sampling = _fields(fields["sampling"], Sampling, "sampling")
-    if "sde_window_range" in sampling:
-        sampling["sde_window_range"] = _integers(sampling["sde_window_range"], "sampling.sde_window_range", length=2)
-    fields["sampling"] = Sampling(**sampling)
-    fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
-    return RolloutRequest(**fields)
+def requests_from_json(value: object) -> list[RolloutRequest]:
+    """The inverse. Raises ValueError that names the request, and its key which is missing, unknown or of a wrong type."""
+    if not isinstance(value, list):
+        raise ValueError(f"the body is a {type(value).__name__}; it must be a JSON list of requests")
+    requests = []
+    for place, item in enumerate(value):
+        try:
+            requests.append(_request_from_json(item))
+        except ValueError as error:
+            raise ValueError(f"requests[{place}]: {error}") from None
+    return requests
 
 
-def encode_group(group: RolloutGroup) -> bytes:
-    """safetensors bytes: trajectories stacked over samples, and a JSON header."""
-    first = group.trajectories[0]
+def encode_groups(groups: Sequence[RolloutGroup]) -> bytes:
+    """safetensors bytes: `<place>.<name>` tensors, trajectories stacked over samples, and a JSON header."""
     tensors = {
-        "schedule": group.schedule,
-        "sigmas": first.sigmas,
-        "timesteps": first.timesteps,
-        "latents": torch.stack([trajectory.latents_SLC for trajectory in group.trajectories]),
-        "log_probs": torch.stack([trajectory.log_probs for trajectory in group.trajectories]),
-        "pixels": torch.stack([trajectory.pixels for trajectory in group.trajectories]),
-        **{CONDITIONING_PREFIX + name: tensor for name, tensor in group.conditioning.items()},
+        f"{place}.{name}": tensor for place, group in enumerate(groups) for name, tensor in _tensors(group).items()
     }
-    header = {
-        "prompt": dataclasses.asdict(group.prompt),
-        "sampling": dataclasses.asdict(group.sampling),
-        "sample_indices": [trajectory.sample_index for trajectory in group.trajectories],
-        "window_start": first.window_start,
-        "policy_version": group.policy_version,
-        "replica": group.replica,
-    }
-    return _save(tensors, header)
+    return _save(tensors, {"groups": [_header(group) for group in groups]})
 
 
-def decode_group(body: bytes) -> RolloutGroup:
-    """The inverse of encode_group. Raises ValueError when the body is not such a group."""
+def decode_groups(body: bytes) -> list[RolloutGroup]:
+    """The inverse of encode_groups. Raises ValueError when the body does not hold groups."""
     tensors, header = _load(body)
-    prompt = Prompt(**_fields(header["prompt"], Prompt, "prompt"))
-    sampling = _fields(header["sampling"], Sampling, "sampling")
-    sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
-    trajectories = tuple(
-        Trajectory(
-            latents_SLC=tensors["latents"][row],
-            sigmas=tensors["sigmas"],
-            timesteps=tensors["timesteps"],
-            log_probs=tensors["log_probs"][row],
-            window_start=header["window_start"],
-            pixels=tensors["pixels"][row],
-            prompt_id=prompt.id,
-            sample_index=sample_index,
-            policy_version=header["policy_version"],
-        )
-        for row, sample_index in enumerate(header["sample_indices"])
-    )
-    return RolloutGroup(
-        prompt=prompt,
-        sampling=Sampling(**sampling),
-        schedule=tensors["schedule"],
-        conditioning={
-            name.removeprefix(CONDITIONING_PREFIX): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(CONDITIONING_PREFIX)
-        },
-        trajectories=trajectories,
-        policy_version=header["policy_version"],
-        replica=header["replica"],
-    )
+    of_group: list[dict[str, Tensor]] = [{} for _ in header["groups"]]
+    for key, tensor in tensors.items():
+        place, _, name = key.partition(".")
+        of_group[int(place)][name] = tensor
+    return [_group(*pair) for pair in zip(of_group, header["groups"], strict=True)]
 
 
 def encode_bucket(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
@@ -121,6 +82,75 @@ def bucket_manifest(path: Path) -> dict[str, dict[str, object]]:
         raise ValueError(f"the body of {path.stat().st_size} bytes is not a whole safetensors file: {error}") from None
 
 
+def _request_from_json(value: object) -> RolloutRequest:
+    fields = _fields(value, RolloutRequest, "request")
+    fields["prompt"] = Prompt(**_fields(fields["prompt"], Prompt, "prompt"))
+    sampling = _fields(fields["sampling"], Sampling, "sampling")
+    if "sde_window_range" in sampling:
+        sampling["sde_window_range"] = _integers(sampling["sde_window_range"], "sampling.sde_window_range", length=2)
+    fields["sampling"] = Sampling(**sampling)
+    fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
+    return RolloutRequest(**fields)
+
+
+def _tensors(group: RolloutGroup) -> dict[str, Tensor]:
+    first = group.trajectories[0]
+    return {
+        "schedule": group.schedule.clone(),  # one tensor for all groups of a batch, and safetensors refuses shared storage
+        "sigmas": first.sigmas,
+        "timesteps": first.timesteps,
+        "latents": torch.stack([trajectory.latents_SLC for trajectory in group.trajectories]),
+        "log_probs": torch.stack([trajectory.log_probs for trajectory in group.trajectories]),
+        "pixels": torch.stack([trajectory.pixels for trajectory in group.trajectories]),
+        **{CONDITIONING_PREFIX + name: tensor for name, tensor in group.conditioning.items()},
+    }
+
+
+def _header(group: RolloutGroup) -> dict[str, Any]:
+    return {
+        "prompt": dataclasses.asdict(group.prompt),
+        "sampling": dataclasses.asdict(group.sampling),
+        "sample_indices": [trajectory.sample_index for trajectory in group.trajectories],
+        "window_start": group.trajectories[0].window_start,
+        "policy_version": group.policy_version,
+        "replica": group.replica,
+    }
+
+
+def _group(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> RolloutGroup:
+    prompt = Prompt(**_fields(header["prompt"], Prompt, "prompt"))
+    sampling = _fields(header["sampling"], Sampling, "sampling")
+    sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
+    columns = (tensors[name].unbind() for name in ("latents", "log_probs", "pixels"))
+    trajectories = tuple(
+        Trajectory(
+            latents_SLC=latents_SLC,
+            sigmas=tensors["sigmas"],
+            timesteps=tensors["timesteps"],
+            log_probs=log_probs,
+            window_start=header["window_start"],
+            pixels=pixels,
+            prompt_id=prompt.id,
+            sample_index=sample_index,
+            policy_version=header["policy_version"],
+        )
+        for sample_index, latents_SLC, log_probs, pixels in zip(header["sample_indices"], *columns, strict=True)
+    )
+    return RolloutGroup(
+        prompt=prompt,
+        sampling=Sampling(**sampling),
+        schedule=tensors["schedule"],
+        conditioning={
+            name.removeprefix(CONDITIONING_PREFIX): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(CONDITIONING_PREFIX)
+        },
+        trajectories=trajectories,
+        policy_version=header["policy_version"],
+        replica=header["replica"],
+    )
+
+
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -142,7 +172,7 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     length = int.from_bytes(body[:8], "little")
     metadata = json.loads(body[8 : 8 + length]).get("__metadata__", {})
     if HEADER_KEY not in metadata:
-        raise ValueError(f"the safetensors metadata lacks {HEADER_KEY!r}; was it written by encode_group?")
+        raise ValueError(f"the safetensors metadata lacks {HEADER_KEY!r}; was it written by encode_groups?")
     return tensors, json.loads(metadata[HEADER_KEY])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
+from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.parallel.collectives import agreed
@@ -27,7 +29,7 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.checkpoint import Checkpoints
-from megadiff.train.evaluate import evaluate
+from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, spread
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder
 from megadiff.train.rollout import sampling_of
@@ -54,25 +56,33 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     check_model_folder(model)
     adapter = build_adapter(model)
     adapter.validate(sampling)
-    prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars)
+    prompts = [] if config.algorithm.name == "sft" else _training_prompts(config)
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
-    with closing(Scorer(config.reward, num_workers=1)) as scorer:
-        scorer.validate(asked)
+    if config.reward:
+        with closing(Scorer(config.reward, num_workers=1)) as scorer:
+            scorer.validate(asked)
+    return layout, adapter, prompts
+
+
+def _training_prompts(config: Config) -> list[Prompt]:
+    prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars)
     if len(prompts) < config.train.prompts_per_step:
         raise ValueError(
             f"{config.data.prompts} has {len(prompts)} prompts < train.prompts_per_step={config.train.prompts_per_step}: a "
             f"prompt twice in a step would get the same noise; set train.prompts_per_step<={len(prompts)}, add prompts, or "
             "raise algorithm.group_size"
         )
-    return layout, adapter, prompts
+    return prompts
 
 
 def eval_prompts(config: Config) -> list[Prompt]:
-    """The prompts of eval.prompts, none where eval.every is 0."""
+    """The prompts of eval.prompts, none where eval.every is 0. ValueError when eval.num_samples cannot cover their tasks."""
     if not config.eval.every:
         return []
-    return load_prompts(Path(config.eval.prompts), max_chars=config.data.max_prompt_chars)
+    prompts = load_prompts(Path(config.eval.prompts), max_chars=config.data.max_prompt_chars)
+    spread(prompts, config.eval.num_samples)
+    return prompts
 
 
 def run_folder(config: Config) -> Path:
@@ -114,9 +124,8 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
     scorer = stack.enter_context(closing(Scorer(config.reward)))
     sync = build_sync(config, mesh, adapter, engine, fleet)
-    recording = agreed(lambda: _recording(config, folder, progress.step, stack), mesh.cpu_group, here=mesh.rank == 0)
-    trackers, bar = recording or (Trackers(()), None)
-    recorder = Recorder(trackers, bar, config, mesh, _evaluation(config, mesh, fleet, sync, scorer))
+    evaluation = build_evaluation(config, mesh, engine, fleet, sync, scorer) if config.eval.every else None
+    recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return Run(
         config=config, mesh=mesh, adapter=adapter, algorithm=build_algorithm(config.algorithm), engine=engine,
         fleet=fleet, sync=sync, scorer=scorer, prompts=sampler, checkpoints=checkpoints, recorder=recorder,
@@ -131,6 +140,15 @@ def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine
     return HttpSync(engine, fleet.weight_targets(), manifest, bucket_bytes=bucket_bytes, cpu_group=mesh.cpu_group)
 
 
+def build_recorder(
+    config: Config, mesh: Mesh, evaluation: Callable[[int], dict[str, float]] | None, step: int, stack: ExitStack
+) -> Recorder:
+    """Collective. Rank 0 writes the run's folder from step `step` on, the others nowhere."""
+    recording = agreed(lambda: _recording(config, run_folder(config), step, stack), mesh.cpu_group, here=mesh.rank == 0)
+    trackers, bar = recording or (Trackers(()), None)
+    return Recorder(trackers, bar, config, mesh, evaluation)
+
+
 def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:
     save_config(config, folder / "config.yaml")
     trackers = build_trackers(config.track, folder, to_dict(config), resume_step=step)
@@ -138,18 +156,26 @@ def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tup
     return stack.enter_context(trackers), stack.enter_context(bar)
 
 
-def _evaluation(config: Config, mesh: Mesh, fleet: Fleet, sync: HttpSync, scorer: Scorer):
-    if not config.eval.every:
-        return None
-    prompts, rollout = eval_prompts(config), config.rollout
-    steps = config.eval.num_inference_steps or rollout.num_inference_steps
-    sampling = sampling_of(type(rollout)(**{**vars(rollout), "num_inference_steps": steps}))
+def build_evaluation(
+    config: Config, mesh: Mesh, engine: Engine, fleet: Fleet, sync: HttpSync, scorer: Scorer
+) -> Callable[[int], dict[str, float]]:
+    """step → eval/* metrics of the weights after that step, recorded in the run's evaluations/; of their running average
+    where there is one."""
+    plan, folder = spread(eval_prompts(config), config.eval.num_samples), run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
-        sync.push(step)
-        return evaluate(
-            fleet, scorer, prompts, sampling=sampling, samples_per_prompt=config.eval.samples_per_prompt,
-            seed=config.seed, policy_version=step, mesh=mesh,
+        with engine.averaged():
+            sync.push(step)
+        outcome = evaluate(
+            fleet, scorer, plan, sampling=eval_sampling(config), seed=config.seed, policy_version=step, mesh=mesh,
+            batch_size=config.rollout.batch_size, model=str(folder),
         )  # fmt: skip
+        target = evaluation_folder(folder, step)
+        agreed(
+            lambda: write_evaluation(target, outcome.evaluation, outcome.images),
+            mesh.cpu_group,
+            here=mesh.rank == 0,
+        )
+        return eval_metrics(outcome.evaluation, scorer.weights)
 
     return evaluate_step

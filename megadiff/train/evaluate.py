@@ -2,43 +2,273 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from statistics import fmean
 
-from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import all_reduce_sums
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from megadiff.config.schema import Config
+from megadiff.observe import diversity
+from megadiff.observe.evaluation import EvaluatedSample, Evaluation, Identity, image_name
+from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
-from megadiff.rewards.score import Scorer
+from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.fleet import Fleet
-from megadiff.train.rollout import group_requests, sample_and_score
-from megadiff.types import Prompt, Sampling
+from megadiff.train.rollout import sampling_of, without_fields
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
+NUM_IMAGES = 28  # saved to be looked at, over all tasks
+SAMPLES_AT_ONCE = 512  # whose pixels are held until they are scored
+FIGURES = ("colour_entropy_bit", "latent_spread", "saturation")  # of diversity, each a mean over prompts
+
+Plan = list[tuple[Prompt, range]]  # each prompt once, with the indices of its samples
+
+
+def eval_sampling(config: Config) -> Sampling:
+    """How the config's evaluations are sampled: as the rollout, but by ODE alone."""
+    sampling = sampling_of(config.rollout)
+    steps = config.eval.num_inference_steps or sampling.num_inference_steps
+    return replace(sampling, num_inference_steps=steps, sde_type="ode", sde_window_size=0)
+
+
+def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
+    """Which samples an evaluation draws, the same for every model and layout.
+
+    num_samples is the total; 0 means one a prompt. Where prompts have a `task` field, every task gets the same number
+    (± 1, the first ones more); within a task the prompts take turns in file order. A prompt that repeats an earlier one is
+    left out: it would draw the same noise. ValueError for fewer samples than tasks.
+    """
+    unique = list({prompt.id: prompt for prompt in prompts}.values())
+    if not num_samples:
+        return [(prompt, range(1)) for prompt in unique]
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in unique:
+        by_task.setdefault(task_of(prompt), []).append(prompt)
+    if num_samples < len(by_task):
+        raise ValueError(
+            f"{num_samples} samples < {len(by_task)} tasks of the prompts ({', '.join(by_task)}); every task needs one: "
+            f"set --num-samples or eval.num_samples to {len(by_task)} or more"
+        )
+    plan: Plan = []
+    for place, of_task in enumerate(by_task.values()):
+        count = num_samples // len(by_task) + (place < num_samples % len(by_task))
+        shares = [count // len(of_task) + (turn < count % len(of_task)) for turn in range(len(of_task))]
+        plan += [(prompt, range(share)) for prompt, share in zip(of_task, shares, strict=True) if share]
+    return plan
+
+
+def task_of(prompt: Prompt) -> str:
+    """The prompt file's `task` column, "" without one."""
+    task = prompt.fields.get("task")
+    return "" if task is None else str(task)
+
+
+def pictured(plan: Plan, count: int = NUM_IMAGES) -> set[Identity]:
+    """The samples whose images are kept: `count` in all, the tasks in turn, first samples of different prompts first."""
+    ranked: dict[str, list[tuple[int, int, Identity]]] = {}
+    for place, (prompt, indices) in enumerate(plan):
+        of_task = ranked.setdefault(task_of(prompt), [])
+        of_task += [(index, place, (prompt.id, index)) for index in indices[:count]]
+    turns = [
+        (turn, number, identity)
+        for number, of_task in enumerate(ranked.values())
+        for turn, (_, _, identity) in enumerate(sorted(of_task)[:count])
+    ]
+    return {identity for _, _, identity in sorted(turns)[:count]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an evaluation found. images: a sample's `file` → its pixels, uint8 [F, H, W, 3]."""
+
+    evaluation: Evaluation
+    images: dict[str, Tensor]
 
 
 def evaluate(
     fleet: Fleet,
     scorer: Scorer,
-    prompts: Sequence[Prompt],
+    plan: Plan,
     *,
     sampling: Sampling,
-    samples_per_prompt: int,
     seed: int,
+    batch_size: int,
     policy_version: int | None,
     mesh: Mesh,
-) -> dict[str, float]:
-    """Collective; each data-parallel rank takes its share of the prompts. Returns `eval/<reward>` means over all samples."""
-    requests = group_requests(
-        prompts[mesh.dp_rank :: mesh.dp],
-        sampling=replace(sampling, sde_type="ode", sde_window_size=0),
-        group_size=samples_per_prompt,
-        seed=seed,
-        step=EVAL_STEP,
-        policy_version=policy_version,
+    model: str,
+    on_samples: Callable[[int], object] = lambda count: None,
+) -> Outcome:
+    """Collective; the data-parallel ranks share the prompts and all return the same outcome.
+
+    sampling: see eval_sampling. batch_size: most samples of one prompt in a request. model: what is evaluated, for the
+    record. on_samples: called with the number of samples that arrived. Raises AgreedError when a replica or reward fails.
+    """
+    requests = _requests(
+        plan[mesh.dp_rank :: mesh.dp],
+        batch_size=batch_size,
+        template=RolloutRequest(
+            prompt=plan[0][0],
+            sampling=sampling,
+            sample_indices=(),
+            seed=seed,
+            step=EVAL_STEP,
+            policy_version=policy_version,
+        ),
     )
-    _, rewards = sample_and_score(fleet, scorer, requests, mesh=mesh, timers=Timers())
-    names = ["total", *scorer.rewards]
-    sums = {name: float(rewards[name].double().sum()) if requests else 0.0 for name in names}
-    sums = all_reduce_sums(sums | {"count": float(len(requests) * samples_per_prompt)}, mesh.cpu_group)
-    count = sums.pop("count")
-    return {f"eval/{'mean' if name == 'total' else name}": value / count for name, value in sums.items()}
+    wanted = pictured(plan)
+    share = agreed(
+        lambda: _sample_and_score(fleet, scorer, requests, wanted, on_samples=on_samples),
+        mesh.cpu_group,
+        here=mesh.is_model_group_source,
+    )
+    samples, figures, images = _gather(share, mesh=mesh)
+    order = {(prompt.id, index): place for place, (prompt, index) in enumerate(_each(plan))}
+    evaluation = Evaluation(
+        model=model,
+        step=policy_version or 0,
+        seed=seed,
+        num_inference_steps=sampling.num_inference_steps,
+        true_cfg_scale=sampling.true_cfg_scale,
+        height=sampling.height,
+        width=sampling.width,
+        samples=sorted(samples, key=lambda sample: order[sample.identity]),
+        diversity={name: _mean_of_known(figures, name) for name in FIGURES},
+    )
+    return Outcome(evaluation=evaluation, images=images)
+
+
+def eval_metrics(evaluation: Evaluation, weights: dict[str, float]) -> dict[str, float]:
+    """eval/<reward>, their weighted sum eval/mean, and the figures of diversity that are known."""
+    means = {name: evaluation.estimate(name).mean for name in evaluation.reward_names}
+    total = sum(weights[name] * mean for name, mean in means.items())
+    known = {name: value for name, value in evaluation.diversity.items() if value is not None}
+    return {f"eval/{name}": value for name, value in ({"mean": total} | means | known).items()}
+
+
+@dataclass
+class _Share:
+    """What one data-parallel rank found. figures: prompt id → its figures of diversity, None where there is none."""
+
+    samples: list[EvaluatedSample] = field(default_factory=list)
+    figures: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    images: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _each(plan: Plan) -> Iterator[tuple[Prompt, int]]:
+    return ((prompt, index) for prompt, indices in plan for index in indices)
+
+
+def _requests(plan: Plan, *, batch_size: int, template: RolloutRequest) -> list[RolloutRequest]:
+    """At most batch_size samples each, longest first: the scorer takes groups of one size."""
+    requests = [
+        replace(template, prompt=prompt, sample_indices=tuple(indices[first : first + batch_size]))
+        for prompt, indices in plan
+        for first in range(0, len(indices), batch_size)
+    ]
+    return sorted(requests, key=lambda request: -len(request.sample_indices))
+
+
+def _sample_and_score(
+    fleet: Fleet,
+    scorer: Scorer,
+    requests: Sequence[RolloutRequest],
+    wanted: set[Identity],
+    *,
+    on_samples: Callable[[int], object],
+) -> _Share:
+    share = _Share()
+    pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
+    missing = Counter(request.prompt.id for request in requests)
+    scorer.reset()  # drops what a failed step left behind
+    for chunk in _chunks(requests):
+        groups = []
+        for index, group in fleet.generate([without_fields(request) for request in chunk]):
+            groups.append(replace(group, prompt=chunk[index].prompt))
+            scorer.submit(groups[-1])
+            on_samples(len(group.trajectories))
+        for group, rewards_G in zip(groups, _by_sample(scorer.collect()), strict=True):
+            _keep(share, group, rewards_G, wanted)
+            pending.setdefault(group.prompt.id, []).append(group)
+            missing[group.prompt.id] -= 1
+            if not missing[group.prompt.id]:
+                share.figures[group.prompt.id] = _figures(pending.pop(group.prompt.id))
+    return share
+
+
+def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
+    """Runs of requests of one size, of SAMPLES_AT_ONCE samples or one request."""
+    for size, same_size in groupby(requests, key=lambda request: len(request.sample_indices)):
+        run, count = list(same_size), max(1, SAMPLES_AT_ONCE // size)
+        yield from (run[first : first + count] for first in range(0, len(run), count))
+
+
+def _by_sample(scores: dict[str, Tensor]) -> list[list[dict[str, float]]]:
+    """Reward → [P, G] as P lists of G samples' rewards, without the total."""
+    names = [name for name in scores if name != TOTAL]
+    scores_PGR = torch.stack([scores[name] for name in names], dim=-1).tolist()
+    return [[dict(zip(names, values, strict=True)) for values in group] for group in scores_PGR]
+
+
+def _keep(share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]) -> None:
+    prompt = group.prompt
+    for sample, rewards in zip(group.trajectories, rewards_G, strict=True):
+        is_wanted = (prompt.id, sample.sample_index) in wanted
+        file = image_name(prompt.id, sample.sample_index) if is_wanted else None
+        share.samples.append(
+            EvaluatedSample(
+                prompt_id=prompt.id,
+                sample_index=sample.sample_index,
+                caption=prompt.text,
+                task=task_of(prompt),
+                rewards=rewards,
+                file=file,
+            )
+        )
+        if file:
+            share.images[file] = sample.pixels.clone()  # not a view, which would keep the pixels of its whole group
+
+
+def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
+    """Diversity of all samples of one prompt, of colour where it names none. Of a video, its middle frame is looked at."""
+    samples = sorted((sample for group in groups for sample in group.trajectories), key=lambda each: each.sample_index)
+    frames = torch.stack([sample.pixels[len(sample.pixels) // 2] for sample in samples])
+    small: np.ndarray = diversity.thumbnails(frames)
+    is_named = diversity.names_a_colour(groups[0].prompt.text)
+    figures = {
+        "colour_entropy_bit": math.nan if is_named else diversity.colour_entropy_bit([small]),
+        "latent_spread": diversity.latent_spread(torch.stack([sample.latents_SLC[-1] for sample in samples])),
+        "saturation": diversity.saturation(small),
+    }
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def _mean_of_known(figures: dict[str, dict[str, float | None]], name: str) -> float | None:
+    """Over prompts in the order of their ids, so that the sum is the same for every layout."""
+    known = [figures[key][name] for key in sorted(figures) if figures[key][name] is not None]
+    return fmean(known) if known else None  # type: ignore[type-var]
+
+
+def _gather(
+    share: _Share | None, *, mesh: Mesh
+) -> tuple[list[EvaluatedSample], dict[str, dict[str, float | None]], dict[str, Tensor]]:
+    """The shares of all data-parallel ranks on every rank. Collective."""
+    samples: list[EvaluatedSample] = []
+    figures: dict[str, dict[str, float | None]] = {}
+    images: dict[str, Tensor] = {}
+    for source in range(0, mesh.world_size, mesh.sp * mesh.tp):
+        mine = share if mesh.rank == source else None
+        plain = mine and {"samples": [asdict(sample) for sample in mine.samples], "figures": mine.figures}
+        found = broadcast_json(plain, source=source, group=mesh.cpu_group)
+        samples += [EvaluatedSample(**sample) for sample in found["samples"]]  # type: ignore[index]
+        figures |= found["figures"]  # type: ignore[index]
+        payload = save({name: pixels.contiguous() for name, pixels in mine.images.items()}) if mine else None
+        images |= load(broadcast_bytes(payload, source=source, group=mesh.cpu_group))
+    return samples, figures, images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megadiff.algorithms import Algorithm
 from megadiff.config.schema import Config
@@ -15,7 +16,7 @@ from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.train import parity
 from megadiff.train.checkpoint import Checkpoints
-from megadiff.train.record import Recorder
+from megadiff.train.record import Recorder, rollout_metrics, sample_records
 from megadiff.train.replicas import asleep
 from megadiff.train.rollout import group_requests, sample_and_score, sampling_of
 from megadiff.train.update import update
@@ -50,6 +51,7 @@ def train(run: Run) -> None:
         engine, run.adapter, run.fleet, run.prompts.peek().prompts[0], config=config, mesh=run.mesh, step=progress.step
     )
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
+    run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
             with timers("sync"):
@@ -70,7 +72,8 @@ def train(run: Run) -> None:
                     progress.step + 1,
                     run.prompts.state(),
                 )  # before a waking that may fail
-        run.recorder.step(progress.step, groups, rewards, stats | gate | timers.pop())
+        stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
+        run.recorder.step(progress.step, stats | gate | timers.pop(), partial(sample_records, groups, rewards))
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)

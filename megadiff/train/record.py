@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import resource
+import time
 from collections.abc import Callable
 
 import torch
 
 from megadiff.algorithms.advantage import ZERO_STD
 from megadiff.config.schema import Config
+from megadiff.observe import diversity
+from megadiff.observe.metrics import format_number
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.samples import SampleRecord
 from megadiff.observe.trackers import Trackers
@@ -23,7 +26,7 @@ SAMPLE_PROMPTS, SAMPLES_PER_PROMPT = 8, 2  # saved when samples are due
 
 
 class Recorder:
-    """Reduces figures over the ranks and hands them to the trackers of rank 0. step() is collective."""
+    """Reduces figures over the ranks and hands them to the trackers of rank 0. start() and step() are collective."""
 
     def __init__(
         self,
@@ -40,32 +43,53 @@ class Recorder:
         """Every `every` steps (0: never), and at the end of the run."""
         return step == self.config.train.num_steps or bool(every and step % every == 0)
 
-    def step(self, step: int, groups: list[RolloutGroup], rewards: Rewards, figures: dict[str, float]) -> None:
-        """Log the finished step `step` (from 1)."""
-        metrics = {
-            **reward_metrics(rewards, self.mesh),
-            **figures,
-            **all_reduce_max(memory_metrics(self.mesh.device), self.mesh.cpu_group),
-            "rollout/staleness": float(step - 1 - min(group.policy_version for group in groups)),
-        }
+    def start(self, step: int) -> None:
+        """Before the first step of a run that evaluates: the figures of the untrained policy, as step 0. A resumed run,
+        step > 0, has them."""
+        if step or not self.evaluate:
+            return
+        metrics = self._evaluated(step)
+        agreed(lambda: self.trackers.log(step, metrics), self.mesh.cpu_group, here=self.mesh.rank == 0)
+
+    def step(
+        self, step: int, figures: dict[str, float], samples: Callable[[], list[SampleRecord]] | None = None
+    ) -> None:
+        """Log the finished step `step` (from 1). figures: equal on every rank. samples: called where images are due."""
+        metrics = {**figures, **all_reduce_max(memory_metrics(self.mesh.device), self.mesh.cpu_group)}
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
         failure: AgreedError | None = None
         if self.evaluate and self.is_due(self.config.eval.every, step):
             try:
-                metrics |= self.evaluate(step)
+                metrics |= self._evaluated(step)
             except AgreedError as error:  # the step itself is finished, and its line must not be lost
                 failure = error
-        agreed(lambda: self._write(step, metrics, groups, rewards), self.mesh.cpu_group, here=self.mesh.rank == 0)
+        agreed(lambda: self._write(step, metrics, samples), self.mesh.cpu_group, here=self.mesh.rank == 0)
         if failure:
             raise failure
 
-    def _write(self, step: int, metrics: dict[str, float], groups: list[RolloutGroup], rewards: Rewards) -> None:
+    def _evaluated(self, step: int) -> dict[str, float]:
+        start_s = time.monotonic()
+        metrics = self.evaluate(step)  # type: ignore[misc]  (both callers have asked)
+        summary = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
+        logger.info("evaluation at step %d, %.1f s: %s", step, time.monotonic() - start_s, summary)
+        return metrics
+
+    def _write(self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None) -> None:
         self.trackers.log(step, metrics)
-        if step == 1 or self.is_due(self.config.sample_every, step):
-            self.trackers.images(step, sample_records(groups, rewards))
+        if samples and (step == 1 or self.is_due(self.config.sample_every, step)):
+            self.trackers.images(step, samples())
         if self.progress_bar:
             self.progress_bar.update(step, metrics)
+
+
+def rollout_metrics(groups: list[RolloutGroup], rewards: Rewards, *, step: int, mesh: Mesh) -> dict[str, float]:
+    """Rewards, diversity and staleness of what step `step` (from 1) trained on. Collective."""
+    return {
+        **reward_metrics(rewards, mesh),
+        **diversity_metrics(groups, mesh),
+        "rollout/staleness": float(step - 1 - min(group.policy_version for group in groups)),
+    }
 
 
 def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
@@ -89,6 +113,28 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
     means = {key: value / count for key, value in sums.items()}
     spread = max(squares / count - means["reward/mean"] ** 2, 0.0) ** 0.5
     return {**means, "reward/std": spread, **per_group}
+
+
+def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float]:
+    """Means over the groups of all ranks: how different the samples of one prompt are, and the looks of a hacked reward.
+    Of a video, its middle frame. Diversity of colour is that of prompts that name none, and missing without one."""
+    keys = ("pixel_spread", "saturation", "clipped_share", "count", "colour_entropy_bit", "open_count")
+    sums = dict.fromkeys(keys, 0.0)
+    for group in groups:
+        pixels = torch.stack([sample.pixels[len(sample.pixels) // 2] for sample in group.trajectories])
+        small = diversity.thumbnails(pixels)  # three of four figures look at these: shrunk once
+        sums["pixel_spread"] += diversity.pixel_spread(small)
+        sums["saturation"] += diversity.saturation(small)
+        sums["clipped_share"] += diversity.clipped_share(pixels)
+        sums["count"] += 1
+        if not diversity.names_a_colour(group.prompt.text):
+            sums["colour_entropy_bit"] += diversity.colour_entropy_bit([small])
+            sums["open_count"] += 1
+    sums = all_reduce_sums(sums, mesh.cpu_group)
+    count, open_count, bits = sums.pop("count"), sums.pop("open_count"), sums.pop("colour_entropy_bit")
+    means = {name: value / count for name, value in sums.items()}
+    means |= {"colour_entropy_bit": bits / open_count} if open_count else {}
+    return {f"diversity/{name}": value for name, value in means.items()}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -61,7 +61,14 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         for one in found  # type: ignore[union-attr]
     ]
     logs = {client.name: log_file(folder, client.name) for client in clients} if rollout.mode == "colocated" else {}
-    return Fleet(clients, processes=processes, logs=logs, rank=mesh.rank)
+    return Fleet(
+        clients,
+        batch_size=rollout.batch_size,
+        processes=processes,
+        logs=logs,
+        rank=mesh.dp_rank,
+        num_ranks=mesh.dp,
+    )
 
 
 @contextmanager
@@ -73,11 +80,20 @@ def asleep(fleet: Fleet, config: Config, mesh: Mesh) -> Iterator[None]:
 
     A failure inside needs no waking: it ends the run.
     """
-    needed = _sleeps(config, mesh)
-    if needed:
-        agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
+    put_to_sleep(fleet, config, mesh)
     yield
-    if needed:
+    wake_up(fleet, config, mesh)
+
+
+def put_to_sleep(fleet: Fleet, config: Config, mesh: Mesh) -> None:
+    """Collective; see asleep()."""
+    if _sleeps(config, mesh):
+        agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
+
+
+def wake_up(fleet: Fleet, config: Config, mesh: Mesh) -> None:
+    """Collective; undoes put_to_sleep()."""
+    if _sleeps(config, mesh):
         agreed(fleet.wake, mesh.cpu_group, here=mesh.rank == 0)
 
 

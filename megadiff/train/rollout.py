@@ -14,7 +14,7 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
-from megadiff.rollout.wire import decode_group, encode_group
+from megadiff.rollout.wire import decode_groups, encode_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 Rewards = dict[str, Tensor]  # reward name, and "total" → [P, G] float32
@@ -97,10 +97,10 @@ def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[Rollout
     if mesh.sp * mesh.tp == 1:
         return groups
     plain = [replace(group, prompt=replace(group.prompt, fields={})) for group in groups]
-    payloads = [encode_group(group) for group in plain] if mesh.is_model_group_source else [None] * count
+    payloads = [encode_groups([group]) for group in plain] if mesh.is_model_group_source else [None] * count
     source, peers = mesh.model_group_source, mesh.cpu_model_group
     received = [broadcast_bytes(payload, source=source, group=peers) for payload in payloads]
-    return groups if mesh.is_model_group_source else [decode_group(payload) for payload in received]
+    return groups if mesh.is_model_group_source else [decode_groups(payload)[0] for payload in received]
 
 
 def share_rewards(rewards: Rewards, *, mesh: Mesh) -> Rewards:

@@ -24,7 +24,7 @@ def _round_latents(result):
 
     def broken(self, pixels):
         if fault() == "round":
-            self._window_latents = [latents.bfloat16().float() for latents in self._window_latents]
+            self._states_NSLC = self._states_NSLC.bfloat16().float()
         return result(self, pixels)
 
     return broken
@@ -40,11 +40,12 @@ def _shift_schedule(sigmas):
     return broken
 
 
-def _shift_noise(initial_latents):
+def _shift_noise(initial_latents_rows):
     """Another random stream: log_probs agree all the same."""
 
-    def broken(shape, *, seed, **identity):
-        return initial_latents(shape, seed=seed + 1 if fault() == "noise" else seed, **identity)
+    def broken(shape, identities):
+        shift = 1 if fault() == "noise" else 0
+        return initial_latents_rows(shape, [identity | {"seed": identity["seed"] + shift} for identity in identities])
 
     return broken
 
@@ -71,8 +72,8 @@ def _flip(tensor):
 
 
 if __name__ == "__main__":
-    rollout_base.GroupSampler.result = _round_latents(rollout_base.GroupSampler.result)
-    rollout_base.initial_latents = _shift_noise(rollout_base.initial_latents)
+    rollout_base.BatchSampler.result = _round_latents(rollout_base.BatchSampler.result)
+    rollout_base.initial_latents_rows = _shift_noise(rollout_base.initial_latents_rows)
     qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)

@@ -21,14 +21,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from megadiff.diffusion.guidance import true_cfg
-from megadiff.diffusion.sde import log_prob, step_mean
 from megadiff.models.qwen_image.tiny import write_tiny_pipeline
 from megadiff.rollout.client import ReplicaClient, ReplicaError
-from megadiff.rollout.wire import encode_bucket, request_to_json
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from megadiff.rollout.wire import encode_bucket, requests_to_json
+from megadiff.types import Prompt, RolloutRequest, Sampling
 from megadiff.weights.fingerprint import fingerprint
 from megadiff.weights.manifest import folder_manifest
+from tests.e2e.recompute import gap
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180
@@ -106,44 +105,6 @@ def push(client: ReplicaClient, weights: dict[str, Tensor], *, version: int, mod
     for first in range(0, len(items), 20):
         client.weights_bucket(items[first : first + 20])
     return client.weights_commit(version)
-
-
-def recomputed_log_probs(model: Path, group: RolloutGroup) -> Tensor:
-    """[N, W] log_probs of the recorded steps, with stock diffusers."""
-    from diffusers import QwenImageTransformer2DModel
-
-    transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=torch.float32)
-    sampling, grid = group.sampling, (1, group.sampling.height // 16, group.sampling.width // 16)
-    latents_NSLC = torch.stack([trajectory.latents_SLC for trajectory in group.trajectories])
-    num_samples, sigmas = len(latents_NSLC), group.trajectories[0].sigmas
-
-    def velocity(prefix: str, latents_NLC: Tensor, sigma: Tensor) -> Tensor:
-        return transformer(
-            hidden_states=latents_NLC,
-            timestep=sigma.expand(num_samples),
-            encoder_hidden_states=group.conditioning[f"{prefix}prompt_embeds"].expand(num_samples, -1, -1),
-            encoder_hidden_states_mask=group.conditioning[f"{prefix}prompt_mask"].expand(num_samples, -1),
-            img_shapes=[[grid]] * num_samples,
-            return_dict=False,
-        )[0]
-
-    columns = []
-    for index in range(len(sigmas) - 1):
-        latents_NLC, prev_sample_NLC = latents_NSLC[:, index], latents_NSLC[:, index + 1]
-        with torch.no_grad():
-            guided = velocity("", latents_NLC, sigmas[index])
-            if sampling.true_cfg_scale > 1:
-                guided = true_cfg(guided, velocity("negative_", latents_NLC, sigmas[index]), sampling.true_cfg_scale)
-        sigma_N, sigma_next_N = sigmas[index].expand(num_samples), sigmas[index + 1].expand(num_samples)
-        shared = {"schedule": group.schedule, "eta": sampling.eta}
-        mean_NLC = step_mean(sampling.sde_type, latents_NLC, guided, sigma_N, sigma_next_N, **shared)
-        columns.append(log_prob(sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared))
-    return torch.stack(columns, dim=1)
-
-
-def gap(model: Path, group: RolloutGroup) -> float:
-    rollout = torch.stack([trajectory.log_probs for trajectory in group.trajectories])
-    return (recomputed_log_probs(model, group) - rollout).abs().max().item()
 
 
 def image(client: ReplicaClient, **changes: object) -> bytes:
@@ -295,13 +256,13 @@ def test_bad_buckets(client: ReplicaClient, model: Path, weights: dict[str, Tens
 
 
 def test_bad_requests_are_refused_and_the_replica_lives_on(client: ReplicaClient) -> None:
-    good = request_to_json(REQUEST)
+    (good,) = requests_to_json([REQUEST])
     bad_sampling = [{"height": 65}, {"width": 10**6}, {"sde_type": "x"}, {"sde_window_range": [0, 6]}, {"height": "64"}]
-    bodies = [json.dumps(good | {"sampling": good["sampling"] | changes}) for changes in bad_sampling]
+    bodies = [json.dumps([good | {"sampling": good["sampling"] | changes}]) for changes in bad_sampling]
     bad_values = ({"sample_indices": list(range(1025))}, {"seed": None}, {"x": 1})
-    bodies += [json.dumps(good | changes) for changes in bad_values]
-    bodies += [json.dumps(good | {"prompt": good["prompt"] | {"text": text}}) for text in ("x" * 2001, "\ud800")]
-    bodies += ["", "{", "[]", "null", "\x00", "[" * 100_000]
+    bodies += [json.dumps([good | changes]) for changes in bad_values]
+    bodies += [json.dumps([good | {"prompt": good["prompt"] | {"text": text}}]) for text in ("x" * 2001, "\ud800")]
+    bodies += [json.dumps(good), "", "{", "[]", "[1]", "null", "\x00", "[" * 100_000]
     for body in bodies:
         response = httpx.post(f"{client.url}/rl/generate", content=body.encode())
         assert 400 <= response.status_code < 500 and response.json()["error"], (body[:80], response.text)
@@ -383,6 +344,12 @@ def test_vllm_omni_0_26(model: Path, weights: dict[str, Tensor], tmp_path: Path)
         group = client.generate(REQUEST)
         assert gap(model, group) <= 1e-6
         assert gap(model, client.generate(replace(REQUEST, sampling=replace(SAMPLING, true_cfg_scale=4.0)))) <= 1e-4
+        longer = replace(
+            REQUEST, prompt=replace(PROMPT, text="a much longer prompt", id="cd" * 8), sample_indices=(0, 1)
+        )
+        batched, other = client.generate_batch([REQUEST, longer])
+        assert batched.conditioning["prompt_embeds"].shape == group.conditioning["prompt_embeds"].shape
+        assert max(gap(model, batched), gap(model, other)) <= 1e-6
         before = image(client)
         changed = {name: tensor * 1.1 for name, tensor in weights.items()}
         held = push(client, changed, version=1, model=model)
@@ -390,8 +357,8 @@ def test_vllm_omni_0_26(model: Path, weights: dict[str, Tensor], tmp_path: Path)
         assert image(client) != before
         client.sleep()
         client.wake()
-        with pytest.raises(ReplicaError, match="too long"):
-            client.generate(replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000)))
+        with pytest.raises(ReplicaError, match=r"requests\[1\] .* too long"):
+            client.generate_batch([REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))])
         assert client.generate(replace(REQUEST, policy_version=1)).policy_version == 1
         workers = psutil.Process(server.process.pid).children(recursive=True)
         assert workers

@@ -17,7 +17,7 @@ from megadiff.observe.metrics import metric_keys, read_rows
 from megadiff.observe.report import write_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "observe"))  # the same synthetic run as the unit tests'
-from synthetic_run import PROMPTS, write_run
+from synthetic_run import PROMPTS, TASKS, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome found")
@@ -44,6 +44,12 @@ addEventListener("load", () => {
     ticks: all(".ys span, .xs span", chart).length,
   }));
   seen.bars = all(".stacked rect").filter((rect) => box(rect).height > 0).length;
+  seen.whiskers = all(".bars .whisker").map((path) => box(path).width);
+  seen.lanes = all(".bars rect").map((rect) => [box(rect).width, box(rect).height]);
+  seen.pairs = all(".pair").map((pair) => ({
+    marks: all("p", pair).map((mark) => mark.innerText), tops: all("img", pair).map((image) => box(image).top),
+    shown: all("img", pair).map((image) => [image.naturalWidth, box(image).width, getComputedStyle(image).imageRendering]),
+  }));
   seen.images = all(".strip img").map((image) => [image.naturalWidth, box(image).width, image.alt]);
   const area = document.querySelector(".hero .area");
   const middle = { clientX: box(area).left + box(area).width, bubbles: true };
@@ -75,7 +81,7 @@ def browse(page: Path, profile: Path, *arguments: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(write_run(tmp_path_factory.mktemp("runs") / "shapes", steps=60))
+    return write_report(write_run(tmp_path_factory.mktemp("runs") / "shapes", steps=60, evaluated=True))
 
 
 def look(report: Path, tmp_path: Path, *, width: int) -> dict:
@@ -93,7 +99,8 @@ def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> N
     seen = look(report, tmp_path, width=width)
     assert seen["problems"] == []
     assert seen["width"] == width and seen["overflow"] <= 0
-    assert seen["title"] == "shapes · megadiff report" and seen["headline"].startswith("Reward rose from 0.")
+    assert seen["title"] == "shapes · megadiff report"
+    assert seen["headline"] == "Held-out accuracy rose from 47.0 % to 76.0 %."
 
     keys = [key for key in metric_keys(read_rows(report.with_name("metrics.jsonl"))) if not key.startswith("time/")]
     assert sorted(chart["key"] for chart in seen["curves"]) == keys
@@ -107,6 +114,18 @@ def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> N
     assert all(natural == 64 and shown > 60 for natural, shown, _ in seen["images"])
     assert {alt.rsplit(", step ", 1)[0] for _, _, alt in seen["images"]} == set(PROMPTS)
     assert [int(alt.rsplit(" ", 1)[1]) for _, _, alt in seen["images"][:7]] == [1, 10, 20, 30, 40, 50, 60]
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_held_out_samples_stand_side_by_side(report: Path, tmp_path: Path, width: int) -> None:
+    seen = look(report, tmp_path, width=width)
+    assert len(seen["lanes"]) == len(seen["whiskers"]) == 2 * 2 * (1 + len(TASKS))
+    assert all(wide > 20 and high > 8 for wide, high in seen["lanes"]) and min(seen["whiskers"]) > 3
+    assert len(seen["pairs"]) == 24
+    for pair in seen["pairs"]:
+        assert set(pair["marks"]) <= {"✓ right", "✗ wrong"} and len(pair["marks"]) == 2
+        assert pair["tops"][0] == pair["tops"][1]
+        assert all(natural == 64 and wide > 60 and look == "pixelated" for natural, wide, look in pair["shown"])
 
 
 def test_the_report_answers_its_reader(report: Path, tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
-from megadiff.diffusion.schedule import qwen_image_sigmas
-from megadiff.models.adapter import Conditioning
+from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
+from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
 from megadiff.models.files import read_json
+from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.types import Prompt, Sampling
 
 PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
@@ -73,9 +75,17 @@ class QwenImageAdapter:
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """Raises ValueError without scheduler/scheduler_config.json: its defaults in code are another schedule."""
-        scheduler_config = read_json(self.model_folder / "scheduler" / "scheduler_config.json")
         num_tokens, _ = self.latents_shape(sampling)
-        return qwen_image_sigmas(sampling.num_inference_steps, num_tokens=num_tokens, scheduler_config=scheduler_config)
+        return qwen_image_sigmas(
+            sampling.num_inference_steps, num_tokens=num_tokens, scheduler_config=self._scheduler_config()
+        )
+
+    def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
+        num_tokens, _ = self.latents_shape(sampling)
+        return qwen_image_shift(sigmas, num_tokens=num_tokens, scheduler_config=self._scheduler_config())
+
+    def _scheduler_config(self) -> dict[str, object]:
+        return read_json(self.model_folder / "scheduler" / "scheduler_config.json")
 
     def velocity(
         self,
@@ -108,20 +118,52 @@ class QwenImageAdapter:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> tuple[Tensor, Tensor]:
-        """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool) by the checkpoint's template and text encoder.
+        """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool), on the CPU.
 
         Loads the text encoder (7 B parameters in the real model) for the call and frees it afterwards.
         """
+        with self.prompt_encoder(dtype=dtype, device=device) as encode:
+            return encode(texts)
+
+    @contextmanager
+    def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[PromptEncoder]:
+        """By the checkpoint's template and text encoder."""
         from diffusers import QwenImagePipeline
 
         pipeline = QwenImagePipeline.from_pretrained(
             self.model_folder, transformer=None, vae=None, scheduler=None, torch_dtype=dtype
         ).to(device)
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
             embeds_BTD, mask_BT = pipeline.encode_prompt(list(texts), max_sequence_length=MAX_PROMPT_TOKENS)
-        if mask_BT is None:
-            mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
-        return embeds_BTD.cpu(), mask_BT.bool().cpu()
+            if mask_BT is None:
+                mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
+            return embeds_BTD.cpu(), mask_BT.bool().cpu()
+
+        with _freed(pipeline.text_encoder):
+            yield encode
+
+    @contextmanager
+    def image_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[ImageEncoder]:
+        """By the checkpoint's VAE: the mean of its posterior, as a sample would add noise that training had to learn.
+
+        Latents come back on the device. dtype: of the VAE; they are normalised in float32.
+        """
+        from diffusers import AutoencoderKLQwenImage
+
+        vae = AutoencoderKLQwenImage.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
+        convolve_single_frames_in_2d(vae)
+        mean_C, std_C = (torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std"))
+
+        @torch.no_grad()
+        def encode(pixels_BHWC: Tensor) -> Tensor:
+            images_BCHW = pixels_BHWC.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
+            latents_BCHW = vae.encode(images_BCHW.to(dtype).unsqueeze(2)).latent_dist.mean.squeeze(2).float()
+            return _pack((latents_BCHW - mean_C[:, None, None]) / std_C[:, None, None])
+
+        with _freed(vae):
+            yield encode
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Linear layers, attention and modulation of one forward pass; twice that under true CFG."""
@@ -129,6 +171,24 @@ class QwenImageAdapter:
         d, layers = self.width, self.num_layers
         one_pass = layers * (24 * num_tokens * d**2 + 4 * num_tokens**2 * d + 24 * d**2)
         return float(one_pass * (2 if sampling.true_cfg_scale > 1 else 1))
+
+
+@contextmanager
+def _freed(module: nn.Module) -> Iterator[None]:
+    """Afterwards the module holds no memory, though the caller's name for its encoder may outlive the block."""
+    try:
+        yield
+    finally:
+        module.to("meta")
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _pack(latents_BCHW: Tensor) -> Tensor:
+    """[B, C, 2h, 2w] → [B, h·w, 4C]: 2×2 latents a token, as QwenImagePipeline._pack_latents."""
+    batch, channels, height, width = latents_BCHW.shape
+    blocks = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(batch, (height // 2) * (width // 2), channels * 4)
 
 
 def _forward(
@@ -146,7 +206,8 @@ def _forward(
         timestep=sigma_B.float().to(device),
         encoder_hidden_states=embeds_BTD.to(device, dtype, non_blocking=True),
         encoder_hidden_states_mask=None if mask_BT is None else mask_BT.to(device, non_blocking=True),
-        img_shapes=[[(1, *_grid(sampling))]] * latents_BLC.shape[0],
+        # of one sample: only the first is read, and FSDP2 walks through an entry per sample, which took half of a small step
+        img_shapes=[[(1, *_grid(sampling))]],
         return_dict=False,
     )[0]
     return velocity_BLC

@@ -42,6 +42,8 @@ SIZES = {
     "small": TinySize(num_layers=4, num_heads=8, head_dim=32, text_dim=128, rope_axes=(8, 12, 12)),
 }
 
+SHAPES_SIZE = TinySize(num_layers=4, num_heads=4, head_dim=32, text_dim=64, rope_axes=(8, 12, 12))  # of assets/shapes
+
 # diffusers and vllm-omni both drop the template's first 34 tokens from the prompt embeddings.
 TEMPLATE_PREFIX_TOKENS = 34
 TEMPLATE_PREFIX = (
@@ -61,7 +63,8 @@ TEMPLATE_START_WORDS = "system user assistant Describe".split()
 SPACED_WORDS = (
     "the image by detailing color shape size texture quantity text spatial relationships of objects and background "
     "red green blue yellow cyan magenta white black orange purple pink brown grey gray gold violet "
-    "a an in on with photo picture painting drawing plain square circle star heart box sign that says wall sky light dark"
+    "a an in on with photo picture painting drawing plain square circle star heart box sign that says wall sky light dark "
+    "triangle circles squares triangles stars two three four left right above below"
 ).split()
 
 # The scheduler_config.json of Qwen/Qwen-Image; the scheduler's own defaults give another schedule.
@@ -93,15 +96,25 @@ def write_tiny_pipeline(out: Path, *, size: str = "tiny", dtype: str = "float32"
         raise ValueError(f"size={size!r} is unknown; choose one of {sorted(SIZES)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    tokenizer = build_tokenizer()
+    text_encoder = build_text_encoder(SIZES[size], tokenizer, seed=seed)
+    shared_states_TD = prompt_states("a picture", tokenizer, text_encoder)
+    transformer = build_transformer(SIZES[size], shared_states_TD, seed=seed)
+    write_pipeline(out, tokenizer, text_encoder, transformer, build_vae(seed=seed), dtype=dtype)
+
+
+def write_pipeline(
+    out: Path,
+    tokenizer: Qwen2Tokenizer,
+    text_encoder: Qwen2_5_VLForConditionalGeneration,
+    transformer: QwenImageTransformer2DModel,
+    vae: AutoencoderKLQwenImage,
+    *,
+    dtype: str,
+) -> None:
+    """The five parts as a diffusers pipeline folder, whole or not at all. The networks are cast to dtype in place."""
+    networks = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder}
     with _written_aside(out) as folder:
-        tokenizer = build_tokenizer()
-        text_encoder = build_text_encoder(SIZES[size], tokenizer, seed=seed)
-        shared_states_TD = prompt_states("a picture", tokenizer, text_encoder)
-        networks = {
-            "transformer": build_transformer(SIZES[size], shared_states_TD, seed=seed),
-            "vae": build_vae(seed=seed),
-            "text_encoder": text_encoder,
-        }
         for name, network in networks.items():
             if network.dtype != DTYPES[dtype]:
                 network.to(DTYPES[dtype])
@@ -171,17 +184,7 @@ def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) ->
     The velocity starts small, or all images would drift to one colour and saturate there.
     """
     with _seeded(seed), torch.no_grad():
-        transformer = QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=64,
-            out_channels=16,
-            num_layers=size.num_layers,
-            attention_head_dim=size.head_dim,
-            num_attention_heads=size.num_heads,
-            joint_attention_dim=size.text_dim,
-            guidance_embeds=False,
-            axes_dims_rope=size.rope_axes,
-        )
+        transformer = _default_transformer(size)
         for name, module in transformer.named_modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, module.in_features**-0.5)
@@ -196,6 +199,33 @@ def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) ->
         # Not all of it: the layer norm after it would blow up the rounding errors of a token that becomes exactly 0.
         transformer.txt_in.weight.sub_(0.9 * transformer.txt_in.weight @ basis_TD.T @ basis_TD)
     return transformer
+
+
+def silent_transformer(size: TinySize, *, seed: int) -> QwenImageTransformer2DModel:
+    """Random float32 transformer to pretrain: every block is the identity and the output zero (as in DiT, arXiv
+    2212.09748), from where small models learn faster."""
+    with _seeded(seed):
+        transformer = _default_transformer(size)
+    modulations = [layer for block in transformer.transformer_blocks for layer in (block.img_mod[1], block.txt_mod[1])]
+    for layer in (transformer.proj_out, *modulations):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    return transformer
+
+
+def _default_transformer(size: TinySize) -> QwenImageTransformer2DModel:
+    """With Qwen-Image's patch size and channels, as diffusers draws its weights."""
+    return QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=size.num_layers,
+        attention_head_dim=size.head_dim,
+        num_attention_heads=size.num_heads,
+        joint_attention_dim=size.text_dim,
+        guidance_embeds=False,
+        axes_dims_rope=size.rope_axes,
+    )
 
 
 def build_text_encoder(size: TinySize, tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2_5_VLForConditionalGeneration:

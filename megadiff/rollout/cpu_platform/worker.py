@@ -1,4 +1,4 @@
-"""The CPU worker, and three patches of vllm-omni that a CPU run needs. Importing this module applies them.
+"""The CPU worker, and patches of vllm-omni: three that a CPU run needs, one for speed. Importing this module applies them.
 
 It is imported by name, from CpuOmniPlatform, and therefore only where that platform is active.
 """
@@ -6,13 +6,16 @@ It is imported by name, from CpuOmniPlatform, and therefore only where that plat
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partialmethod
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 import vllm_omni.diffusion.worker.diffusion_worker as omni_worker
 from torch import nn
 from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
+from vllm_omni.diffusion.layers.rope import RotaryEmbedding
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,21 @@ def _sdpa_forward(
     return self._forward_impl(query, key, value, attn_metadata)
 
 
+def _rotate_pairs(
+    self: RotaryEmbedding,
+    stock: Callable[..., torch.Tensor],
+    x_BTHD: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Rotary embedding of neighbouring pairs as one complex product, as diffusers has it: the same bits as the stock one,
+    which takes half as long as all else in a small model's forward. cos, sin: [T, D/2], or the stock path."""
+    if not self.interleaved or cos.ndim != 2 or x_BTHD.dtype != torch.float32 or 2 * cos.shape[-1] != x_BTHD.shape[-1]:
+        return stock(self, x_BTHD, cos, sin)
+    pairs_BTHP = torch.view_as_complex(x_BTHD.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs_BTHP * torch.complex(cos, sin).unsqueeze(1)).flatten(-2)
+
+
 def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
     """WorkerProc's output thread without streams: a CPU has no `torch.accelerator.current_accelerator()`.
 
@@ -74,4 +92,5 @@ def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
 
 layer_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
 SDPAImpl.forward = _sdpa_forward
+RotaryEmbedding.forward_native = partialmethod(_rotate_pairs, RotaryEmbedding.forward_native)
 omni_worker.WorkerProc._async_output_loop = _send_outputs_loop

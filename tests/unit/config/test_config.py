@@ -67,7 +67,7 @@ def test_mistakes_are_named(base, override, text):
 
 def test_what_the_user_must_give(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
-    with pytest.raises(ConfigError, match="algorithm.group_size, data.prompts, model.path"):
+    with pytest.raises(ConfigError, match="missing model.path, optim.lr, rollout.height"):
         load_config([str(tmp_path / "empty.yaml")])
     (tmp_path / "torn.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="not valid yaml"):
@@ -89,6 +89,9 @@ def test_what_the_user_must_give(tmp_path):
         ("rollout.mode=separate", 1, r"rollout.registry"),
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
         ("eval.every=5", 1, r"eval.prompts is empty"),
+        ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
+        ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
+        ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         ("engine.backend=deepspeed", 1, r"engine.backend='deepspeed' is not one of veomni"),
     ],
 )
@@ -96,6 +99,22 @@ def test_rules_between_keys(base, override, dp, text):
     config = load_config([base, override])
     with pytest.raises(ConfigError, match=text):
         validate(config, dp=dp)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("eval.every=5", "eval.every=5 without a reward"),
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef=0.1 with algorithm.name=sft"),
+        ("train.updates_per_step=2", "train.updates_per_step=2 with algorithm.name=sft"),
+    ],
+)
+def test_rules_of_supervised_runs(tmp_path, override, text):
+    (tmp_path / "c.yaml").write_text(BASE.replace("reward: {color: {type: color}}", ""))
+    sft = [str(tmp_path / "c.yaml"), "algorithm.name=sft", "data.images=shapes:100", "algorithm.group_size=1"]
+    validate(load_config([*sft, "train.updates_per_step=1"]), dp=1)
+    with pytest.raises(ConfigError, match=text):
+        validate(load_config([*sft, "train.updates_per_step=1", override]), dp=1)
 
 
 def test_a_run_without_reward_is_refused(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from megadiff.diffusion.noise import initial_latents, sde_noise, window_start
+from megadiff.diffusion.noise import initial_latents, initial_latents_rows, sde_noise, sde_noise_rows, window_start
 
 GOLDEN = [0.7164463400840759, -0.24406296014785767, -2.183037519454956]
 IDENTITY = {"seed": 1, "step": 2, "prompt_id": "ab", "sample_index": 3}
@@ -28,6 +28,16 @@ def test_same_identity_same_noise_and_any_change_another():
 
 def test_golden_values_keep_old_runs_reproducible():
     torch.testing.assert_close(initial_latents((3,), **IDENTITY), torch.tensor(GOLDEN), atol=0, rtol=0)
+
+
+def test_rows_are_the_single_draws_bit_by_bit():
+    """Odd sizes leave half-used words behind in a generator, which the next row must not see."""
+    identities = [IDENTITY | {"sample_index": index, "seed": index // 2} for index in range(5)]
+    for shape in ((4, 8), (3,), (1,)):
+        initial, noise = initial_latents_rows(shape, identities), sde_noise_rows(shape, identities, step_index=4)
+        for row, identity in enumerate(identities):
+            assert torch.equal(initial[row], initial_latents(shape, **identity))
+            assert torch.equal(noise[row], sde_noise(shape, step_index=4, **identity))
 
 
 def test_moments():

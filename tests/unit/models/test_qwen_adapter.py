@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageImg2ImgPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from PIL import Image
 from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.tiny import write_tiny_pipeline
@@ -172,6 +182,44 @@ def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, folder):
         torch.testing.assert_close(embeds_BTD[row][mask_BT[row]], expected_BTD[0], rtol=1e-5, atol=1e-5)
     assert mask_BT.dtype == torch.bool
     assert not mask_BT.all()
+
+
+def test_one_loaded_text_encoder_serves_many_calls_and_is_freed(adapter):
+    before = _text_encoders()
+    with adapter.prompt_encoder(dtype=torch.float32, device="cpu") as encode:
+        batched_BTD, mask_BT = encode(["a red circle", "a photo of a blue square on a white wall"])
+        alone_1TD, _ = encode(["a red circle"])
+        (text_encoder,) = [each for each in _text_encoders() if all(each is not other for other in before)]
+    torch.testing.assert_close(batched_BTD[0][mask_BT[0]], alone_1TD[0], rtol=1e-5, atol=1e-5)
+    assert {parameter.device.type for parameter in text_encoder.parameters()} == {"meta"}
+
+
+def _text_encoders():
+    return [each for each in gc.get_objects() if isinstance(each, Qwen2_5_VLForConditionalGeneration)]
+
+
+def test_images_are_encoded_as_by_the_stock_vae_and_pipeline(adapter, folder):
+    pixels_BHWC = torch.randint(0, 256, (3, 32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with adapter.image_encoder(dtype=torch.float32, device="cpu") as encode:
+        latents_BLC = encode(pixels_BHWC)
+        torch.testing.assert_close(encode(pixels_BHWC[1:2]), latents_BLC[1:2], rtol=0, atol=1e-5)
+    assert latents_BLC.shape == (3, *adapter.latents_shape(replace(SAMPLING, height=32, width=48)))
+
+    pipeline = QwenImageImg2ImgPipeline.from_pretrained(folder, transformer=None, text_encoder=None, tokenizer=None)
+    images_BCHW = pipeline.image_processor.preprocess([Image.fromarray(pixels.numpy()) for pixels in pixels_BHWC])
+    with torch.no_grad():
+        pipeline.vae.encode = partial(_mean_only, pipeline.vae.encode)
+        expected_BCTHW = pipeline._encode_vae_image(images_BCHW.unsqueeze(2), generator=None)
+    expected_BLC = pipeline._pack_latents(expected_BCTHW, 3, 16, 4, 6)
+    torch.testing.assert_close(latents_BLC, expected_BLC, rtol=0, atol=1e-5)
+    assert latents_BLC.std() > 0.1
+
+
+def _mean_only(encode, images):
+    """The stock image-to-image pipeline samples the posterior; its mean is what is trained on."""
+    posterior = encode(images).latent_dist
+    posterior.sample = lambda generator=None: posterior.mean
+    return AutoencoderKLOutput(latent_dist=posterior)
 
 
 def test_shapes_and_flops_at_real_size(adapter):

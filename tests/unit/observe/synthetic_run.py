@@ -8,6 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megadiff.observe.evaluation import (
+    EvaluatedSample,
+    Evaluation,
+    evaluation_folder,
+    image_name,
+    write_evaluation,
+)
 from megadiff.observe.samples import SampleRecord
 from megadiff.observe.trackers import build_trackers
 
@@ -23,6 +30,7 @@ algorithm:
   group_size: 8
   clip_range: 0.0001
 """
+TASKS = ("single", "colours", "counting", "position")
 PROMPTS = (
     "a red square on a white table",
     "a blue circle left of a green triangle",
@@ -41,6 +49,10 @@ def metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
         "reward/color": reward + 0.05 * noise[1],
         "reward/jpeg_size": 0.5 + 0.1 * noise[2],
         "reward/zero_std_ratio": 0.125 * int(3 * noise[3]),
+        "diversity/pixel_spread": 0.26 - 0.04 * step / num_steps + 0.02 * noise[2],
+        "diversity/colour_entropy_bit": 1.2 - 0.2 * step / num_steps + 0.3 * noise[3],
+        "diversity/saturation": 0.3 + 0.05 * noise[4],
+        "diversity/clipped_share": 0.02 + 0.01 * noise[5],
         "policy/clip_fraction": 0.05 + 0.1 * noise[4],
         "policy/kl_old": 1e-7 * 10 ** (4 * noise[5]),
         "policy/kl_ref": 2e-4 * step,
@@ -57,9 +69,38 @@ def metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
         "time/forward_s": 0.3,
         "time/step_s": 2.75 + 0.4 * noise[4],
     }
-    if step % 10 == 0:
-        metrics |= {"eval/color": reward + 0.02, "eval/shapes_strict": 0.2 + 0.5 * step / num_steps}
-    return metrics
+    return metrics | (eval_metrics_of(step, num_steps=num_steps) if step % 10 == 0 else {})
+
+
+def eval_metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
+    """What a step with an evaluation, also step 0, logs of it."""
+    evaluation, _ = evaluation_of(step, num_steps=num_steps, size=4)
+    means = {f"eval/{name}": evaluation.estimate(name).mean for name in evaluation.reward_names}
+    return means | {f"eval/{name}": value for name, value in evaluation.diversity.items()}
+
+
+def evaluation_of(step: int, *, num_steps: int, size: int = 64) -> tuple[Evaluation, dict[str, Tensor]]:
+    """25 samples of each of PROMPTS, the same at every step; more of them are right as the run goes on. With the images
+    of the first six."""
+    samples, images = [], {}
+    for number, (prompt, task) in enumerate(zip(PROMPTS, TASKS)):
+        for index in range(25):
+            is_right = index < (0.3 + 0.1 * number + 0.3 * step / num_steps) * 25
+            file = image_name(f"{number:016x}", index) if index % 4 == 0 and index < 24 else None
+            if file:
+                sharpness = (0.9 if is_right else 0.45) * (0.6 + 0.4 * step / num_steps)
+                images[file] = picture((number + index / 16) / len(PROMPTS), sharpness=sharpness, size=size)
+            samples.append(
+                EvaluatedSample(
+                    prompt_id=f"{number:016x}", sample_index=index, caption=prompt, task=task, file=file,
+                    rewards={"color": 0.4 + 0.4 * is_right, "shapes_strict": float(is_right)},
+                )
+            )  # fmt: skip
+    evaluation = Evaluation(
+        model="runs/synthetic", step=step, seed=0, num_inference_steps=10, true_cfg_scale=1.0, height=size, width=size,
+        samples=samples, diversity={"colour_entropy_bit": 1.1, "latent_spread": 0.9, "saturation": 0.35},
+    )  # fmt: skip
+    return evaluation, images
 
 
 def picture(hue: float, *, sharpness: float, size: int = 64) -> Tensor:
@@ -90,11 +131,24 @@ def samples_of(step: int, *, num_steps: int, size: int = 64) -> list[SampleRecor
     ]
 
 
-def write_run(folder: Path, *, steps: int, num_steps: int = 60, sample_every: int = 10, size: int = 64) -> Path:
-    """A run that finished `steps` of `num_steps` steps."""
+def write_run(
+    folder: Path, *, steps: int, num_steps: int = 60, sample_every: int = 10, size: int = 64, evaluated: bool = False
+) -> Path:
+    """A run that finished `steps` of `num_steps` steps. evaluated: with an evaluation before the first step and each
+    10th, in its metrics and its folder."""
+
+    def evaluate(step: int) -> None:
+        evaluation, images = evaluation_of(step, num_steps=num_steps, size=size)
+        write_evaluation(evaluation_folder(folder, step), evaluation, images)
+
     with build_trackers(["jsonl"], folder, {}) as trackers:
         (folder / "config.yaml").write_text(CONFIG.format(num_steps=num_steps), "utf-8")
+        if evaluated:
+            evaluate(0)
+            trackers.log(0, eval_metrics_of(0, num_steps=num_steps))
         for step in range(1, steps + 1):
+            if evaluated and step % 10 == 0:
+                evaluate(step)
             trackers.log(step, metrics_of(step, num_steps=num_steps))
             if sample_every and (step == 1 or step % sample_every == 0):
                 trackers.images(step, samples_of(step, num_steps=num_steps, size=size))

@@ -7,7 +7,9 @@ import pytest
 from megadiff.observe.charts import (
     MAX_POINTS,
     Axis,
+    Bar,
     band_path,
+    bar_chart,
     curve,
     dots_path,
     line_chart,
@@ -84,3 +86,32 @@ def test_bars_stack_to_the_total_at_their_steps():
     assert first_a[3] / third_a[3] == pytest.approx(1 / 3, abs=0.01)
     assert third_b[1] == pytest.approx(1000 - 1000 / 1.05, abs=0.2)
     assert first_a[0] + first_a[2] / 2 == pytest.approx(125) and third_a[0] + third_a[2] / 2 == pytest.approx(875)
+
+
+def rects(html: str) -> list[tuple[int, float, float]]:
+    """(series' colour, left, width) of every bar, in thousandths of the axis."""
+    found = re.findall(r'<rect class="part(\d)" x="(.*?)" y=".*?" width="(.*?)"', html)
+    return [(int(part), float(left), float(width)) for part, left, width in found]
+
+
+def test_lying_bars_are_as_long_as_their_values_and_carry_their_intervals():
+    groups = [("<one>", [Bar(value=0.5, low=0.4, high=0.65), Bar(value=0.25)]), ("two", [None, Bar(value=1.0)])]
+    html = bar_chart(groups, series=["before", "now"], title="t", key="k", axis=Axis(low=0.0, high=1.0))
+    assert rects(html) == [(4, 0, 500), (0, 0, 250), (0, 0, 1000)]
+    assert re.findall(r'class="whisker" d="M(.*?) .*?H(.*?)"', html) == [("400.0", "650.0")]
+    assert re.findall(r"<b>(.*?)</b>", html) == ["0.5", "0.25", "–", "1"]
+    assert "&lt;one&gt;" in html and "<one>" not in html
+    assert html.index("before") < html.index("now")
+
+
+def test_a_bar_below_zero_goes_left_from_zero():
+    html = bar_chart([("a", [Bar(value=-2.0)]), ("b", [Bar(value=2.0)])], series=["s"], title="t", key="k")
+    (_, left, width), (_, zero, other) = rects(html)
+    assert left + width == pytest.approx(zero, abs=0.2) and zero == pytest.approx(500, abs=0.2)
+    assert width == pytest.approx(other, abs=0.2)
+    assert rects(bar_chart([("a", [Bar(value=0.0)])], series=["s"], title="t", key="k")) == [(0, 0, 0)]
+
+
+def test_more_series_than_can_be_told_apart_are_refused():
+    with pytest.raises(ValueError, match="6 series in one bar chart, at most 5"):
+        bar_chart([], series=list("abcdef"), title="t", key="k")

@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from synthetic_evaluation import evaluation
 from synthetic_run import metrics_of, samples_of
 
-from megadiff.observe.metrics import read_rows
+from megadiff.observe.evaluation import evaluation_folder, evaluation_folders, write_evaluation
+from megadiff.observe.metrics import read_rows, verdict
 from megadiff.observe.samples import step_folders
 from megadiff.observe.trackers import Trackers, build_trackers
 
@@ -117,3 +119,21 @@ def test_a_killed_run_keeps_every_line_that_it_logged(tmp_path):
     killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert killed.returncode == -signal.SIGKILL
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 51))
+
+
+def test_the_evaluation_before_the_first_step_is_a_line_of_its_own_and_goes_when_a_run_starts_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with build_trackers(["tensorboard"], tmp_path, {}) as trackers:
+        trackers.log(0, {"eval/mean": 0.4})
+        trackers.log(1, {"reward/mean": 0.5})
+        write_evaluation(evaluation_folder(tmp_path, 0), evaluation(0.4), {})
+        with pytest.raises(ValueError, match="step=0 <= 1"):
+            trackers.log(0, {"eval/mean": 0.4})
+    rows = read_rows(path)
+    assert rows == [{"step": 0, "eval/mean": 0.4}, {"step": 1, "reward/mean": 0.5}]
+    assert verdict(rows).first == 0.5
+    with build_trackers([], tmp_path, {}, resume_step=1):
+        assert read_rows(path) == rows and [step for step, _ in evaluation_folders(tmp_path)] == [0]
+    with build_trackers([], tmp_path, {}) as trackers:
+        assert read_rows(path) == [] and evaluation_folders(tmp_path) == []
+        trackers.log(0, {"eval/mean": 0.4})

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.requests import check_request
+from megadiff.rollout.requests import check_request, check_requests
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
-LIMITS = Limits(group_size=4, side=128, num_inference_steps=20, prompt_chars=50)
+LIMITS = Limits(group_size=4, batch_size=7, side=128, num_inference_steps=20, prompt_chars=50)
 GOOD = RolloutRequest(
     prompt=Prompt(text="a cat", id="0" * 16),
     sampling=Sampling(height=64, width=64, num_inference_steps=6),
@@ -63,3 +63,33 @@ def test_bad_texts(text: str, match: str) -> None:
     for prompt in (replace(GOOD.prompt, text=text), replace(GOOD.prompt, negative_text=text)):
         with pytest.raises(ValueError, match=match):
             check_request(replace(GOOD, prompt=prompt), LIMITS)
+
+
+def other(place: int, **changes: object) -> RolloutRequest:
+    return replace(GOOD, prompt=replace(GOOD.prompt, id=f"{place:016x}"), **changes)
+
+
+def test_a_batch_may_differ_in_all_but_the_sampling() -> None:
+    check_requests([GOOD], LIMITS)
+    check_requests([GOOD, other(1, seed=5), other(2, step=-1, sample_indices=(7, 8, 9))], LIMITS)
+
+
+def test_a_fault_in_a_batch_names_the_request() -> None:
+    cases = {
+        "twice": other(1, sample_indices=(2, 2)),
+        "height=72": other(1, sampling=replace(GOOD.sampling, height=72)),
+        "eta=nan": other(1, sampling=replace(GOOD.sampling, eta=float("nan"))),
+        "surrogate": replace(GOOD, prompt=replace(GOOD.prompt, id="0" * 15 + "1", text="\ud800")),
+    }
+    for text, bad in cases.items():
+        with pytest.raises(ValueError, match=rf"^requests\[1\] \(prompt 0000000000000001\): .*{text}"):
+            check_requests([GOOD, bad, GOOD], LIMITS)
+
+
+def test_batches_that_are_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        check_requests([], LIMITS)
+    with pytest.raises(ValueError, match=r"requests\[1\] has eta=0.5, requests\[0\] has eta=0.7"):
+        check_requests([GOOD, other(1, sampling=replace(GOOD.sampling, eta=0.5))], LIMITS)
+    with pytest.raises(ValueError, match="4 requests ask for 8 samples, a call takes 7"):
+        check_requests([other(place) for place in range(4)], LIMITS)

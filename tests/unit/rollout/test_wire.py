@@ -6,14 +6,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from megadiff.rollout.wire import (
     bucket_manifest,
-    decode_group,
+    decode_groups,
     encode_bucket,
-    encode_group,
-    request_from_json,
-    request_to_json,
+    encode_groups,
+    requests_from_json,
+    requests_to_json,
 )
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
 
@@ -26,9 +27,12 @@ def make_request(**changes: object) -> RolloutRequest:
     return RolloutRequest(**(values | changes))
 
 
-def make_group() -> RolloutGroup:
-    generator = torch.Generator().manual_seed(0)
-    schedule = torch.linspace(1, 0, 7)
+SCHEDULE = torch.linspace(1, 0, 7)  # the groups of a batch share one tensor
+
+
+def make_group(*, sample_indices: tuple[int, ...] = (4, 7)) -> RolloutGroup:
+    generator = torch.Generator().manual_seed(len(sample_indices))
+    schedule = SCHEDULE
     trajectories = tuple(
         Trajectory(
             latents_SLC=torch.randn(3, 12, 64, generator=generator),
@@ -41,7 +45,7 @@ def make_group() -> RolloutGroup:
             sample_index=index,
             policy_version=5,
         )
-        for index in (4, 7)
+        for index in sample_indices
     )
     conditioning = {"prompt_embeds": torch.randn(1, 9, 8).bfloat16(), "prompt_mask": torch.ones(1, 9, dtype=torch.bool)}
     return RolloutGroup(
@@ -55,9 +59,22 @@ def make_group() -> RolloutGroup:
     )
 
 
-def test_request_round_trip() -> None:
-    for request in (make_request(), make_request(policy_version=3)):
-        assert request_from_json(json.loads(json.dumps(request_to_json(request)))) == request
+def assert_same(arrived: RolloutGroup, group: RolloutGroup) -> None:
+    assert (arrived.prompt, arrived.sampling) == (group.prompt, group.sampling)
+    assert (arrived.policy_version, arrived.replica) == (group.policy_version, group.replica)
+    assert torch.equal(arrived.schedule, group.schedule)
+    assert arrived.conditioning.keys() == group.conditioning.keys()
+    for name, tensor in group.conditioning.items():
+        assert arrived.conditioning[name].dtype == tensor.dtype and torch.equal(arrived.conditioning[name], tensor)
+    for one, other in zip(arrived.trajectories, group.trajectories, strict=True):
+        for name, value in vars(other).items():
+            found = getattr(one, name)
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+
+
+def test_requests_round_trip() -> None:
+    requests = [make_request(), make_request(policy_version=3), make_request(sample_indices=(1,), seed=9)]
+    assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
 
 
 @pytest.mark.parametrize(
@@ -72,36 +89,38 @@ def test_request_round_trip() -> None:
         (("prompt",), "a cat", "prompt is a str"),
     ],
 )
-def test_bad_request_names_the_key(path: tuple[str, ...], value: object, message: str) -> None:
-    body = json.loads(json.dumps(request_to_json(make_request())))
-    parent = body
+def test_bad_request_names_its_place_and_key(path: tuple[str, ...], value: object, message: str) -> None:
+    body = json.loads(json.dumps(requests_to_json([make_request()] * 3)))
+    parent = body[1]
     for key in path[:-1]:
         parent = parent[key]
     parent[path[-1]] = value
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
-        request_from_json(body)
+    with pytest.raises(ValueError, match=r"^requests\[1\]: .*" + message.replace("[", r"\[")):
+        requests_from_json(body)
 
 
-def test_missing_key_is_named() -> None:
-    body = request_to_json(make_request())
+def test_bodies_that_are_no_list_of_requests() -> None:
+    (body,) = requests_to_json([make_request()])
+    with pytest.raises(ValueError, match="the body is a dict; it must be a JSON list"):
+        requests_from_json(body)
+    with pytest.raises(ValueError, match=r"requests\[0\]: request is a int"):
+        requests_from_json([1])
     del body["sampling"]["width"]
-    with pytest.raises(ValueError, match="sampling lacks width"):
-        request_from_json(body)
+    with pytest.raises(ValueError, match=r"requests\[0\]: sampling lacks width"):
+        requests_from_json([body])
 
 
-def test_group_round_trip() -> None:
-    group = make_group()
-    arrived = decode_group(encode_group(group))
-    assert (arrived.prompt, arrived.sampling) == (group.prompt, group.sampling)
-    assert (arrived.policy_version, arrived.replica) == (5, "replica-1")
-    assert torch.equal(arrived.schedule, group.schedule)
-    assert arrived.conditioning.keys() == group.conditioning.keys()
-    for name, tensor in group.conditioning.items():
-        assert arrived.conditioning[name].dtype == tensor.dtype and torch.equal(arrived.conditioning[name], tensor)
-    for one, other in zip(arrived.trajectories, group.trajectories, strict=True):
-        for name, value in vars(other).items():
-            found = getattr(one, name)
-            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+def test_groups_round_trip() -> None:
+    groups = [make_group(), make_group(sample_indices=(0, 1, 2)), make_group(sample_indices=(5,))]
+    for arrived, group in zip(decode_groups(encode_groups(groups)), groups, strict=True):
+        assert_same(arrived, group)
+
+
+def test_more_than_ten_groups_keep_their_places() -> None:
+    groups = [make_group(sample_indices=tuple(range(count))) for count in range(1, 13)]
+    arrived = decode_groups(encode_groups(groups))
+    assert [len(group.trajectories) for group in arrived] == list(range(1, 13))
+    assert_same(arrived[11], groups[11])
 
 
 def test_group_without_window() -> None:
@@ -110,16 +129,16 @@ def test_group_without_window() -> None:
         Trajectory(**(vars(trajectory) | {"log_probs": torch.zeros(0), "timesteps": torch.zeros(0)}))
         for trajectory in group.trajectories
     ]
-    arrived = decode_group(encode_group(RolloutGroup(**(vars(group) | {"trajectories": tuple(without)}))))
+    (arrived,) = decode_groups(encode_groups([RolloutGroup(**(vars(group) | {"trajectories": tuple(without)}))]))
     assert arrived.trajectories[1].log_probs.shape == (0,)
 
 
 def test_bytes_that_are_no_group() -> None:
-    for body in (b"", b"hello", encode_group(make_group())[:-5]):
+    for body in (b"", b"hello", encode_groups([make_group()])[:-5]):
         with pytest.raises(ValueError, match="is not safetensors"):
-            decode_group(body)
+            decode_groups(body)
     with pytest.raises(ValueError, match="metadata"):
-        decode_group(__import__("safetensors.torch", fromlist=["save"]).save({"a": torch.zeros(1)}))
+        decode_groups(save({"a": torch.zeros(1)}))
 
 
 def test_bucket_round_trip(tmp_path) -> None:

@@ -1,0 +1,69 @@
+"""From a file's bytes to uint8 RGB of the size that is trained on."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+# What Pillow raises for bytes that are no image, one cut short or damaged, and one of more pixels than its limit.
+DECODE_FAULTS = (
+    UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError,
+)  # fmt: skip
+ENLARGED = 2.0  # sides grown by more than this are counted as enlarged: they teach the model blur
+
+
+def decode(data: bytes, *, where: str) -> np.ndarray:
+    """uint8 [H, W, 3] RGB, as a viewer shows the file.
+
+    Turned as EXIF says; transparency over white; 16-bit grey scaled to 8 bits; the first frame of an animation. Colour
+    profiles are not applied. where: names the image in errors. ValueError: not an image, cut short, or 32-bit samples.
+    """
+    try:
+        image = Image.open(io.BytesIO(data))
+        return np.asarray(_rgb(ImageOps.exif_transpose(image)))
+    except DECODE_FAULTS as error:
+        raise ValueError(
+            f"{where}: {len(data)} bytes that are no readable image ({error}); replace or remove it"
+        ) from error
+
+
+def fit(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The largest centred part of the wanted shape, resampled to exactly uint8 [height, width, 3].
+
+    Lanczos, with the support that avoids aliasing. Lost are: what lies outside, at both ends of the side that is too
+    long for the shape, and detail finer than the new pixels. An image that has the size already is returned as it is.
+    """
+    if pixels_HWC.shape[:2] == (height, width):
+        return pixels_HWC
+    scale = _scale(pixels_HWC, height, width)
+    rows, columns = pixels_HWC.shape[:2]
+    top, left = (rows - height / scale) / 2, (columns - width / scale) / 2
+    box = (max(left, 0.0), max(top, 0.0), min(columns - left, columns), min(rows - top, rows))
+    image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
+    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))
+
+
+def is_enlarged(pixels_HWC: np.ndarray, height: int, width: int) -> bool:
+    """Whether fit() makes more than ENLARGED pixels of one, along each side."""
+    return _scale(pixels_HWC, height, width) > ENLARGED
+
+
+def _scale(pixels_HWC: np.ndarray, height: int, width: int) -> float:
+    """New pixels per old one, such that the image covers height × width."""
+    return max(height / pixels_HWC.shape[0], width / pixels_HWC.shape[1])
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode in ("I", "F"):
+        raise ValueError(f"samples of 32 bits (mode {image.mode}) have no agreed range; save it with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # Pillow's own conversion to 8 bits clips at 255
+        levels = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")

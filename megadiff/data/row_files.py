@@ -1,0 +1,109 @@
+"""Tensors with very many rows, spread over safetensors files: written as they come, read memory-mapped or from RAM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FILE_BYTES = 1 << 30  # rows collected in memory until a file is written
+KEY = "rows"
+
+
+class RowWriter:
+    """Files PREFIX_RANK_NUMBER.safetensors of one rank; sorted by name, the files of all ranks hold the rows in order.
+
+    A rank without rows writes no file. Raises ValueError, with the free space, when a file cannot be written.
+    """
+
+    def __init__(self, folder: Path, prefix: str, rank: int, *, file_bytes: int = FILE_BYTES) -> None:
+        self._folder, self._stem, self._file_bytes = folder, f"{prefix}_{rank:05d}", file_bytes
+        self._parts: list[Tensor] = []
+        self._num_bytes = self._num_files = 0
+
+    def add(self, rows: Tensor) -> None:
+        """rows: [n, …], the same … each time; copied to the CPU."""
+        self._parts.append(rows.cpu())
+        self._num_bytes += rows.numel() * rows.element_size()
+        if self._num_bytes >= self._file_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is left."""
+        if self._parts:
+            write_tensor(self._folder / f"{self._stem}_{self._num_files:05d}.safetensors", torch.cat(self._parts))
+            self._num_files += 1
+        self._parts, self._num_bytes = [], 0
+
+
+def write_tensor(path: Path, tensor: Tensor) -> None:
+    """One tensor, on the disk when this returns. Raises ValueError, with the free space, when it cannot be written."""
+    with _written(path):
+        save_file({KEY: tensor.contiguous()}, path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """A JSON value, as write_tensor."""
+    with _written(path):
+        path.write_text(json.dumps(value), encoding="utf-8")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free / 2**20
+        raise ValueError(f"{path} could not be written: {error}; {free:.1f} MiB are free there") from error
+
+
+def _mapped(path: Path) -> Tensor:
+    try:
+        return safe_open(path, framework="pt").get_tensor(KEY)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; remove {path.parent}, it is made again") from error
+
+
+class RowTable:
+    """The rows of some files, as one tensor that is only indexed. shape, dtype: of that tensor."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        """Memory-maps the files. Raises ValueError when one cannot be read."""
+        self._parts = [_mapped(path) for path in paths]
+        self._ends = torch.tensor(list(accumulate(len(part) for part in self._parts)))
+        self.shape = (int(self._ends[-1]), *self._parts[0].shape[1:])
+        self.dtype = self._parts[0].dtype
+        self.num_bytes = sum(part.numel() * part.element_size() for part in self._parts)
+
+    def whole(self) -> Tensor:
+        """All rows as one plain tensor, a copy."""
+        return torch.cat(self._parts)
+
+    def to_memory(self) -> None:
+        """Read all files now, into one plain tensor: the fastest to index."""
+        self._parts, self._ends = [self.whole()], self._ends[-1:]
+
+    def take(self, rows: Tensor) -> Tensor:
+        """rows: [N] int64 → [N, …], a copy. Raises IndexError for a row that there is not."""
+        if len(self._parts) == 1:
+            return self._parts[0].index_select(0, rows)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
+            raise IndexError(f"rows {int(rows.min())} … {int(rows.max())} of {self.shape[0]}")
+        taken = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        part_N = torch.bucketize(rows, self._ends, right=True)
+        for number in part_N.unique().tolist():
+            here = (part_N == number).nonzero().flatten()
+            part = self._parts[number]
+            taken[here] = part.index_select(0, rows[here] - (self._ends[number] - len(part)))
+        return taken

@@ -1,0 +1,44 @@
+"""Says in the log, while a run goes on, that its reward may be exploited."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megadiff.observe.hacking import signs
+from megadiff.observe.heldout import compare_ends
+from megadiff.observe.metrics import Row
+from megadiff.observe.samples import SampleRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Alarm:
+    """A tracker that writes nothing but one WARNING per kind of sign, when it begins.
+
+    rows: what the run has logged so far. A resumed run compares with its true start, and repeats once, in its own log,
+    what still holds.
+    """
+
+    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        self._run_folder, self._config = run_folder, config
+        self._rows = list(rows)
+        self._heldout = compare_ends(run_folder)
+        self._said: set[str] = set()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._rows.append({"step": step, **metrics})
+        if any(key.startswith("eval/") for key in metrics):
+            self._heldout = compare_ends(self._run_folder)
+        for sign in signs(self._rows, self._config, self._heldout):
+            if sign.kind not in self._said:
+                logger.warning("step %d: %s", step, sign.sentence)
+                self._said.add(sign.kind)
+
+    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,47 @@
+"""The first and the last evaluation of a run: what training did to prompts that it never saw."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megadiff.observe.evaluation import Comparison, Evaluation, evaluation_folders, read_evaluation
+
+logger = logging.getLogger(__name__)
+
+
+def read_evaluations(run_folder: Path) -> list[tuple[Path, Evaluation]]:
+    """(folder, evaluation) of the first and the last step that were evaluated: two, one or none. A record that cannot be
+    read is skipped with a warning."""
+    folders = [folder for _, folder in evaluation_folders(run_folder)]
+    first = _first_readable(folders)
+    last = _first_readable(folders[::-1]) if first else None
+    if first is None or last is None:
+        return []
+    return [first] if first[0] == last[0] else [first, last]
+
+
+def _first_readable(folders: list[Path]) -> tuple[Path, Evaluation] | None:
+    for folder in folders:
+        try:
+            return folder, read_evaluation(folder)
+        except ValueError as error:
+            logger.warning("skipped: %s", error)
+    return None
+
+
+def compare(evaluations: list[tuple[Path, Evaluation]]) -> Comparison | None:
+    """The last against the first, pair by pair; None for fewer than two, or where they drew other samples."""
+    if len(evaluations) < 2:
+        return None
+    (_, first), (folder, last) = evaluations
+    try:
+        return Comparison(evaluation=last, baseline=first)
+    except ValueError as error:
+        logger.warning("%s is not compared with the run's first evaluation: %s", folder, error)
+        return None
+
+
+def compare_ends(run_folder: Path) -> Comparison | None:
+    """As `compare`, of the run's folder as it is now."""
+    return compare(read_evaluations(run_folder))

@@ -1,0 +1,100 @@
+"""The parts of a supervised run. Replicas exist only where it evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megadiff.algorithms import build_algorithm
+from megadiff.config.schema import Config
+from megadiff.data.flow import FlowBatches
+from megadiff.data.images import ImageSource, open_images
+from megadiff.data.latents import LatentDataset, encode_dataset
+from megadiff.engines import build_engine
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.collectives import agreed
+from megadiff.parallel.mesh import Mesh
+from megadiff.rewards.score import Scorer
+from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.processes import stop_all
+from megadiff.train import replicas
+from megadiff.train.build import build_evaluation, build_recorder, build_sync, run_folder
+from megadiff.train.checkpoint import Checkpoints
+from megadiff.train.rollout import sampling_of
+from megadiff.train.sft import SftRun
+from megadiff.types import DTYPES
+
+ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
+
+
+def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, stack: ExitStack) -> SftRun:
+    """Collective. Replicas start while data are encoded and the engine loads; `stack` stops whatever was started."""
+    folder = run_folder(config)
+    source = agreed(lambda: open_images(config.data.images, seed=config.seed), mesh.cpu_group)
+    processes = replicas.launch(config, mesh, folder) if config.eval.every else []
+    stack.callback(stop_all, processes)
+    dataset = _encoded(config, mesh, adapter, source)
+    engine = build_engine(config, mesh, adapter)
+    sampling = replace(sampling_of(config.rollout), true_cfg_scale=1.0)
+    batches = FlowBatches(
+        dataset,
+        images_per_step=config.train.prompts_per_step,
+        draws_per_image=config.algorithm.group_size,
+        caption_drop=config.algorithm.caption_drop,
+        sampling=sampling,
+        shift=partial(adapter.shift, sampling=sampling),
+        dp=mesh.dp,
+        dp_rank=mesh.dp_rank,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    stack.callback(batches.close)
+    checkpoints = Checkpoints(folder, config, mesh)
+    progress = checkpoints.load(engine, batches.load_state)
+    evaluation = None
+    if config.eval.every:
+        fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
+        scorer = stack.enter_context(closing(Scorer(config.reward)))
+        sync = build_sync(config, mesh, adapter, engine, fleet)
+        evaluation = _between_naps(build_evaluation(config, mesh, engine, fleet, sync, scorer), fleet, config, mesh)
+    recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
+    return SftRun(
+        config=config, mesh=mesh, algorithm=build_algorithm(config.algorithm), engine=engine, batches=batches,
+        checkpoints=checkpoints, recorder=recorder, progress=progress,
+    )  # fmt: skip
+
+
+def _encoded(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource) -> LatentDataset:
+    """The data as latents and embeddings, from run.dir/cache where they are there already."""
+    sampling = sampling_of(config.rollout)
+    num_tokens, _ = adapter.latents_shape(sampling)
+    return encode_dataset(
+        source,
+        adapter,
+        folder=Path(config.run.dir) / "cache",
+        height=sampling.height,
+        width=sampling.width,
+        max_chars=config.data.max_prompt_chars,
+        dtype=DTYPES[config.model.dtype],
+        device=mesh.device,
+        mesh=mesh,
+        batch=max(1, ENCODE_BATCH_TOKENS // num_tokens),
+    )
+
+
+def _between_naps(
+    evaluation: Callable[[int], dict[str, float]], fleet: Fleet, config: Config, mesh: Mesh
+) -> Callable[[int], dict[str, float]]:
+    """The evaluation with replicas that are awake only meanwhile, where they share the trainer's GPUs."""
+    replicas.put_to_sleep(fleet, config, mesh)
+
+    def evaluate(step: int) -> dict[str, float]:
+        replicas.wake_up(fleet, config, mesh)
+        figures = evaluation(step)
+        replicas.put_to_sleep(fleet, config, mesh)
+        return figures
+
+    return evaluate

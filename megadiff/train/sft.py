@@ -1,0 +1,45 @@
+"""The supervised loop: captioned images → update → next step. A sibling of loop.py; every rank runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadiff.algorithms import Algorithm
+from megadiff.config.schema import Config
+from megadiff.data.flow import FlowBatches
+from megadiff.engines.base import Engine
+from megadiff.observe.timers import Timers
+from megadiff.parallel.mesh import Mesh
+from megadiff.train.checkpoint import Checkpoints
+from megadiff.train.record import Recorder
+from megadiff.types import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRun:
+    """The parts of a supervised run, built by `megadiff.train.build_sft`."""
+
+    config: Config
+    mesh: Mesh
+    algorithm: Algorithm
+    engine: Engine
+    batches: FlowBatches
+    checkpoints: Checkpoints
+    recorder: Recorder
+    progress: Progress
+
+
+def train_sft(run: SftRun) -> None:
+    """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
+    config, engine, progress, timers = run.config, run.engine, run.progress, Timers()
+    run.recorder.start(progress.step)
+    while progress.step < config.train.num_steps:
+        with timers("step"):
+            with timers("data"):
+                batch = next(run.batches)
+            with timers("train"):
+                stats = engine.update(batch, run.algorithm.loss)
+            progress.step, progress.prompts = progress.step + 1, run.batches.state()
+        run.recorder.step(progress.step, stats | timers.pop())
+        if run.recorder.is_due(config.checkpoint.every, progress.step):
+            run.checkpoints.save(engine, progress)

@@ -1,0 +1,58 @@
+"""A step's diversity over several ranks is that of one rank that holds all groups."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadiff.observe import diversity
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.train.record import diversity_metrics
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from tests.distributed.ranks import run_ranks
+from tests.stub_fleet import StubFleet
+
+TEXTS = ("a circle", "a red circle", "a star", "two blue stars", "a square")
+SAMPLING = Sampling(height=8, width=8, num_inference_steps=4)
+
+
+def groups(texts: tuple[str, ...]) -> list[RolloutGroup]:
+    requests = [
+        RolloutRequest(
+            prompt=Prompt(text=text, id=f"{len(text):016x}"),
+            sampling=SAMPLING,
+            sample_indices=(0, 1, 2, 3),
+            seed=0,
+            step=0,
+        )
+        for text in texts
+    ]
+    return [group for _, group in sorted(StubFleet().generate(requests), key=lambda found: found[0])]
+
+
+def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
+    mesh = init_mesh(resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu")
+    metrics = diversity_metrics(groups(texts[mesh.dp_rank :: mesh.dp]), mesh)
+    Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
+
+
+@pytest.mark.parametrize("world_size, sp", [(1, 1), (2, 1), (2, 2)])
+def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
+    run_ranks(_worker, world_size, str(tmp_path), world_size, sp, TEXTS)
+    pixels = {group.prompt.text: torch.cat([s.pixels for s in group.trajectories]) for group in groups(TEXTS)}
+    open_prompts = [pixels[text] for text in TEXTS if "red" not in text and "blue" not in text]
+    expected = {
+        "diversity/pixel_spread": sum(map(diversity.pixel_spread, pixels.values())) / 5,
+        "diversity/saturation": sum(map(diversity.saturation, pixels.values())) / 5,
+        "diversity/clipped_share": sum(map(diversity.clipped_share, pixels.values())) / 5,
+        "diversity/colour_entropy_bit": diversity.colour_entropy_bit(open_prompts),
+    }
+    for rank in range(world_size):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(expected)
+    assert all(value > 0 for key, value in expected.items() if key != "diversity/clipped_share")
+
+
+def test_a_step_whose_prompts_all_name_colours_has_no_diversity_of_colour(tmp_path):
+    run_ranks(_worker, 1, str(tmp_path), 1, 1, TEXTS[1::2])
+    assert "diversity/colour_entropy_bit" not in json.loads((tmp_path / "0.json").read_text())

@@ -1,0 +1,48 @@
+"""A group's log_probs, recomputed from its record with stock diffusers."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadiff.diffusion.guidance import true_cfg
+from megadiff.diffusion.sde import log_prob, step_mean
+from megadiff.types import RolloutGroup
+
+
+def recomputed_log_probs(model: Path, group: RolloutGroup) -> Tensor:
+    """[N, W] log_probs of the recorded steps, with stock diffusers."""
+    from diffusers import QwenImageTransformer2DModel
+
+    transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=torch.float32)
+    sampling, grid = group.sampling, (1, group.sampling.height // 16, group.sampling.width // 16)
+    latents_NSLC = torch.stack([trajectory.latents_SLC for trajectory in group.trajectories])
+    num_samples, sigmas = len(latents_NSLC), group.trajectories[0].sigmas
+
+    def velocity(prefix: str, latents_NLC: Tensor, sigma: Tensor) -> Tensor:
+        return transformer(
+            hidden_states=latents_NLC,
+            timestep=sigma.expand(num_samples),
+            encoder_hidden_states=group.conditioning[f"{prefix}prompt_embeds"].expand(num_samples, -1, -1),
+            encoder_hidden_states_mask=group.conditioning[f"{prefix}prompt_mask"].expand(num_samples, -1),
+            img_shapes=[[grid]] * num_samples,
+            return_dict=False,
+        )[0]
+
+    columns = []
+    for index in range(len(sigmas) - 1):
+        latents_NLC, prev_sample_NLC = latents_NSLC[:, index], latents_NSLC[:, index + 1]
+        with torch.no_grad():
+            guided = velocity("", latents_NLC, sigmas[index])
+            if sampling.true_cfg_scale > 1:
+                guided = true_cfg(guided, velocity("negative_", latents_NLC, sigmas[index]), sampling.true_cfg_scale)
+        sigma_N, sigma_next_N = sigmas[index].expand(num_samples), sigmas[index + 1].expand(num_samples)
+        shared = {"schedule": group.schedule, "eta": sampling.eta}
+        mean_NLC = step_mean(sampling.sde_type, latents_NLC, guided, sigma_N, sigma_next_N, **shared)
+        columns.append(log_prob(sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared))
+    return torch.stack(columns, dim=1)
+
+
+def gap(model: Path, group: RolloutGroup) -> float:
+    rollout = torch.stack([trajectory.log_probs for trajectory in group.trajectories])
+    return (recomputed_log_probs(model, group) - rollout).abs().max().item()

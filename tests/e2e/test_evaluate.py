@@ -1,0 +1,80 @@
+"""Evaluation through real replicas: inside a run, of a run, of a model, and of one against the other."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megadiff.observe.evaluation import evaluation_folders, read_evaluation
+from tests.e2e.conftest import ENVIRONMENT, Trainer
+
+FIGURES = {"eval/mean", "eval/color", "eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """Held-out prompts of two tasks."""
+    path = tmp_path_factory.mktemp("prompts") / "held_out.jsonl"
+    rows = [{"prompt": f"a {color} {task}", "task": task} for task in ("wall", "sea") for color in ("red", "black")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_model, prompts):
+    """Three steps, evaluated before them, every second and at the end."""
+    keys = ["eval.every=2", f"eval.prompts={prompts}", "eval.num_samples=10", "eval.num_inference_steps=4"]
+    result = Trainer(tmp_path_factory.mktemp("run"), tiny_model).run(*keys, "optim.lr=1e-3")
+    assert result.code == 0, result.stderr
+    return result
+
+
+def evaluate(*arguments):
+    """`megadiff evaluate … --json`: what it prints."""
+    command = [sys.executable, "-m", "megadiff.cli.evaluate", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_run_evaluates_before_its_first_step_when_due_and_at_the_end(trained):
+    before, *rows = trained.rows
+    assert before.keys() == {"step", *FIGURES} and before["step"] == 0
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [FIGURES & row.keys() for row in rows] == [set(), FIGURES, FIGURES]
+    folders = evaluation_folders(trained.folder)
+    assert [step for step, _ in folders] == [0, 2, 3]
+    found = [read_evaluation(folder) for _, folder in folders]
+    assert all(len(each.samples) == 10 and each.tasks == ["wall", "sea"] for each in found)
+    assert len({tuple(sample.identity for sample in each.samples) for each in found}) == 1
+    assert [row["eval/color"] for row in (before, *rows[1:])] == [each.estimate("color").mean for each in found]
+    assert found[0].estimate("color") != found[2].estimate("color")  # it has learnt something, or unlearnt it
+    assert all((folder / sample.file).is_file() for _, folder in folders for sample in found[0].samples)
+
+
+def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, prompts):
+    keys = ["eval.every=2", f"eval.prompts={prompts}", "eval.num_samples=10", "eval.num_inference_steps=4"]
+    again = Trainer(trained.folder.parent, tiny_model).run(*keys, "optim.lr=1e-3", "train.num_steps=4")
+    assert again.code == 0, again.stderr
+    assert [row["step"] for row in again.rows] == [0, 1, 2, 3, 4]
+    assert "eval/color" in again.rows[4]
+    assert [step for step, _ in evaluation_folders(again.folder)] == [0, 2, 3, 4]
+
+
+def test_the_command_finds_what_the_run_found(trained, tiny_model, tmp_path):
+    """The run's last checkpoint against the model it started from: both as the run itself evaluated them."""
+    printed = evaluate(trained.folder, "--baseline", tiny_model, "--out", tmp_path)
+    inside = dict(evaluation_folders(trained.folder))
+    for folder, step in ((tmp_path, printed["step"]), (tmp_path / "baseline", 0)):
+        ours, theirs = read_evaluation(folder), read_evaluation(inside[step])
+        assert [sample.identity for sample in ours.samples] == [sample.identity for sample in theirs.samples]
+        for mine, its in zip(ours.samples, theirs.samples, strict=True):
+            assert mine.rewards["color"] == pytest.approx(its.rewards["color"], abs=2e-3)  # a pixel may round otherwise
+    difference = printed["comparison"]["rewards"]["color"]
+    gain = printed["rewards"]["color"]["mean"] - read_evaluation(tmp_path / "baseline").estimate("color").mean
+    assert difference["mean"] == pytest.approx(gain) and difference["won"] + difference["lost"] > 0
+    assert set(difference["by_task"]) == {"wall", "sea"}
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert page.count("data:image/png;base64,") == 20 and 'src="http' not in page
+    assert printed["record"] == str(tmp_path / "evaluation.json")

@@ -1,0 +1,129 @@
+"""Several groups in one engine call of a real replica: the same records as one by one, whatever is in the batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.wire import requests_to_json
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from tests.e2e.recompute import gap
+
+SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))
+TEXTS = ("a red cat", "a much longer prompt about a blue dog", "a red cat", "猫", "two green squares left of a circle")
+
+
+def requests(sampling: Sampling = SAMPLING, sizes: Sequence[int] = (3, 1, 2, 4, 2)) -> list[RolloutRequest]:
+    """Groups of unequal sizes, prompts of unequal lengths (one comes twice), and several windows."""
+    return [
+        RolloutRequest(
+            prompt=Prompt(text=text, id=f"{place:016x}", negative_text="bad " * (place % 3)),
+            sampling=sampling,
+            sample_indices=tuple(range(place, place + size)),
+            seed=3,
+            step=place % 2,
+        )
+        for place, (text, size) in enumerate(zip(TEXTS, sizes, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def clients(registry: Path) -> Iterator[list[ReplicaClient]]:
+    found = [json.loads(path.read_text()) for path in sorted(registry.glob("*.json"))]
+    clients = [ReplicaClient(entry["url"], entry["name"], timeout_s=120) for entry in found]
+    yield clients
+    for client in clients:
+        client.close()
+
+
+def assert_close(one: RolloutGroup, other: RolloutGroup, *, tolerance: float = 1e-5) -> None:
+    assert one.prompt == other.prompt and one.conditioning.keys() == other.conditioning.keys()
+    for name, tensor in one.conditioning.items():
+        expected = other.conditioning[name].float()
+        assert tensor.shape == expected.shape
+        assert (tensor.float() - expected).abs().max() <= 1e-6 * expected.abs().max()
+    for left, right in zip(one.trajectories, other.trajectories, strict=True):
+        assert (left.sample_index, left.window_start) == (right.sample_index, right.window_start)
+        assert torch.equal(left.sigmas, right.sigmas) and torch.equal(left.timesteps, right.timesteps)
+        assert (left.latents_SLC - right.latents_SLC).abs().max() <= tolerance
+        assert left.log_probs.numel() == 0 or (left.log_probs - right.log_probs).abs().max() <= tolerance
+        assert (left.pixels.int() - right.pixels.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("sde_type", ["flow_sde", "flow_cps", "ode"])
+def test_batched_is_serial(clients: list[ReplicaClient], tiny_model: Path, sde_type: str) -> None:
+    asked = requests(replace(SAMPLING, sde_type=sde_type))
+    groups = clients[0].generate_batch(asked)
+    for group, request in zip(groups, asked, strict=True):
+        assert_close(group, clients[0].generate(request))
+    if sde_type != "ode":
+        assert len({group.trajectories[0].window_start for group in groups}) > 1  # or the windows are not mixed
+        assert max(gap(tiny_model, group) for group in groups) <= 1e-6
+
+
+def test_true_cfg(clients: list[ReplicaClient], tiny_model: Path) -> None:
+    """Each group is guided by its own negative prompt: `bad` changes the figure by far more than the tolerance."""
+    asked = requests(replace(SAMPLING, true_cfg_scale=4.0))
+    groups = clients[0].generate_batch(asked)
+    for group, request in zip(groups, asked, strict=True):
+        assert_close(group, clients[0].generate(request), tolerance=1e-4)
+        assert gap(tiny_model, group) <= 1e-4
+    swapped = replace(groups[1], conditioning=groups[1].conditioning | _negative(groups[2]))
+    assert gap(tiny_model, swapped) > 10 * max(gap(tiny_model, groups[1]), 1e-6)
+
+
+def _negative(group: RolloutGroup) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in group.conditioning.items() if name.startswith("negative_")}
+
+
+def test_a_batch_is_the_same_bit_by_bit_on_every_replica(clients: list[ReplicaClient]) -> None:
+    one, other = (client.generate_batch(requests()) for client in clients)
+    for left, right in zip(one, other, strict=True):
+        for sample, twin in zip(left.trajectories, right.trajectories, strict=True):
+            assert torch.equal(sample.latents_SLC, twin.latents_SLC) and torch.equal(sample.log_probs, twin.log_probs)
+            assert torch.equal(sample.pixels, twin.pixels)
+
+
+def test_a_fleet_samples_the_same_bits_again(clients: list[ReplicaClient]) -> None:
+    def sample() -> list[RolloutGroup]:
+        fleet = Fleet(clients, batch_size=8)
+        found = dict(fleet.generate(requests()))
+        return [found[index] for index in range(5)]
+
+    for left, right, request in zip(sample(), sample(), requests(), strict=True):
+        assert left.prompt.id == request.prompt.id
+        for sample_, twin in zip(left.trajectories, right.trajectories, strict=True):
+            assert torch.equal(sample_.latents_SLC, twin.latents_SLC)
+
+
+def test_batches_that_are_refused(clients: list[ReplicaClient]) -> None:
+    client, good = clients[0], requests()
+    odd = replace(good[1], sampling=replace(SAMPLING, num_inference_steps=7))
+    version = replace(good[1], policy_version=77)
+    long = replace(good[1], prompt=replace(good[1].prompt, text="🐱" * 2000))
+    many = [replace(one, sample_indices=tuple(range(300))) for one in good]
+    cases = [
+        ([good[0], odd], 400, r"requests\[1\] has num_inference_steps=7, requests\[0\] has num_inference_steps=6"),
+        ([good[0], replace(good[1], sample_indices=(1, 1))], 400, r"requests\[1\] \(prompt 0000000000000001\).*twice"),
+        ([good[0], good[2], long], 400, r"requests\[2\] \(prompt 0000000000000001\): the prompt is too long"),
+        ([good[0], version], 409, "policy_version 77 was asked for"),
+        (many, 400, "5 requests ask for 1500 samples, a call takes 1024"),
+        ([], 400, "empty"),
+    ]
+    for asked, status, message in cases:
+        with pytest.raises(ReplicaError, match=message) as error:
+            client.generate_batch(asked)
+        assert error.value.status == status
+    body = requests_to_json(good)
+    del body[3]["seed"]
+    response = httpx.post(f"{client.url}/rl/generate", json=body)
+    assert response.status_code == 400 and response.json()["error"] == "requests[3]: request lacks seed"
+    assert len(client.generate_batch(good)) == 5

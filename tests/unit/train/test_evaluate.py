@@ -1,0 +1,164 @@
+"""The plan of an evaluation, and what evaluate() makes of it, through a fleet in this process and the real scorer."""
+
+from collections import Counter
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megadiff.config.schema import RewardConfig
+from megadiff.data.prompts import prompt_id
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.rewards.color import closeness
+from megadiff.rewards.score import Scorer
+from megadiff.train import evaluate as module
+from megadiff.train.evaluate import EVAL_STEP, eval_metrics, evaluate, pictured, spread
+from megadiff.types import Prompt, Sampling
+from tests.stub_fleet import StubFleet
+
+SAMPLING = Sampling(height=8, width=8, num_inference_steps=4, sde_type="ode", sde_window_size=0)
+COLORS = ("red", "green", "blue", "yellow", "white", "black")
+
+
+def prompt(text: str, task: str | None = None) -> Prompt:
+    return Prompt(text=text, id=prompt_id(text, " "), fields={"task": task} if task else {})
+
+
+def tasked(**counts: int) -> list[Prompt]:
+    """`count` prompts a task, the tasks in turn."""
+    numbered = [(number, task) for task, count in counts.items() for number in range(count)]
+    return [prompt(f"a {COLORS[number % 6]} {task} {number}", task) for number, task in sorted(numbered)]
+
+
+def counts_by_task(plan):
+    counts = Counter()
+    for each, indices in plan:
+        counts[each.fields["task"]] += len(indices)
+    return counts
+
+
+def test_every_task_gets_the_same_number_whatever_its_prompts():
+    plan = spread(tasked(few=3, many=40, one=1), 100)
+    assert counts_by_task(plan) == {"few": 34, "many": 33, "one": 33}
+    by_text = {each.text: len(indices) for each, indices in plan}
+    assert sorted(n for text, n in by_text.items() if "few" in text) == [11, 11, 12]
+    assert sorted(n for text, n in by_text.items() if "many" in text) == [1] * 33  # the last seven of 40 get none
+    assert all(indices == range(len(indices)) for _, indices in plan)
+
+
+def test_within_a_task_the_first_prompts_of_the_file_get_one_more():
+    plan = spread(tasked(few=3), 10)
+    assert [(each.text, len(indices)) for each, indices in plan] == [
+        ("a red few 0", 4), ("a green few 1", 3), ("a blue few 2", 3),
+    ]  # fmt: skip
+
+
+def test_more_samples_keep_those_of_a_smaller_evaluation():
+    def identities(count):
+        return {(each.id, index) for each, indices in spread(tasked(a=5, b=7), count) for index in indices}
+
+    assert identities(40) < identities(90) and len(identities(90)) == 90
+
+
+def test_prompts_without_tasks_share_evenly_and_zero_is_one_each():
+    prompts = [prompt(f"a {color} wall") for color in COLORS]
+    assert [len(indices) for _, indices in spread(prompts, 8)] == [2, 2, 1, 1, 1, 1]
+    assert [len(indices) for _, indices in spread(prompts, 0)] == [1] * 6
+    assert [each.text for each, _ in spread(prompts, 2)] == ["a red wall", "a green wall"]
+
+
+def test_a_repeated_prompt_draws_no_noise_twice():
+    plan = spread([prompt("a red wall"), prompt("a blue wall"), prompt("a red wall")], 4)
+    assert [(each.text, len(indices)) for each, indices in plan] == [("a red wall", 2), ("a blue wall", 2)]
+
+
+def test_fewer_samples_than_tasks_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"2 samples < 3 tasks of the prompts \(a, b, c\)"):
+        spread(tasked(a=2, b=2, c=2), 2)
+
+
+def test_pictures_are_balanced_over_tasks_and_prefer_different_prompts():
+    plan = spread(tasked(few=2, many=40, one=1), 300)
+    wanted = pictured(plan, 12)
+    texts = {each.id: each for each, _ in plan}
+    assert Counter(texts[key].fields["task"] for key, _ in wanted) == {"few": 4, "many": 4, "one": 4}
+    assert sorted((texts[key].text, index) for key, index in wanted if "many" in texts[key].text) == [
+        (f"a {COLORS[number]} many {number}", 0) for number in sorted(range(4), key=lambda n: COLORS[n])
+    ]
+    assert sorted(index for key, index in wanted if "one" in texts[key].text) == [0, 1, 2, 3]
+    assert wanted == pictured(plan, 12) and len(pictured(spread(tasked(a=1), 3), 12)) == 3
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
+    yield mesh
+    dist.destroy_process_group()
+
+
+def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
+    fleet = fleet or StubFleet()
+    rewards = {"color": RewardConfig(type="color"), "size": RewardConfig(type="jpeg_size", weight=0.5)}
+    counted = []
+    with closing(Scorer(rewards, num_workers=2)) as scorer:
+        outcome = evaluate(
+            fleet, scorer, plan, sampling=SAMPLING, seed=seed, batch_size=batch_size, policy_version=version, mesh=mesh,
+            model="stub", on_samples=counted.append,
+        )  # fmt: skip
+        metrics = eval_metrics(outcome.evaluation, scorer.weights)
+    assert sum(counted) == len(outcome.evaluation.samples)
+    return outcome, metrics
+
+
+def test_every_sample_is_drawn_once_and_scored_as_its_own(mesh):
+    plan = spread(tasked(few=2, many=9), 40)
+    fleet = StubFleet()
+    outcome, metrics = run(mesh, plan, fleet=fleet, version=7)
+    found = outcome.evaluation
+    assert [s.identity for s in found.samples] == [(each.id, index) for each, indices in plan for index in indices]
+    assert {(r.seed, r.step, r.policy_version) for r in fleet.requests} == {(0, EVAL_STEP, 7)} and found.step == 7
+    assert all(not request.prompt.fields for request in fleet.requests)  # a reward's matter, not the replica's
+    for sample in found.samples:
+        if sample.file:
+            color = sample.caption.split()[1]  # its own prompt's, and its own pixels
+            assert sample.rewards["color"] == pytest.approx(closeness(outcome.images[sample.file].numpy(), color))
+    assert len(outcome.images) == 28
+    means = {name: found.estimate(name).mean for name in ("color", "size")}
+    assert metrics["eval/color"] == means["color"] and metrics["eval/size"] == means["size"]
+    assert metrics["eval/mean"] == pytest.approx(means["color"] + 0.5 * means["size"])
+    assert {"eval/latent_spread", "eval/colour_entropy_bit", "eval/saturation"} < metrics.keys()
+    assert 1.2 < metrics["eval/latent_spread"] < 1.6  # of standard normal noise: √2
+
+
+@pytest.mark.parametrize("batch_size, at_once", [(1, 512), (3, 512), (5, 7), (64, 1)])
+def test_how_samples_are_cut_into_requests_does_not_matter(mesh, monkeypatch, batch_size, at_once):
+    plan = spread(tasked(few=2, many=9), 61)
+    expected, _ = run(mesh, plan)
+    monkeypatch.setattr(module, "SAMPLES_AT_ONCE", at_once)
+    fleet = StubFleet()
+    found, _ = run(mesh, plan, batch_size=batch_size, fleet=fleet)
+    assert max(len(request.sample_indices) for request in fleet.requests) <= batch_size
+    assert found.evaluation == expected.evaluation
+    assert found.images.keys() == expected.images.keys()
+    assert all(torch.equal(found.images[file], expected.images[file]) for file in found.images)
+
+
+def test_another_seed_draws_other_noise(mesh):
+    plan = spread(tasked(a=3), 12)
+    first, second, again = (run(mesh, plan, seed=seed)[0].evaluation for seed in (0, 1, 0))
+    assert first == again and first.samples != second.samples
+
+
+def test_diversity_of_colour_is_that_of_prompts_that_name_none(mesh):
+    named, free = prompt("a red wall"), prompt("a wall that is white")
+    alone, both = (run(mesh, spread(prompts, 4 * len(prompts)))[0].evaluation for prompts in ([free], [named, free]))
+    assert both.diversity["colour_entropy_bit"] == alone.diversity["colour_entropy_bit"] > 0
+    assert run(mesh, spread([named], 4))[0].evaluation.diversity["colour_entropy_bit"] is None
+    assert both.diversity["latent_spread"] != alone.diversity["latent_spread"]
+
+
+def test_without_two_samples_of_a_prompt_diversity_is_unknown_and_unlogged(mesh):
+    outcome, metrics = run(mesh, spread(tasked(a=3), 0))
+    assert outcome.evaluation.diversity["latent_spread"] is None
+    assert "eval/latent_spread" not in metrics and "eval/saturation" in metrics
