@@ -8,4 +8,4 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 num_processes=$1
 shift
-exec .venv/bin/torchrun --standalone --nproc-per-node "$num_processes" -m megadiff.cli.train "$@"
+exec .venv/bin/torchrun --standalone --nproc-per-node "$num_processes" -m megadiff.cli.main train "$@"

@@ -13,7 +13,7 @@ start=$SECONDS
 
 [[ -d runs/models/shapes_start ]] || "$python" tools/make_shapes_start.py runs/models/shapes_start
 printf 'start model: %s s\n' $((SECONDS - start))
-"$python" -m megadiff.cli.train configs/shapes/sft.yaml "$@"
+"$python" -m megadiff.cli.main train configs/shapes/sft.yaml "$@"
 printf 'pretrained: %s s\n' $((SECONDS - start))
 "$python" tools/convert_ckpt.py runs/shapes_sft "$out"
 cp assets/shapes/evaluate.yaml "$out/evaluate.yaml"

@@ -26,7 +26,6 @@ def train_vae(*, num_images: int, num_steps: int, batch_size: int, peak_lr: floa
     """A float32 VAE on the CPU with its latents' mean and std in its config; logs how many reconstructions verify."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
     pixels, _ = sample_images(num_images, seed=DATA_SEED)
     images_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().to(device)
     logger.info("%d images", num_images)

@@ -1,4 +1,4 @@
-"""megadiff train CONFIG.yaml … key=value …   (or: torchrun --nproc-per-node N -m megadiff.cli.train …)
+"""megadiff train CONFIG.yaml … key=value …   (or: torchrun --nproc-per-node N -m megadiff.cli.main train …)
 
 Config files are merged left to right, then key=value. --dry-run checks everything, prints the resolved config, the
 schedule with its stochastic window and the batch arithmetic, and stops. Exit codes: 0 done, 1 the run failed, 2 the
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         world_size = world_size_from_env()
         if options.dry_run:
             world_size = options.world_size or world_size
-            layout, adapter, prompts = check(config, world_size=world_size)
-            plan = describe(config, layout, adapter, num_prompts=len(prompts))
+            layout, adapter, data = check(config, world_size=world_size)
+            plan = describe(config, layout, adapter, num_prompts=len(data))
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
             return 0
         return _train(config, world_size=world_size)
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(config: Config, *, world_size: int) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
-    layout, adapter, prompts = check(config, world_size=world_size)
+    layout, adapter, data = check(config, world_size=world_size)
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)
@@ -65,11 +65,8 @@ def _train(config: Config, *, world_size: int) -> int:
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         on_policy = build_algorithm(config.algorithm).on_policy
-        run = (
-            build_run(config, mesh, adapter, prompts, stack)
-            if on_policy
-            else build_sft_run(config, mesh, adapter, stack)
-        )
+        build = build_run if on_policy else build_sft_run
+        run = build(config, mesh, adapter, data, stack)
         try:
             train(run) if on_policy else train_sft(run)
         except CheckpointError:

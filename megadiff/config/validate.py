@@ -94,6 +94,11 @@ def _check_rl(config: Config) -> None:
         raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
     if not config.data.prompts:
         raise ConfigError(f"algorithm.name={config.algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file")
+    if config.algorithm.ema_decay:
+        raise ConfigError(
+            f"algorithm.ema_decay={config.algorithm.ema_decay} with algorithm.name={config.algorithm.name}: replicas must "
+            "sample from the trained weights, not from their average; set algorithm.ema_decay=0"
+        )
     if config.algorithm.group_size < 2:
         raise ConfigError(
             f"algorithm.group_size={config.algorithm.group_size} < 2: advantages are relative to a group; "

@@ -18,7 +18,8 @@ class FlowBatches:
     """Iterator over this data-parallel rank's FlowBatch of every step; the next one is made in the background.
 
     Each image comes draws_per_image times in a step, each time with its own noise, sigma and caption drop: functions of
-    (seed, place in the global order) alone. sigma is logit-normal(0, 1) and then shifted (ModelAdapter.shift).
+    (seed, images taken before this step, place in the step) alone, so that they do not depend on dp. sigma is
+    logit-normal(0, 1) and then shifted (ModelAdapter.shift). caption_drop: share of rows that get the empty caption.
     """
 
     def __init__(
@@ -37,34 +38,42 @@ class FlowBatches:
     ) -> None:
         assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
         self._dataset, self._sampling, self._shift, self._seed = dataset, sampling, shift, seed
-        self._images_per_step, self._draws, self._caption_drop = images_per_step, draws_per_image, caption_drop
+        self._images_per_step, self._draws = images_per_step, draws_per_image
+        self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))  # of a standard normal
         self._num_local = images_per_step // dp
         self._first = dp_rank * self._num_local
         self._order = EpochOrder(len(dataset), seed=seed, shuffle=shuffle)
         self._position = 0  # images taken so far, over all ranks
         self._pool = ThreadPoolExecutor(max_workers=1)
-        self._next: tuple[int, Future[FlowBatch]] | None = None
+        self._ahead: tuple[int, Future[FlowBatch]] | None = None  # the batch of a position
 
     def __iter__(self) -> FlowBatches:
         return self
 
     def __next__(self) -> FlowBatch:
-        position = self._position
+        made_for, batch = self._ahead or (None, None)
+        if batch is None or made_for != self._position:
+            batch = self._pool.submit(self._batch, self._position)
         self._position += self._images_per_step
-        made_for, future = self._next or (None, None)
-        batch = future.result() if future is not None and made_for == position else self._batch(position)
-        self._next = (self._position, self._pool.submit(self._batch, self._position))
-        return batch
+        self._ahead = (self._position, self._pool.submit(self._batch, self._position))
+        return batch.result()
 
     def state(self) -> dict[str, int]:
         """Where the iterator stands; equal on every rank."""
-        return self._order.state(self._position)
+        return self._order.state(self._position) | {"captions": self._dataset.captions_digest}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from state(), under any dp. ValueError if the order of images would be another."""
-        self._position = self._order.position(state)
+        """Continue from state(), under any dp. ValueError if the images or their order would be others."""
+        position, mine = self._order.position(state), self._dataset.captions_digest
+        if state.get("captions") != mine:
+            raise ValueError(
+                f"the saved data position has captions={state.get('captions')}, this run's data have captions={mine} (a "
+                "hash of all captions in order): data.images holds others than before; restore it, or start a new run"
+            )
+        self._position = position
 
     def close(self) -> None:
+        """Ends the thread, after the batch that it is making."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _batch(self, position: int) -> FlowBatch:
@@ -72,7 +81,7 @@ class FlowBatches:
         rows_N = rows_N.repeat_interleave(self._draws)
         latents_NLC = self._dataset.latents(rows_N)
         sigma_N = self._shift(torch.sigmoid(self._normals((), position, "sigma").double())).float()
-        dropped_N = torch.special.ndtr(self._normals((), position, "drop")) < self._caption_drop
+        dropped_N = self._normals((), position, "drop") < self._drop_below
         conditioning, group_index_N = self._dataset.conditioning(rows_N, dropped_N)
         return FlowBatch(
             latents_NLC=latents_NLC,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import cv2
 import numpy as np
 
 from megadiff.shapes.world import sample_images
@@ -14,8 +13,3 @@ def make_chunk(seed: int, number: int, count: int) -> tuple[np.ndarray, list[str
     """Chunk `number` of the images of a seed: uint8 [count, 64, 64, 3] RGB, and captions. Fewer are the first of more."""
     digest = hashlib.blake2b(f"images/{seed}/{number}".encode(), digest_size=8).digest()
     return sample_images(count, seed=int.from_bytes(digest, "little"), num_workers=1)
-
-
-def use_one_thread() -> None:
-    """OpenCV's own threads in every worker would fight for the cores."""
-    cv2.setNumThreads(1)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -17,9 +15,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megadiff.data.generator import make_chunk, use_one_thread
+from megadiff.data.generator import make_chunk
 from megadiff.data.pixels import decode, fit, is_enlarged
 from megadiff.data.shelves import METADATA, SHELVES, FolderShelf, Shelf
+from megadiff.shapes.workers import share_of_cores, worker_pool
 
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ class StoredImages:
 
         # Threads: reading, decoding and resampling leave the interpreter lock
         calls = (partial(fitted, row) for row in range(start, stop))
-        images = _ahead(ThreadPoolExecutor(_num_workers()), calls, depth=2 * size)
+        images = _ahead(ThreadPoolExecutor(share_of_cores(MAX_WORKERS)), calls, depth=2 * size)
         while rows := list(islice(images, size)):
             yield Block(
                 pixels_BHWC=np.stack([pixels for pixels, _ in rows]),
@@ -180,14 +179,11 @@ class GeneratedImages:
                 yield Block(pixels_BHWC=fitted, captions=captions[part], num_enlarged=num_enlarged)
 
     def _chunks(self, numbers: range) -> Iterator[tuple[np.ndarray, list[str]]]:
-        num_workers = min(_num_workers(), len(numbers) // CHUNKS_PER_WORKER)
+        num_workers = min(share_of_cores(MAX_WORKERS), len(numbers) // CHUNKS_PER_WORKER)
         if num_workers < 2:
             yield from map(self._chunk, numbers)
             return
-        # Spawned: a fork would copy this process's threads and CUDA context
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=use_one_thread)
-        yield from _ahead(pool, map(self._chunk_call, numbers), depth=2 * num_workers)
+        yield from _ahead(worker_pool(num_workers), map(self._chunk_call, numbers), depth=2 * num_workers)
 
     def _chunk(self, number: int) -> tuple[np.ndarray, list[str]]:
         return self._chunk_call(number)()
@@ -223,11 +219,6 @@ def _ahead(executor: Executor, calls: Iterable[Callable[[], T]], *, depth: int) 
             yield begun.popleft().result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _num_workers() -> int:
-    """Cores of this rank, when the ranks of a node share them."""
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _hash(text: str) -> str:

@@ -173,6 +173,7 @@ class VeOmniEngine:
     def load(self, folder: Path) -> None:
         """Bit exact under any layout and world size. Raises ValueError that names what is torn: the file and tensor."""
         source = ShardFolder(folder)
+        self._check_average(source)
         self._create_moments(source)
         for name, tensor in {**self._weights(), **self._averages(), **self._moments()}.items():
             source.read_into(name, _shard(tensor))
@@ -259,6 +260,14 @@ class VeOmniEngine:
         """AdamW's moments, of the parameters that have had a gradient: a last block's unused branch never has."""
         states = ((name, self.optimizer.state.get(p)) for name, p in self._parameters.items())
         return {f"optim/{kind}/{self.component}.{name}": s[kind] for name, s in states if s for kind in MOMENTS}
+
+    def _check_average(self, source: ShardFolder) -> None:
+        has_average = any(name.startswith("average/") for name in source.shapes)
+        if has_average != bool(self._average):  # it would be lost, or made up
+            raise ValueError(
+                f"{source.folder} has {'' if has_average else 'no '}averaged weights, but algorithm.ema_decay="
+                f"{self._average_decay}; set it as it was, or start a new run"
+            )
 
     def _create_moments(self, source: ShardFolder) -> None:
         """Empty optimizer state for just the parameters that the checkpoint has moments of."""

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, float | None]
 
-STAGES = ("rollout", "reward", "train", "sync")  # of a step, in the order in which they run
+STAGES = ("data", "rollout", "reward", "train", "sync")  # of a step, in the order in which they run
+LOSS = "loss/flow_matching"  # of supervised training, which has no reward
 VERDICT_STEPS = 5  # steps averaged at each end of a run
 _KEY = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9_.\-]+")
 

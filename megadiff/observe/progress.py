@@ -10,14 +10,15 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megadiff.observe.metrics import STAGES, format_number, format_seconds, stage_key
+from megadiff.observe.metrics import LOSS, STAGES, format_number, format_seconds, stage_key, step_seconds
 
 logger = logging.getLogger(__name__)
 
 
 def step_summary(metrics: Mapping[str, float]) -> str:
-    """Reward and seconds per stage of one step; what is missing is left out."""
-    parts = [f"reward {format_number(metrics['reward/mean'])}"] if "reward/mean" in metrics else []
+    """Reward, or without one the loss, and seconds per stage of one step; what is missing is left out."""
+    leading = {"reward": "reward/mean"} if "reward/mean" in metrics else {"loss": LOSS}
+    parts = [f"{name} {format_number(metrics[key])}" for name, key in leading.items() if key in metrics]
     seconds = {stage: metrics[stage_key(stage)] for stage in STAGES if stage_key(stage) in metrics}
     return "  ".join(parts + [f"{stage} {format_number(value)}s" for stage, value in seconds.items()])
 
@@ -25,6 +26,7 @@ def step_summary(metrics: Mapping[str, float]) -> str:
 class ProgressBar:
     """Shows steps start_step+1 … num_steps of a run. `stream` is stderr unless told: stdout stays free for data.
 
+    Its clock starts with the first step: what comes before (replicas that start, the first evaluation) comes once.
     Without a terminal each step is one INFO record of this module's logger, so that a captured or redirected run has
     lines, not carriage returns.
     """
@@ -33,7 +35,7 @@ class ProgressBar:
         stream = sys.stderr if stream is None else stream
         self._num_steps = num_steps
         self._start_step = start_step
-        self._start_s = time.monotonic()
+        self._start_s: float | None = None  # of the first step
         self._bar: tqdm | None = None
         if not stream.closed and stream.isatty():
             self._bar = tqdm(total=num_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True)
@@ -46,6 +48,8 @@ class ProgressBar:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that `step` is finished, with its metrics."""
+        if self._start_s is None:
+            self._start_clock(step_seconds(metrics) or 0.0)
         if self._bar is not None:
             self._bar.set_postfix_str(step_summary(metrics), refresh=False)
             self._bar.update(step - self._bar.n)
@@ -53,9 +57,15 @@ class ProgressBar:
         summary = step_summary(metrics)
         logger.info("step %d/%d  %s  ETA %s", step, self._num_steps, summary, format_seconds(self._remaining_s(step)))
 
+    def _start_clock(self, seconds_ago: float) -> None:
+        self._start_s = time.monotonic() - seconds_ago
+        if self._bar is not None:
+            self._bar.start_t = self._bar.last_print_t = time.time() - seconds_ago  # the clock that tqdm has
+
     def _remaining_s(self, step: int) -> float:
         """Steps left × mean seconds of the steps that this process finished."""
         finished = max(1, step - self._start_step)
+        assert self._start_s is not None
         return (time.monotonic() - self._start_s) / finished * max(0, self._num_steps - step)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from megadiff.observe.metrics import (
 
 OTHER = "other"  # what a step takes beyond its stages
 HINTS = {
+    "data": "waiting for images and noise",
     "rollout": "sampling on the replicas",
     "reward": "scoring that sampling did not hide",
     "train": "forward, backward, optimizer",

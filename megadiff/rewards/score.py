@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from megadiff.config.schema import RewardConfig
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
+from megadiff.shapes.workers import share_of_cores
 from megadiff.types import Prompt, RolloutGroup
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
@@ -229,4 +229,4 @@ def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
 
 def default_num_workers() -> int:
     """This rank's share of the cores that the process may use, 1 to 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return share_of_cores(8)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+import numpy as np
 
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.shapes.verifier import Verdict, verify
+from megadiff.shapes.workers import share_of_cores, worker_pool
 from megadiff.shapes.world import parse
 from megadiff.types import Prompt
+
+MOST_WORKERS = 8
+LEAST_CORES = 4  # with fewer, processes only take turns with the trainer and the replica
+KEPT = 4096  # verdicts, for the second reward that asks for the same samples
 
 
 class ShapesReward(Reward):
@@ -15,15 +26,14 @@ class ShapesReward(Reward):
     object that is right in shape or colour. See megadiff.shapes.verifier."""
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        return [self._score_frames(sample) for sample in samples]
+        return [sum(map(self._value, verdicts)) / len(verdicts) for verdicts in VERDICTS.of(samples)]
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
             parse(prompt.text)
 
-    def _score_frames(self, sample: RewardSample) -> float:
-        caption = parse(sample.prompt.text)
-        return sum(self._value(verify(frame, caption)) for frame in sample.pixels) / len(sample.pixels)
+    def close(self) -> None:
+        VERDICTS.close()
 
     def _value(self, verdict: Verdict) -> float:
         return verdict.dense
@@ -34,3 +44,77 @@ class ShapesStrictReward(ShapesReward):
 
     def _value(self, verdict: Verdict) -> float:
         return float(verdict.strict)
+
+
+class Verdicts:
+    """Verdicts on samples, worked out once however many rewards ask for them, in processes where there are cores for it:
+    OpenCV's calls here are too short to release the GIL for long, so threads verify no faster than one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, Future[list[Verdict]]] = OrderedDict()
+        self._pool: Executor | None = None
+
+    def of(self, samples: Sequence[RewardSample]) -> list[list[Verdict]]:
+        """For each sample one verdict a frame."""
+        keys = [_key(sample) for sample in samples]
+        futures, new = self._claim(keys)
+        try:
+            self._work_out(new, dict(zip(keys, samples, strict=True)))
+        except BaseException as error:  # whoever waits for these must hear of it; they are not kept
+            with self._lock:
+                for key, future in new.items():
+                    self._known.pop(key, None)
+                    future.set_exception(error)
+            raise
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Ends the processes; the next call starts new ones."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            self._known.clear()
+        if pool:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _claim(self, keys: Sequence[bytes]) -> tuple[list[Future[list[Verdict]]], dict[bytes, Future[list[Verdict]]]]:
+        """The futures of all keys, and those of them that nobody has begun: they are this caller's."""
+        with self._lock:
+            new = {key: Future() for key in keys if key not in self._known}
+            self._known |= new
+            futures = [self._known[key] for key in keys]
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+            return futures, new
+
+    def _work_out(self, new: dict[bytes, Future[list[Verdict]]], samples: dict[bytes, RewardSample]) -> None:
+        if not new:
+            return
+        pixels = [samples[key].pixels for key in new]
+        texts = [samples[key].prompt.text for key in new]
+        pool = self._workers()
+        found = pool.submit(verify_frames, pixels, texts).result() if pool else verify_frames(pixels, texts)
+        for future, verdicts in zip(new.values(), found, strict=True):
+            future.set_result(verdicts)
+
+    def _workers(self) -> Executor | None:
+        cores = share_of_cores(MOST_WORKERS)
+        with self._lock:
+            if self._pool is None and cores >= LEAST_CORES:
+                self._pool = worker_pool(cores)
+            return self._pool
+
+
+def verify_frames(pixels: Sequence[np.ndarray], texts: Sequence[str]) -> list[list[Verdict]]:
+    """pixels: of each sample [F, H, W, 3] uint8. texts: their captions."""
+    return [[verify(frame, parse(text)) for frame in frames] for frames, text in zip(pixels, texts, strict=True)]
+
+
+def _key(sample: RewardSample) -> bytes:
+    digest = hashlib.blake2b(sample.prompt.text.encode(), digest_size=16)
+    digest.update(repr(sample.pixels.shape).encode())
+    digest.update(np.ascontiguousarray(sample.pixels))
+    return digest.digest()
+
+
+VERDICTS = Verdicts()

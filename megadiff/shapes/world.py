@@ -8,11 +8,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, repeat
@@ -20,6 +17,8 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+
+from megadiff.shapes.workers import share_of_cores, worker_pool
 
 SIZE = 64  # pixels, both sides of a picture
 COLORS = {
@@ -58,6 +57,7 @@ _BACKGROUND = (185, 250)  # grey levels
 _SUPERSAMPLING = 4
 _SUBPIXEL_BITS = 4
 _CHUNK = 500  # images that share a random generator in sample_images
+_MOST_WORKERS = 64
 _LEAST_PER_WORKER = 2000  # 0.5 s of work; a worker process takes about as long to start
 
 
@@ -173,17 +173,14 @@ def sample_images(count: int, *, seed: int, num_workers: int | None = None) -> t
         raise ValueError(f"num_workers={num_workers}, must be at least 1; leave it out for one per core")
     sizes = [min(_CHUNK, count - start) for start in range(0, count, _CHUNK)]
     if num_workers is None:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        num_workers = max(1, min(cores, count // _LEAST_PER_WORKER))
+        num_workers = max(1, min(share_of_cores(_MOST_WORKERS), count // _LEAST_PER_WORKER))
 
     images, texts = np.empty((count, SIZE, SIZE, 3), np.uint8), []
     arguments = (repeat(seed), range(len(sizes)), sizes)
     if num_workers == 1:
         _collect(map(_sample_chunk, *arguments), images, texts)
     else:
-        context = multiprocessing.get_context("spawn")
-        workers = min(num_workers, len(sizes))
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        with worker_pool(min(num_workers, len(sizes))) as pool:
             _collect(pool.map(_sample_chunk, *arguments), images, texts)
     return images, texts
 
@@ -268,10 +265,6 @@ def _sample_chunk(seed: int, chunk: int, size: int) -> tuple[np.ndarray, list[st
         image[:] = render(caption, rng)
         texts.append(caption.text)
     return images, texts
-
-
-def _start_worker() -> None:
-    cv2.setNumThreads(1)  # the workers are what runs in parallel
 
 
 def _collect(chunks: Iterator[tuple[np.ndarray, list[str]]], images: np.ndarray, texts: list[str]) -> None:

@@ -12,6 +12,7 @@ from megadiff.algorithms import build_algorithm
 from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
+from megadiff.data.images import ImageSource, open_images
 from megadiff.data.prompts import load_prompts
 from megadiff.data.sampler import PromptSampler
 from megadiff.diffusion.schedule import check_window
@@ -40,29 +41,32 @@ from megadiff.weights.sync import HttpSync
 logger = logging.getLogger(__name__)
 
 
-def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, list[Prompt]]:
-    """Everything that can be refused without a process group or a GPU. Raises ValueError (ConfigError)."""
+def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, list[Prompt] | ImageSource]:
+    """Everything that can be refused without a process group or a GPU. Raises ValueError (ConfigError).
+
+    The last value is what the run trains on: prompts, or for supervised training captioned images.
+    """
     parallel = config.parallel
     layout = resolve_layout(
         dp=parallel.dp, sp=parallel.sp, tp=parallel.tp, dp_replicate=parallel.dp_replicate, world_size=world_size
     )
     validate(config, dp=layout.dp)
     replicas.check_placement(config, world_size=world_size)
-    sampling = sampling_of(config.rollout)
-    check_window(
-        sampling.num_inference_steps, window_size=sampling.sde_window_size, window_range=sampling.sde_window_range
-    )
+    sampling, on_policy = sampling_of(config.rollout), build_algorithm(config.algorithm).on_policy
+    if on_policy:
+        window = dict(window_size=sampling.sde_window_size, window_range=sampling.sde_window_range)
+        check_window(sampling.num_inference_steps, **window)
     model = Path(config.model.path)
     check_model_folder(model)
     adapter = build_adapter(model)
     adapter.validate(sampling)
-    prompts = [] if config.algorithm.name == "sft" else _training_prompts(config)
-    asked = [*prompts, *eval_prompts(config)]
+    data = _training_prompts(config) if on_policy else open_images(config.data.images, seed=config.seed)
+    asked = [*(data if on_policy else ()), *eval_prompts(config)]
     adapter.check_prompts(asked)
     if config.reward:
         with closing(Scorer(config.reward, num_workers=1)) as scorer:
             scorer.validate(asked)
-    return layout, adapter, prompts
+    return layout, adapter, data
 
 
 def _training_prompts(config: Config) -> list[Prompt]:

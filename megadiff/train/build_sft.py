@@ -11,11 +11,10 @@ from pathlib import Path
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
-from megadiff.data.images import ImageSource, open_images
+from megadiff.data.images import ImageSource
 from megadiff.data.latents import LatentDataset, encode_dataset
 from megadiff.engines import build_engine
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
@@ -30,10 +29,11 @@ from megadiff.types import DTYPES
 ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
-def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, stack: ExitStack) -> SftRun:
+def build_sft_run(
+    config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource, stack: ExitStack
+) -> SftRun:
     """Collective. Replicas start while data are encoded and the engine loads; `stack` stops whatever was started."""
     folder = run_folder(config)
-    source = agreed(lambda: open_images(config.data.images, seed=config.seed), mesh.cpu_group)
     processes = replicas.launch(config, mesh, folder) if config.eval.every else []
     stack.callback(stop_all, processes)
     dataset = _encoded(config, mesh, adapter, source)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import yaml
 
+from megadiff.algorithms import build_algorithm
 from megadiff.config.load import to_dict
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
@@ -19,6 +20,7 @@ def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_promp
     sampling, train = sampling_of(config.rollout), config.train
     tokens, channels = adapter.latents_shape(sampling)
     samples = train.prompts_per_step * config.algorithm.group_size
+    rows_per_sample = sampling.sde_window_size if build_algorithm(config.algorithm).on_policy else 1
     return {
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
         "sde_window_size": sampling.sde_window_size,
@@ -29,7 +31,7 @@ def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_promp
         "samples_per_step_and_rank": samples // layout.dp,
         "samples_per_update": samples // train.updates_per_step,
         "microbatches_per_update_and_rank": -(
-            -(samples // layout.dp // train.updates_per_step * sampling.sde_window_size) // train.microbatch_size
+            -(samples // layout.dp // train.updates_per_step * rows_per_sample) // train.microbatch_size
         ),
         "samples_total": samples * train.num_steps,
         "latents_shape": [tokens, channels],

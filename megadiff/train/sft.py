@@ -9,6 +9,7 @@ from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
 from megadiff.engines.base import Engine
 from megadiff.observe.timers import Timers
+from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.record import Recorder
@@ -36,7 +37,7 @@ def train_sft(run: SftRun) -> None:
     while progress.step < config.train.num_steps:
         with timers("step"):
             with timers("data"):
-                batch = next(run.batches)
+                batch = agreed(lambda: next(run.batches), run.mesh.cpu_group)
             with timers("train"):
                 stats = engine.update(batch, run.algorithm.loss)
             progress.step, progress.prompts = progress.step + 1, run.batches.state()

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megadiff.models.files import open_weights, weight_files
+from megadiff.models.registry import check_model_folder
 from megadiff.types import DTYPES
-from megadiff.weights.shards import Shard, ShardFolder
+from megadiff.weights.shards import Shard, ShardFolder, SourceFolder
 
 logger = logging.getLogger(__name__)
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -31,45 +33,69 @@ def newest_checkpoint(folder: Path) -> Path:
     return pointer.parent / pointer.read_text(encoding="utf-8").strip()
 
 
+def model_path(checkpoint: Path) -> Path:
+    """model.path of the run that wrote the checkpoint. Raises ValueError when its config.yaml does not say, or it is gone."""
+    config = checkpoint / "config.yaml"
+    try:
+        path = Path(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(f"{config} names no model.path ({error}); name the model folder with --base") from error
+    if not path.is_dir():
+        raise ValueError(f"{checkpoint} was trained from {path}, which is not there; name the model folder with --base")
+    return path
+
+
 def export_pipeline(checkpoint: Path, base: Path, out: Path, *, dtype: str, averaged: bool | None = None) -> None:
     """Write `out`: the pipeline folder `base` with the checkpoint's weights, cast to dtype, in place of its own.
 
     averaged: take the running average (sft with ema_decay); None takes it where there is one. The folder appears whole or
-    not at all. Raises ValueError when out holds something, or the checkpoint is not of this model. One tensor at a time
-    is read, and a component's tensors in `dtype` are held until its file is written.
+    not at all. Raises ValueError when out holds something, the checkpoint is torn or not of this model, or out cannot be
+    written. One tensor at a time is read, and a component's tensors in `dtype` are held until its file is written.
     """
+    base, out = base.resolve(), out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; remove it or name another one")
+    if base in out.resolve().parents:
+        raise ValueError(f"{out} lies in {base}, which is copied into it; name a folder elsewhere")
+    check_model_folder(base)
     source = ShardFolder(checkpoint)
-    kind = _kind(source, averaged)
-    names = [name.removeprefix(f"{kind}/") for name in source.shapes if name.startswith(f"{kind}/")]
-    components = sorted({name.partition(".")[0] for name in names})
+    names = _names(source, _kind(source, averaged))
+    for component, stored in names.items():
+        shapes = {name: source.shapes[path] for name, path in stored.items()}
+        of = f"what {checkpoint} was trained from (name that folder with --base)"
+        SourceFolder(base / component).check_names(shapes, of=of)
     aside = out.parent / f".{out.name}.writing-{os.getpid()}"
     try:
-        shutil.copytree(base, aside, ignore=lambda folder, found: _replaced(Path(folder), found, base, components))
-        for component in components:
-            tensors = {
-                name.partition(".")[2]: _read(source, f"{kind}/{name}").to(DTYPES[dtype])
-                for name in sorted(names)
-                if name.partition(".")[0] == component
-            }
-            _check_names(tensors, base / component)
+        shutil.copytree(base, aside, ignore=lambda folder, found: _replaced(Path(folder), found, base, names))
+        for component, stored in names.items():
+            tensors = {name: _read(source, path).to(DTYPES[dtype]) for name, path in stored.items()}
             save_file(tensors, aside / component / WEIGHTS_NAME, metadata={"format": "pt"})
             logger.info("%s: %d tensors of %s as %s", component, len(tensors), checkpoint, dtype)
         os.replace(aside, out)  # replaces an empty folder too
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{out} could not be written: {error}") from error
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def _kind(source: ShardFolder, averaged: bool | None) -> str:
-    has_average = any(name.startswith("average/") for name in source.shapes)
+    has_average = any(name.startswith(f"{AVERAGED}/") for name in source.shapes)
     if averaged and not has_average:
         raise ValueError(f"{source.folder} holds no averaged weights; it was trained with algorithm.ema_decay=0")
-    return "average" if has_average and averaged is not False else "model"
+    return AVERAGED if has_average and averaged is not False else TRAINED
 
 
-def _replaced(folder: Path, found: list[str], base: Path, components: list[str]) -> list[str]:
+def _names(source: ShardFolder, kind: str) -> dict[str, dict[str, str]]:
+    """Component → diffusers name → name in the checkpoint, sorted."""
+    names: dict[str, dict[str, str]] = {}
+    for path in sorted(source.shapes):
+        if path.startswith(f"{kind}/"):
+            component, _, name = path.removeprefix(f"{kind}/").partition(".")
+            names.setdefault(component, {})[name] = path
+    return names
+
+
+def _replaced(folder: Path, found: list[str], base: Path, components: dict[str, dict[str, str]]) -> list[str]:
     """What copytree leaves out: the weight files of the components that are written anew."""
     if folder.parent != base or folder.name not in components:
         return []
@@ -81,25 +107,3 @@ def _read(source: ShardFolder, name: str) -> torch.Tensor:
     shard = Shard(local=torch.empty(shape), offsets=(0,) * len(shape), shape=shape)
     source.read_into(name, shard)
     return shard.local
-
-
-def _check_names(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    expected: dict[str, list[int]] = {}
-    for path in weight_files(folder):
-        file = open_weights(path)
-        expected |= {name: file.get_slice(name).get_shape() for name in file.keys()}
-    found = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise ValueError(
-            f"the checkpoint's {len(found)} tensors are not the {len(expected)} of {folder}: {', '.join(wrong[:5])}; "
-            "give the model folder that the run was trained from"
-        )
-
-
-def model_path(checkpoint: Path) -> Path:
-    """model.path of the run that wrote the checkpoint. Raises ValueError when its config.yaml is gone."""
-    config = checkpoint / "config.yaml"
-    if not config.is_file():
-        raise ValueError(f"{config} is missing; name the model folder with --base")
-    return Path(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"])

