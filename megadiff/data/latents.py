@@ -79,7 +79,7 @@ class LatentDataset:
     def __init__(self, folder: Path, *, memory_bytes: int = MEMORY_BYTES) -> None:
         self.captions: list[str] = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
         self.caption_index = RowTable([folder / "caption_index.safetensors"]).whole().long()
-        of_images = json.dumps([self.captions, self.caption_index.tolist()]).encode()
+        of_images = json.dumps(self.captions).encode() + self.caption_index.numpy().tobytes()
         self.captions_digest = int.from_bytes(hashlib.blake2b(of_images, digest_size=6).digest(), "little")
         self._latents, self._tokens = _table(folder, "latents"), _table(folder, "tokens")
         self._lengths = _table(folder, "lengths").whole().long()

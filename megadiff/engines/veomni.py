@@ -358,11 +358,9 @@ def _load_source(parameters: dict[str, DTensor], folder: Path) -> None:
 def _build_optimizer(config: Config, parameters: dict[str, DTensor]) -> torch.optim.AdamW:
     """AdamW without weight decay on biases, norms and other 1-D parameters."""
     optim = config.optim
-    matrices = [p for p in parameters.values() if p.ndim > 1]
-    vectors = [p for p in parameters.values() if p.ndim <= 1]
     groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 

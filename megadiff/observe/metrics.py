@@ -115,11 +115,13 @@ def step_seconds(row: Row) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A reward at both ends of a run. first, last: its mean over the first and last `window` steps.
+    """A metric, `key`, at both ends of a run. first, last: its mean over the first and last `window` steps.
 
-    noise: sample standard deviation over the first window, None for fewer than two steps.
+    noise: sample standard deviation over the first window, None for fewer than two steps. Of a loss over the last one,
+    as in the first it falls fastest.
     """
 
+    key: str
     first: float
     last: float
     window: int
@@ -131,18 +133,19 @@ class Verdict:
 
     @property
     def is_clear(self) -> bool:
-        """True when the gain, up or down, is beyond three standard deviations of the first steps."""
+        """True when the gain, up or down, is beyond three standard deviations of single steps."""
         return self.noise is not None and abs(self.gain) > 3 * self.noise
 
 
 def verdict(rows: Sequence[Row], *, key: str = "reward/mean") -> Verdict | None:
-    """First against last steps; both ends have equal length and do not overlap. None without a finite reward."""
-    rewards = finite(column(rows, key))
-    if not rewards:
+    """First against last steps; both ends have equal length and do not overlap. None without a finite value."""
+    values = finite(column(rows, key))
+    if not values:
         return None
-    window = max(1, min(VERDICT_STEPS, len(rewards) // 2))
-    first, last = rewards[:window], rewards[-window:]
-    return Verdict(first=fmean(first), last=fmean(last), window=window, noise=stdev(first) if window > 1 else None)
+    window = max(1, min(VERDICT_STEPS, len(values) // 2))
+    first, last = values[:window], values[-window:]
+    noise = stdev(last if key == LOSS else first) if window > 1 else None
+    return Verdict(key=key, first=fmean(first), last=fmean(last), window=window, noise=noise)
 
 
 def format_number(value: float | None) -> str:

@@ -19,6 +19,7 @@ from megadiff.observe.evaluation import Comparison
 from megadiff.observe.health import findings
 from megadiff.observe.heldout import compare, read_evaluations
 from megadiff.observe.metrics import (
+    LOSS,
     Row,
     Verdict,
     column,
@@ -48,6 +49,7 @@ CONFIG_NAME = "config.yaml"
 # Section → the areas of its metrics, or single ones. What is named nowhere goes to "Other metrics": nothing is hidden.
 SECTIONS = {
     "Reward": ("reward",),
+    "Loss": (LOSS,),
     "Diversity": ("diversity", "eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"),
     HELD_OUT: ("eval",),
     "Policy health": ("policy", "loss", "optim"),
@@ -57,6 +59,7 @@ SECTIONS = {
 OTHER_SECTION = "Other metrics"
 LEADS = {
     "Reward": "What the policy is trained for, averaged over the samples of a step.",
+    "Loss": "What supervised training lowers, averaged over the images of a step.",
     "Diversity": "How different the samples of one prompt are. A reward that rises while they grow alike is being exploited.",
     "Policy health": "How far each update moves the policy, and how hard it is pushed.",
     "Trainer and replicas agree": "Samples are only on policy while both compute the same log-probabilities.",
@@ -80,6 +83,8 @@ NAMES = {
     "policy/kl_old": ("KL to the sampling policy", "about 0 before the first update of a batch"),
     "policy/kl_ref": ("KL to the reference", "grows slowly; a cliff is reward hacking"),
     "optim/grad_norm": ("Gradient norm", "before clipping"),
+    "optim/lr": ("Learning rate", "of this step"),
+    LOSS: ("Flow-matching loss", "how far velocities are off; noise and sigmas differ from step to step"),
     "loss/policy": ("Policy loss", "hovers around 0; its size says little"),
     "parity/log_prob_gap_max": ("Parity gap", "largest log-prob difference of trainer and replica"),
     "rollout/staleness": ("Staleness", "versions between sampling and training"),
@@ -169,11 +174,12 @@ def headline(run: Run, ends: Verdict | None) -> str:
     if accuracy := accuracy_headline(run.heldout):
         return accuracy
     if ends is None:
-        return "No reward has been recorded."
-    if len(finite(column(run.rows, "reward/mean"))) == 1:
-        return f"One step so far, at a reward of {pretty_number(ends.first)}."
+        return "Neither reward nor loss has been recorded."
+    name = ends.key.partition("/")[0]
+    if len(finite(column(run.rows, ends.key))) == 1:
+        return f"One step so far, at a {name} of {pretty_number(ends.first)}."
     verb = ("rose" if ends.gain > 0 else "fell") if ends.is_clear else "went"
-    change = f"Reward {verb} from {pretty_number(ends.first)} to {pretty_number(ends.last)}"
+    change = f"{name.capitalize()} {verb} from {pretty_number(ends.first)} to {pretty_number(ends.last)}"
     return f"{change}." if ends.is_clear else f"{change}: within the noise."
 
 
@@ -188,6 +194,8 @@ def _tiles(run: Run, ends: Verdict | None) -> list[str]:
     """The numbers that one looks for first."""
     rows = run.rows
     tiles = heldout_tile(run.evaluations, run.heldout)
+    if ends is not None and ends.key == LOSS:
+        tiles.append(tile("Loss", pretty_number(ends.last), f"mean of {ends.window}, from {pretty_number(ends.first)}"))
     rewards = finite(column(rows, "reward/mean"))
     if len(rewards) > 1:
         tiles.append(_gain_tile(ends))
@@ -213,6 +221,8 @@ def _findings_block(run: Run) -> str:
 
 def _chart(rows: Sequence[Row], key: str) -> str:
     title, note = metric_name(key)
+    if key == LOSS:
+        return line_chart(curve(rows, key), title=title, key=key, note=note, kind="hero", smooth=True)
     if key != "reward/mean":
         return line_chart(
             curve(rows, key), title=title, key=key, note=note, smooth=key.startswith(("reward/", "diversity/"))
@@ -243,9 +253,9 @@ def _config_section(run: Run) -> str:
 
 def render(run: Run) -> str:
     """The page's HTML."""
-    ends = verdict(run.rows)
+    ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
     by_section = section_keys(metric_keys(run.rows))
-    first = ("Reward", "Diversity", HELD_OUT)
+    first = ("Reward", "Loss", "Diversity", HELD_OUT)
     sections = [_metric_section(name, run, by_section[name]) for name in first]
     sections += [samples_section(run.samples), time_section(run.rows)]
     rest = [name for name in by_section if name not in first]

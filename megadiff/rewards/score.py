@@ -53,7 +53,7 @@ class Scorer:
     read text 1.7 times as fast as one, exactly as two processes do, and processes would add copies of all pixels.
     They are daemons, unlike ThreadPoolExecutor's, so that a reward that hangs cannot keep the process alive.
 
-    num_workers: threads; None takes this rank's share of the node's cores, at most 8. timeout_s: limit of one score()
+    num_workers: threads; None takes this rank's share of the node's cores, at most 16. timeout_s: limit of one score()
     call, from its start. weights: reward name → weight in the total. reward_s: reward name → seconds spent in score()
     for the groups last collected, summed over workers.
     """
@@ -228,5 +228,5 @@ def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
 
 
 def default_num_workers() -> int:
-    """This rank's share of the cores that the process may use, 1 to 8."""
-    return share_of_cores(8)
+    """This rank's share of the cores that the process may use, 1 to 16."""
+    return share_of_cores(16)

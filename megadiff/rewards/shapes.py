@@ -16,7 +16,7 @@ from megadiff.shapes.workers import share_of_cores, worker_pool
 from megadiff.shapes.world import parse
 from megadiff.types import Prompt
 
-MOST_WORKERS = 8
+MOST_WORKERS = 16
 LEAST_CORES = 4  # with fewer, processes only take turns with the trainer and the replica
 KEPT = 4096  # verdicts, for the second reward that asks for the same samples
 

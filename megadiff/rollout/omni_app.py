@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megadiff.rollout.late_outputs import deliver_late_outputs
+
 logger = logging.getLogger(__name__)
 TESTED = ("0.26", "0.28")
 VLLM_ROUTES = (  # vllm-omni's router brings its own
@@ -61,6 +63,10 @@ def build_engine(config: EngineConfig) -> Any:
     """
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+    if _minor(version("vllm-omni")) == "0.26":
+        from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
+
+        deliver_late_outputs(MultiprocDiffusionExecutor)
     return AsyncOmni(
         model=str(config.model),
         dtype=config.dtype,

@@ -110,7 +110,7 @@ async def _answer(handler: Callable[[], Awaitable[Response]]) -> Response:
         return _error(507, f"no space left for the weight bucket: {error}; send smaller buckets (sync.bucket_mib)")
     except RuntimeError as error:  # how vllm-omni reports a failed worker or engine
         logger.exception("request failed")
-        return _error(500, str(error))
+        return _error(500, f"{type(error).__name__}: {error}; see the replica's log")
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -16,7 +16,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 
 from megadiff.models.served_names import ServedPlace, served_places, served_view
 from megadiff.rollout.lifeline import exit_with
-from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.manifest import Manifest
 
 
@@ -48,7 +48,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def fingerprints(self) -> dict[str, str]:
         """diffusers name → fingerprint of the tensor that the pipeline holds at this moment."""
         parameters = self._parameters()
-        return {name: fingerprint(served_view(place, parameters=parameters)) for name, place in self._places().items()}
+        return fingerprints({name: served_view(place, parameters=parameters) for name, place in self._places().items()})
 
     def _parameters(self) -> dict[str, Tensor]:
         pipeline = self.model_runner.pipeline

@@ -29,9 +29,7 @@ from megadiff.types import DTYPES
 ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
-def build_sft_run(
-    config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource, stack: ExitStack
-) -> SftRun:
+def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource, stack: ExitStack) -> SftRun:
     """Collective. Replicas start while data are encoded and the engine loads; `stack` stops whatever was started."""
     folder = run_folder(config)
     processes = replicas.launch(config, mesh, folder) if config.eval.every else []

@@ -115,8 +115,10 @@ def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
 
 
 def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
-    """GPUs in turn; on CPU the cores are divided among the replicas."""
-    count, cores = num_replicas(config, mesh), len(os.sched_getaffinity(0))
+    """GPUs in turn; on CPU the threads of this node's ranks are divided among the replicas: they take turns, and threads
+    that wait for one another spin."""
+    count = num_replicas(config, mesh)
+    num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
     if num_gpus and count > num_gpus:
         logger.warning("rollout.num_replicas=%d on %d GPUs: some GPUs hold several", count, num_gpus)
@@ -128,7 +130,7 @@ def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
             device=mesh.device.type,
             gpu_index=index % num_gpus if num_gpus else None,
             log=log_file(folder, f"replica_{index}"),
-            num_threads=max(1, cores // count),
+            num_threads=max(1, num_threads // count),
             sleep_mode=_sleeps(config, mesh),
         )
         for index in range(count)

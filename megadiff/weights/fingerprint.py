@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,17 +18,36 @@ def fingerprint(tensor: Tensor) -> str:
     A flipped bit, a swapped pair of elements, another dtype or another shape gives another value. Integer arithmetic
     only, so that the order of the sum does not matter and every device gives the same digits.
     """
+    return fingerprints({"": tensor})[""]
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """name → fingerprint, of tensors on one device, which is waited for once and not for each."""
+    if not tensors:
+        return {}
+    totals = torch.stack([_total(tensor) for tensor in tensors.values()]).tolist()
+    return {
+        name: f"{(total + _salt(tensor)) % (1 << 64):016x}"
+        for (name, tensor), total in zip(tensors.items(), totals, strict=True)
+    }
+
+
+def _total(tensor: Tensor) -> Tensor:
+    """int64 scalar on the tensor's device."""
     bits = _as_words(tensor.detach().contiguous()).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK_ELEMENTS):
-        chunk = bits[start : start + CHUNK_ELEMENTS].to(torch.int64)
+        chunk = bits[start : start + CHUNK_ELEMENTS].to(torch.int64, copy=True)  # changed in place below
         position = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device=tensor.device)
-        word = chunk * _MIX + position * _MULTIPLIER
+        word = chunk.mul_(_MIX).add_(position.mul_(_MULTIPLIER))
         word ^= word >> 29
-        total += (word * _MULTIPLIER).sum()
+        total += word.mul_(_MULTIPLIER).sum()
+    return total
+
+
+def _salt(tensor: Tensor) -> int:
     header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    salt = int.from_bytes(header, "little") % ((1 << 61) - 1)
-    return f"{(int(total.item()) + salt) % (1 << 64):016x}"
+    return int.from_bytes(header, "little") % ((1 << 61) - 1)
 
 
 def _as_words(tensor: Tensor) -> Tensor:

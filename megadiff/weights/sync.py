@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.parallel.collectives import raise_together
-from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.manifest import Manifest, name_difference
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class HttpSync:
                 error = error or _first_error(pending)
                 if error:
                     continue
-                expected |= {name: fingerprint(tensor) for name, tensor in bucket}
+                expected |= fingerprints(dict(bucket))
                 sent += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
                 pending = self._start(pool, lambda target, bucket=bucket: target.weights_bucket(bucket))
             error = error or _first_error(pending) or _names_error(set(self.manifest), set(expected))

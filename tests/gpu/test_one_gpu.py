@@ -97,6 +97,7 @@ def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
         [
             *(sys.executable, "-m", "megadiff.cli.train", str(ROOT / "configs" / "quickstart.yaml")),
             *(f"model.path={tiny_model}", f"run.dir={tmp_path}", "run.device=cuda", "train.num_steps=2", "track=[]"),
+            *("rollout.num_replicas=1", "eval.every=0"),
         ],
         capture_output=True,
         text=True,

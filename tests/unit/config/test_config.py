@@ -90,6 +90,7 @@ def test_what_the_user_must_give(tmp_path):
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
         ("eval.every=5", 1, r"eval.prompts is empty"),
         ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
+        ("algorithm.ema_decay=0.9", 1, r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0"),
         ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         ("engine.backend=deepspeed", 1, r"engine.backend='deepspeed' is not one of veomni"),

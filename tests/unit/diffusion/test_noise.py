@@ -2,7 +2,15 @@
 
 import torch
 
-from megadiff.diffusion.noise import initial_latents, initial_latents_rows, sde_noise, sde_noise_rows, window_start
+from megadiff.diffusion.noise import (
+    ROWS_PER_STREAM,
+    initial_latents,
+    initial_latents_rows,
+    row_normals,
+    sde_noise,
+    sde_noise_rows,
+    window_start,
+)
 
 GOLDEN = [0.7164463400840759, -0.24406296014785767, -2.183037519454956]
 IDENTITY = {"seed": 1, "step": 2, "prompt_id": "ab", "sample_index": 3}
@@ -43,6 +51,19 @@ def test_rows_are_the_single_draws_bit_by_bit():
 def test_moments():
     draw = initial_latents((200, 500), **IDENTITY)
     assert abs(draw.mean()) < 0.02 and abs(draw.std() - 1) < 0.02
+
+
+def test_a_row_of_a_list_is_the_same_whichever_rows_it_is_drawn_with():
+    whole = row_normals((3, 5), first=0, count=4 * ROWS_PER_STREAM, key="a")
+    assert whole.dtype == torch.float32 and whole.shape == (4 * ROWS_PER_STREAM, 3, 5)
+    edge = ROWS_PER_STREAM
+    for first, count in ((0, 1), (edge - 1, 2), (edge, edge), (7, 2 * edge + 3), (4 * edge - 1, 1), (5, 0)):
+        assert torch.equal(row_normals((3, 5), first=first, count=count, key="a"), whole[first : first + count])
+    assert not (row_normals((3, 5), first=0, count=9, key="b") == whole[:9]).any()
+    assert len(whole.flatten().unique()) > 0.999 * whole.numel()
+    assert abs(whole.mean()) < 0.05 and abs(whole.std() - 1) < 0.05
+    scalars = row_normals((), first=60, count=10, key="a")
+    assert scalars.shape == (10,) and torch.equal(scalars, row_normals((), first=0, count=70, key="a")[60:])
 
 
 def test_window_start_is_uniform_and_fixed_within_a_group():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from megadiff.diffusion.schedule import check_window, qwen_image_sigmas, wan_sigmas
+from megadiff.diffusion.schedule import check_window, qwen_image_shift, qwen_image_sigmas, wan_sigmas
 
 CONFIG = {
     "base_image_seq_len": 256,
@@ -35,6 +35,17 @@ def test_qwen_image_equals_diffusers(num_steps, num_tokens):
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps), mu=mu)
     ours = qwen_image_sigmas(num_steps, num_tokens=num_tokens, scheduler_config=CONFIG)
     torch.testing.assert_close(ours, scheduler.sigmas, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 1024])
+def test_the_shift_is_the_schedule_before_its_stretch(num_tokens):
+    """The stretch maps the last sigma to shift_terminal and 1 to 1; without it nothing is left but the shift."""
+    plain = torch.linspace(1, 0.1, 10, dtype=torch.float64)
+    shifted = qwen_image_shift(plain, num_tokens=num_tokens, scheduler_config=CONFIG)
+    stretched = 1 - (1 - shifted) * 0.98 / (1 - shifted[-1])
+    sigmas = qwen_image_sigmas(10, num_tokens=num_tokens, scheduler_config=CONFIG)
+    torch.testing.assert_close(sigmas[:-1], stretched.float())
+    assert shifted.dtype == torch.float64 and (shifted[1:] > plain[1:]).all() and shifted[-1] > 0.1
 
 
 def test_wan_golden():

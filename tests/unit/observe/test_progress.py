@@ -3,6 +3,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
+
+import pytest
 
 from megadiff.observe.progress import ProgressBar, step_summary
 
@@ -17,6 +20,29 @@ class Terminal(io.StringIO):
 def test_summary_leaves_out_what_is_missing():
     assert step_summary(METRICS) == "reward -0.25  rollout 1.2s  sync 0.0312s"
     assert step_summary({}) == ""
+
+
+def test_a_supervised_step_shows_its_loss():
+    assert step_summary({"loss/flow_matching": 0.5, "time/data_s": 0.01}) == "loss 0.5  data 0.01s"
+    assert step_summary(METRICS | {"loss/flow_matching": 0.5}).startswith("reward -0.25  rollout")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_what_comes_before_the_first_step_does_not_count(stream, monkeypatch, caplog):
+    """An hour of loading and evaluating, then steps of 2 s."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with caplog.at_level(logging.INFO), ProgressBar(11, start_step=1, stream=stream()) as bar:
+        now[0] += 3600 + 2
+        bar.update(2, {"time/step_s": 2.0})
+        assert bar._remaining_s(2) == 18.0
+        now[0] += 2
+        bar.update(3, {"time/step_s": 2.0})
+        assert bar._remaining_s(3) == 16.0
+        if stream is Terminal:
+            assert bar._bar.start_t == 4600.0
+    assert stream is Terminal or caplog.messages[0].endswith("ETA 18.0 s")
 
 
 def test_without_a_terminal_each_step_is_one_record(caplog):

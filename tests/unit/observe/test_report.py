@@ -38,6 +38,30 @@ def test_a_whole_run_shows_its_verdict_every_metric_and_every_prompt(tmp_path):
     assert "num_steps: 60" in page and "finished" in page
 
 
+def write_supervised_run(folder, losses):
+    with build_trackers(["jsonl"], folder, {}) as trackers:
+        for step, loss in enumerate(losses, 1):
+            figures = {"loss/flow_matching": loss, "optim/lr": 1e-3, "optim/grad_norm": 0.5}
+            trackers.log(step, figures | {"time/data_s": 0.1, "time/train_s": 0.8, "time/step_s": 1.0})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("losses", "headline"),
+    [
+        ([2.0, 1.5, 1.2, 1.1, 1.0, *[0.5, 0.51, 0.49, 0.5, 0.5] * 2], "Loss fell from 1.36 to 0.5."),
+        ([0.5, 0.4, 0.45, 0.55, 0.4, 0.45, 0.5, 0.4, 0.5, 0.4], "Loss went from 0.46 to 0.45: within the noise."),
+        ([0.5], "One step so far, at a loss of 0.5."),
+    ],
+)
+def test_a_supervised_run_tells_its_loss(tmp_path, losses, headline):
+    page = page_of(write_supervised_run(tmp_path / "run", losses))
+    assert f"<h1>{headline}</h1>" in page
+    for text in ("Flow-matching loss", "Learning rate", "Gradient norm", "waiting for images and noise"):
+        assert text in page
+    assert "eward" not in re.sub(r"<style>.*?</style>|<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
 def test_the_page_needs_nothing_but_itself(tmp_path):
     page = page_of(write_run(tmp_path / "run", steps=12))
     assert not re.findall(r"https?://|@import|<link[^>]+stylesheet|url\(", page)
@@ -139,7 +163,7 @@ def test_evenly_spaced_keeps_both_ends():
 
 def test_stages_and_the_rest_make_the_whole_step():
     row = {"step": 1, "time/rollout_s": 2.0, "time/train_s": None, "time/step_s": 3.0}
-    assert stage_seconds(row) == {"rollout": 2.0, "reward": 0.0, "train": 0.0, "sync": 0.0, "other": 1.0}
+    assert stage_seconds(row) == {"data": 0.0, "rollout": 2.0, "reward": 0.0, "train": 0.0, "sync": 0.0, "other": 1.0}
 
 
 def test_every_metric_has_one_section():

@@ -1,0 +1,113 @@
+"""Learning rate warm-up and the running average of the weights, on FSDP2 engines of one and two ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadiff.algorithms.flow_matching import flow_matching
+from megadiff.config.schema import Config
+from megadiff.engines import build_engine
+from megadiff.engines.base import Engine
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.types import FlowBatch, Sampling
+from tests.distributed.ranks import run_ranks
+
+SAMPLING = Sampling(height=48, width=48, num_inference_steps=4)
+DECAY, LR, WARMUP_STEPS = 0.25, 1e-3, 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_warm_up_average_swap_and_checkpoint(world_size: int, tiny_model: Path, tmp_path: Path) -> None:
+    run_ranks(_worker, world_size, tiny_model, tmp_path)
+
+
+def _worker(model: Path, out: Path) -> None:
+    engine = _engine(model, decay=DECAY)
+    expected, rates = _weights(engine), []
+    for step in range(1, 6):
+        rates.append(engine.update(_batch(engine, step), flow_matching)["optim/lr"])
+        decay = min(DECAY, (1 + step) / (10 + step))  # 2/11, 3/12 = DECAY, …
+        for name, weight in _weights(engine).items():
+            expected[name] = decay * expected[name] + (1 - decay) * weight
+    assert rates == [LR / 3, LR * (2 / 3), LR, LR, LR]
+    _swap(engine, expected)
+    _checkpoint(engine, model, out)
+
+
+def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
+    trained = _weights(engine)
+    with engine.averaged():
+        averaged = _weights(engine)
+    for name, value in expected.items():
+        torch.testing.assert_close(averaged[name], value, rtol=1e-5, atol=1e-7)
+    assert _differing(trained, averaged)
+    assert not _differing(trained, _weights(engine))
+    with pytest.raises(KeyError), engine.averaged():
+        raise KeyError
+    assert not _differing(trained, _weights(engine))
+    with engine.averaged():
+        assert not _differing(averaged, _weights(engine))
+
+
+def _checkpoint(engine: Engine, model: Path, out: Path) -> None:
+    """The average goes on where it was, with its decay and the warm-up; a run without one does not take it, nor lose it."""
+    engine.save(out / "with")
+    resumed = _engine(model, decay=DECAY)
+    resumed.load(out / "with")
+    for each in (engine, resumed):
+        assert each.update(_batch(each, 6), flow_matching)["optim/lr"] == LR
+    with engine.averaged(), resumed.averaged():
+        assert not _differing(_weights(engine), _weights(resumed))
+
+    plain = _engine(model, decay=0.0)
+    before = _weights(plain)
+    with plain.averaged():
+        assert not _differing(before, _weights(plain))
+    with pytest.raises(ValueError, match="with has averaged weights, but algorithm.ema_decay=0.0"):
+        plain.load(out / "with")
+    plain.save(out / "without")
+    with pytest.raises(ValueError, match=f"without has no averaged weights, but algorithm.ema_decay={DECAY}"):
+        resumed.load(out / "without")
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    """As they would be sent to the replicas."""
+    return dict(pair for bucket in engine.named_weights(1 << 20) for pair in bucket)
+
+
+def _differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def _engine(model: Path, *, decay: float) -> Engine:
+    config = Config()
+    config.model.path, config.model.dtype, config.engine.dtype = str(model), "float32", "float32"
+    config.optim.lr, config.optim.warmup_steps, config.algorithm.ema_decay = LR, WARMUP_STEPS, decay
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=world_size)
+    return build_engine(config, init_mesh(layout, "cpu"), QwenImageAdapter(model))
+
+
+def _batch(engine: Engine, step: int) -> FlowBatch:
+    """Two samples on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + engine.mesh.dp_rank)
+    shape = (2, *engine.adapter.latents_shape(SAMPLING))
+    return FlowBatch(
+        latents_NLC=torch.randn(shape, generator=generator),
+        noise_NLC=torch.randn(shape, generator=generator),
+        sigma_N=torch.rand(2, generator=generator),
+        weights_N=torch.ones(2),
+        group_index_N=torch.tensor([0, 1]),
+        conditioning={
+            "prompt_embeds": torch.randn(2, 5, 64, generator=generator),
+            "prompt_mask": torch.arange(5) < torch.tensor([[5], [3]]),
+        },
+        sampling=SAMPLING,
+        denominator=2.0 * engine.mesh.dp,
+    )

@@ -1,0 +1,279 @@
+"""Supervised runs as a user starts them: every layout, killed and resumed, evaluated on averaged weights, exported."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from PIL import Image
+
+from megadiff.cli.train import main
+from megadiff.observe.report import write_report
+from megadiff.rollout.client import ReplicaClient
+from megadiff.types import Prompt, RolloutRequest, Sampling
+from megadiff.weights.export import export_pipeline
+from megadiff.weights.manifest import folder_manifest
+from megadiff.weights.shards import Shard, ShardFolder
+from tests.distributed.ranks import run_ranks
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Result, Trainer
+
+CAPTIONS = ["a red wall", "eine grüne Wand", "一面蓝色的墙 🧱", "a red wall", "a yellow wall", "a wall"]
+SETTINGS = [
+    *("algorithm.name=sft", "algorithm.group_size=2", "train.updates_per_step=1", "train.num_steps=20"),
+    *("train.prompts_per_step=2", "train.microbatch_size=3"),
+    *("optim.lr=1e-3", "optim.warmup_steps=8", "checkpoint.every=10", "rollout.num_inference_steps=3"),
+]
+AVERAGED = "algorithm.ema_decay=0.99"
+SAME = ("loss/flow_matching", "optim/grad_norm", "optim/lr")
+MACHINE = ("time/", "perf/", "memory/")
+SAMPLING = Sampling(height=64, width=64, num_inference_steps=3, sde_type="ode", sde_window_size=0)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory, tiny_model):
+    """One folder for all runs: the latents are made once. Its images/ has six images and five captions."""
+    trainer = Trainer(tmp_path_factory.mktemp("sft"), tiny_model)
+    write_images(trainer.folder / "images")
+    (trainer.folder / "held_out.txt").write_text("a green wall\na black wall\n")
+    return trainer
+
+
+def write_images(folder):
+    folder.mkdir()
+    for number in range(len(CAPTIONS)):
+        pixels = np.random.default_rng(number).integers(0, 256, (80, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    write_rows(folder, [{"file_name": f"{number}.png", "text": text} for number, text in enumerate(CAPTIONS)])
+
+
+def write_rows(folder, rows):
+    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+
+
+@pytest.fixture(scope="module")
+def shared(trainer, registry):
+    """Settings of a run that is evaluated before, half-way and after on replicas that are there already."""
+    replicas = ["rollout.mode=separate", f"rollout.registry={registry}"]
+    evaluation = ["eval.every=10", f"eval.prompts={trainer.folder / 'held_out.txt'}", "eval.num_samples=4"]
+    return [*SETTINGS, f"data.images={trainer.folder / 'images'}", *replicas, *evaluation]
+
+
+@pytest.fixture(scope="module")
+def reference(trainer, shared):
+    """Twenty steps on one process."""
+    result = trainer.run(*shared, AVERAGED, name="reference")
+    assert result.code == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def held(reference, registry):
+    """Latents from the weights that the run's last evaluation gave to the replica, and the client of it."""
+    address = json.loads((registry / "replica_0.json").read_text())
+    client = ReplicaClient(address["url"], "replica_0")
+    return sample(client, 20), client
+
+
+def sample(client, version):
+    prompt = Prompt(text="a green wall", id="0" * 16)
+    request = RolloutRequest(
+        prompt=prompt, sampling=SAMPLING, sample_indices=(0, 1), seed=0, step=0, policy_version=version
+    )
+    return torch.stack([each.latents_SLC[-1] for each in client.generate(request).trajectories])
+
+
+def _deterministic(row):
+    return {key: value for key, value in row.items() if not key.startswith(MACHINE)}
+
+
+def test_the_loss_falls_and_the_rate_warms_up(reference):
+    _, *rows = reference.rows
+    assert np.mean([row[SAME[0]] for row in rows[-3:]]) < 0.9 * np.mean([row[SAME[0]] for row in rows[:3]])
+    assert [row["optim/lr"] for row in rows] == pytest.approx([min(1, (n + 1) / 8) * 1e-3 for n in range(20)])
+    assert "step 20/20  loss 0." in reference.stderr and "ETA" in reference.stderr
+
+
+def test_replicas_are_evaluated_with_the_averaged_weights_which_are_exported(reference, held, trainer, tmp_path):
+    latents, client = held
+    checkpoint = reference.folder / "checkpoints" / "step_000020"
+    pushed = {}
+    for version, averaged in ((21, True), (22, False)):
+        folder = tmp_path / str(version)
+        export_pipeline(checkpoint, trainer.model, folder, dtype="float32", averaged=averaged)
+        push(client, version, folder)
+        pushed[averaged] = sample(client, version)
+    assert torch.equal(pushed[True], latents)
+    assert (pushed[False] - latents).abs().max() > 1e-3
+
+
+def push(client, version, folder):
+    weights = QwenImagePipeline.from_pretrained(folder).transformer.state_dict()
+    client.weights_begin(version, folder_manifest(folder, ("transformer",), dtype="float32"))
+    client.weights_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()])
+    client.weights_commit(version)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(trainer, shared, held):
+    """The run on two data-parallel ranks, and on two sequence-parallel ones without averaged weights."""
+    runs = {"dp": AVERAGED, "sp": "algorithm.ema_decay=0"}
+    for name, decay in runs.items():
+        run_ranks(_main, 2, trainer.command(*shared, decay, f"parallel.{name}=2", name=name)[3:])
+    return {name: Result(code=0, stderr="", folder=trainer.folder / name) for name in runs}
+
+
+def _main(arguments):
+    """What torchrun's ranks do, in processes that have their imports behind them."""
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize("layout", ["dp", "sp"])
+def test_layout_does_not_matter(layout, two_ranks, reference):
+    for row, expected in zip(two_ranks[layout].rows[1:], reference.rows[1:], strict=True):
+        assert [row[key] for key in SAME] == pytest.approx([expected[key] for key in SAME], rel=1e-4), row["step"]
+
+
+def test_averaging_matters_to_evaluation_only(two_ranks, reference):
+    (dp, sp), expected = (two_ranks[name].rows[-1] for name in ("dp", "sp")), reference.rows[-1]
+    assert dp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
+    assert sp["eval/latent_spread"] != pytest.approx(expected["eval/latent_spread"], rel=1e-3)
+
+
+def test_a_run_of_two_ranks_becomes_a_pipeline_of_its_averaged_weights(two_ranks, tmp_path):
+    run, out = two_ranks["dp"].folder, tmp_path / "out"
+    command = [sys.executable, str(ROOT / "tools" / "convert_ckpt.py"), str(run), str(out), "--dtype", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    source = ShardFolder(run / "checkpoints" / "step_000020")
+    pipeline = QwenImagePipeline.from_pretrained(out)
+    for name, tensor in pipeline.transformer.state_dict().items():
+        stored = Shard(local=torch.empty_like(tensor), offsets=(0,) * tensor.ndim, shape=tuple(tensor.shape))
+        source.read_into(f"average/transformer.{name}", stored)
+        assert torch.equal(tensor, stored.local), name
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline("a red wall", height=64, width=64, num_inference_steps=2, true_cfg_scale=1.0).images[0]
+    assert image.size == (64, 64)
+
+
+def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
+    """Bit for bit: losses, evaluations, and all that the last checkpoint holds, the averaged weights among it."""
+    process = subprocess.Popen(
+        trainer.command(*shared, AVERAGED, name="killed"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd=trainer.folder,
+    )  # fmt: skip
+    metrics = trainer.folder / "killed" / "metrics.jsonl"
+    _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 13)  # with step 0: 12 steps
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
+    assert not (trainer.folder / "killed" / "checkpoints" / "step_000020").exists()
+
+    resumed = trainer.run(*shared, AVERAGED, name="killed")
+    assert resumed.code == 0 and "resumed from" in resumed.stderr and "(step 10)" in resumed.stderr, resumed.stderr
+    assert [_deterministic(row) for row in resumed.rows] == [_deterministic(row) for row in reference.rows]
+    last = [
+        each / "checkpoints" / "step_000020" / "rank_00000.safetensors" for each in (resumed.folder, reference.folder)
+    ]
+    assert last[0].read_bytes() == last[1].read_bytes()
+
+
+def test_the_report_tells_loss_and_evaluation(reference):
+    page = write_report(reference.folder).read_text("utf-8")
+    assert re.search(r"<h1>Loss fell from 1\.\d+ to 0\.\d+\.</h1>", page)
+    for text in ("Flow-matching loss", "Learning rate", "waiting for images and noise", "a green wall"):
+        assert text in page
+
+
+@pytest.mark.parametrize(
+    ("images", "text"),
+    [
+        ("nowhere", "nowhere: no such file or folder; give a folder, .parquet, .tar or shapes:COUNT"),
+        ("empty", "empty: holds none of them; need metadata.jsonl"),
+        ("uncaptioned", "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or text or prompt"),
+        ("absent", "absent/9.png does not exist; restore it or remove the row"),
+    ],
+)
+def test_wrong_data_are_refused_before_anything_starts(trainer, capsys, images, text):
+    folder = trainer.folder / images
+    if images != "nowhere":
+        folder.mkdir()
+    if images in ("uncaptioned", "absent"):
+        write_rows(folder, [{"file_name": "0.png", "text": "a"}, {"file_name": "0.png"}])
+        Image.new("RGB", (64, 64)).save(folder / "0.png")
+    if images == "absent":
+        write_rows(folder, [{"file_name": "9.png", "text": "a"}])
+    assert main([*trainer.command(*SETTINGS, f"data.images={folder}", name=images)[3:], "--dry-run"]) == 2
+    assert text in capsys.readouterr().err
+    assert not (trainer.folder / images / "run").exists()
+
+
+def test_dry_run_counts_images(trainer, capsys):
+    overrides = [*SETTINGS, f"data.images={trainer.folder / 'images'}"]
+    assert main([*trainer.command(*overrides)[3:], "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_prompts"], plan["samples_per_step"], plan["microbatches_per_update_and_rank"]) == (6, 4, 2)
+
+
+def test_a_cut_image_ends_the_run_and_its_replica(trainer):
+    """Found while data are encoded, when the replica has been started already."""
+    folder = trainer.folder / "cut"
+    write_images(folder)
+    (folder / "4.png").write_bytes((folder / "4.png").read_bytes()[:2000])
+    evaluation = ["eval.every=10", f"eval.prompts={trainer.folder / 'held_out.txt'}"]
+    before = set(_servers())
+    result = trainer.run(*SETTINGS, f"data.images={folder}", *evaluation, name="of_cut")
+    assert result.code == 1
+    assert "metadata.jsonl:5 (4.png): 2000 bytes that are no readable image" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert set(_servers()) <= before
+    assert not list((trainer.folder / "cache").glob(".writing_*"))
+
+
+def test_a_full_disk_while_encoding(trainer):
+    """A file-size limit stands for the full disk. What was there before stays, and half a cache does not."""
+    cache = trainer.folder / "cache"
+    before = sorted(cache.iterdir()) if cache.exists() else []
+    limit = 20_000
+    done = subprocess.run(
+        trainer.command(*SETTINGS, "data.images=shapes:20", name="full"),
+        capture_output=True, text=True, env=ENVIRONMENT, cwd=trainer.folder, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "latents_00000_00000.safetensors could not be written" in done.stderr and "MiB are free" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(cache.iterdir()) == before
+
+
+def test_other_images_do_not_continue_a_run(trainer, reference):
+    """As many as before, one with another caption."""
+    folder = trainer.folder / "others"
+    write_images(folder)
+    metadata = folder / "metadata.jsonl"
+    metadata.write_text(metadata.read_text("utf-8").replace("yellow", "black"), "utf-8")
+    shutil.copytree(reference.folder, trainer.folder / "moved")
+    result = trainer.run(*SETTINGS, AVERAGED, f"data.images={folder}", "train.num_steps=21", name="moved")
+    assert result.code == 1
+    assert "data.images holds others than before; restore it, or start a new run" in result.stderr
+
+
+def _servers() -> list[int]:
+    names = ((process.pid, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [pid for pid, command in names if "megadiff.cli.serve" in command]
+
+
+def _wait_for(condition, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
