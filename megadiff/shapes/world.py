@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, repeat
@@ -47,6 +47,7 @@ TASK_SHARES = {  # of pretraining images
     "attr": 0.2,
     "pos_attr": 0.2,
 }
+RL_CAPTIONS = 80  # of a task, in shapes_rl.jsonl
 NEVER_HELD_OUT = ("single", "two")  # 4 and 12 captions: too few to split
 
 _HELD_OUT_PERCENT = 20
@@ -187,9 +188,12 @@ def sample_images(count: int, *, seed: int, num_workers: int | None = None) -> t
 
 def write_prompts(folder: Path) -> list[Path]:
     """shapes_train.jsonl: the captions that are not held out; shapes_heldout.jsonl: those that are, and all of the two
-    tasks too small to split, which are in both files. Rows {"prompt", "task"}. Returns the paths."""
+    tasks too small to split, which are in both files; shapes_rl.jsonl: at most RL_CAPTIONS of each task of the first, as
+    three in four of its captions are of one task. Rows {"prompt", "task"}. Returns the paths."""
+    train = [each for each in captions() if not each.held_out]
     halves = {
-        "shapes_train.jsonl": [each for each in captions() if not each.held_out],
+        "shapes_train.jsonl": train,
+        "shapes_rl.jsonl": _at_most(RL_CAPTIONS, train),
         "shapes_heldout.jsonl": [each for each in captions() if each.held_out or each.task in NEVER_HELD_OUT],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,6 +201,19 @@ def write_prompts(folder: Path) -> list[Path]:
         rows = (json.dumps({"prompt": each.text, "task": each.task}) + "\n" for each in half)
         (folder / name).write_text("".join(rows), encoding="utf-8")
     return [folder / name for name in halves]
+
+
+def _at_most(count: int, of: Sequence[Caption]) -> list[Caption]:
+    """The first `count` captions of each task in the order of a hash, which mixes colours, shapes and relations."""
+    kept: list[Caption] = []
+    for task in TASKS:
+        ordered = sorted((each for each in of if each.task == task), key=lambda each: _digest(f"rl/{each.text}"))
+        kept += ordered[:count]
+    return kept
+
+
+def _digest(text: str) -> int:
+    return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest(), 16)
 
 
 def _sentences() -> Iterator[tuple[str, str, tuple[tuple[str | None, str], ...], str | None]]:
@@ -222,8 +239,7 @@ def _pairs(plain_task: str, relation_task: str, first: tuple, second: tuple) -> 
 
 
 def _is_held_out(text: str, task: str) -> bool:
-    digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-    return task not in NEVER_HELD_OUT and int(digest, 16) % 100 < _HELD_OUT_PERCENT
+    return task not in NEVER_HELD_OUT and _digest(text) % 100 < _HELD_OUT_PERCENT
 
 
 @cache

@@ -72,7 +72,8 @@ def train(run: Run) -> None:
                     progress.step + 1,
                     run.prompts.state(),
                 )  # before a waking that may fail
-        stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
+            with timers("measure"):
+                stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
         run.recorder.step(progress.step, stats | gate | timers.pop(), partial(sample_records, groups, rewards))
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):

@@ -72,8 +72,9 @@ class Recorder:
         start_s = time.monotonic()
         metrics = self.evaluate(step)  # type: ignore[misc]  (both callers have asked)
         summary = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
-        logger.info("evaluation at step %d, %.1f s: %s", step, time.monotonic() - start_s, summary)
-        return metrics
+        seconds = time.monotonic() - start_s
+        logger.info("evaluation at step %d, %.1f s: %s", step, seconds, summary)
+        return metrics | {"time/evaluate_s": seconds}
 
     def _write(self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None) -> None:
         self.trackers.log(step, metrics)

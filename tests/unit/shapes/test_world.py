@@ -146,3 +146,15 @@ def test_the_prompt_files_are_what_the_world_says(tmp_path: Path) -> None:
 def test_the_world_needs_no_torch() -> None:
     code = "import sys, megadiff.shapes.verifier; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_rl_captions_are_training_captions_and_no_task_outweighs_the_rest(tmp_path):
+    world.write_prompts(tmp_path)
+    train, rl, heldout = (
+        [json.loads(line) for line in (tmp_path / f"shapes_{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "rl", "heldout")
+    )
+    assert {row["prompt"] for row in rl} <= {row["prompt"] for row in train}
+    assert not {row["prompt"] for row in rl if row["task"] not in world.NEVER_HELD_OUT} & {row["prompt"] for row in heldout}
+    counts, available = Counter(row["task"] for row in rl), Counter(row["task"] for row in train)
+    assert counts == {task: min(world.RL_CAPTIONS, available[task]) for task in TASKS}
