@@ -15,7 +15,7 @@ for argument in "$@"; do
   esac
 done
 
-# One thread: the trainer and its replica share the cores, and the model is too small for more.
+# One thread each for the trainer and its replicas: they share the cores, and the model is too small for more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 .venv/bin/megadiff train configs/quickstart.yaml "$@"
 .venv/bin/megadiff report "$dir/$name" >/dev/null

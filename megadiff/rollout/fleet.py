@@ -89,9 +89,9 @@ class Fleet:
             for future in pending:
                 future.cancel()
 
-    def generate_on(self, replica: int, request: RolloutRequest) -> RolloutGroup:
-        """One group on a given replica."""
-        return self.call(self.replicas[replica], lambda client: client.generate(request))
+    def generate_on(self, replica: int, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+        """Groups of equal sampling in one call on a given replica, in the order of the requests."""
+        return self.call(self.replicas[replica], lambda client: client.generate_batch(requests))
 
     def weight_targets(self) -> list[WeightTarget]:
         """The replicas as the weight sync sees them; one that dies in the middle of a push is reported as any other."""

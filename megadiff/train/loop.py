@@ -48,7 +48,7 @@ def train(run: Run) -> None:
     sampling = sampling_of(config.rollout)
     run.sync.push(progress.step)
     gate = parity.check(
-        engine, run.adapter, run.fleet, run.prompts.peek().prompts[0], config=config, mesh=run.mesh, step=progress.step
+        engine, run.adapter, run.fleet, run.prompts.peek().prompts, config=config, mesh=run.mesh, step=progress.step
     )
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
     run.recorder.start(progress.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -32,9 +33,19 @@ class ParityError(RuntimeError):
 
 
 def check(
-    engine: Engine, adapter: ModelAdapter, fleet: Fleet, prompt: Prompt, *, config: Config, mesh: Mesh, step: int
+    engine: Engine,
+    adapter: ModelAdapter,
+    fleet: Fleet,
+    prompts: Sequence[Prompt],
+    *,
+    config: Config,
+    mesh: Mesh,
+    step: int,
 ) -> dict[str, float]:
     """Collective. One group of every replica is recomputed: schedule, prompt embeddings, latents, log_probs.
+
+    prompts: of the step to come. The group is of the first one, sampled in one call with as many of the others as a call
+    of this run holds, so that what padding and batching do to it is in the gap.
 
     Returns the gaps, each the maximum over replicas and ranks: parity/log_prob_gap_max, parity/schedule_gap_max,
     parity/embedding_gap_max, parity/latents_gap_max. Raises AgreedError when log_probs differ by half the clip range or
@@ -42,13 +53,13 @@ def check(
     """
     if config.parity.mode == "off":
         return {}
-    prompt = _same_prompt(prompt, mesh)
-    expected = _expected_conditioning(adapter, prompt, config=config, mesh=mesh)
+    prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // _num_samples(config))], mesh)
+    expected = _expected_conditioning(adapter, prompts[0], config=config, mesh=mesh)
     rounds = math.ceil(len(fleet.replicas) / mesh.dp)
     gaps: dict[str, float] = {}
     for turn in range(rounds):
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
-        group = _probe(fleet, replica, prompt, config=config, mesh=mesh, step=step)
+        group = _probe(fleet, replica, prompts, config=config, mesh=mesh, step=step)
         found = _gaps(engine, adapter, group, expected, config=config, mesh=mesh, step=step)
         gaps = {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
@@ -80,9 +91,14 @@ def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
     return ""
 
 
-def _same_prompt(prompt: Prompt, mesh: Mesh) -> Prompt:
-    plain = asdict(replace(prompt, fields={}))
-    return Prompt(**broadcast_json(plain, source=0, group=mesh.cpu_group))  # type: ignore[arg-type]
+def _num_samples(config: Config) -> int:
+    """Of each group that is sampled for the gate."""
+    return min(config.algorithm.group_size, config.train.microbatch_size)
+
+
+def _same_prompts(prompts: Sequence[Prompt], mesh: Mesh) -> list[Prompt]:
+    plain = [asdict(replace(prompt, fields={})) for prompt in prompts]
+    return [Prompt(**each) for each in broadcast_json(plain, source=0, group=mesh.cpu_group)]  # type: ignore[union-attr]
 
 
 def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Config, mesh: Mesh) -> dict[str, Tensor]:
@@ -102,17 +118,23 @@ def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Con
     return load(broadcast_bytes(payload, source=0, group=mesh.cpu_group))
 
 
-def _probe(fleet: Fleet, replica: int, prompt: Prompt, *, config: Config, mesh: Mesh, step: int) -> RolloutGroup:
-    request = RolloutRequest(
-        prompt=prompt,
-        sampling=sampling_of(config.rollout),
-        sample_indices=tuple(range(min(config.algorithm.group_size, config.train.microbatch_size))),
-        seed=config.seed,
-        step=step,
-        policy_version=step,
-    )
-    group = agreed(lambda: fleet.generate_on(replica, request), mesh.cpu_group, here=mesh.is_model_group_source)
-    return share([group] if group else [], 1, mesh=mesh)[0]
+def _probe(
+    fleet: Fleet, replica: int, prompts: Sequence[Prompt], *, config: Config, mesh: Mesh, step: int
+) -> RolloutGroup:
+    """The first prompt's group, sampled together with the others'."""
+    requests = [
+        RolloutRequest(
+            prompt=prompt,
+            sampling=sampling_of(config.rollout),
+            sample_indices=tuple(range(_num_samples(config))),
+            seed=config.seed,
+            step=step,
+            policy_version=step,
+        )
+        for prompt in prompts
+    ]
+    groups = agreed(lambda: fleet.generate_on(replica, requests), mesh.cpu_group, here=mesh.is_model_group_source)
+    return share(groups[:1] if groups else [], 1, mesh=mesh)[0]
 
 
 def _gaps(

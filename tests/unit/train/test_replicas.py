@@ -1,0 +1,36 @@
+"""How the threads of a CPU machine are divided: too many of them wait for one another instead of working."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megadiff.config.schema import Config, ModelConfig, RolloutConfig
+from megadiff.train.replicas import _specs
+
+MESH = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+
+
+@pytest.fixture
+def four_threads(monkeypatch):
+    """As OMP_NUM_THREADS=4 gives."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("count", "num_threads"), [(1, 4), (2, 2), (3, 1), (8, 1)])
+def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, num_threads):
+    assert [spec.num_threads for spec in _specs(_config(count), MESH, Path("run"))] == [num_threads] * count
+
+
+def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [spec.num_threads for spec in _specs(_config(1), MESH, Path("run"))] == [8]
+
+
+def _config(num_replicas):
+    return Config(model=ModelConfig(path="m"), rollout=RolloutConfig(height=64, width=64, num_replicas=num_replicas))
