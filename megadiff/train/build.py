@@ -60,24 +60,25 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     check_model_folder(model)
     adapter = build_adapter(model)
     adapter.validate(sampling)
-    data = _training_prompts(config) if on_policy else open_images(config.data.images, seed=config.seed)
-    asked = [*(data if on_policy else ()), *eval_prompts(config)]
+    prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars) if on_policy else []
+    asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
     if config.reward:
         with closing(Scorer(config.reward, num_workers=1)) as scorer:
             scorer.validate(asked)
-    return layout, adapter, data
+    if not on_policy:
+        return layout, adapter, open_images(config.data.images, seed=config.seed)
+    _check_count(prompts, config)
+    return layout, adapter, prompts
 
 
-def _training_prompts(config: Config) -> list[Prompt]:
-    prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars)
+def _check_count(prompts: list[Prompt], config: Config) -> None:
     if len(prompts) < config.train.prompts_per_step:
         raise ValueError(
             f"{config.data.prompts} has {len(prompts)} prompts < train.prompts_per_step={config.train.prompts_per_step}: a "
             f"prompt twice in a step would get the same noise; set train.prompts_per_step<={len(prompts)}, add prompts, or "
             "raise algorithm.group_size"
         )
-    return prompts
 
 
 def eval_prompts(config: Config) -> list[Prompt]:

@@ -40,7 +40,7 @@ def evaluate(*arguments):
 
 def test_a_run_evaluates_before_its_first_step_when_due_and_at_the_end(trained):
     before, *rows = trained.rows
-    assert before.keys() == {"step", *FIGURES} and before["step"] == 0
+    assert before.keys() == {"step", "time/evaluate_s", *FIGURES} and before["step"] == 0
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [FIGURES & row.keys() for row in rows] == [set(), FIGURES, FIGURES]
     folders = evaluation_folders(trained.folder)
