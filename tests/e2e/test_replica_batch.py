@@ -10,11 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megadiff.models.files import weight_files
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.wire import requests_to_json
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from megadiff.weights.manifest import folder_manifest
 from tests.e2e.recompute import gap
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))
@@ -36,9 +39,17 @@ def requests(sampling: Sampling = SAMPLING, sizes: Sequence[int] = (3, 1, 2, 4, 
 
 
 @pytest.fixture(scope="module")
-def clients(registry: Path) -> Iterator[list[ReplicaClient]]:
+def clients(registry: Path, tiny_model: Path) -> Iterator[list[ReplicaClient]]:
+    """Of both replicas, which hold the weights on disk: other tests' trainers left theirs there."""
     found = [json.loads(path.read_text()) for path in sorted(registry.glob("*.json"))]
     clients = [ReplicaClient(entry["url"], entry["name"], timeout_s=120) for entry in found]
+    manifest = folder_manifest(tiny_model, ("transformer",), dtype="float32")
+    (file,) = weight_files(tiny_model / "transformer")
+    tensors = [(f"transformer.{name}", tensor) for name, tensor in load_file(file).items()]
+    for client in clients:
+        client.weights_begin(0, manifest)
+        client.weights_bucket(tensors)
+        client.weights_commit(0)
     yield clients
     for client in clients:
         client.close()
