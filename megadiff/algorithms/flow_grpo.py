@@ -24,7 +24,6 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
     sums = {
-        "loss/policy": loss_B,
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
         "policy/kl_old": 0.5 * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
         "policy/ratio_mean": ratio_B,
@@ -33,6 +32,7 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
         assert inputs.ref_mean_BLC is not None
         kl_B = sde.kl_to_reference(sampling.sde_type, mean_BLC, inputs.ref_mean_BLC, *sigmas, **step)
         loss_B = loss_B + kl_coef * kl_B
-        sums |= {"loss/policy": loss_B, "policy/kl_ref": kl_B}
+        sums["policy/kl_ref"] = kl_B
+    sums["loss/policy"] = loss_B
     weighted = {name: (value_B.detach() * inputs.weight_B).sum() for name, value_B in sums.items()}
     return LossOutput(loss_sum=(loss_B * inputs.weight_B).sum(), sums=weighted)

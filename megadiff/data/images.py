@@ -18,7 +18,7 @@ import numpy as np
 from megadiff.data.generator import make_chunk
 from megadiff.data.pixels import decode, fit, is_enlarged
 from megadiff.data.shelves import METADATA, SHELVES, FolderShelf, Shelf
-from megadiff.shapes.workers import share_of_cores, worker_pool
+from megadiff.parallel.workers import share_of_cores, worker_pool
 
 T = TypeVar("T")
 

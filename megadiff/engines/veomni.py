@@ -32,7 +32,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import DTYPES, LogProbs, TrainBatch
-from megadiff.weights.shards import Shard, ShardFolder, SourceFolder, write_shards
+from megadiff.weights.shards import AVERAGED, TRAINED, Shard, ShardFolder, SourceFolder, write_shards
 
 logger = logging.getLogger(__name__)
 
@@ -251,10 +251,10 @@ class VeOmniEngine:
             held.copy_(policy)
 
     def _weights(self) -> dict[str, DTensor]:
-        return {f"model/{self.component}.{name}": p.detach() for name, p in self._parameters.items()}
+        return {f"{TRAINED}/{self.component}.{name}": p.detach() for name, p in self._parameters.items()}
 
     def _averages(self) -> dict[str, DTensor]:
-        return {f"average/{self.component}.{name}": average for name, average in self._average.items()}
+        return {f"{AVERAGED}/{self.component}.{name}": average for name, average in self._average.items()}
 
     def _moments(self) -> dict[str, DTensor]:
         """AdamW's moments, of the parameters that have had a gradient: a last block's unused branch never has."""
@@ -262,7 +262,7 @@ class VeOmniEngine:
         return {f"optim/{kind}/{self.component}.{name}": s[kind] for name, s in states if s for kind in MOMENTS}
 
     def _check_average(self, source: ShardFolder) -> None:
-        has_average = any(name.startswith("average/") for name in source.shapes)
+        has_average = any(name.startswith(f"{AVERAGED}/") for name in source.shapes)
         if has_average != bool(self._average):  # it would be lost, or made up
             raise ValueError(
                 f"{source.folder} has {'' if has_average else 'no '}averaged weights, but algorithm.ema_decay="

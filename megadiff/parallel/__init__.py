@@ -1,1 +1,1 @@
-"""Process meshes and the few collectives of the loop."""
+"""Process meshes, the few collectives of the loop, and worker processes that never outlive it."""

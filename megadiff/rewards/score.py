@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megadiff.config.schema import RewardConfig
+from megadiff.parallel.workers import share_of_cores
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
-from megadiff.shapes.workers import share_of_cores
 from megadiff.types import Prompt, RolloutGroup
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names

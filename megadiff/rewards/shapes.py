@@ -10,9 +10,9 @@ from concurrent.futures import Executor, Future
 
 import numpy as np
 
+from megadiff.parallel.workers import share_of_cores, worker_pool
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.shapes.verifier import Verdict, verify
-from megadiff.shapes.workers import share_of_cores, worker_pool
 from megadiff.shapes.world import parse
 from megadiff.types import Prompt
 

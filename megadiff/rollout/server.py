@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadiff.rollout.lifeline import exit_with, kill_children
+from megadiff.parallel.lifeline import exit_with, kill_children
 from megadiff.rollout.limits import Limits
 
 logger = logging.getLogger(__name__)

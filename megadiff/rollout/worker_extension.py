@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from megadiff.models.served_names import ServedPlace, served_places, served_view
-from megadiff.rollout.lifeline import exit_with
+from megadiff.parallel.lifeline import exit_with
 from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.manifest import Manifest
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from megadiff.shapes.workers import share_of_cores, worker_pool
+from megadiff.parallel.workers import share_of_cores, worker_pool
 
 SIZE = 64  # pixels, both sides of a picture
 COLORS = {

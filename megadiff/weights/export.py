@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 
 from megadiff.models.registry import check_model_folder
 from megadiff.types import DTYPES
-from megadiff.weights.shards import Shard, ShardFolder, SourceFolder
+from megadiff.weights.shards import AVERAGED, TRAINED, Shard, ShardFolder, SourceFolder
 
 logger = logging.getLogger(__name__)
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
-TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
 
 
 def newest_checkpoint(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megadiff.models.files import open_weights, weight_files
 
 METADATA_KEY = "megadiff"
+TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import megadiff
 
-ORDER = "types config observe diffusion shapes algorithms parallel models weights data rewards engines rollout train cli".split()
+ORDER = "types config observe diffusion algorithms parallel shapes models weights data rewards engines rollout train cli".split()
 ROOT = Path(megadiff.__file__).parent
 
 

@@ -155,6 +155,8 @@ def test_rl_captions_are_training_captions_and_no_task_outweighs_the_rest(tmp_pa
         for name in ("train", "rl", "heldout")
     )
     assert {row["prompt"] for row in rl} <= {row["prompt"] for row in train}
-    assert not {row["prompt"] for row in rl if row["task"] not in world.NEVER_HELD_OUT} & {row["prompt"] for row in heldout}
+    assert not {row["prompt"] for row in rl if row["task"] not in world.NEVER_HELD_OUT} & {
+        row["prompt"] for row in heldout
+    }
     counts, available = Counter(row["task"] for row in rl), Counter(row["task"] for row in train)
     assert counts == {task: min(world.RL_CAPTIONS, available[task]) for task in TASKS}

@@ -10,11 +10,11 @@ import time
 import psutil
 import pytest
 
-from megadiff.rollout.lifeline import exit_with
+from megadiff.parallel.lifeline import exit_with
 
 SERVER = """
 import subprocess, sys, time
-from megadiff.rollout.lifeline import exit_with
+from megadiff.parallel.lifeline import exit_with
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 exit_with(int(sys.argv[1]))
 print(worker.pid, flush=True)

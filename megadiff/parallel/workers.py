@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
-import threading
 from concurrent.futures import ProcessPoolExecutor
 
 import cv2
+
+from megadiff.parallel.lifeline import exit_with
 
 
 def worker_pool(num_workers: int) -> ProcessPoolExecutor:
@@ -27,16 +27,6 @@ def share_of_cores(most: int) -> int:
 
 
 def _start(parent: int) -> None:
-    cv2.setNumThreads(1)  # the workers are what runs in parallel
-    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
-
-
-def _exit_with(parent: int) -> None:
     """The pool's own pipes do not tell a worker that its parent was killed: the workers hold both of their ends."""
-    try:
-        poll = select.poll()
-        poll.register(os.pidfd_open(parent), select.POLLIN)
-        poll.poll()
-    except ProcessLookupError:
-        pass  # gone already
-    os._exit(1)
+    cv2.setNumThreads(1)  # the workers are what runs in parallel
+    exit_with(parent)
