@@ -108,7 +108,9 @@ _BIN_SHARES = _bin_shares()
 
 def saturation(pixels: ArrayLike | Tensor) -> float:
     """Mean HSV saturation, in [0, 1]: lurid pictures are a common way to please a reward."""
-    return float(_hsv(pixels)[1].mean()) / 255
+    red, green, blue = np.moveaxis(thumbnails(pixels), -1, 0)
+    high, low = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
+    return float(((high - low) / np.maximum(high, 1).astype(np.float32)).mean())
 
 
 def clipped_share(pixels: ArrayLike | Tensor) -> float:
@@ -133,6 +135,8 @@ def thumbnails(pixels: ArrayLike | Tensor) -> NDArray[np.uint8]:
     """
     array = _uint8(pixels)
     factors = [max(1, side // THUMBNAIL) for side in array.shape[1:3]]
+    if factors == [1, 1]:
+        return array
     height, width = (side // factor for side, factor in zip(array.shape[1:3], factors))
     whole = np.ascontiguousarray(array[:, : height * factors[0], : width * factors[1]])
     tall = Image.fromarray(whole.reshape(-1, *whole.shape[2:]))  # one image below the other: one call for all

@@ -16,7 +16,7 @@ from torch import Tensor
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
 
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
-CONDITIONING_PREFIX = "conditioning."
+_COLUMNS = {"latents": "latents_SLC", "log_probs": "log_probs", "pixels": "pixels"}  # tensor → field of a Trajectory
 
 
 def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
@@ -38,21 +38,35 @@ def requests_from_json(value: object) -> list[RolloutRequest]:
 
 
 def encode_groups(groups: Sequence[RolloutGroup]) -> bytes:
-    """safetensors bytes: `<place>.<name>` tensors, trajectories stacked over samples, and a JSON header."""
-    tensors = {
-        f"{place}.{name}": tensor for place, group in enumerate(groups) for name, tensor in _tensors(group).items()
+    """safetensors bytes of groups that share one sampling, and a JSON header.
+
+    What every sample has is one tensor over the samples of all groups: hundreds of small ones would take longer to write
+    than their bytes do. Conditioning, whose width is a group's own, is called `<place>.<name>`.
+    """
+    samples = [sample for group in groups for sample in group.trajectories]
+    columns = {field: torch.stack([getattr(sample, name) for sample in samples]) for field, name in _COLUMNS.items()}
+    conditioning = {
+        f"{place}.{name}": tensor for place, group in enumerate(groups) for name, tensor in group.conditioning.items()
     }
-    return _save(tensors, {"groups": [_header(group) for group in groups]})
+    schedule = {"schedule": groups[0].schedule}
+    return _save({**columns, **schedule, **conditioning}, {"groups": [_header(group) for group in groups]})
 
 
 def decode_groups(body: bytes) -> list[RolloutGroup]:
     """The inverse of encode_groups. Raises ValueError when the body does not hold groups."""
     tensors, header = _load(body)
-    of_group: list[dict[str, Tensor]] = [{} for _ in header["groups"]]
+    columns = {field: tensors.pop(field).unbind() for field in _COLUMNS}
+    schedule = tensors.pop("schedule")
+    conditioning: list[dict[str, Tensor]] = [{} for _ in header["groups"]]
     for key, tensor in tensors.items():
         place, _, name = key.partition(".")
-        of_group[int(place)][name] = tensor
-    return [_group(*pair) for pair in zip(of_group, header["groups"], strict=True)]
+        conditioning[int(place)][name] = tensor
+    groups, first = [], 0
+    for own, of_group in zip(conditioning, header["groups"], strict=True):
+        rows = slice(first, first + len(of_group["sample_indices"]))
+        groups.append(_group({field: column[rows] for field, column in columns.items()}, schedule, own, of_group))
+        first = rows.stop
+    return groups
 
 
 def encode_bucket(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
@@ -93,19 +107,6 @@ def _request_from_json(value: object) -> RolloutRequest:
     return RolloutRequest(**fields)
 
 
-def _tensors(group: RolloutGroup) -> dict[str, Tensor]:
-    first = group.trajectories[0]
-    return {
-        "schedule": group.schedule.clone(),  # one tensor for all groups of a batch, and safetensors refuses shared storage
-        "sigmas": first.sigmas,
-        "timesteps": first.timesteps,
-        "latents": torch.stack([trajectory.latents_SLC for trajectory in group.trajectories]),
-        "log_probs": torch.stack([trajectory.log_probs for trajectory in group.trajectories]),
-        "pixels": torch.stack([trajectory.pixels for trajectory in group.trajectories]),
-        **{CONDITIONING_PREFIX + name: tensor for name, tensor in group.conditioning.items()},
-    }
-
-
 def _header(group: RolloutGroup) -> dict[str, Any]:
     return {
         "prompt": dataclasses.asdict(group.prompt),
@@ -117,35 +118,34 @@ def _header(group: RolloutGroup) -> dict[str, Any]:
     }
 
 
-def _group(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> RolloutGroup:
+def _group(
+    columns: Mapping[str, Sequence[Tensor]],
+    schedule: Tensor,
+    conditioning: dict[str, Tensor],
+    header: Mapping[str, Any],
+) -> RolloutGroup:
     prompt = Prompt(**_fields(header["prompt"], Prompt, "prompt"))
     sampling = _fields(header["sampling"], Sampling, "sampling")
     sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
-    columns = (tensors[name].unbind() for name in ("latents", "log_probs", "pixels"))
-    trajectories = tuple(
-        Trajectory(
-            latents_SLC=latents_SLC,
-            sigmas=tensors["sigmas"],
-            timesteps=tensors["timesteps"],
-            log_probs=log_probs,
-            window_start=header["window_start"],
-            pixels=pixels,
-            prompt_id=prompt.id,
-            sample_index=sample_index,
-            policy_version=header["policy_version"],
-        )
-        for sample_index, latents_SLC, log_probs, pixels in zip(header["sample_indices"], *columns, strict=True)
-    )
+    window = slice(header["window_start"], header["window_start"] + len(columns["latents"][0]))
+    sigmas = schedule[window]
+    shared = {
+        "sigmas": sigmas,
+        "timesteps": 1000 * sigmas[:-1],
+        "window_start": window.start,
+        "prompt_id": prompt.id,
+        "policy_version": header["policy_version"],
+    }
+    rows = zip(header["sample_indices"], *columns.values(), strict=True)
     return RolloutGroup(
         prompt=prompt,
         sampling=Sampling(**sampling),
-        schedule=tensors["schedule"],
-        conditioning={
-            name.removeprefix(CONDITIONING_PREFIX): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(CONDITIONING_PREFIX)
-        },
-        trajectories=trajectories,
+        schedule=schedule,
+        conditioning=conditioning,
+        trajectories=tuple(
+            Trajectory(sample_index=index, **shared, **dict(zip(_COLUMNS.values(), row, strict=True)))
+            for index, *row in rows
+        ),
         policy_version=header["policy_version"],
         replica=header["replica"],
     )
