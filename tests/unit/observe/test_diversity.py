@@ -1,6 +1,5 @@
 import colorsys
 import math
-import time
 
 import numpy as np
 import pytest
@@ -126,18 +125,3 @@ def test_figures_hold_at_another_resolution():
 def test_what_is_no_image_is_refused(pixels):
     with pytest.raises(ValueError, match="not uint8"):
         saturation(pixels)
-
-
-def test_a_step_of_512_images_costs_little():
-    pixels = np.random.default_rng(0).integers(0, 256, (32, 16, 64, 64, 3), dtype=np.uint8)
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        small = [thumbnails(samples) for samples in pixels]
-        colour_entropy_bit(small)
-        for samples in small:
-            pixel_spread(samples), saturation(samples)
-        for samples in pixels:
-            clipped_share(samples)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.2  # about 0.05 on one core
