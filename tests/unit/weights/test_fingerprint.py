@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megadiff.weights import fingerprint as module
-from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.fingerprint import fingerprint, fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
@@ -31,8 +31,11 @@ def test_order_dtype_shape_and_layout():
 def test_chunks_do_not_matter(monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = fingerprint(tensor)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 7)
-    assert fingerprint(tensor) == whole
+    several = {"whole": tensor, "none": tensor[:0], "few": tensor[:3], "scalar": tensor[5], "half": tensor.half()}
+    values = fingerprints(several)
+    assert values == {name: fingerprint(each) for name, each in several.items()}
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 7)
+    assert fingerprint(tensor) == whole and fingerprints(several) == values
 
 
 def test_golden():
