@@ -22,6 +22,7 @@ from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
+from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
 from megadiff.train.build import build_run, check, collective_timeout_s, lock, run_folder
 from megadiff.train.build_sft import build_sft_run
@@ -67,6 +68,7 @@ def _train(config: Config, *, world_size: int) -> int:
         on_policy = build_algorithm(config.algorithm).on_policy
         build = build_run if on_policy else build_sft_run
         run = build(config, mesh, adapter, data, stack)
+        freeze_startup_objects()
         try:
             train(run) if on_policy else train_sft(run)
         except CheckpointError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,7 +17,9 @@ from megadiff.types import Prompt
 
 MOST_WORKERS = 16
 LEAST_CORES = 4  # with fewer, processes only take turns with the trainer and the replica
-KEPT = 4096  # verdicts, for the second reward that asks for the same samples
+KEPT = 4096  # samples, for the second reward that asks for the same ones
+
+_Claim = tuple[RewardSample, Future[list[Verdict]]]
 
 
 class ShapesReward(Reward):
@@ -52,19 +53,20 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, Future[list[Verdict]]] = OrderedDict()
+        # by identity: both rewards get the same objects, which are kept here, so that no other can have their id. A digest
+        # of the pixels would give up the GIL and wait for it again, once a sample
+        self._known: OrderedDict[int, _Claim] = OrderedDict()
         self._pool: Executor | None = None
 
     def of(self, samples: Sequence[RewardSample]) -> list[list[Verdict]]:
         """For each sample one verdict a frame."""
-        keys = [_key(sample) for sample in samples]
-        futures, new = self._claim(keys)
+        futures, new = self._claim(samples)
         try:
-            self._work_out(new, dict(zip(keys, samples, strict=True)))
+            self._work_out(new)
         except BaseException as error:  # whoever waits for these must hear of it; they are not kept
             with self._lock:
-                for key, future in new.items():
-                    self._known.pop(key, None)
+                for sample, future in new:
+                    self._known.pop(id(sample), None)
                     future.set_exception(error)
             raise
         return [future.result() for future in futures]
@@ -77,24 +79,24 @@ class Verdicts:
         if pool:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _claim(self, keys: Sequence[bytes]) -> tuple[list[Future[list[Verdict]]], dict[bytes, Future[list[Verdict]]]]:
-        """The futures of all keys, and those of them that nobody has begun: they are this caller's."""
+    def _claim(self, samples: Sequence[RewardSample]) -> tuple[list[Future[list[Verdict]]], list[_Claim]]:
+        """The futures of all samples, and those of them that nobody has begun: they are this caller's."""
         with self._lock:
-            new = {key: Future() for key in keys if key not in self._known}
-            self._known |= new
-            futures = [self._known[key] for key in keys]
+            new = [(sample, Future()) for sample in samples if id(sample) not in self._known]
+            self._known |= {id(claim[0]): claim for claim in new}
+            futures = [self._known[id(sample)][1] for sample in samples]
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
             return futures, new
 
-    def _work_out(self, new: dict[bytes, Future[list[Verdict]]], samples: dict[bytes, RewardSample]) -> None:
+    def _work_out(self, new: Sequence[_Claim]) -> None:
         if not new:
             return
-        pixels = [samples[key].pixels for key in new]
-        texts = [samples[key].prompt.text for key in new]
+        pixels = [sample.pixels for sample, _ in new]
+        texts = [sample.prompt.text for sample, _ in new]
         pool = self._workers()
         found = pool.submit(verify_frames, pixels, texts).result() if pool else verify_frames(pixels, texts)
-        for future, verdicts in zip(new.values(), found, strict=True):
+        for (_, future), verdicts in zip(new, found, strict=True):
             future.set_result(verdicts)
 
     def _workers(self) -> Executor | None:
@@ -108,13 +110,6 @@ class Verdicts:
 def verify_frames(pixels: Sequence[np.ndarray], texts: Sequence[str]) -> list[list[Verdict]]:
     """pixels: of each sample [F, H, W, 3] uint8. texts: their captions."""
     return [[verify(frame, parse(text)) for frame in frames] for frames, text in zip(pixels, texts, strict=True)]
-
-
-def _key(sample: RewardSample) -> bytes:
-    digest = hashlib.blake2b(sample.prompt.text.encode(), digest_size=16)
-    digest.update(repr(sample.pixels.shape).encode())
-    digest.update(np.ascontiguousarray(sample.pixels))
-    return digest.digest()
 
 
 VERDICTS = Verdicts()

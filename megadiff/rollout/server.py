@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with, kill_children
 from megadiff.rollout.limits import Limits
 
@@ -160,6 +161,7 @@ async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) ->
                 lifespan="off",
             )
         )
+        freeze_startup_objects()
         url = reachable_url(config.host, listener.getsockname()[1])
         logger.info("%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

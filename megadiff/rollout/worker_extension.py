@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from megadiff.models.served_names import ServedPlace, served_places, served_view
+from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with
 from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.manifest import Manifest
@@ -26,6 +27,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if parent is not None:  # a worker process of its own must not outlive the server
             exit_with(parent.pid)
         super().re_init_pipeline(custom_pipeline_args)
+        freeze_startup_objects()
 
     def policy_manifest(self) -> Manifest:
         """Every tensor that a push must bring: diffusers name → dtype and shape."""
