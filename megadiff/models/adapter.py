@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megadiff.parallel.plan import ParallelPlan
 from megadiff.types import Prompt, Sampling
+
+if TYPE_CHECKING:  # needs megatron-core, which only its engine does
+    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 Conditioning = Mapping[str, Tensor]
 PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts → what encode_prompt returns
@@ -21,12 +25,19 @@ class ModelAdapter(Protocol):
     """Packing, conditioning, timestep unit, guidance and schedule of one model family. Holds no weights.
 
     model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",).
-    num_heads: attention heads, which Ulysses splits.
+    num_heads: attention heads, which tensor parallelism and Ulysses split. plan: how the transformer is sharded.
     """
 
     model_folder: Path
     components: tuple[str, ...]
     num_heads: int
+    plan: ParallelPlan
+
+    def empty_transformer(self) -> nn.Module:
+        """The stock diffusers transformer with its weights on the meta device; what is no weight is real."""
+
+    def attention(self, tokens: TokenAxes) -> TokenAttention:
+        """The processor of the plan's attention sites when tokens and heads are split over ranks."""
 
     def validate(self, sampling: Sampling) -> None:
         """Raises ValueError when the model cannot sample at this size or guidance."""

@@ -18,6 +18,7 @@ PRELOAD = [
     "veomni.models.diffusers.qwen_image.qwen_image_transformer.modeling_qwen_image_transformer",
     "veomni.distributed.torch_parallelize",
     "megadiff.engines.veomni",
+    "megadiff.parallel.tensor_parallel",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,12 @@ from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
 from megadiff.models.files import read_json
+from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
 MAX_PROMPT_TOKENS = 1024  # as in the pipeline of diffusers
@@ -24,6 +29,7 @@ class QwenImageAdapter:
     """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
 
     components = ("transformer",)
+    plan = PLAN
 
     def __init__(self, model_folder: Path | str) -> None:
         """model_folder: a diffusers pipeline folder. Raises ValueError when transformer/config.json is missing."""
@@ -33,6 +39,20 @@ class QwenImageAdapter:
         self.num_layers: int = config["num_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.width: int = config["num_attention_heads"] * config["attention_head_dim"]
+
+    def empty_transformer(self) -> nn.Module:
+        from accelerate import init_empty_weights
+        from diffusers import QwenImageTransformer2DModel
+
+        with init_empty_weights():
+            return QwenImageTransformer2DModel.from_config(
+                QwenImageTransformer2DModel.load_config(self.model_folder / "transformer")
+            )
+
+    def attention(self, tokens: TokenAxes) -> TokenAttention:
+        from megadiff.models.qwen_image.attention import QwenImageAttention
+
+        return QwenImageAttention(tokens)
 
     def validate(self, sampling: Sampling) -> None:
         for name, pixels in (("height", sampling.height), ("width", sampling.width)):

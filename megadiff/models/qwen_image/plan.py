@@ -1,8 +1,36 @@
-"""Qwen-Image's weights: what a loader of them must know. Data only."""
+"""Qwen-Image's weights: how they are sharded, and what a loader of them must know. Data only."""
 
 from __future__ import annotations
 
 from megadiff.models.served_names import ServedName
+from megadiff.parallel.plan import ParallelPlan, Rule
+
+PLAN = ParallelPlan(
+    rules=(
+        Rule("img_in", "replicated"),
+        Rule("txt_norm", "replicated"),
+        Rule("txt_in", "replicated"),
+        Rule("time_text_embed.*", "replicated"),
+        Rule("transformer_blocks.*_mod.1", "modulation"),  # a third of all weights
+        Rule("transformer_blocks.*.attn.norm_*", "head_norm"),
+        Rule("transformer_blocks.*.attn.to_[qkv]", "column"),
+        Rule("transformer_blocks.*.attn.add_[qkv]_proj", "column"),
+        Rule("transformer_blocks.*.attn.to_out.0", "row"),
+        Rule("transformer_blocks.*.attn.to_add_out", "row"),
+        Rule("transformer_blocks.*_mlp.net.0.proj", "column"),
+        Rule("transformer_blocks.*_mlp.net.2", "row"),
+        Rule("norm_out.linear", "replicated"),
+        Rule("proj_out", "replicated"),
+    ),
+    # after the last block's attention the text stream leads nowhere
+    unused=("transformer_blocks.{last}.attn.to_add_out", "transformer_blocks.{last}.txt_mlp.*"),
+    lora_targets=(
+        "transformer_blocks.*.attn.to_[qkv]",
+        "transformer_blocks.*.attn.add_[qkv]_proj",
+        "transformer_blocks.*.attn.to_out.0",
+        "transformer_blocks.*.attn.to_add_out",
+    ),
+)
 
 SERVED_NAMES = (
     ServedName(diffusers="attn.to_q", served="attn.to_qkv", shard=0, num_shards=3),

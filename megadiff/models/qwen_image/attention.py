@@ -1,0 +1,107 @@
+"""Joint attention of Qwen-Image's text and image streams where tokens and heads are split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megadiff.parallel.attention import TokenAxes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStreams:
+    """What attention must know of the unsplit streams of one forward.
+
+    text_length, image_length: tokens without padding. mask: [B, 1, 1, text + image] bool, or None when all text counts.
+    text_rotary_SD, image_rotary_SD: complex, of all tokens.
+    """
+
+    text_length: int
+    image_length: int
+    mask: Tensor | None
+    text_rotary_SD: Tensor
+    image_rotary_SD: Tensor
+
+
+class QwenImageAttention:
+    """Fulfils parallel.attention.TokenAttention; the same values as diffusers' QwenDoubleStreamAttnProcessor2_0."""
+
+    def __init__(self, tokens: TokenAxes) -> None:
+        self.tokens = tokens
+
+    def prepare(self, transformer: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ValueError for a model variant whose modulation differs between tokens (zero_cond_t)."""
+        if transformer.config.zero_cond_t:
+            raise ValueError(
+                "zero_cond_t=true in transformer/config.json modulates tokens by their index; unsupported here"
+            )
+        image_BSC, text_BSC = kwargs["hidden_states"], kwargs["encoder_hidden_states"]
+        # forward calls pos_embed itself too, but with the length of its own chunk of text
+        image_rotary_SD, text_rotary_SD = transformer.pos_embed(
+            kwargs["img_shapes"], max_txt_seq_len=text_BSC.shape[1], device=image_BSC.device
+        )
+        streams = WholeStreams(
+            text_length=text_BSC.shape[1],
+            image_length=image_BSC.shape[1],
+            mask=_joint_mask(kwargs.get("encoder_hidden_states_mask"), image_BSC),
+            text_rotary_SD=text_rotary_SD,
+            image_rotary_SD=image_rotary_SD,
+        )
+        attention_kwargs = {**(kwargs.get("attention_kwargs") or {}), "streams": streams}
+        return {**kwargs, "encoder_hidden_states_mask": None, "attention_kwargs": attention_kwargs}
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        streams: WholeStreams,
+        encoder_hidden_states_mask: None = None,
+        attention_mask: None = None,
+        image_rotary_emb: object = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(image, text) [B, chunk, C] of this rank's chunks of them. The last three arguments are diffusers' and unused."""
+        # a gather for each stream: to concatenate them would cost more than a second collective does
+        text_NSC, image_NSC = (self.tokens.enter_attention(x) for x in (encoder_hidden_states, hidden_states))
+        head_dim = attn.inner_dim // attn.heads
+        text = [
+            layer(text_NSC).unflatten(-1, (-1, head_dim))
+            for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        ]
+        image = [layer(image_NSC).unflatten(-1, (-1, head_dim)) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+        lengths = (streams.text_length, streams.image_length)
+        text, image = self.tokens.all_tokens([text, image], lengths)
+
+        text = _rotated(*text, attn.norm_added_q, attn.norm_added_k, streams.text_rotary_SD)
+        image = _rotated(*image, attn.norm_q, attn.norm_k, streams.image_rotary_SD)
+        query, key, value = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(text, image, strict=True))
+        joint_BHSD = functional.scaled_dot_product_attention(query, key, value, attn_mask=streams.mask)
+
+        text_BSHD, image_BSHD = joint_BHSD.transpose(1, 2).split(lengths, dim=1)
+        text_NSC, image_NSC = self.tokens.own_tokens([text_BSHD, image_BSHD])
+        return attn.to_out[0](image_NSC), attn.to_add_out(text_NSC)
+
+
+def _rotated(
+    query: Tensor, key: Tensor, value: Tensor, norm_q: nn.Module, norm_k: nn.Module, rotary_SD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key, value [B, S, H, D] of one stream: query and key normalised per head and rotated."""
+    return (
+        apply_rotary_emb_qwen(norm_q(query), rotary_SD, use_real=False),
+        apply_rotary_emb_qwen(norm_k(key), rotary_SD, use_real=False),
+        value,
+    )
+
+
+def _joint_mask(text_mask_BS: Tensor | None, image_BSC: Tensor) -> Tensor | None:
+    """True where a key may be attended to: text tokens of the mask, then all image tokens."""
+    if text_mask_BS is None:
+        return None
+    image_mask_BS = torch.ones(image_BSC.shape[:2], dtype=torch.bool, device=image_BSC.device)
+    return torch.cat([text_mask_BS.bool(), image_mask_BS], dim=1)[:, None, None, :]

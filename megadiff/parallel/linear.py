@@ -1,0 +1,135 @@
+"""Linear layers split over tensor-parallel ranks: megatron-core's, or Transformer Engine's for FP8, called like nn.Linear.
+
+Built on the meta device with this rank's shapes and without weights; parallel.tensor_parallel gives them memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from copy import copy
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megadiff.parallel.attention import TokenAxes
+from megadiff.parallel.regions import copy_to_group
+
+FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
+
+
+def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> TransformerConfig:
+    """megatron-core's settings for the layers here. What describes a whole language model is filled in, and not read."""
+    if fp8 and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"engine.fp8={fp8} needs Transformer Engine, which is not installed; "
+            "install transformer-engine[pytorch] (NVIDIA GPUs only) or leave engine.fp8 empty"
+        )
+    if fp8 and dtype != torch.bfloat16:
+        raise ValueError(f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16")
+    fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}  # scaled by each tensor's present maximum
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=axes.tp,
+        num_attention_heads=axes.tp,
+        tensor_model_parallel_size=axes.tp,
+        sequence_parallel=axes.sequence_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=not fp8,  # megatron-core then leaves the device to torch's default one: meta
+        init_model_with_meta_device=bool(fp8),  # the same for Transformer Engine
+        disable_parameter_transpose_cache=True,  # or FP8 weights would be kept from before the optimizer's step
+        **fp8_settings,
+    )
+
+
+def column(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes, *, in_attention: bool) -> nn.Module:
+    """[…, in] → […, out / tp]. With sequence parallelism, dimension 0 is gathered over tp before; backward sums over tp.
+
+    in_attention: the caller has done so, for several layers at once.
+    """
+    sizes = {"input_size": linear.in_features, "output_size": linear.out_features}
+    options = {"bias": linear.bias is not None, "skip_bias_add": False, "init_method": _keep}
+    if in_attention:
+        config = copy(config)
+        config.sequence_parallel = False
+    if not config.fp8:
+        with torch.device("meta"):
+            return _MegatronColumn(
+                **sizes, **options, config=config, gather_output=False, disable_grad_reduce=in_attention and axes.tp > 1
+            )
+    from megatron.core.extensions import transformer_engine as te
+
+    if in_attention:  # to Transformer Engine a layer of its own
+        sizes["output_size"] //= axes.tp
+        return _first_output(te.TELinear)(
+            **sizes, **options, config=config, parallel_mode="duplicated", skip_weight_param_allocation=False
+        )
+    options |= {"gather_output": False, "is_expert": False, "tp_group": axes.tp_group}
+    return _first_output(te.TEColumnParallelLinear)(**sizes, **options, config=config)
+
+
+def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Module:
+    """[…, in / tp] → […, out], summed over tp; with sequence parallelism, dimension 0 is then split over tp."""
+    options = {"bias": linear.bias is not None, "skip_bias_add": False, "init_method": _keep, "input_is_parallel": True}
+    sizes = {"input_size": linear.in_features, "output_size": linear.out_features}
+    if not config.fp8:
+        with torch.device("meta"):
+            return _MegatronRow(**sizes, **options, config=config)
+    from megatron.core.extensions import transformer_engine as te
+
+    options |= {"is_expert": False, "tp_group": axes.tp_group}
+    return _first_output(te.TERowParallelLinear)(**sizes, **options, config=config)
+
+
+class ModulationLinear(nn.Module):
+    """nn.Linear on the time embedding [B, in], which every rank has, with the weight's rows split over tp.
+
+    Its output is whole on every rank. With sequence parallelism a rank's gradient of it is its own tokens' part, so the
+    gather's backward must sum over tp; without, all ranks have the same gradient and take their part of it, and then the
+    input's gradient must be summed.
+    """
+
+    def __init__(self, linear: nn.Linear, axes: TokenAxes) -> None:
+        super().__init__()
+        self.axes = axes
+        num_rows = linear.out_features // axes.tp
+        self.weight = nn.Parameter(torch.empty(num_rows, linear.in_features, device="meta"))
+        self.bias = nn.Parameter(torch.empty(num_rows, device="meta"))
+
+    def forward(self, embedding_BC: Tensor) -> Tensor:
+        group = self.axes.tp_group
+        if self.axes.sequence_parallel:
+            part_BC = functional.linear(embedding_BC, self.weight, self.bias)
+            return all_gather_last_dim_from_tensor_parallel_region(part_BC, group=group)
+        part_BC = functional.linear(copy_to_group(embedding_BC, group), self.weight, self.bias)
+        return gather_from_tensor_model_parallel_region(part_BC, group=group)
+
+
+class _MegatronColumn(ColumnParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class _MegatronRow(RowParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def _first_output(layer: type[nn.Module]) -> Callable[..., nn.Module]:
+    """Transformer Engine's layer without the bias that megatron-core returns beside the output."""
+    forward = layer.forward
+    return type(layer.__name__, (layer,), {"forward": lambda self, x: forward(self, x)[0]})
+
+
+def _keep(weight: Tensor) -> Tensor:
+    return weight

@@ -1,0 +1,163 @@
+"""How one model is sharded, as data. A model's plan is in models/<model>/plan.py; engines and the planner read it.
+
+Names are diffusers names. Patterns are shell-style (`*` also matches dots) and are matched against module names, which
+are parameter names without their last part: `Rule("transformer_blocks.*.attn.to_q", "column")` is about the weight and
+the bias of each block's to_q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+# kind → last part of a parameter's name → the dimension that tensor parallelism splits; not listed: whole on every rank
+SHARDED_DIM: dict[str, dict[str, int]] = {
+    "column": {"weight": 0, "bias": 0},  # linear: this rank's output features
+    "row": {"weight": 1},  # linear: this rank's input features; the bias is added after the sum over ranks
+    "modulation": {"weight": 0, "bias": 0},  # linear on the time embedding: column, with the output gathered
+    "head_norm": {},  # weights shared by all heads, of which a rank sees its own only
+    "replicated": {},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a rank's piece lies in the full tensor. kind: a key of SHARDED_DIM. sharded_dim: None where it is whole.
+
+    sum_over_tp: whether a rank's gradient is only its tokens' or heads' part, so that the engine must sum it over tp.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    sharded_dim: int | None
+    sum_over_tp: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules whose name matches the pattern are sharded as the kind says. kind: a key of SHARDED_DIM."""
+
+    pattern: str
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """rules: every parameter is matched by exactly one, and every rule matches something.
+
+    blocks: the repeated blocks, units of recompute and of FSDP. attention: the modules whose processor gathers tokens
+    itself, splits heads and runs Ulysses; column layers inside them do no collective. token_inputs: arguments of forward
+    [B, tokens, …], split over tokens; the module's output is gathered. unused: modules whose output nobody reads,
+    `{last}` being the last block's index; their weights get no gradient. lora_targets: modules that LoRA wraps.
+    """
+
+    rules: tuple[Rule, ...]
+    blocks: str = "transformer_blocks.*"
+    attention: str = "transformer_blocks.*.attn"
+    token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    unused: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = sorted({rule.kind for rule in self.rules} - SHARDED_DIM.keys())
+        if unknown:
+            raise ValueError(f"rules of unknown kind {', '.join(unknown)}; the kinds are {', '.join(SHARDED_DIM)}")
+
+    def kinds(self, names: Iterable[str]) -> dict[str, str]:
+        """Parameter name → kind. Raises ValueError naming the parameter that no rule or several match, or an idle rule."""
+        kinds: dict[str, str] = {}
+        idle = set(self.rules)
+        for name in names:
+            found = [rule for rule in self.rules if fnmatchcase(module_of(name), rule.pattern)]
+            if len(found) != 1:
+                rules = " and ".join(repr(rule.pattern) for rule in found) or "no rule"
+                raise ValueError(f"{name} is matched by {rules}; correct the plan so that exactly one rule matches it")
+            kinds[name] = found[0].kind
+            idle -= set(found)
+        if idle:
+            patterns = ", ".join(repr(rule.pattern) for rule in self.rules if rule in idle)
+            raise ValueError(f"no parameter is matched by {patterns}; correct the plan or remove the rule")
+        return kinds
+
+    def placements(
+        self, shapes: Mapping[str, tuple[int, ...]], *, tp: int, tp_rank: int, sequence_parallel: bool
+    ) -> dict[str, Placement]:
+        """Parameter name → this rank's piece. shapes: of all the full parameters. Raises ValueError as kinds() does and
+        for a size that tp does not divide."""
+        placements = {}
+        for name, kind in self.kinds(shapes).items():
+            offsets, local_shape = shard_box(kind, name, shapes[name], tp=tp, tp_rank=tp_rank)
+            placements[name] = Placement(
+                kind=kind,
+                shape=tuple(shapes[name]),
+                offsets=offsets,
+                local_shape=local_shape,
+                sharded_dim=sharded_dim(kind, name),
+                sum_over_tp=sums_over_tp(kind, name, tp=tp, sequence_parallel=sequence_parallel),
+            )
+        return placements
+
+    def block_of(self, name: str) -> int | None:
+        """Index of the block that a module or parameter is in; None outside the blocks."""
+        prefix = self.blocks.removesuffix("*")
+        index = name.removeprefix(prefix).partition(".")[0]
+        return int(index) if name.startswith(prefix) and index.isdecimal() else None
+
+    def unused_names(self, names: Iterable[str]) -> set[str]:
+        """Those of the parameters that never get a gradient."""
+        names = list(names)
+        last = max((block for block in map(self.block_of, names) if block is not None), default=0)
+        patterns = [pattern.replace("{last}", str(last)) for pattern in self.unused]
+        return {name for name in names if any(fnmatchcase(module_of(name), pattern) for pattern in patterns)}
+
+    def is_block(self, name: str) -> bool:
+        """Whether a module is one of the blocks."""
+        return self.block_of(name) is not None and name.count(".") == self.blocks.count(".")
+
+    def is_attention(self, name: str) -> bool:
+        """Whether a module is an attention site."""
+        return fnmatchcase(name, self.attention) and name.count(".") == self.attention.count(".")
+
+    def in_attention(self, name: str) -> bool:
+        """Whether a module is inside an attention site."""
+        return fnmatchcase(name, f"{self.attention}.*")
+
+
+def module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def sharded_dim(kind: str, name: str) -> int | None:
+    """The dimension along which tensor parallelism splits a parameter; None when every rank holds it whole."""
+    return SHARDED_DIM[kind].get(name.rpartition(".")[2])
+
+
+def sums_over_tp(kind: str, name: str, *, tp: int, sequence_parallel: bool) -> bool:
+    """Whether the ranks' gradients of a parameter are parts that must be summed over tp.
+
+    Sharded parameters have their whole gradient. Of the others, with split tokens each rank has its tokens' part;
+    without, only those that act on single heads differ.
+    """
+    if tp == 1 or sharded_dim(kind, name) is not None:
+        return False
+    return sequence_parallel or kind == "head_norm"
+
+
+def shard_box(
+    kind: str, name: str, shape: tuple[int, ...], *, tp: int, tp_rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, local_shape) of a rank's piece of the full tensor `shape`. Raises ValueError when tp does not divide it."""
+    offsets, local_shape = [0] * len(shape), list(shape)
+    dim = sharded_dim(kind, name)
+    if dim is not None:
+        if shape[dim] % tp:
+            raise ValueError(
+                f"parallel.tp={tp} does not divide dimension {dim} of {name}, which has {shape[dim]} elements; "
+                f"set parallel.tp to a divisor of {shape[dim]}"
+            )
+        local_shape[dim] = shape[dim] // tp
+        offsets[dim] = tp_rank * local_shape[dim]
+    return tuple(offsets), tuple(local_shape)

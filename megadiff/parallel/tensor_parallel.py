@@ -1,0 +1,205 @@
+"""Tensor parallelism, sequence parallelism and Ulysses put into a stock diffusers transformer, by its plan.
+
+The module stays diffusers' own, with its names and its forward; linear layers and attention processors are replaced.
+Afterwards it is called as before, with whole inputs and outputs on every rank. What the caller still must do:
+- gradients of parameters with `placement.sum_over_tp` are this rank's part: sum them over tp (regions.sum_over_tp);
+- gradients are sums over this rank's tokens and samples: sum (not average) them over dp·sp, Megatron's data-parallel
+  group with context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megadiff.parallel import megatron_cpu
+from megadiff.parallel.attention import TokenAttention, TokenAxes
+from megadiff.parallel.linear import FP8_MULTIPLE, ModulationLinear, column, layer_config, row
+from megadiff.parallel.mesh import COLLECTIVE_TIMEOUT_S, Mesh
+from megadiff.parallel.plan import ParallelPlan, Placement
+
+
+def init_parallel_state(mesh: Mesh) -> None:
+    """megatron-core's process groups for the mesh, sp being its context-parallel axis. Collective over the world.
+
+    The groups of a process are made once; raises ValueError for a second mesh of other sizes.
+    """
+    if mesh.device.type == "cpu":
+        megatron_cpu.apply(mesh.device)
+    if parallel_state.model_parallel_is_initialized():
+        made = {
+            "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            "sp": parallel_state.get_context_parallel_world_size(),
+        }
+        if made != {"tp": mesh.tp, "sp": mesh.sp}:
+            raise ValueError(
+                f"megatron-core was started with {made}, not tp={mesh.tp}, sp={mesh.sp}; use another process"
+            )
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.tp,
+        context_parallel_size=mesh.sp,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT_S // 60),
+        create_gloo_process_groups=False,
+    )
+
+
+def token_axes(mesh: Mesh, *, sequence_parallel: bool, fp8: bool = False) -> TokenAxes:
+    """The axes of this rank, after init_parallel_state. Under FP8 chunks are padded to what its matrix products take."""
+    sequence_parallel = sequence_parallel and mesh.tp > 1
+    sp_group = parallel_state.get_context_parallel_group()
+    return TokenAxes(
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        sp_group=sp_group,
+        token_group=parallel_state.get_tensor_and_context_parallel_group() if sequence_parallel else sp_group,
+        sequence_parallel=sequence_parallel,
+        multiple=FP8_MULTIPLE if fp8 else 1,
+    )
+
+
+def parallelize(
+    module: nn.Module,
+    plan: ParallelPlan,
+    *,
+    mesh: Mesh,
+    attention: Callable[[TokenAxes], TokenAttention],
+    dtype: torch.dtype,
+    sequence_parallel: bool = True,
+    recompute_every: int = 0,
+    fp8: str = "",
+) -> nn.Module:
+    """The stock module, weights on meta, with this rank's pieces of them on the mesh's device: in dtype, uninitialised.
+
+    attention: the model's processor. sequence_parallel: split tokens over tp as well (nothing at tp=1). recompute_every:
+    n recomputes every n-th block's activations in backward, 0 none. fp8: "" or "hybrid" for the matrix products of the
+    blocks' column and row layers; all else stays in dtype. Call init_parallel_state(mesh) before.
+
+    Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement) and the attributes by which
+    megatron-core's clipping counts it once; those the plan calls unused get requires_grad False.
+    Raises ValueError for a plan that does not fit the module, or sizes that tp and sp do not divide.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    axes = token_axes(mesh, sequence_parallel=sequence_parallel, fp8=bool(fp8))
+    placements = plan.placements(
+        shapes,
+        tp=axes.tp,
+        tp_rank=axes.tp_group.rank(),
+        sequence_parallel=axes.sequence_parallel,
+    )
+    config = layer_config(axes, dtype=dtype, fp8=fp8)
+    if axes.tp > 1 or fp8:
+        _replace_linears(module, plan, placements, axes, config)
+    _materialise(module, plan, placements, mesh.device, dtype)
+    processor = attention(axes)
+    for name, site in module.named_modules():
+        if plan.is_attention(name):
+            _check_heads(site.heads, axes)
+            site.set_processor(processor)
+    _wrap_blocks(module, plan, recompute_every, config)
+    module.forward = partial(_forward, module, module.forward, plan, axes, processor)
+    return module.train()
+
+
+def _forward(
+    module: nn.Module,
+    stock: Callable[..., tuple[Tensor]],
+    plan: ParallelPlan,
+    axes: TokenAxes,
+    attention: TokenAttention,
+    **kwargs: Any,
+) -> tuple[Tensor]:
+    """The stock forward on this rank's tokens, with the whole output. Call it with return_dict=False."""
+    length = kwargs[plan.token_inputs[0]].shape[1]
+    kwargs = attention.prepare(module, kwargs)
+    own = {name: axes.split(kwargs[name]) for name in plan.token_inputs}
+    (output_BSC,) = stock(**{**kwargs, **own})
+    return (axes.gather(output_BSC, length),)
+
+
+def _replace_linears(
+    module: nn.Module,
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    axes: TokenAxes,
+    config: TransformerConfig,
+) -> None:
+    builders: dict[str, Callable[[str, nn.Linear], nn.Module]] = {
+        "column": lambda name, linear: column(linear, config, axes, in_attention=plan.in_attention(name)),
+        "row": lambda name, linear: row(linear, config, axes),
+        "modulation": lambda name, linear: ModulationLinear(linear, axes),
+    }
+    for name, linear in list(module.named_modules()):
+        placement = placements.get(f"{name}.weight")
+        if placement is None or placement.kind not in builders:
+            continue
+        if config.fp8 and placement.kind != "modulation":
+            _check_fp8(name, placement)
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, builders[placement.kind](name, linear))
+
+
+def _materialise(
+    module: nn.Module,
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Memory for this rank's pieces, under the names that the placements have."""
+    unused = plan.unused_names(placements)
+    for name, empty in list(module.named_parameters()):
+        placement = placements[name]
+        assert tuple(empty.shape) == placement.local_shape, (name, tuple(empty.shape), placement)
+        parameter = nn.Parameter(torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name not in unused)
+        parameter.placement = placement
+        parameter.tensor_model_parallel = placement.sharded_dim is not None
+        parameter.partition_dim = -1 if placement.sharded_dim is None else placement.sharded_dim
+        parameter.partition_stride = 1
+        parent, _, leaf = name.rpartition(".")
+        module.get_submodule(parent)._parameters[leaf] = parameter
+
+
+def _wrap_blocks(module: nn.Module, plan: ParallelPlan, recompute_every: int, config: TransformerConfig) -> None:
+    blocks = {block: plan.block_of(name) for name, block in module.named_modules() if plan.is_block(name)}
+    if config.fp8:
+        for block in blocks:
+            block.forward = partial(_in_fp8, block.forward, config)
+    if recompute_every:
+        module.enable_gradient_checkpointing(partial(_recomputed, blocks, recompute_every))
+
+
+def _recomputed(indices: Mapping[nn.Module, int], every: int, block: nn.Module, *args: Any) -> Any:
+    """Nothing random happens in a block, so no generator's state is kept for the second time."""
+    if indices[block] % every:
+        return block(*args)
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _in_fp8(forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
+    with get_fp8_context(config):
+        return forward(*args, **kwargs)
+
+
+def _check_heads(num_heads: int, axes: TokenAxes) -> None:
+    if num_heads % (axes.tp * axes.sp):
+        raise ValueError(
+            f"parallel.tp*parallel.sp = {axes.tp}*{axes.sp} = {axes.tp * axes.sp} does not divide the model's "
+            f"{num_heads} attention heads; lower one of them so that the product is a divisor of {num_heads}"
+        )
+
+
+def _check_fp8(name: str, placement: Placement) -> None:
+    odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
+    if odd:
+        raise ValueError(
+            f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple of {FP8_MULTIPLE}, which FP8 "
+            "matrix products need; lower parallel.tp or leave engine.fp8 empty"
+        )

@@ -1,0 +1,117 @@
+"""The plan's arithmetic: who holds what, and what is refused."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from megadiff.parallel import megatron_cpu
+from megadiff.parallel.plan import ParallelPlan, Rule, shard_box
+
+PLAN = ParallelPlan(
+    rules=(
+        Rule("embed", "replicated"),
+        Rule("transformer_blocks.*.attn.norm", "head_norm"),
+        Rule("transformer_blocks.*.attn.to_[qk]", "column"),
+        Rule("transformer_blocks.*.attn.out", "row"),
+        Rule("transformer_blocks.*.mod", "modulation"),
+    ),
+    unused=("transformer_blocks.{last}.attn.out",),
+)
+SHAPES = {
+    "embed.weight": (8, 3),
+    "transformer_blocks.0.attn.norm.weight": (2,),
+    "transformer_blocks.0.attn.to_q.weight": (12, 8),
+    "transformer_blocks.0.attn.to_k.bias": (12,),
+    "transformer_blocks.0.attn.out.weight": (8, 12),
+    "transformer_blocks.0.attn.out.bias": (8,),
+    "transformer_blocks.0.mod.weight": (24, 8),
+    "transformer_blocks.10.attn.out.weight": (8, 12),
+    "transformer_blocks.10.attn.out.bias": (8,),
+}
+SUMMED = {
+    False: {"transformer_blocks.0.attn.norm.weight"},
+    True: {
+        "embed.weight",
+        "transformer_blocks.0.attn.norm.weight",
+        "transformer_blocks.0.attn.out.bias",
+        "transformer_blocks.10.attn.out.bias",
+    },
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_pieces_of_all_ranks_make_up_each_tensor(tp: int) -> None:
+    ranks = [PLAN.placements(SHAPES, tp=tp, tp_rank=rank, sequence_parallel=True) for rank in range(tp)]
+    for name, shape in SHAPES.items():
+        times_held = torch.zeros(shape, dtype=torch.int64)
+        for placements in ranks:
+            place = placements[name]
+            assert place.shape == shape
+            box = tuple(slice(at, at + size) for at, size in zip(place.offsets, place.local_shape, strict=True))
+            assert times_held[box].numel() == prod(place.local_shape)
+            times_held[box] += 1
+        expected = 1 if ranks[0][name].sharded_dim is not None else tp
+        assert bool((times_held == expected).all()), name
+
+
+def test_which_dimension_is_split() -> None:
+    local = {name: place.local_shape for name, place in _placements(tp=4).items()}
+    assert local == SHAPES | {
+        "transformer_blocks.0.attn.to_q.weight": (3, 8),
+        "transformer_blocks.0.attn.to_k.bias": (3,),
+        "transformer_blocks.0.attn.out.weight": (8, 3),
+        "transformer_blocks.0.mod.weight": (6, 8),
+        "transformer_blocks.10.attn.out.weight": (8, 3),
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_which_gradients_are_parts(sequence_parallel: bool) -> None:
+    found = _placements(tp=2, sequence_parallel=sequence_parallel)
+    assert {name for name, place in found.items() if place.sum_over_tp} == SUMMED[sequence_parallel]
+    alone = _placements(tp=1, sequence_parallel=sequence_parallel)
+    assert not any(place.sum_over_tp for place in alone.values())
+
+
+def test_the_last_block_is_the_last_by_number() -> None:
+    assert PLAN.unused_names(SHAPES) == {name for name in SHAPES if name.startswith("transformer_blocks.10.attn.out.")}
+
+
+def test_every_parameter_needs_exactly_one_rule_and_every_rule_a_parameter() -> None:
+    with pytest.raises(ValueError, match="extra.weight is matched by no rule"):
+        PLAN.kinds([*SHAPES, "extra.weight"])
+    twice = ParallelPlan(rules=(Rule("embed", "replicated"), Rule("emb*", "column")))
+    with pytest.raises(ValueError, match=r"embed.weight is matched by 'embed' and 'emb\*'"):
+        twice.kinds(["embed.weight"])
+    with pytest.raises(ValueError, match=r"no parameter is matched by 'transformer_blocks.\*.mod'"):
+        PLAN.kinds([name for name in SHAPES if ".mod." not in name])
+    with pytest.raises(ValueError, match="unknown kind columns; the kinds are column, row"):
+        ParallelPlan(rules=(Rule("embed", "columns"),))
+
+
+def test_a_size_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"parallel.tp=5 does not divide dimension 1 of a.weight, which has 12 elements"
+    ):
+        shard_box("row", "a.weight", (8, 12), tp=5, tp_rank=0)
+
+
+def test_blocks_and_attention_sites() -> None:
+    assert [PLAN.block_of(name) for name in ("transformer_blocks.10.mod.bias", "embed.weight")] == [10, None]
+    assert PLAN.is_block("transformer_blocks.3") and not PLAN.is_block("transformer_blocks.3.attn")
+    assert PLAN.is_attention("transformer_blocks.3.attn") and not PLAN.is_attention("transformer_blocks.3.attn.to_q")
+    assert PLAN.in_attention("transformer_blocks.3.attn.to_q") and not PLAN.in_attention("transformer_blocks.3.mod")
+
+
+def test_stand_ins_for_cuda_never_act_on_a_gpu() -> None:
+    stock = torch.cuda.current_device
+    with pytest.raises(ValueError, match="cuda:0 needs none of the stand-ins"):
+        megatron_cpu.apply(torch.device("cuda", 0))
+    assert torch.cuda.current_device is stock
+
+
+def _placements(*, tp: int, sequence_parallel: bool = True):
+    return PLAN.placements(SHAPES, tp=tp, tp_rank=0, sequence_parallel=sequence_parallel)
