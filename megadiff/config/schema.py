@@ -80,9 +80,11 @@ class RewardConfig:
 
 @dataclass
 class EngineConfig:
-    backend: str = "veomni"
+    backend: str = "veomni"  # veomni | megatron
     dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
     recompute: bool = True  # activation checkpointing
+    recompute_every: int = 1  # megatron: of every this many blocks, one is recomputed
+    fp8: str = ""  # megatron: hybrid, for the blocks' matrix products, by Transformer Engine
 
 
 @dataclass
@@ -101,7 +103,8 @@ class ParallelConfig:
     dp: int = 0  # 0: what the world leaves
     dp_replicate: int = 1  # HSDP: replicas of the sharded model; dp = dp_replicate × shards
     sp: int = 1  # Ulysses
-    tp: int = 1
+    tp: int = 1  # megatron
+    sequence_parallel: bool = True  # megatron: split tokens over tp as well
 
 
 @dataclass

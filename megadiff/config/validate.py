@@ -9,7 +9,8 @@ CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
     "engine.dtype": ("float32", "bfloat16"),
-    "engine.backend": ("veomni",),
+    "engine.backend": ("veomni", "megatron"),
+    "engine.fp8": ("", "hybrid"),
     "algorithm.name": ("flow_grpo", "sft"),
     "algorithm.old_log_prob": ("rollout", "recompute"),
     "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
@@ -25,6 +26,7 @@ AT_LEAST = {
     "algorithm.group_size": 1,
     "algorithm.caption_drop": 0,
     "algorithm.ema_decay": 0,
+    "engine.recompute_every": 1,
     "optim.warmup_steps": 0,
     "rollout.num_inference_steps": 2,
     "rollout.sde_window_size": 1,
@@ -45,6 +47,12 @@ AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
     "algorithm.caption_drop": 1,
     "algorithm.ema_decay": 1,
     "sync.bucket_mib": 4096,
+}
+ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, the value that it must have for another)
+    "parallel.tp": ("megatron", 1),
+    "engine.fp8": ("megatron", ""),
+    "engine.recompute_every": ("megatron", 1),
+    "parallel.dp_replicate": ("veomni", 1),
 }
 POSITIVE = (
     "optim.lr",
@@ -71,6 +79,7 @@ def validate(config: Config, *, dp: int) -> None:
     for key in POSITIVE:
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
+    _check_engine(config)
     if config.algorithm.name == "sft":
         _check_sft(config)
     else:
@@ -86,6 +95,20 @@ def validate(config: Config, *, dp: int) -> None:
     if config.eval.every and not config.eval.prompts:
         raise ConfigError(
             f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file"
+        )
+
+
+def _check_engine(config: Config) -> None:
+    for key, (backend, neutral) in ONE_BACKEND_ONLY.items():
+        if config.engine.backend != backend and _get(config, key) != neutral:
+            raise ConfigError(
+                f"{key}={_get(config, key)} with engine.backend={config.engine.backend}, which has no such thing; set {key}="
+                f"{neutral or repr('')}, or engine.backend={backend}"
+            )
+    if config.engine.fp8 and config.engine.dtype != "bfloat16":
+        raise ConfigError(
+            f"engine.fp8={config.engine.fp8} with engine.dtype={config.engine.dtype}: what is not in FP8 is in bfloat16; "
+            "set engine.dtype=bfloat16"
         )
 
 

@@ -17,7 +17,16 @@ def _veomni(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
     return VeOmniEngine(config, mesh, adapter, keep_reference=algorithm.kl_coef > 0, average_decay=algorithm.ema_decay)
 
 
-ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter], Engine]] = {"veomni": _veomni}
+def _megatron(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
+    from megadiff.engines.megatron import MegatronEngine
+
+    algorithm = config.algorithm
+    return MegatronEngine(
+        config, mesh, adapter, keep_reference=algorithm.kl_coef > 0, average_decay=algorithm.ema_decay
+    )
+
+
+ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter], Engine]] = {"veomni": _veomni, "megatron": _megatron}
 
 
 def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:

@@ -1,16 +1,18 @@
 """Tensors on disk, read by slice: a checkpoint's per-rank shard files, and the diffusers folders weights start from.
 
-A shard file is plain safetensors; what no safetensors field says (where a piece lies in its full tensor, its checksum)
-is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has written.
+A shard file is plain safetensors; what no safetensors field says (which tensor a piece is of and where it lies in it, its
+checksum) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
+written. The first piece of a tensor in a file has the tensor's name there, a further one NAME#1, NAME#2, …
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,29 +45,79 @@ class Shard:
     shape: tuple[int, ...]
 
 
+def flat_shards(flat: Tensor, start: int, box: Shard) -> list[Shard]:
+    """Pieces that make up a contiguous range of a box, sharing the range's memory.
+
+    flat: 1-D, elements start … start + numel of the row-major box. box: where the box lies in its full tensor; its
+    `local` gives the box's shape only (a meta tensor will do). At most 2·ndim − 1 pieces: the end of a row, whole rows,
+    the beginning of a row.
+    """
+    shards, at = [], 0
+    for offsets, shape in _boxes(tuple(box.local.shape), start, start + flat.numel()):
+        size = math.prod(shape)
+        place = tuple(begin + offset for begin, offset in zip(box.offsets, offsets, strict=True))
+        shards.append(Shard(local=flat[at : at + size].view(shape), offsets=place, shape=box.shape))
+        at += size
+    return shards
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, shape) of the boxes that elements start … stop of a row-major array are made of, in their order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # the range lies within a row
+        yield from _row_boxes(shape, last, start, stop)
+        return
+    yield from _row_boxes(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
+    yield from _row_boxes(shape, last, last * row, stop)
+
+
+def _row_boxes(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    begin = row * math.prod(shape[1:])
+    for offsets, sizes in _boxes(shape[1:], start - begin, stop - begin):
+        yield (row, *offsets), (1, *sizes)
+
+
 def shard_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.safetensors"
 
 
 def write_shards(
-    folder: Path, shards: Mapping[str, Shard], *, rank: int, num_files: int, values: Mapping[str, object] | None = None
+    folder: Path,
+    shards: Mapping[str, Sequence[Shard]],
+    *,
+    rank: int,
+    num_files: int,
+    values: Mapping[str, object] | None = None,
 ) -> None:
-    """Write one rank's pieces, tensor by tensor, so that only one is copied to host memory at a time.
+    """Write one rank's pieces, one by one, so that only one is copied to host memory at a time.
 
     Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A piece that several ranks hold
     is written by one of them. values: JSON, the same on every rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    pieces = {
+        f"{name}#{index}" if index else name: (name, piece)
+        for name, pieces in shards.items()
+        for index, piece in enumerate(pieces)
+    }
     with open(shard_file(folder, rank), "wb") as file:
-        checksums = dict.fromkeys(shards, "00000000")  # as wide as the real ones, which are known when all is written
-        header = _header(shards, checksums, num_files, values or {})
+        checksums = dict.fromkeys(pieces, "00000000")  # as wide as the real ones, which are known when all is written
+        header = _header(pieces, checksums, num_files, values or {})
         file.write(header)
-        for name, shard in shards.items():
-            data = _bytes(shard.local)
-            checksums[name] = _checksum(data)
+        for key, (_, piece) in pieces.items():
+            data = _bytes(piece.local)
+            checksums[key] = _checksum(data)
             file.write(data)
         file.seek(0)
-        file.write(_header(shards, checksums, num_files, values or {}))
+        file.write(_header(pieces, checksums, num_files, values or {}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -82,14 +134,16 @@ class ShardFolder:
         first = _read_header(shard_file(self.folder, 0))
         self.values: dict[str, object] = first["values"]
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[tuple[Path, dict]]] = {}
+        self._pieces: dict[str, list[tuple[Path, str, dict]]] = {}
         self._open: dict[Path, safe_open] = {}
+        self._last: tuple[Path, str, Tensor] | None = None  # the piece read last: boxes of one range often share it
         for rank in range(first["num_files"]):
             file = shard_file(self.folder, rank)
             header = first if rank == 0 else _read_header(file)
-            for name, piece in header["tensors"].items():
+            for key, piece in header["tensors"].items():
+                name = piece.get("tensor", key)  # not there in files from when a file held one piece of a tensor
                 self.shapes[name] = tuple(piece["shape"])
-                self._pieces.setdefault(name, []).append((file, piece))
+                self._pieces.setdefault(name, []).append((file, key, piece))
 
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local, bit for bit, from whichever pieces overlap it. Each piece read is checked whole."""
@@ -101,12 +155,12 @@ class ShardFolder:
                 "load it with the model that wrote it"
             )
         num_copied = 0
-        for file, piece in self._pieces[name]:
+        for file, key, piece in self._pieces[name]:
             overlap = _overlap(piece["offsets"], piece["local_shape"], shard.offsets, shard.local.shape)
             if overlap is None:
                 continue
             of_piece, of_shard = overlap
-            source = self._read_piece(file, name, piece)
+            source = self._read_piece(file, key, piece)
             if source.dtype != shard.local.dtype:
                 raise ValueError(f"{file}: {name!r} is {source.dtype}, but this engine holds it as {shard.local.dtype}")
             shard.local[of_shard].copy_(source[of_piece])
@@ -117,12 +171,15 @@ class ShardFolder:
                 "the checkpoint is incomplete, use the one before"
             )
 
-    def _read_piece(self, file: Path, name: str, piece: dict) -> Tensor:
+    def _read_piece(self, file: Path, key: str, piece: dict) -> Tensor:
+        if self._last and self._last[:2] == (file, key):
+            return self._last[2]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
-        tensor = self._open[file].get_tensor(name)
+        tensor = self._open[file].get_tensor(key)
         if _checksum(_bytes(tensor)) != piece["crc32"]:
-            raise ValueError(f"{file}: tensor {name!r} does not match its checksum; the file is corrupt")
+            raise ValueError(f"{file}: tensor {key!r} does not match its checksum; the file is corrupt")
+        self._last = (file, key, tensor)
         return tensor
 
 
@@ -157,19 +214,20 @@ class SourceFolder:
 
 
 def _header(
-    shards: Mapping[str, Shard], checksums: Mapping[str, str], num_files: int, values: Mapping[str, object]
+    pieces: Mapping[str, tuple[str, Shard]], checksums: Mapping[str, str], num_files: int, values: Mapping[str, object]
 ) -> bytes:
     """Length and JSON of a safetensors header; its length does not depend on the checksums."""
     tensors, places, end = {}, {}, 0
-    for name, shard in shards.items():
+    for key, (name, shard) in pieces.items():
         begin, end = end, end + shard.local.numel() * shard.local.element_size()
         local_shape = list(shard.local.shape)
-        tensors[name] = {"dtype": DTYPE_NAMES[shard.local.dtype], "shape": local_shape, "data_offsets": [begin, end]}
-        places[name] = {
+        tensors[key] = {"dtype": DTYPE_NAMES[shard.local.dtype], "shape": local_shape, "data_offsets": [begin, end]}
+        places[key] = {
+            "tensor": name,
             "shape": list(shard.shape),
             "offsets": list(shard.offsets),
             "local_shape": local_shape,
-            "crc32": checksums[name],
+            "crc32": checksums[key],
         }
     index = json.dumps({"num_files": num_files, "values": dict(values), "tensors": places})
     text = json.dumps({"__metadata__": {METADATA_KEY: index}, **tensors}).encode()

@@ -1,4 +1,4 @@
-"""Learning rate warm-up and the running average of the weights, on FSDP2 engines of one and two ranks."""
+"""Learning rate warm-up and the running average of the weights, on both engines, of one and two ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.algorithms.flow_matching import flow_matching
@@ -22,13 +23,13 @@ SAMPLING = Sampling(height=48, width=48, num_inference_steps=4)
 DECAY, LR, WARMUP_STEPS = 0.25, 1e-3, 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_warm_up_average_swap_and_checkpoint(world_size: int, tiny_model: Path, tmp_path: Path) -> None:
-    run_ranks(_worker, world_size, tiny_model, tmp_path)
+@pytest.mark.parametrize(("backend", "world_size"), [("veomni", 1), ("veomni", 2), ("megatron", 2)])
+def test_warm_up_average_swap_and_checkpoint(backend: str, world_size: int, tiny_model: Path, tmp_path: Path) -> None:
+    run_ranks(_worker, world_size, tiny_model, tmp_path, backend)
 
 
-def _worker(model: Path, out: Path) -> None:
-    engine = _engine(model, decay=DECAY)
+def _worker(model: Path, out: Path, backend: str) -> None:
+    engine = _engine(model, backend, decay=DECAY)
     expected, rates = _weights(engine), []
     for step in range(1, 6):
         rates.append(engine.update(_batch(engine, step), flow_matching)["optim/lr"])
@@ -37,7 +38,7 @@ def _worker(model: Path, out: Path) -> None:
             expected[name] = decay * expected[name] + (1 - decay) * weight
     assert rates == [LR / 3, LR * (2 / 3), LR, LR, LR]
     _swap(engine, expected)
-    _checkpoint(engine, model, out)
+    _checkpoint(engine, model, out, backend)
 
 
 def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
@@ -55,23 +56,25 @@ def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
         assert not _differing(averaged, _weights(engine))
 
 
-def _checkpoint(engine: Engine, model: Path, out: Path) -> None:
+def _checkpoint(engine: Engine, model: Path, out: Path, backend: str) -> None:
     """The average goes on where it was, with its decay and the warm-up; a run without one does not take it, nor lose it."""
     engine.save(out / "with")
-    resumed = _engine(model, decay=DECAY)
+    dist.barrier()
+    resumed = _engine(model, backend, decay=DECAY)
     resumed.load(out / "with")
     for each in (engine, resumed):
         assert each.update(_batch(each, 6), flow_matching)["optim/lr"] == LR
     with engine.averaged(), resumed.averaged():
         assert not _differing(_weights(engine), _weights(resumed))
 
-    plain = _engine(model, decay=0.0)
+    plain = _engine(model, backend, decay=0.0)
     before = _weights(plain)
     with plain.averaged():
         assert not _differing(before, _weights(plain))
     with pytest.raises(ValueError, match="with has averaged weights, but algorithm.ema_decay=0.0"):
         plain.load(out / "with")
     plain.save(out / "without")
+    dist.barrier()
     with pytest.raises(ValueError, match=f"without has no averaged weights, but algorithm.ema_decay={DECAY}"):
         resumed.load(out / "without")
 
@@ -85,8 +88,9 @@ def _differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def _engine(model: Path, *, decay: float) -> Engine:
+def _engine(model: Path, backend: str, *, decay: float) -> Engine:
     config = Config()
+    config.engine.backend = backend
     config.model.path, config.model.dtype, config.engine.dtype = str(model), "float32", "float32"
     config.optim.lr, config.optim.warmup_steps, config.algorithm.ema_decay = LR, WARMUP_STEPS, decay
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -73,7 +73,9 @@ def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
     engine = _engine(pipeline, sizes, lr=0.0)
     for scale in (1.0, 4.0):
         captured: dict[str, Tensor] = {}
-        hook = engine.optimizer.register_step_pre_hook(lambda *_: captured.update(_full_gradients(engine)))
+        hook = engine.optimizer.register_step_pre_hook(
+            lambda *_, captured=captured: captured.update(_full_gradients(engine))
+        )
         engine_batch = _batch(QwenImageAdapter(pipeline), scale, engine.mesh.dp, engine.mesh.dp_rank)
         metrics = engine.update(engine_batch, LOSS)
         hook.remove()

@@ -68,10 +68,11 @@ def test_sizes_that_do_not_divide_over_ranks(trainer, capsys):
     assert "world_size=4 != dp*sp*tp = 3*2*1 = 6; set parallel.dp=2" in capsys.readouterr().err
 
 
-def test_tensor_parallel_is_refused_with_the_reason(trainer, registry):
-    result = trainer.run("parallel.tp=2", "rollout.mode=separate", f"rollout.registry={registry}", num_processes=2)
-    assert result.code != 0
-    assert "VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it" in result.stderr
+def test_tensor_parallel_is_refused_with_the_way_out(trainer, capsys):
+    arguments = [*trainer.command("parallel.tp=2")[3:], "--dry-run", "--world-size", "2"]
+    assert main(arguments) == 2
+    message = "parallel.tp=2 with engine.backend=veomni, which has no such thing; set parallel.tp=1, or engine.backend=megatron"
+    assert message in capsys.readouterr().err
 
 
 def test_unicode_and_long_prompts_train(trainer, registry):

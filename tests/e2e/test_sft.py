@@ -125,10 +125,11 @@ def push(client, version, folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(trainer, shared, held):
-    """The run on two data-parallel ranks, and on two sequence-parallel ones without averaged weights."""
-    runs = {"dp": AVERAGED, "sp": "algorithm.ema_decay=0"}
-    for name, decay in runs.items():
-        run_ranks(_main, 2, trainer.command(*shared, decay, f"parallel.{name}=2", name=name)[3:])
+    """The run on two data-parallel ranks, on two sequence-parallel ones without averaged weights, and on two
+    tensor-parallel ones of the other engine."""
+    runs = {"dp": [AVERAGED], "sp": ["algorithm.ema_decay=0"], "tp": [AVERAGED, "engine.backend=megatron"]}
+    for name, overrides in runs.items():
+        run_ranks(_main, 2, trainer.command(*shared, *overrides, f"parallel.{name}=2", name=name)[3:])
     return {name: Result(code=0, stderr="", folder=trainer.folder / name) for name in runs}
 
 
@@ -138,15 +139,16 @@ def _main(arguments):
     assert main(arguments) == 0
 
 
-@pytest.mark.parametrize("layout", ["dp", "sp"])
+@pytest.mark.parametrize("layout", ["dp", "sp", "tp"])
 def test_layout_does_not_matter(layout, two_ranks, reference):
     for row, expected in zip(two_ranks[layout].rows[1:], reference.rows[1:], strict=True):
         assert [row[key] for key in SAME] == pytest.approx([expected[key] for key in SAME], rel=1e-4), row["step"]
 
 
 def test_averaging_matters_to_evaluation_only(two_ranks, reference):
-    (dp, sp), expected = (two_ranks[name].rows[-1] for name in ("dp", "sp")), reference.rows[-1]
+    (dp, sp, tp), expected = (two_ranks[name].rows[-1] for name in ("dp", "sp", "tp")), reference.rows[-1]
     assert dp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
+    assert tp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
     assert sp["eval/latent_spread"] != pytest.approx(expected["eval/latent_spread"], rel=1e-3)
 
 

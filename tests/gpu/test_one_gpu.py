@@ -14,27 +14,31 @@ import torch
 from megadiff.rollout.client import ReplicaClient
 from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_veomni_engine import LOSS, _batch, _engine
+from tests.distributed.test_megatron_engine import _engine
+from tests.distributed.test_veomni_engine import LOSS, _batch
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 
-def test_offload_and_onload_change_nothing(tiny_model):
-    run_ranks(_offload_worker, 1, tiny_model, start_method="spawn")
+@pytest.mark.parametrize("backend", ["veomni", "megatron"])
+def test_offload_and_onload_change_nothing(backend, tiny_model):
+    run_ranks(_offload_worker, 1, tiny_model, backend, start_method="spawn")
 
 
-def _offload_worker(pipeline):
-    engine = _engine(pipeline, {}, lr=1e-3, device="cuda")
+def _offload_worker(pipeline, backend):
+    engine = _engine(pipeline, {}, lr=1e-3, dtype="bfloat16", backend=backend, device="cuda")
     batch = _batch(engine.adapter, 1.0)
     engine.update(batch, LOSS)
-    before = {name: moment.to_local().clone() for name, moment in engine._moments().items()}
+    before = {key: piece.clone() for key, _, piece in engine._state()}
+    log_probs = engine.log_probs(batch).log_probs_NW
     used = torch.cuda.memory_allocated()
     engine.offload()
     assert torch.cuda.memory_allocated() < used
+    assert torch.equal(engine.log_probs(batch).log_probs_NW, log_probs)
     engine.onload()
-    for name, moment in engine._moments().items():
-        assert torch.equal(moment.to_local(), before[name]), name
+    for key, _, piece in engine._state():
+        assert torch.equal(piece, before[key]), key
     assert engine.update(batch, LOSS)["optim/grad_norm"] > 0
 
 

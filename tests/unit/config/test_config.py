@@ -93,7 +93,15 @@ def test_what_the_user_must_give(tmp_path):
         ("algorithm.ema_decay=0.9", 1, r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0"),
         ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
-        ("engine.backend=deepspeed", 1, r"engine.backend='deepspeed' is not one of veomni"),
+        ("engine.backend=deepspeed", 1, r"engine.backend='deepspeed' is not one of veomni, megatron"),
+        (
+            "parallel.tp=2",
+            1,
+            r"parallel.tp=2 with engine.backend=veomni.*set parallel.tp=1, or engine.backend=megatron",
+        ),
+        ("engine.fp8=hybrid", 1, r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=''"),
+        ("engine={backend: megatron, fp8: hybrid, dtype: float32}", 1, r"engine.fp8=hybrid with engine.dtype=float32"),
+        ("engine={backend: megatron, recompute_every: 0}", 1, r"engine.recompute_every=0 < 1"),
     ],
 )
 def test_rules_between_keys(base, override, dp, text):

@@ -30,7 +30,7 @@ class SmallEngine:
         return Shard(local=self.weight, offsets=(0,), shape=(1000,))
 
     def save(self, folder):
-        write_shards(folder, {"weight": self.shard}, rank=0, num_files=1, values={})
+        write_shards(folder, {"weight": [self.shard]}, rank=0, num_files=1, values={})
 
     def load(self, folder):
         ShardFolder(folder).read_into("weight", self.shard)

@@ -57,7 +57,7 @@ def write_checkpoint(run: Path, model: Path, kinds: dict[str, float]) -> None:
         for name, value in source.items()
     }
     for rank in range(2):
-        shards = {name: part_of(tensor, rank) for name, tensor in tensors.items() if rank == 0 or tensor.ndim > 1}
+        shards = {name: [part_of(tensor, rank)] for name, tensor in tensors.items() if rank == 0 or tensor.ndim > 1}
         write_shards(folder, shards, rank=rank, num_files=2, values={"optimizer_steps": 7})
     (folder / "progress.json").write_text("{}")
     (folder / "config.yaml").write_text(f"model: {{path: {model}}}\n")

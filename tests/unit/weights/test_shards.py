@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.weights.shards import Shard, ShardFolder, SourceFolder, shard_file, write_shards
+from megadiff.weights.shards import Shard, ShardFolder, SourceFolder, flat_shards, shard_file, write_shards
 
 FULL = {
     "a": torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3,
@@ -28,9 +28,9 @@ def _rows(full: Tensor, bounds: list[int], rank: int) -> Shard:
 def _write(folder: Path) -> None:
     """Two ranks with uneven rows; the second holds none of the scalar's."""
     for rank in range(2):
-        shards = {"a": _rows(FULL["a"], [0, 4, 7], rank), "b": _rows(FULL["b"], [0, 6, 6], rank)}
+        shards = {"a": [_rows(FULL["a"], [0, 4, 7], rank)], "b": [_rows(FULL["b"], [0, 6, 6], rank)]}
         if rank == 0:
-            shards["scalar"] = Shard(local=FULL["scalar"], offsets=(), shape=())
+            shards["scalar"] = [Shard(local=FULL["scalar"], offsets=(), shape=())]
         write_shards(folder, shards, rank=rank, num_files=2, values={"step": 3})
 
 
@@ -57,6 +57,66 @@ def test_columns_and_scalars_and_other_dtypes(tmp_path):
     assert torch.equal(columns.local, FULL["a"][:, 3:])
     assert scalar.local == 2.5
     assert torch.equal(half, FULL["b"])
+
+
+CUBE = torch.arange(3 * 4 * 5, dtype=torch.float32).reshape(3, 4, 5) + 0.5
+
+
+@pytest.mark.parametrize("shape", [(60,), (12, 5), (3, 4, 5), (1, 60), (60, 1)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 5), (7, 9), (7, 13), (20, 40), (19, 58), (59, 60), (30, 30)])
+def test_flat_range_of_a_box_is_cut_into_few_pieces_that_share_its_memory(shape, start, stop):
+    offsets = tuple(range(1, len(shape) + 1))
+    box = Shard(local=torch.empty(shape, device="meta"), offsets=offsets, shape=tuple(size + 7 for size in shape))
+    flat = torch.arange(start, stop, dtype=torch.float32)
+    pieces = flat_shards(flat, start, box)
+    assert len(pieces) <= 2 * len(shape) - 1
+    full = torch.full(box.shape, -1.0)
+    for piece in pieces:
+        assert piece.shape == box.shape
+        place = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True))
+        assert bool((full[place] == -1).all())
+        full[place] = piece.local
+        piece.local.zero_()
+    in_box = full[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))].reshape(-1)
+    assert torch.equal(in_box[start:stop], torch.arange(start, stop, dtype=torch.float32))
+    assert int((full != -1).sum()) == stop - start
+    assert not flat.any()
+
+
+@pytest.mark.parametrize("cuts", [[0, 60], [0, 17, 60], [0, 1, 29, 30, 60]])
+@pytest.mark.parametrize("wanted", [[0, 60], [0, 33, 60], [0, 2, 26, 59, 60]])
+def test_ranges_written_by_some_ranks_are_read_by_others(tmp_path, cuts, wanted):
+    box = Shard(local=CUBE.to("meta"), offsets=(0, 0, 0), shape=(3, 4, 5))
+    ranges = [(begin, CUBE.reshape(-1)[begin:end]) for begin, end in pairwise(cuts)]
+    for rank, (begin, flat) in enumerate(ranges):
+        write_shards(tmp_path, {"cube": flat_shards(flat, begin, box)}, rank=rank, num_files=len(ranges))
+    source = ShardFolder(tmp_path)
+    assert source.shapes == {"cube": (3, 4, 5)}
+    for begin, end in pairwise(wanted):
+        flat = torch.zeros(end - begin)
+        for piece in flat_shards(flat, begin, box):
+            source.read_into("cube", piece)
+        assert torch.equal(flat, CUBE.reshape(-1)[begin:end])
+
+
+def test_files_from_when_a_file_held_one_piece_of_a_tensor_are_read(tmp_path):
+    """Their places do not say which tensor they are of: it is the one they are named after."""
+    _write(tmp_path)
+    for rank in range(2):
+        file = shard_file(tmp_path, rank)
+        file.write_bytes(_without_tensor_names(file.read_bytes()))
+    _read_all(tmp_path)
+
+
+def _without_tensor_names(data: bytes) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    index = json.loads(header["__metadata__"]["megadiff"])
+    for place in index["tensors"].values():
+        del place["tensor"]
+    header["__metadata__"]["megadiff"] = json.dumps(index)
+    text = json.dumps(header).encode().ljust(length)
+    return data[:8] + text + data[8 + length :]
 
 
 def test_files_are_plain_safetensors(tmp_path):
@@ -107,7 +167,7 @@ def test_missing_file_is_named(tmp_path, rank):
 
 def test_uncovered_unknown_and_misshapen_tensors_are_named(tmp_path):
     shard = Shard(local=torch.zeros(2, 5), offsets=(0, 0), shape=(7, 5))
-    write_shards(tmp_path, {"a": shard}, rank=0, num_files=1)
+    write_shards(tmp_path, {"a": [shard]}, rank=0, num_files=1)
     source = ShardFolder(tmp_path)
     with pytest.raises(ValueError, match="10 of the 35 elements of 'a'"):
         source.read_into("a", Shard(local=torch.zeros(7, 5), offsets=(0, 0), shape=(7, 5)))

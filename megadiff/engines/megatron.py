@@ -1,0 +1,304 @@
+"""The Megatron engine: the stock diffusers transformer under tensor parallelism, sequence parallelism and Ulysses, with
+Megatron-core's gradient buffers and distributed optimizer.
+
+What depends on megatron-core's version is in this file and in parallel/. How gradients come about:
+- A rank's loss is that of its dp rank's samples, the same on its sp·tp peers; its gradient is its tokens' part of it.
+- DDP sums over dp·sp (sp is registered as Megatron's context-parallel axis) and leaves each rank a flat range of every
+  bucket, the one whose float32 weights and moments it holds.
+- Weights that all tp ranks hold are then summed over tp, of that range only. So the gradient is that of
+  loss_sum / denominator of the global batch for every layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megadiff.config.schema import Config
+from megadiff.engines.sharded import ShardedEngine, check_one_component, check_version
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel import megatron_cpu
+from megadiff.parallel.mesh import Mesh
+from megadiff.types import DTYPES
+from megadiff.weights.shards import Shard, SourceFolder, flat_shards
+
+TESTED_VERSIONS = ("0.16.1",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What this rank trains of a parameter: elements start … start + numel of the local (tensor-parallel) weight.
+
+    held: 1-D float32, what the optimizer updates. model: the same elements of the weight that forward uses, in
+    engine.dtype; they share memory when that is float32. Of a weight that is never trained the piece is all of it, and
+    where they are two, `held` is on the CPU.
+    """
+
+    start: int
+    held: Tensor
+    model: Tensor
+
+
+class MegatronEngine(ShardedEngine):
+    """The masters are flat ranges of the weights: in float32 of the weights' own memory, in bfloat16 beside it."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        adapter: ModelAdapter,
+        *,
+        keep_reference: bool = False,
+        average_decay: float = 0.0,
+    ) -> None:
+        """Builds the sharded module and loads model.path into it; each rank reads its own pieces only. The last two
+        arguments are as in ShardedEngine."""
+        _check(mesh, adapter)
+        _prepare_import()
+        from megatron.core import parallel_state
+
+        from megadiff.parallel.tensor_parallel import init_parallel_state
+
+        init_parallel_state(mesh)
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._is_first_tp, self._is_first_data = mesh.rank % mesh.tp == 0, mesh.rank // mesh.tp == 0
+        source = SourceFolder(adapter.model_folder / adapter.components[0])
+        transformer = _build_transformer(config, mesh, adapter, source)
+        self._parameters = dict(transformer.named_parameters())
+        self._ddp = _build_ddp(transformer, mesh)
+        with megatron_cpu.making_optimizer(mesh.device):
+            self._distributed = _build_optimizer(config, self._ddp, self._parameters)
+        self._pieces = _pieces(self._distributed, self._parameters)
+        self._outdated = False
+        self._is_mixed = config.engine.dtype != "float32"
+        if self._is_mixed:
+            self._read_masters(source)
+        super().__init__(
+            config,
+            mesh,
+            adapter,
+            transformer=transformer,
+            optimizer=self._distributed.optimizer,
+            optimized={
+                name: piece.held for name, piece in self._pieces.items() if self._parameters[name].requires_grad
+            },
+            masters={name: piece.held.detach() for name, piece in self._pieces.items()},
+            keep_reference=keep_reference,
+            average_decay=average_decay,
+        )
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        for name in self._pieces.keys() - self._optimized.keys():  # never trained, so only now another
+            self._pieces[name].model.copy_(self._pieces[name].held)
+
+    def offload(self) -> None:
+        """Also frees the gradient buffers, which hold every local weight's gradient in float32."""
+        self._publish()
+        if self.mesh.device.type != "cpu":
+            self._ddp.offload_grad_buffers()
+        super().offload()
+
+    def onload(self) -> None:
+        super().onload()
+        if self.mesh.device.type != "cpu":
+            self._ddp.restore_grad_buffers()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        self._publish()
+        yield
+
+    def _microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._ddp.no_sync()
+
+    def _reduced_gradients(self) -> dict[str, Tensor]:
+        from megadiff.parallel.regions import sum_over_tp
+
+        self._ddp.finish_grad_sync()
+        self._distributed.prepare_grads()
+        sum_over_tp(self._optimized.values(), "grad", self._tp_group)
+        return {name: held.grad for name, held in self._optimized.items()}
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._ddp.zero_grad_buffer()
+
+    def _full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """What forward uses: under bfloat16 its rounded weights, in any dtype. Cast before the gather."""
+        for name, parameter in self._parameters.items():
+            local, dim = parameter.detach().to(dtype, copy=True), parameter.placement.sharded_dim
+            yield name, local if dim is None or self.mesh.tp == 1 else self._gathered(local, dim)
+
+    def _gathered(self, local: Tensor, dim: int) -> Tensor:
+        flat = torch.empty(self.mesh.tp * local.numel(), dtype=local.dtype, device=local.device)
+        dist.all_gather_into_tensor(flat, local.view(-1), group=self._tp_group)
+        parts = flat.view(self.mesh.tp, *local.shape)
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+
+    def _places(self, name: str, piece: Tensor) -> list[Shard]:
+        placement = self._parameters[name].placement
+        box = Shard(
+            local=torch.empty(placement.local_shape, device="meta"), offsets=placement.offsets, shape=placement.shape
+        )
+        return flat_shards(piece, self._pieces[name].start, box)
+
+    def _is_first_holder(self, name: str) -> bool:
+        parameter = self._parameters[name]
+        is_split_over_data = parameter.requires_grad  # the distributed optimizer leaves out what is never trained
+        is_split_over_tp = parameter.placement.sharded_dim is not None
+        return (is_split_over_data or self._is_first_data) and (is_split_over_tp or self._is_first_tp)
+
+    def _masters_changed(self) -> None:
+        self._outdated = True
+
+    def _offloadable(self) -> list[Tensor]:
+        masters = [held.detach() for held in self._optimized.values()] if self._is_mixed else []
+        return super()._offloadable() + masters
+
+    def _publish(self) -> None:
+        """Masters → this rank's part of the weights → all-gather over dp·sp. Collective; nothing when they are current."""
+        if not self._outdated:
+            return
+        if self._is_mixed:
+            trained = [self._pieces[name] for name in self._optimized]
+            torch._foreach_copy_([piece.model for piece in trained], [piece.held.detach() for piece in trained])
+        self._ddp.start_param_sync()
+        self._outdated = False
+
+    def _read_masters(self, source: SourceFolder) -> None:
+        """In float32, of which the weights in engine.dtype are a rounding."""
+        for name, piece in self._pieces.items():
+            for shard in self._places(name, piece.held.detach()):
+                source.read_into(name, shard)
+
+
+def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
+    check_version("megatron-core", tested=TESTED_VERSIONS)
+    check_one_component(adapter)
+    if mesh.dp_replicate > 1:
+        raise ValueError(
+            f"parallel.dp_replicate={mesh.dp_replicate}: this engine holds whole weights on every dp rank and splits the "
+            "optimizer over all of them; set parallel.dp_replicate=1, or engine.backend=veomni"
+        )
+    if adapter.num_heads % (mesh.tp * mesh.sp):
+        raise ValueError(
+            f"parallel.tp*parallel.sp = {mesh.tp}*{mesh.sp} = {mesh.tp * mesh.sp} does not divide the model's "
+            f"{adapter.num_heads} attention heads; lower one of them so that the product is a divisor"
+        )
+
+
+def _prepare_import() -> None:
+    """It warns of what it would use if there were, lists all parameters of all buckets, and uses torch's older names."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+
+
+def _build_transformer(config: Config, mesh: Mesh, adapter: ModelAdapter, source: SourceFolder) -> nn.Module:
+    """The stock module with this rank's pieces of the weights, read in engine.dtype."""
+    from megadiff.parallel.tensor_parallel import parallelize
+
+    empty = adapter.empty_transformer()
+    source.check_names({name: tuple(parameter.shape) for name, parameter in empty.named_parameters()})
+    transformer = parallelize(
+        empty,
+        adapter.plan,
+        mesh=mesh,
+        attention=adapter.attention,
+        dtype=DTYPES[config.engine.dtype],
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
+        fp8=config.engine.fp8,
+    )
+    for name, parameter in transformer.named_parameters():
+        place = parameter.placement
+        source.read_into(name, Shard(local=parameter.detach(), offsets=place.offsets, shape=place.shape))
+    return transformer
+
+
+def _build_ddp(transformer: nn.Module, mesh: Mesh):
+    """megatron-core's contiguous weights and float32 gradients, reduced while backward still runs.
+
+    calculate_per_token_loss makes its reduction a plain sum; of its config's sizes nothing is read here.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=mesh.tp,
+        num_attention_heads=mesh.tp,
+        tensor_model_parallel_size=mesh.tp,
+        context_parallel_size=mesh.sp,
+        calculate_per_token_loss=True,
+    )
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
+    )
+    return DistributedDataParallel(config, settings, transformer)
+
+
+def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
+    """AdamW without weight decay on biases, norms and other 1-D parameters, over this rank's range of the buffers.
+
+    It is torch's on every device, whose state the checkpoints of all engines hold.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    optim, dtype = config.optim, DTYPES[config.engine.dtype]
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return DistributedOptimizer(
+        torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True),
+        OptimizerConfig(
+            optimizer="adam", use_distributed_optimizer=True, params_dtype=dtype, bf16=dtype == torch.bfloat16
+        ),
+        grad_scaler=None,
+        init_state_fn=None,
+        model_chunks=[ddp],
+        per_model_buffers={0: ddp.buffers},
+        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )
+
+
+def _pieces(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, Piece]:
+    """name → this rank's piece, in the order of the parameters; those that lie in other ranks' ranges are left out."""
+    groups = (
+        (distributed.model_fp32_groups, distributed.shard_fp32_groups),
+        (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
+    )
+    held = {
+        parameter: shard
+        for model_groups, shard_groups in groups
+        for model_group, shard_group in zip(model_groups, shard_groups, strict=True)
+        for parameter, shard in zip(model_group, shard_group, strict=True)
+    }
+    pieces = {}
+    for name, parameter in parameters.items():
+        flat = parameter.detach().view(-1)
+        if not parameter.requires_grad:
+            master = flat if flat.dtype == torch.float32 else flat.to("cpu", torch.float32)
+            pieces[name] = Piece(start=0, held=master, model=flat)
+        elif parameter in held:
+            start = distributed._get_model_param_range_map(parameter)["param"].start
+            shard = held[parameter]
+            shard.placement = parameter.placement
+            pieces[name] = Piece(start=start, held=shard, model=flat[start : start + shard.numel()])
+    return pieces

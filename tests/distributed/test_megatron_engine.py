@@ -1,0 +1,355 @@
+"""The Megatron engine against plain diffusers, against itself under other layouts, and against the VeOmni engine.
+
+In fp32 on gloo processes, several checks a process: starting one takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megadiff.config.schema import Config
+from megadiff.engines import build_engine
+from megadiff.engines.base import Engine
+from megadiff.engines.microbatch import loss_inputs, microbatches
+from megadiff.engines.sharded import ShardedEngine
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.types import TrainBatch
+from megadiff.weights.shards import Shard, ShardFolder, write_shards
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_veomni_engine import LOSS, _batch, _stock_gradients
+
+NO_SP = {"sequence_parallel": False}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # world size, sizes of the axes; tokens are split over tp as well
+    "dp2": (2, {}),
+    "sp2": (2, {"sp": 2}),
+    "tp2_whole_tokens": (2, {"tp": 2, **NO_SP}),
+    "tp2": (2, {"tp": 2}),
+    "tp2_dp2": (4, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "tp2_sp2": (4, {"tp": 2, "sp": 2}),
+}
+STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 20, 18, 5e-4, 1e-1, 0.05
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_pipeline(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(pipeline: Path) -> dict[float, dict[str, Tensor]]:
+    """true_cfg_scale → loss, gradient norm and gradients of the whole batch by stock diffusers in one piece."""
+    return {scale: _stock_gradients(pipeline, scale) for scale in (1.0, 4.0)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_weights_and_reference_for_every_layout(layout, pipeline, reference, tmp_path):
+    world_size, sizes = LAYOUTS[layout]
+    run_ranks(_gradient_worker, world_size, pipeline, tmp_path, sizes)
+    for scale, expected in reference.items():
+        found = ShardFolder(tmp_path / str(scale))
+        gradients = {name for name, value in expected.items() if value.ndim}
+        assert found.shapes.keys() == gradients
+        for name in gradients:
+            tolerance = 1e-5 * float(expected[name].abs().max())
+            torch.testing.assert_close(_whole(found, name), expected[name], rtol=1e-5, atol=tolerance, msg=name)
+        for name in expected.keys() - gradients:
+            assert found.values[name] == pytest.approx(float(expected[name]), rel=1e-5), name
+
+
+def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(pipeline, sizes, lr=0.0, keep_reference=True)
+    for scale in (1.0, 4.0):
+        captured: dict[str, list[Shard]] = {}
+        hook = engine.optimizer.register_step_pre_hook(lambda *_, into=captured: into.update(_gradients(engine)))
+        figures = engine.update(_mine(engine, scale), LOSS)
+        hook.remove()
+        write_shards(
+            out / str(scale), captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
+        )
+    _check_named_weights(engine, pipeline)
+    engine.config.optim.lr = LR
+    _check_reference(engine)
+    _check_broken_gradient(engine)
+
+
+def _gradients(engine: ShardedEngine) -> dict[str, list[Shard]]:
+    gradients = {name: held.grad for name, held in engine._optimized.items() if engine._is_first_holder(name)}
+    return {name: engine._places(name, gradient.clone()) for name, gradient in gradients.items()}
+
+
+def _check_named_weights(engine: ShardedEngine, pipeline: Path) -> None:
+    source = load_file(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    stock_order = [f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()]
+    for dtype in (torch.float32, torch.bfloat16):
+        engine.config.model.dtype = str(dtype).removeprefix("torch.")
+        buckets = list(engine.named_weights(100_000))
+        assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100_000 for bucket in buckets)
+        weights = dict(pair for bucket in buckets for pair in bucket)
+        assert list(weights) == stock_order
+        assert all(torch.equal(weights[f"transformer.{name}"], full.to(dtype)) for name, full in source.items())
+    for tensor in weights.values():
+        tensor.zero_()  # the receiver's own
+
+
+def _check_reference(engine: ShardedEngine) -> None:
+    batch = _mine(engine, 1.0)
+    start = engine.log_probs(batch)
+    for _ in range(2):
+        engine.update(batch, LOSS)
+    policy = engine.log_probs(batch)
+    assert (policy.log_probs_NW - start.log_probs_NW).abs().max() > 1e-3
+    for _ in range(2):
+        with engine.reference():
+            reference = engine.log_probs(batch)
+        assert torch.equal(reference.log_probs_NW, start.log_probs_NW)
+        assert torch.equal(reference.means_NWLC, start.means_NWLC)
+        assert torch.equal(engine.log_probs(batch).log_probs_NW, policy.log_probs_NW)
+
+
+def _check_broken_gradient(engine: ShardedEngine) -> None:
+    """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is sound."""
+    batch = _mine(engine, 1.0)
+    before = engine.log_probs(batch).log_probs_NW
+    broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
+    with pytest.raises(FloatingPointError, match="gradient norm is nan; the weights were left as they were"):
+        engine.update(broken if engine.mesh.dp_rank == 0 else batch, LOSS)
+    assert torch.equal(engine.log_probs(batch).log_probs_NW, before)
+    unweighted = replace(batch, weights_N=torch.zeros_like(batch.weights_N), denominator=0.0)
+    assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
+
+
+@pytest.fixture(scope="module")
+def saved(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """(engine, layout) → the folder of a run of STEPS updates: checkpoint at SAVED_STEP, all figures, last weights."""
+
+    @cache
+    def save(backend: str, layout: str) -> Path:
+        world_size, sizes = LAYOUTS[layout]
+        out = tmp_path_factory.mktemp(f"{backend}_{layout}")
+        run_ranks(_run_worker, world_size, pipeline, out, backend, sizes)
+        return out
+
+    return save
+
+
+def _run_worker(pipeline: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
+    engine = _trainer(pipeline, sizes, backend)
+    figures = list(_updates(engine, 0, SAVED_STEP))
+    engine.save(out / "checkpoint")
+    _write_figures(out, engine, figures + list(_updates(engine, SAVED_STEP, STEPS)))
+    engine.save(out / "end")
+
+
+def test_twenty_steps_follow_stock_diffusers_and_adamw(pipeline, saved):
+    figures = json.loads((saved("megatron", "tp2_dp2") / "figures.json").read_text())
+    expected, weights = _stock_run(pipeline)
+    norms = [each["optim/grad_norm"] for each in figures]
+    assert norms == pytest.approx(expected, rel=1e-4)
+    assert min(norms[1:]) < MAX_NORM < max(norms), "the clipping must act, but not always"
+    end = ShardFolder(saved("megatron", "tp2_dp2") / "end")
+    for name, weight in weights.items():
+        torch.testing.assert_close(_whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def _stock_run(pipeline: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms before clipping of STEPS updates by torch's AdamW in one process, and the last weights."""
+    transformer, adapter = (
+        QwenImageTransformer2DModel.from_pretrained(pipeline / "transformer"),
+        QwenImageAdapter(pipeline),
+    )
+    parameters = dict(transformer.named_parameters())
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR)
+    norms = []
+    for step in range(STEPS):
+        batch = _at_step(_batch(adapter), step)
+        (piece,) = microbatches(batch, 1000, torch.device("cpu"))
+        velocity_BLC = adapter.velocity(
+            transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling
+        )
+        (LOSS(loss_inputs(batch, piece, velocity_BLC)).loss_sum / batch.denominator).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norms, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (("megatron", "tp2_dp2"), ("megatron", "tp2_dp2")),
+        (("veomni", "dp2"), ("megatron", "tp2")),
+        (("megatron", "tp2_dp2"), ("veomni", "sp2")),
+        (("megatron", "tp2"), ("megatron", "tp4")),
+    ],
+    ids=lambda place: "_".join(place),
+)
+def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, pipeline, saved, tmp_path):
+    backend, layout = reader
+    world_size, sizes = LAYOUTS[layout]
+    run_ranks(_resume_worker, world_size, pipeline, saved(*writer) / "checkpoint", tmp_path, backend, sizes)
+    assert _differing(saved(*writer) / "checkpoint", tmp_path / "again") == []
+    uninterrupted = json.loads((saved(*writer) / "figures.json").read_text())[SAVED_STEP:]
+    resumed = json.loads((tmp_path / "figures.json").read_text())
+    for found, expected in zip(resumed, uninterrupted, strict=True):
+        assert found == pytest.approx(expected, rel=2e-4, abs=2e-4 * 1e-3)
+    if writer == reader:
+        assert resumed == uninterrupted
+        assert _differing(saved(*writer) / "end", tmp_path / "end") == []
+
+
+def _resume_worker(pipeline: Path, checkpoint: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
+    engine = _trainer(pipeline, sizes, backend)
+    engine.load(checkpoint)
+    engine.save(out / "again")
+    _write_figures(out, engine, list(_updates(engine, SAVED_STEP, STEPS)))
+    engine.save(out / "end")
+
+
+def _differing(first: Path, second: Path) -> list[str]:
+    """Names of tensors, weights and moments alike, that differ in any bit between two checkpoints."""
+    one, other = ShardFolder(first), ShardFolder(second)
+    assert one.shapes == other.shapes and one.values == other.values
+    return [name for name in one.shapes if not torch.equal(_whole(one, name), _whole(other, name))]
+
+
+def test_bfloat16_weights_with_float32_masters(pipeline, tmp_path):
+    world_size, sizes = LAYOUTS["tp2"]
+    run_ranks(_precision_worker, world_size, pipeline, tmp_path, sizes)
+    exact, mixed = (json.loads((tmp_path / f"{dtype}.json").read_text()) for dtype in ("float32", "bfloat16"))
+    for name in ("loss/policy", "optim/grad_norm"):
+        assert [each[name] for each in mixed] == pytest.approx([each[name] for each in exact], rel=0.03)
+    source = load_file(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    start, end = ShardFolder(tmp_path / "start"), ShardFolder(tmp_path / "bfloat16")
+    num_moved = num_moved_in_bfloat16 = num_elements = 0
+    for name, weight in source.items():
+        assert torch.equal(_whole(start, f"model/transformer.{name}"), weight), name  # not its bfloat16 rounding
+        moved = _whole(end, f"model/transformer.{name}")
+        num_moved += int((moved != weight).sum())
+        num_moved_in_bfloat16 += int((moved.bfloat16() != weight.bfloat16()).sum())
+        num_elements += weight.numel()
+    assert num_moved_in_bfloat16 < num_elements / 4, "updates too large to show what the masters are for"
+    assert num_moved > num_elements / 2
+
+
+def _precision_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
+    _engine(pipeline, sizes, lr=1e-6, dtype="bfloat16").save(out / "start")
+    for dtype in ("bfloat16", "float32"):
+        engine = _engine(pipeline, sizes, lr=1e-6, dtype=dtype)
+        batch = _mine(engine, 1.0)
+        figures = [engine.update(batch, LOSS) for _ in range(4)]
+        if engine.mesh.rank == 0:
+            (out / f"{dtype}.json").write_text(json.dumps(figures))
+        assert {p.dtype for p in engine.transformer.parameters()} == {getattr(torch, dtype)}
+        engine.save(out / dtype)
+        dist.barrier()
+        resumed = _engine(pipeline, sizes, lr=1e-6, dtype=dtype)
+        resumed.load(out / dtype)
+        assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 3, "sp": 1}, r"parallel.tp\*parallel.sp = 3\*1 = 3 does not divide the model's 4 attention heads"),
+        ({"tp": 2, "sp": 4}, r"parallel.tp\*parallel.sp = 2\*4 = 8 does not divide the model's 4 attention heads"),
+        ({"tp": 1, "sp": 1, "dp": 2, "dp_replicate": 2}, "parallel.dp_replicate=2.*set parallel.dp_replicate=1"),
+    ],
+)
+def test_refusals(sizes, message, pipeline):
+    run_ranks(_refusal_worker, 1, pipeline, sizes, message)
+
+
+def _refusal_worker(pipeline: Path, sizes: dict[str, int], message: str) -> None:
+    config, mesh = Config(), init_mesh(_layout({}), "cpu")
+    config.engine.backend = "megatron"
+    layout = resolve_layout(
+        **{"dp": 1, "dp_replicate": 1, **sizes}, world_size=sizes.get("dp", 1) * sizes["sp"] * sizes["tp"]
+    )
+    with pytest.raises(ValueError, match=message):
+        build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(pipeline))
+
+
+def _updates(engine: ShardedEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+    """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
+    for step in range(first, stop):
+        engine.config.train.microbatch_size = (7, 16)[step % 2]
+        yield engine.update(_at_step(_mine(engine, 1.0), step), LOSS)
+
+
+def _mine(engine: ShardedEngine, scale: float) -> TrainBatch:
+    return _batch(engine.adapter, scale, engine.mesh.dp, engine.mesh.dp_rank)
+
+
+def _at_step(batch: TrainBatch, step: int) -> TrainBatch:
+    """Another batch at every step, and a gradient that is large and small in turn."""
+    return replace(
+        batch,
+        latents_NSLC=batch.latents_NSLC * (1 + 0.05 * step),
+        denominator=batch.denominator * (4.0 if step % 2 else 1.0),
+    )
+
+
+def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -> None:
+    if engine.mesh.rank == 0:
+        (out / "figures.json").write_text(json.dumps(figures))
+
+
+def _whole(folder: ShardFolder, name: str) -> Tensor:
+    shape = folder.shapes[name]
+    shard = Shard(local=torch.empty(shape), offsets=(0,) * len(shape), shape=shape)
+    folder.read_into(name, shard)
+    return shard.local
+
+
+def _trainer(pipeline: Path, sizes: Mapping[str, int], backend: str) -> ShardedEngine:
+    return _engine(pipeline, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend)
+
+
+def _engine(
+    pipeline: Path,
+    sizes: Mapping[str, int],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1e9,
+    dtype: str = "float32",
+    keep_reference: bool = False,
+    backend: str = "megatron",
+    device: str = "cpu",
+) -> ShardedEngine:
+    config = Config()
+    config.model.path, config.model.dtype = str(pipeline), "float32"
+    config.engine.backend, config.engine.dtype, config.engine.recompute_every = backend, dtype, 2
+    config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = lr, weight_decay, max_grad_norm
+    config.parallel.sequence_parallel = sizes.get("sequence_parallel", True)
+    config.train.microbatch_size = 7  # neither the 16 pairs nor any rank's share is a multiple
+    config.algorithm.kl_coef = float(keep_reference)
+    return build_engine(config, init_mesh(_layout(sizes), device), QwenImageAdapter(pipeline))
+
+
+def _layout(sizes: Mapping[str, int]):
+    axes = {"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1} | {
+        key: size for key, size in sizes.items() if key not in NO_SP
+    }
+    return resolve_layout(**axes, world_size=int(os.environ.get("WORLD_SIZE", "1")))
