@@ -1,4 +1,4 @@
-"""megadiff COMMAND …: train, serve, evaluate or report. `megadiff COMMAND --help` explains each."""
+"""megadiff COMMAND …: train, serve, evaluate, plan or report. `megadiff COMMAND --help` explains each."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "post-train a policy: CONFIG.yaml … key=value …",
     "serve": "run a rollout replica: MODEL …",
     "evaluate": "score a model or a checkpoint on a prompt set",
+    "plan": "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … --world-size N",
     "report": "write a run's report.html: RUN",
 }
 

@@ -1,0 +1,295 @@
+"""How many bytes a training engine takes on one GPU: arithmetic on shapes and sizes, no tensors and no files.
+
+What stays between steps (parameters, gradients, optimizer, average) is exact: it follows how the engines allocate, and
+tests/distributed/test_memory_plan.py compares the two. What exists within a step (activations, gathered weights) is an
+estimate for eager PyTorch; docs/memory.md has its terms and how far it is from measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megadiff.parallel.mesh import Layout
+from megadiff.parallel.plan import ParallelPlan, shard_box
+
+GIB = 2**30
+FLOAT32 = 4
+MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
+STEP_COUNTER = FLOAT32  # AdamW's, one a parameter tensor
+
+# Elements a token and block, in units of the model's width, that autograd keeps of a two-stream block (attention, MLP
+# of four times the width, modulation). Upper bounds over the engines: tests hold them against PyTorch's bookkeeping.
+KEPT_TOKENWISE = 8  # inputs of norms and of modulations, gated outputs, the MLP's input: split over tokens
+KEPT_ATTENTION_INPUT = 1  # what q, k and v read: of all tokens of the tensor-parallel group
+KEPT_HEADS = 10  # q and k around their norms, q, k, v and the output of attention, the output projection's input
+KEPT_HEADS_FLOAT32 = 2  # q and k within their norms, where engine.dtype is another
+KEPT_MLP = 8  # four times the width before and after the activation
+KEPT_OUTSIDE = 4  # tokenwise, before and after all blocks
+BACKWARD_TOKENWISE = 2  # gradients that are alive at once beside what was kept
+BACKWARD_MLP = 8
+FORWARD_TOKENWISE = 4  # alive at once without autograd
+FORWARD_MLP = 8
+GATHERED_FORWARD = 2  # blocks whose weights FSDP2 holds whole at once: the one at work and the next
+GATHERED_COPY = 1  # and a gathered buffer, before it is copied into parameters
+
+MEGATRON_PARAMETER_ALIGNMENT = 64  # elements; param_and_grad_buffer.py of megatron-core 0.16
+MEGATRON_BUCKET_ALIGNMENT = 128
+MEGATRON_BUCKET_SIZE = 40_000_000  # elements, of distributed_data_parallel.py; or this many a dp rank, if that is more
+MEGATRON_BUCKET_SIZE_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """shapes: name → shape of every parameter of the trained component. width: features of a token."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    plan: ParallelPlan
+    width: int
+    num_heads: int
+
+    @cached_property
+    def unused(self) -> set[str]:
+        """Parameters that never get a gradient."""
+        return self.plan.unused_names(self.shapes)
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Name → how tensor parallelism shards it."""
+        return self.plan.kinds(self.shapes)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return len(self._elements_of_units.keys() - {None})
+
+    @cached_property
+    def block_elements(self) -> int:
+        """Elements of the largest block."""
+        return max((size for unit, size in self._elements_of_units.items() if unit is not None), default=0)
+
+    @cached_property
+    def root_elements(self) -> int:
+        """Elements outside the blocks."""
+        return self._elements_of_units.get(None, 0)
+
+    @cached_property
+    def _elements_of_units(self) -> dict[int | None, int]:
+        sizes: dict[int | None, int] = {}
+        for name, shape in self.shapes.items():
+            unit = self.plan.block_of(name)
+            sizes[unit] = sizes.get(unit, 0) + math.prod(shape)
+        return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """One way to run the engine. sequence_parallel: tokens between attention and MLP are split over tp as well."""
+
+    backend: str
+    layout: Layout
+    sequence_parallel: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which VeOmni shards, and over which Megatron shards the optimizer."""
+        return self.layout.dp // self.layout.dp_replicate * self.layout.sp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a rank computes, as far as its memory depends on it.
+
+    rows: samples of a forward. image_tokens, text_tokens: of one row. passes: forwards whose graphs exist at once, 2 under
+    true CFG. itemsize: bytes of a number of engine.dtype. recompute_every: every n-th block is recomputed, 0: none.
+    num_microbatches: of an update. accumulates: whether gradients stay whole on each rank between microbatches.
+    keeps_average: whether the engine keeps a running average of the weights.
+    """
+
+    rows: int
+    image_tokens: int
+    text_tokens: int
+    passes: int
+    itemsize: int
+    recompute_every: int
+    num_microbatches: int
+    accumulates: bool
+    keeps_average: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """Bytes on the fullest rank. permanent_gradients: whether they stay when an update is over. masters: of the float32
+    weights, which a reference policy copies to the host; they are among the others."""
+
+    masters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    average: int
+    permanent_gradients: bool
+
+
+def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
+    """What lives from step to step. Raises ValueError for a tp that does not divide a sharded parameter."""
+    return STATIC[placing.backend](model, placing, work)
+
+
+def gathered_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
+    """Whole weights and gradients that exist for a while beside the rank's own pieces (an estimate)."""
+    return GATHERED[placing.backend](model, placing, work, training=training)
+
+
+def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
+    """Kept for the backward, and of the one block at work (an estimate for eager PyTorch with a fused attention)."""
+    split, heads, tp = _tokens(placing, work), _tokens(placing, work, gathered=True), placing.layout.tp
+    if not training:
+        return model.width * work.itemsize * (FORWARD_TOKENWISE * split + FORWARD_MLP * heads // tp)
+    backward = model.width * work.itemsize * (BACKWARD_TOKENWISE * split + BACKWARD_MLP * heads // tp)
+    again = _kept_by_block(model, placing, work) if work.recompute_every else 0
+    return kept_bytes(model, placing, work) + again + backward
+
+
+def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
+    """What autograd keeps of the forward passes before a backward; of a recomputed block that is its input."""
+    tokenwise = model.width * work.itemsize * _tokens(placing, work)
+    recomputed = math.ceil(model.num_blocks / work.recompute_every) if work.recompute_every else 0
+    whole = (model.num_blocks - recomputed) * _kept_by_block(model, placing, work)
+    return work.passes * ((recomputed + KEPT_OUTSIDE) * tokenwise + whole)
+
+
+def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
+    split, heads, tp = _tokens(placing, work), _tokens(placing, work, gathered=True), placing.layout.tp
+    elements = KEPT_TOKENWISE * split + KEPT_ATTENTION_INPUT * heads + (KEPT_HEADS + KEPT_MLP) * heads // tp
+    casts = KEPT_HEADS_FLOAT32 * heads // tp if work.itemsize < FLOAT32 else 0
+    return model.width * (work.itemsize * elements + FLOAT32 * casts)
+
+
+def _tokens(placing: Placing, work: Work, *, gathered: bool = False) -> int:
+    """Tokens of a rank: padded to what splits evenly, and split over sp, under sequence parallelism over tp as well.
+
+    gathered: those that its attention projections and its MLP see, which tp does not split.
+    """
+    sp, tp = placing.layout.sp, placing.layout.tp if placing.sequence_parallel else 1
+    streams = (math.ceil(tokens / (sp * tp)) for tokens in (work.image_tokens, work.text_tokens))
+    return work.rows * sum(streams) * (tp if gathered else 1)
+
+
+def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
+    """FSDP2 splits dimension 0 into equal chunks, the last ones padded; masters, gradients and moments are float32."""
+    pieces = {name: _fsdp_piece(shape, placing.shards) for name, shape in model.shapes.items()}
+    used = [size for name, size in pieces.items() if name not in model.unused]
+    masters = FLOAT32 * sum(pieces.values())
+    return Static(
+        masters=masters,
+        parameters=masters,
+        gradients=FLOAT32 * sum(used),
+        optimizer=MOMENTS * sum(used) + STEP_COUNTER * len(used),
+        average=masters if work.keeps_average else 0,
+        permanent_gradients=False,
+    )
+
+
+def _fsdp_piece(shape: tuple[int, ...], shards: int) -> int:
+    return math.ceil(shape[0] / shards) * math.prod(shape[1:])
+
+
+def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
+    """Under accumulation all weights stay whole in engine.dtype and all gradients in float32; else block by block."""
+    if training and work.accumulates:
+        return model.num_parameters * (work.itemsize + FLOAT32)
+    weights = model.root_elements + (GATHERED_FORWARD + (0 if training else GATHERED_COPY)) * model.block_elements
+    gradients = model.block_elements * (work.itemsize + FLOAT32) if training else 0  # and their reduction's input
+    return work.itemsize * weights + gradients
+
+
+def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
+    """Whole tp shards in engine.dtype and float32 gradients, both in padded buffers; each bucket of them is cut into dp·sp
+    equal ranges, and a rank's optimizer holds what lies in its own: moments, and under bfloat16 float32 masters."""
+    layout = placing.layout
+    sizes = {
+        name: math.prod(shard_box(kind, name, model.shapes[name], tp=layout.tp, tp_rank=0)[1])
+        for name, kind in model.kinds.items()
+    }
+    trained = {name: size for name, size in sizes.items() if name not in model.unused}
+    frozen = sum(sizes.values()) - sum(trained.values())
+    ranks = layout.dp * layout.sp
+    buckets, places = megatron_buffer(
+        list(reversed(trained.values())),
+        ranks=ranks,
+        bucket_size=max(MEGATRON_BUCKET_SIZE, MEGATRON_BUCKET_SIZE_PER_RANK * layout.dp),
+    )
+    buffer = buckets[-1][1]
+    elements, pieces = max(_owned(buckets, places, ranks=ranks))
+    has_masters = work.itemsize < FLOAT32  # beside the weights; those of frozen weights are on the host
+    return Static(
+        masters=FLOAT32 * (elements + frozen),
+        parameters=work.itemsize * (buffer + frozen),
+        gradients=FLOAT32 * buffer,
+        optimizer=(MOMENTS + (FLOAT32 if has_masters else 0)) * elements + STEP_COUNTER * pieces,
+        average=FLOAT32 * (elements + (0 if has_masters else frozen)) if work.keeps_average else 0,
+        permanent_gradients=True,
+    )
+
+
+def _megatron_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
+    """The gradient of one parameter in engine.dtype, before it is added to the buffer."""
+    largest = max(math.prod(shape) for shape in model.shapes.values())
+    return work.itemsize * largest // placing.layout.tp if training else 0
+
+
+def megatron_buffer(
+    sizes: Sequence[int], *, ranks: int, bucket_size: int | None
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(start, end) of each bucket and of each parameter in Megatron's buffers, in elements. sizes: of the parameters as
+    the buffer has them, the module's last one first. bucket_size: a bucket is closed when it is reached; None: one bucket.
+    """
+    divisor = math.lcm(ranks, MEGATRON_BUCKET_ALIGNMENT)
+    buckets: list[tuple[int, int]] = []
+    places: list[tuple[int, int]] = []
+    start = position = 0
+    for size in sizes:
+        begin = _round_up(position, MEGATRON_PARAMETER_ALIGNMENT)
+        position = begin + size
+        places.append((begin, position))
+        if bucket_size is not None and position - start >= bucket_size:
+            position = _round_up(position, divisor)
+            buckets.append((start, position))
+            start = position
+    if position > start:
+        buckets.append((start, _round_up(position, divisor)))
+    return buckets, places
+
+
+def _owned(
+    buckets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]], *, ranks: int
+) -> list[tuple[int, int]]:
+    """(elements, parameters) of each rank: of every bucket it owns one of `ranks` equal ranges."""
+    elements, pieces = [0] * ranks, [0] * ranks
+    rest = iter(places)
+    place = next(rest, None)
+    for start, end in buckets:
+        size = (end - start) // ranks
+        while place is not None and place[0] < end:
+            begin, stop = place
+            for rank in range((begin - start) // size, (stop - 1 - start) // size + 1):
+                elements[rank] += min(stop, start + (rank + 1) * size) - max(begin, start + rank * size)
+                pieces[rank] += 1
+            place = next(rest, None)
+    return list(zip(elements, pieces, strict=True))
+
+
+def _round_up(value: int, of: int) -> int:
+    return math.ceil(value / of) * of
+
+
+STATIC: dict[str, Callable[[ModelShape, Placing, Work], Static]] = {
+    "veomni": _veomni_static,
+    "megatron": _megatron_static,
+}
+GATHERED: dict[str, Callable[..., int]] = {"veomni": _veomni_gathered, "megatron": _megatron_gathered}

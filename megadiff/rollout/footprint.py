@@ -1,0 +1,59 @@
+"""How much of a GPU one replica takes, from the model's folder: no engine is started and no weight is read."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+
+from accelerate import init_empty_weights
+from torch import nn
+
+from megadiff.models.files import read_json
+from megadiff.models.registry import FAMILIES
+from megadiff.types import DTYPES
+from megadiff.weights.manifest import folder_manifest
+
+NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pipeline drops
+BYTES_PER_DECODED_PIXEL = 1536  # an estimate: eight tensors of 96 bfloat16 channels at the image's size
+DECODED_PIXELS = 2**22  # at once; models/qwen_image/rollout.py
+
+
+def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, ...]]:
+    """(bytes of a replica's weights in dtype, components of which the folder has neither weights nor config.json).
+
+    Sizes come from the safetensors headers; where only a component's config.json is there, from its empty module.
+    """
+    index = read_json(model_folder / "model_index.json")
+    weighted = next(family.weighted for family in FAMILIES if family.pipeline_class == index["_class_name"])
+    elements, unknown = 0, []
+    for component in weighted:
+        folder = model_folder / component
+        if list(folder.glob("*.safetensors")):
+            manifest = folder_manifest(model_folder, (component,), dtype=dtype)
+            shapes = {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
+        elif (folder / "config.json").is_file():
+            shapes = {name: list(p.shape) for name, p in _empty(folder, *index[component]).named_parameters()}
+        else:
+            unknown.append(component)
+            continue
+        elements += sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
+    return elements * DTYPES[dtype].itemsize, tuple(unknown)
+
+
+def decoding_bytes(*, num_pixels: int, dtype: str) -> int:
+    """What the VAE's decoder takes beside its weights (an estimate). num_pixels: of all images of one engine call."""
+    return min(num_pixels, DECODED_PIXELS) * BYTES_PER_DECODED_PIXEL * DTYPES[dtype].itemsize // 2
+
+
+def _empty(folder: Path, library: str, class_name: str) -> nn.Module:
+    """The module that a component's config.json describes, on the meta device."""
+    if library not in ("diffusers", "transformers"):
+        raise ValueError(f"model_index.json names {library}.{class_name} for {folder.name}, which is no diffusers part")
+    kind = getattr(importlib.import_module(library), class_name)
+    with init_empty_weights():
+        if library == "diffusers":
+            return kind.from_config(kind.load_config(folder))
+        module = kind(kind.config_class.from_pretrained(folder))
+    module.tie_weights()
+    return module

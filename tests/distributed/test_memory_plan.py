@@ -1,0 +1,135 @@
+"""The memory planner's figures against what the engines really allocate, storage by storage, on gloo processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadiff.config.schema import Config
+from megadiff.engines import build_engine, memory
+from megadiff.engines.memory import Placing, kept_bytes, static_bytes
+from megadiff.engines.sharded import ShardedEngine
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.train.memory_plan import model_shape
+from megadiff.types import DTYPES
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_veomni_engine import LOSS, _batch
+from tests.kept_activations import activation_work, kept_by_autograd
+
+CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size
+    "veomni_dp1": ("veomni", "bfloat16", 1, {}, False, 0),
+    "veomni_dp2": ("veomni", "float32", 2, {}, False, 0),
+    "veomni_dp3": ("veomni", "bfloat16", 3, {}, False, 0),  # divides few of the sizes: chunks are padded
+    "veomni_sp2": ("veomni", "float32", 2, {"sp": 2}, False, 0),
+    "veomni_hsdp2_shard2": ("veomni", "float32", 4, {"dp_replicate": 2}, False, 0),
+    "megatron_tp1": ("megatron", "float32", 1, {}, False, 0),
+    "megatron_dp3_buckets": ("megatron", "bfloat16", 3, {}, False, 50_000),
+    "megatron_tp2": ("megatron", "bfloat16", 2, {"tp": 2}, False, 0),
+    "megatron_tp2_SP": ("megatron", "float32", 2, {"tp": 2}, True, 0),
+    "megatron_tp2_dp2_SP": ("megatron", "bfloat16", 4, {"tp": 2}, True, 0),
+    "megatron_sp2_tp2_SP": ("megatron", "float32", 4, {"sp": 2, "tp": 2}, True, 50_000),
+}
+AVERAGE_DECAY = 0.9
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_is_what_the_engine_allocates(case, tiny_model, tmp_path, monkeypatch):
+    """What stays to the byte, on the rank that holds most of each part; what a forward keeps within bounds."""
+    backend, dtype, world_size, sizes, sequence_parallel, bucket_size = CASES[case]
+    if bucket_size:  # the default puts all of a small model into one bucket
+        monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE", bucket_size)
+        monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE_PER_RANK", 0)
+    run_ranks(_measure, world_size, tiny_model, tmp_path, *CASES[case])
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    placing = Placing(backend=backend, layout=_layout(world_size, sizes), sequence_parallel=sequence_parallel)
+    model, work = model_shape(QwenImageAdapter(tiny_model)), activation_work(DTYPES[dtype].itemsize, recompute_every=0)
+    planned = static_bytes(model, placing, work)
+    for part in ("parameters", "gradients", "optimizer", "average", "masters"):
+        fullest = max(measured[part] for measured in ranks)
+        assert getattr(planned, part) == fullest, part
+    assert all(measured["permanent_gradients"] == planned.permanent_gradients for measured in ranks)
+    kept = max(measured["kept"] for measured in ranks)
+    assert kept <= kept_bytes(model, placing, work) <= 1.2 * kept
+
+
+def _measure(
+    model: Path,
+    out: Path,
+    backend: str,
+    dtype: str,
+    world_size: int,
+    sizes: dict[str, int],
+    sequence_parallel: bool,
+    bucket_size: int,
+) -> None:
+    """One update; gradients are looked at when the optimizer reads them, the rest afterwards."""
+    if bucket_size:
+        from megatron.core import distributed
+
+        distributed.DistributedDataParallelConfig = partial(
+            distributed.DistributedDataParallelConfig, bucket_size=bucket_size
+        )
+    config = Config()
+    config.model.path, config.model.dtype = str(model), "float32"
+    config.engine.backend, config.engine.dtype = backend, dtype
+    config.optim.lr, config.train.microbatch_size = 1e-3, 6
+    config.parallel.sequence_parallel, config.engine.recompute = sequence_parallel, False
+    config.algorithm.kl_coef, config.algorithm.ema_decay = 1.0, AVERAGE_DECAY
+    engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), QwenImageAdapter(model))
+    gradients: list[int] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: gradients.append(_bytes(_gradients(engine))))
+    dp = engine.mesh.dp if 4 % engine.mesh.dp == 0 else 1
+    engine.update(_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp), LOSS)
+    parameters = list(_plain(engine.transformer.parameters()))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    state = [value for state in engine.optimizer.state.values() for value in _plain(state.values())]
+    held = [
+        tensor for tensor in _plain(engine._optimized.values()) if tensor.untyped_storage().data_ptr() not in weights
+    ]
+    measured = {
+        "parameters": _bytes(parameters),
+        "gradients": gradients[0],
+        "optimizer": _bytes([*state, *held]),
+        "average": _bytes(_plain(engine._average.values()), on_host=_host_pieces(engine)),
+        "masters": sum(tensor.nbytes for tensor in engine._reference.values()),
+        "kept": kept_by_autograd(engine.adapter, engine.transformer),
+        "permanent_gradients": _bytes(_gradients(engine)) > 0,
+    }
+    (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measured))
+
+
+def _gradients(engine: ShardedEngine) -> list[Tensor]:
+    parameters = list(engine.transformer.parameters())
+    found = [p.main_grad for p in parameters if hasattr(p, "main_grad")]
+    return found + list(_plain(p.grad for p in parameters if p.grad is not None))
+
+
+def _host_pieces(engine: ShardedEngine) -> int:
+    """Bytes of averages that are on the CPU also where the engine is on a GPU: of frozen weights under bfloat16."""
+    if engine.config.engine.backend == "veomni" or engine.config.engine.dtype == "float32":
+        return 0
+    return sum(average.nbytes for name, average in engine._average.items() if name not in engine._optimized)
+
+
+def _plain(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    with torch.no_grad():
+        for tensor in tensors:
+            yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _bytes(tensors: Iterable[Tensor], *, on_host: int = 0) -> int:
+    """Of the distinct storages, whole: padding and what else is in a buffer count."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values()) - on_host
+
+
+def _layout(world_size: int, sizes: dict[str, int]):
+    return resolve_layout(**{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size)

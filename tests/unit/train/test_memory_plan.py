@@ -1,0 +1,175 @@
+"""`megadiff plan`: which layouts it offers, what it counts in which phase, which one it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megadiff.cli.main import main
+from megadiff.engines.memory import GIB
+from megadiff.rollout.footprint import replica_weights
+
+ROOT = Path(__file__).parents[3]
+RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_h200.yaml")
+MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
+SEPARATE = ("rollout.mode=separate", "rollout.registry=replicas")
+
+
+@pytest.fixture
+def plan(capsys):
+    """Arguments → (the JSON plan, exit code)."""
+
+    def run(*arguments: str, world_size: int = 4) -> tuple[dict, int]:
+        code = main(
+            ["plan", RECIPE, MODEL, "--world-size", str(world_size), "--text-tokens", "64", "--json", *arguments]
+        )
+        return json.loads(capsys.readouterr().out), code
+
+    return run
+
+
+def sizes(layout: dict) -> tuple:
+    return tuple(layout[key] for key in ("backend", "dp", "dp_replicate", "sp", "tp"))
+
+
+def test_takes_pure_data_parallelism_where_it_fits(plan):
+    found, code = plan()
+    assert code == 0
+    assert sizes(found["layouts"][found["pick"]]) == ("veomni", 4, 1, 1, 1)
+    assert found["overrides"] == (
+        "engine.backend=veomni parallel.dp=4 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1"
+    )
+    order = [(layout["tp"], layout["sp"]) for layout in found["layouts"]]
+    assert order == sorted(order) and len(order) == 12
+    again, _ = plan(*found["overrides"].split())
+    assert again["config"] == again["pick"]
+
+
+@pytest.mark.parametrize(
+    ("usable_gib", "taken"),
+    [
+        (100, ("veomni", 4, 1, 1, 1)),
+        (95, ("veomni", 2, 1, 2, 1)),
+        (91, ("veomni", 1, 1, 4, 1)),
+    ],
+)
+def test_then_ulysses_as_memory_shrinks(plan, usable_gib, taken):
+    found, _ = plan(*SEPARATE, "--memory-gib", str(usable_gib))
+    assert sizes(found["layouts"][found["pick"]]) == taken
+    worst = max(sum(parts.values()) for parts in found["layouts"][found["pick"]]["phases"].values())
+    assert worst <= found["machine"]["budget"] == int(int(usable_gib * GIB) * 0.9)
+
+
+def test_several_nodes_prefer_copies_of_a_sharded_node(plan):
+    found, _ = plan(*SEPARATE, "train.prompts_per_step=64", world_size=64)
+    assert sizes(found["layouts"][found["pick"]]) == ("veomni", 64, 8, 1, 1)
+    assert {layout["sp"] * layout["tp"] for layout in found["layouts"]} == {1, 2, 4, 8}
+    assert all(layout["dp"] * layout["sp"] * layout["tp"] == 64 for layout in found["layouts"])
+
+
+def test_where_replicas_count(plan):
+    def parts(*arguments: str) -> dict:
+        return plan(*arguments)[0]["layouts"][0]["phases"]
+
+    asleep, awake, separate = parts(), parts("rollout.sleep=false"), parts(*SEPARATE)
+    weights = replica_weights(ROOT / "assets/qwen_image", dtype="bfloat16")[0]
+    assert weights == 2 * (20_430_401_088 + 7_615_616_512 + 126_892_531)  # the text encoder without its vision tower
+    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [weights] * 3 + [0]
+    assert awake["update"]["replica"] == weights
+    assert parts('parity.mode="off"')["log_probs"]["replica"] == 0
+    assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
+    assert "gradients" not in asleep["rollout"]  # VeOmni drops them after an update, Megatron does not
+    megatron = next(layout for layout in plan()[0]["layouts"] if layout["backend"] == "megatron")
+    assert megatron["phases"]["rollout"]["gradients"] == megatron["static"]["gradients"]
+
+
+def test_reference_and_sleeping_replica_are_on_the_host(plan):
+    layout = plan("algorithm.kl_coef=0.04")[0]["layouts"][0]
+    assert layout["host"]["reference"] == layout["static"]["masters"] == layout["static"]["parameters"]
+    assert layout["host"]["sleeping replica"] == layout["phases"]["rollout"]["replica"]
+    assert plan()[0]["layouts"][0]["host"]["reference"] == 0
+
+
+def test_supervised_training_has_an_average_and_no_rollout(plan):
+    found, _ = plan(
+        "algorithm.name=sft", "data.images=shapes:10", "algorithm.ema_decay=0.99", "train.updates_per_step=1"
+    )
+    layout = found["layouts"][found["pick"]]
+    assert layout["phases"].keys() == {"update"}
+    assert layout["phases"]["update"]["average"] == layout["static"]["parameters"]
+
+
+def test_true_cfg_keeps_two_graphs(plan):
+    one, two = (plan(f"rollout.true_cfg_scale={scale}")[0]["layouts"][0] for scale in (1, 4))
+    assert one["work"]["passes"] == 1 and two["work"]["passes"] == 2
+    assert two["phases"]["update"]["activations"] > 1.4 * one["phases"]["update"]["activations"]
+
+
+def test_what_training_would_refuse_is_listed_with_the_reason(plan):
+    found, _ = plan("train.prompts_per_step=6")
+    refused = [layout for layout in found["layouts"] if layout["dp"] == 4]
+    assert refused and not any(layout["fits"] for layout in refused)
+    assert all("train.prompts_per_step=6 is not a multiple of dp=4" in layout["obstacle"] for layout in refused)
+    assert sizes(found["layouts"][found["pick"]]) == ("veomni", 2, 1, 2, 1)
+    only_megatron, _ = plan("engine.backend=megatron", "engine.recompute_every=2", *SEPARATE)
+    assert only_megatron["layouts"][only_megatron["pick"]]["backend"] == "megatron"
+    obstacles = {layout["obstacle"] for layout in only_megatron["layouts"] if layout["backend"] == "veomni"}
+    assert len(obstacles) == 1 and "engine.recompute_every=2 with engine.backend=veomni" in obstacles.pop()
+
+
+def test_heads_must_divide(plan):
+    found, _ = plan("train.prompts_per_step=5", "--gpus-per-node", "5", world_size=5)
+    obstacles = {layout["obstacle"] for layout in found["layouts"] if layout["sp"] == 5}
+    assert obstacles == {"sp*tp = 5 does not divide the model's 24 heads"}
+
+
+def test_text_says_what_to_set(capsys):
+    assert main(["plan", RECIPE, MODEL, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron"]) == 0
+    text = capsys.readouterr().out
+    assert "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB" in text
+    assert "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1" in text
+    assert "* is what the config asks for; it fits too" in text
+    first = "engine.backend=megatron parallel.dp=2 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=4"
+    assert f"of engine.backend=megatron the first: {first} parallel.sequence_parallel=true" in text
+
+
+def test_nothing_fits(capsys):
+    assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]) == 1
+    text = capsys.readouterr().out
+    assert "nothing fits. Nearest: engine.backend=" in text
+    assert "GiB > 35.5 GiB in rollout: " in text
+    assert "try rollout.mode=separate, or more GPUs" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--world-size", "0"), "--world-size 0 < 1"),
+        (("--world-size", "12"), "--world-size 12 is not a multiple of --gpus-per-node 8"),
+        (("--world-size", "4", "--headroom", "1.5"), "--headroom 1.5 is not in [0, 1)"),
+        (("--world-size", "4", "--memory-gib", "-1"), "--memory-gib -1.0 is not positive"),
+        (("--world-size", "16"), "16 GPUs are more than a node's 8; add rollout.mode=separate"),
+        (("--world-size", "4", "train.microbatchsize=2"), "did you mean train.microbatch_size?"),
+        (("--world-size", "4", "rollout.height=500"), "rollout.height=500 is not a positive multiple of 16"),
+        (("--world-size", "4", "parallel.tp=2"), "parallel.tp=2 with engine.backend=veomni"),
+        (("--world-size", "4", "model.path=nowhere"), "model folder nowhere does not exist"),
+    ],
+)
+def test_wrong_input_is_refused(capsys, arguments, message):
+    assert main(["plan", RECIPE, MODEL, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_config_files_are_enough_for_a_replicas_size(tiny_model, tmp_path, capsys):
+    whole = replica_weights(tiny_model, dtype="bfloat16")
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    assert replica_weights(bare, dtype="bfloat16") == whole
+    shutil.rmtree(bare / "text_encoder")
+    assert replica_weights(bare, dtype="bfloat16")[1] == ("text_encoder",)
+    assert main(["plan", RECIPE, f"model.path={bare}", "--world-size", "1"]) == 0
+    assert "not counted, for want of their config.json: text_encoder" in capsys.readouterr().out
