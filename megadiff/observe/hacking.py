@@ -198,4 +198,4 @@ def _remedy(config: Mapping[str, Any]) -> str:
 
 def _kl(config: Mapping[str, Any]) -> str:
     coef = config_number(config, "algorithm", "kl_coef")
-    return f"raise algorithm.kl_coef (now {pretty_number(coef)})" if coef else "set algorithm.kl_coef, e.g. to 0.01"
+    return f"raise algorithm.kl_coef (now {pretty_number(coef)})" if coef else "set algorithm.kl_coef, e.g. to 0.3"

@@ -1,0 +1,175 @@
+"""Seconds of a training step, by engine and layout, at real size with random weights. See docs/performance.md.
+
+    python tools/bench_engine.py [CONFIG.yaml …] --gpus 2 --layers 12 --size 512 1024 \\
+        --layout engine.backend=veomni --layout "engine.backend=megatron parallel.tp=2"
+
+For every --layout (overrides of the config) and --size it starts torchrun on --gpus processes, trains on synthetic
+samples and prints one JSON line: median seconds of Engine.update (forward, backward, clipping, optimizer), peak memory,
+model TFLOP/s a GPU. Every layout trains on the same --rows pairs of sample and window step; a dp rank takes its share of
+them in one microbatch. Without a GPU it runs on the CPU (give --model a tiny pipeline folder). Exit code 1 when a layout
+failed; the others are still measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from bench_machine import cpu_name, versions, visible_gpus
+from random_weights import write_random_transformer
+
+from megadiff.algorithms.flow_grpo import flow_grpo
+from megadiff.config.load import load_config
+from megadiff.config.schema import Config
+from megadiff.engines import build_engine
+from megadiff.models.adapter import ModelAdapter
+from megadiff.models.registry import build_adapter
+from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.train.rollout import sampling_of
+from megadiff.types import TrainBatch
+
+RECIPE = "configs/recipes/qwen_image_flowgrpo_h200.yaml"
+WARMUP = 2
+LOSS = partial(flow_grpo, clip_range=1e-5, adv_clip_max=5.0, kl_coef=0.0)
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    configs = options.config or [RECIPE]
+    if options.worker:
+        return _worker(configs, options)
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="bench_engine_", dir=options.scratch) as scratch:
+        model = options.model
+        if options.layers or not any((model / "transformer").glob("*.safetensors")):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            count = write_random_transformer(model, Path(scratch) / "m", device=device, num_layers=options.layers)
+            model = Path(scratch) / "m"
+            print(json.dumps({"parameters": count, **_machine()}), flush=True)
+        for size in options.size:
+            for layout in options.layout:
+                failed |= not _launch(configs, model, size, layout, options)
+    return int(failed)
+
+
+def _launch(configs: list[str], model: Path, size: int, layout: str, options: argparse.Namespace) -> bool:
+    """One layout in processes of its own; its line comes on their stdout."""
+    overrides = [f"model.path={model}", f"rollout.height={size}", f"rollout.width={size}", *layout.split()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+    command += [__file__, *configs, *overrides, "--worker", f"--rows={options.rows}", f"--repeat={options.repeat}"]
+    command += [f"--text-tokens={options.text_tokens}", "--layout", layout]
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron's overlap of tensor parallelism wants it
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
+        reason = told[:1] or done.stderr.splitlines()[-1:]
+        print(json.dumps({"layout": layout, "size": size, "failed": " ".join(reason)[:300]}), flush=True)
+    return done.returncode == 0
+
+
+def _worker(arguments: list[str], options: argparse.Namespace) -> int:
+    config = load_config(arguments)
+    sizes = config.parallel
+    layout = resolve_layout(
+        dp=sizes.dp,
+        sp=sizes.sp,
+        tp=sizes.tp,
+        dp_replicate=sizes.dp_replicate,
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    mesh = init_mesh(layout, config.run.device)
+    adapter = build_adapter(Path(config.model.path))
+    if options.rows % mesh.dp:
+        raise ValueError(f"--rows {options.rows} is not a multiple of parallel.dp={mesh.dp}; change one of them")
+    config.train.microbatch_size = config.train.microbatch_size if options.keep_microbatch else options.rows // mesh.dp
+    engine = build_engine(config, mesh, adapter)
+    batch = synthetic_batch(config, adapter, mesh, rows=options.rows, text_tokens=options.text_tokens)
+    if mesh.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(WARMUP + options.repeat):
+        _wait(mesh)
+        start = time.perf_counter()
+        figures = engine.update(batch, LOSS)
+        _wait(mesh)
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds[WARMUP:])
+    flops = 3 * options.rows * adapter.flops(sampling_of(config.rollout), options.text_tokens)
+    line = {
+        "layout": options.layout[0],
+        "size": config.rollout.height,
+        "rows": options.rows,
+        "update_s": round(median, 4),
+        "tflops_per_gpu": round(flops / median / mesh.world_size / 1e12, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if mesh.device.type == "cuda" else None,
+        "grad_norm": figures["optim/grad_norm"],
+    }
+    if mesh.rank == 0:
+        print(json.dumps(line), flush=True)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int) -> TrainBatch:
+    """This dp rank's share of `rows` samples with one window step each, of the same global batch for every layout."""
+    sampling = sampling_of(config.rollout)
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, 2, *adapter.latents_shape(sampling))
+    mine = slice(mesh.dp_rank, None, mesh.dp)
+    latents_NSLC = torch.randn(shape, generator=generator)[mine]
+    text_dim = adapter.empty_transformer().config.joint_attention_dim
+    return TrainBatch(
+        latents_NSLC=latents_NSLC,
+        old_log_probs_NW=torch.zeros(len(latents_NSLC), 1, dtype=torch.float64),
+        window_start_N=torch.ones(len(latents_NSLC), dtype=torch.int64),
+        advantages_N=torch.randn(rows, generator=generator)[mine],
+        weights_N=torch.ones(len(latents_NSLC)),
+        group_index_N=torch.zeros(len(latents_NSLC), dtype=torch.int64),
+        conditioning={
+            "prompt_embeds": torch.randn(1, text_tokens, text_dim, generator=generator),
+            "prompt_mask": torch.ones(1, text_tokens, dtype=torch.bool),
+        },
+        schedule=adapter.schedule(sampling),
+        sampling=sampling,
+        denominator=float(rows),
+    )
+
+
+def _wait(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
+
+
+def _machine() -> dict[str, object]:
+    return {"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name(), "versions": versions()}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="*", help=f"yaml files and key=value overrides (default {RECIPE})")
+    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough")
+    parser.add_argument("--layers", type=int, default=0, help="number of blocks; 0: the model's own")
+    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes")
+    parser.add_argument("--size", type=int, nargs="+", default=[512], help="height and width in pixels")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--text-tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--keep-microbatch", action="store_true", help="train.microbatch_size as configured")
+    parser.add_argument("--layout", action="append", default=[], help="key=value …, once for each layout")
+    parser.add_argument("--scratch", type=Path, help="folder for the random weights")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
