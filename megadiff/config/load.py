@@ -26,6 +26,8 @@ def load_config(arguments: Sequence[str]) -> Config:
     """
     merged = OmegaConf.structured(Config)
     for source, layer in _layers(arguments):
+        if OmegaConf.select(layer, "parity.mode") is False:  # what YAML makes of a bare off
+            layer.parity.mode = "off"
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:

@@ -26,7 +26,7 @@ from megadiff.config.schema import Config
 from megadiff.engines.sharded import ShardedEngine, check_one_component, check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
-from megadiff.parallel.mesh import Mesh
+from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.types import DTYPES
 from megadiff.weights.shards import Shard, SourceFolder, flat_shards
 
@@ -189,11 +189,7 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
             f"parallel.dp_replicate={mesh.dp_replicate}: this engine holds whole weights on every dp rank and splits the "
             "optimizer over all of them; set parallel.dp_replicate=1, or engine.backend=veomni"
         )
-    if adapter.num_heads % (mesh.tp * mesh.sp):
-        raise ValueError(
-            f"parallel.tp*parallel.sp = {mesh.tp}*{mesh.sp} = {mesh.tp * mesh.sp} does not divide the model's "
-            f"{adapter.num_heads} attention heads; lower one of them so that the product is a divisor"
-        )
+    check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
 
 
 def _prepare_import() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megadiff.config.schema import Config
 from megadiff.engines.sharded import ShardedEngine, check_one_component, check_version, local
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.mesh import Mesh
+from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.weights.shards import Shard, SourceFolder
 
@@ -131,11 +131,7 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
             f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it; "
             "set parallel.tp=1, or engine.backend=megatron"
         )
-    if adapter.num_heads % mesh.sp:
-        raise ValueError(
-            f"parallel.sp={mesh.sp} does not divide the model's {adapter.num_heads} attention heads, which Ulysses "
-            "splits; set parallel.sp to a divisor"
-        )
+    check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
     if mesh.device.type == "cpu" and torch.cuda.is_available():
         raise ValueError("run.device=cpu, but VeOmni takes the GPU that it sees; set CUDA_VISIBLE_DEVICES= as well")
 

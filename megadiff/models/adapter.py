@@ -25,12 +25,14 @@ class ModelAdapter(Protocol):
     """Packing, conditioning, timestep unit, guidance and schedule of one model family. Holds no weights.
 
     model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",).
-    num_heads: attention heads, which tensor parallelism and Ulysses split. plan: how the transformer is sharded.
+    num_heads: attention heads, which tensor parallelism and Ulysses split. width: channels of a token inside the
+    transformer. plan: how the transformer is sharded.
     """
 
     model_folder: Path
     components: tuple[str, ...]
     num_heads: int
+    width: int
     plan: ParallelPlan
 
     def empty_transformer(self) -> nn.Module:

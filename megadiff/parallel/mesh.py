@@ -74,6 +74,15 @@ def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: 
     return Layout(world_size=world_size, dp=dp, dp_replicate=dp_replicate, sp=sp, tp=tp)
 
 
+def check_heads(num_heads: int, *, sp: int, tp: int) -> None:
+    """Raises ValueError when Ulysses and tensor parallelism together do not divide the model's attention heads."""
+    if num_heads % (sp * tp):
+        raise ValueError(
+            f"parallel.sp*parallel.tp = {sp}*{tp} = {sp * tp} does not divide the model's {num_heads} attention heads; "
+            f"set them so that their product is a divisor of {num_heads}"
+        )
+
+
 def world_size_from_env() -> int:
     """Number of trainer processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))

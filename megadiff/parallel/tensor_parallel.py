@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.attention import TokenAttention, TokenAxes
 from megadiff.parallel.linear import FP8_MULTIPLE, ModulationLinear, column, layer_config, row
-from megadiff.parallel.mesh import COLLECTIVE_TIMEOUT_S, Mesh
+from megadiff.parallel.mesh import COLLECTIVE_TIMEOUT_S, Mesh, check_heads
 from megadiff.parallel.plan import ParallelPlan, Placement
 
 
@@ -101,7 +101,7 @@ def parallelize(
     processor = attention(axes)
     for name, site in module.named_modules():
         if plan.is_attention(name):
-            _check_heads(site.heads, axes)
+            check_heads(site.heads, sp=axes.sp, tp=axes.tp)
             site.set_processor(processor)
     _wrap_blocks(module, plan, recompute_every, config)
     module.forward = partial(_forward, module, module.forward, plan, axes, processor)
@@ -186,14 +186,6 @@ def _recomputed(indices: Mapping[nn.Module, int], every: int, block: nn.Module, 
 def _in_fp8(forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
     with get_fp8_context(config):
         return forward(*args, **kwargs)
-
-
-def _check_heads(num_heads: int, axes: TokenAxes) -> None:
-    if num_heads % (axes.tp * axes.sp):
-        raise ValueError(
-            f"parallel.tp*parallel.sp = {axes.tp}*{axes.sp} = {axes.tp * axes.sp} does not divide the model's "
-            f"{num_heads} attention heads; lower one of them so that the product is a divisor of {num_heads}"
-        )
 
 
 def _check_fp8(name: str, placement: Placement) -> None:

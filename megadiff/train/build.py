@@ -24,7 +24,7 @@ from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.parallel.collectives import agreed
-from megadiff.parallel.mesh import Layout, Mesh, resolve_layout
+from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
@@ -60,6 +60,7 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     check_model_folder(model)
     adapter = build_adapter(model)
     adapter.validate(sampling)
+    check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
     prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)

@@ -271,8 +271,8 @@ def _precision_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 3, "sp": 1}, r"parallel.tp\*parallel.sp = 3\*1 = 3 does not divide the model's 4 attention heads"),
-        ({"tp": 2, "sp": 4}, r"parallel.tp\*parallel.sp = 2\*4 = 8 does not divide the model's 4 attention heads"),
+        ({"tp": 3, "sp": 1}, r"parallel.sp\*parallel.tp = 1\*3 = 3 does not divide the model's 4 attention heads"),
+        ({"tp": 2, "sp": 4}, r"parallel.sp\*parallel.tp = 4\*2 = 8 does not divide the model's 4 attention heads"),
         ({"tp": 1, "sp": 1, "dp": 2, "dp_replicate": 2}, "parallel.dp_replicate=2.*set parallel.dp_replicate=1"),
     ],
 )

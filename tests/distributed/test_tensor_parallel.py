@@ -236,7 +236,7 @@ def _refusal_worker(pipeline: Path) -> None:
     with pytest.raises(ValueError, match="megatron-core was started with {'tp': 3, 'sp': 1}, not tp=1, sp=3"):
         _Ranks(pipeline, Layout(sp=3), torch.float32).__enter__()
     parallel_state.destroy_model_parallel()
-    with pytest.raises(ValueError, match=r"1\*3 = 3 does not divide the model's 8 attention heads"):
+    with pytest.raises(ValueError, match=r"3\*1 = 3 does not divide the model's 8 attention heads"):
         _Ranks(pipeline, Layout(sp=3), torch.float32).__enter__()
     from megadiff.parallel.linear import layer_config
 

@@ -193,7 +193,7 @@ def _precision_worker(pipeline: Path, stock: Path) -> None:
     assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
     with pytest.raises(ValueError, match="keep_reference"), engine.reference():
         pass
-    refusals = {"parallel.tp=2": {"sp": 1, "tp": 2}, "sp=3 does not divide the model's 4 att": {"sp": 3, "tp": 1}}
+    refusals = {"parallel.tp=2": {"sp": 1, "tp": 2}, "= 3 does not divide the model's 4 att": {"sp": 3, "tp": 1}}
     for message, sizes in refusals.items():
         layout = resolve_layout(dp=1, dp_replicate=1, **sizes, world_size=sizes["sp"] * sizes["tp"])
         with pytest.raises(ValueError, match=message):

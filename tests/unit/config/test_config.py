@@ -135,3 +135,13 @@ def test_a_run_without_reward_is_refused(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_loads(path):
     validate(load_config([str(path)]), dp=1)
+
+
+def test_a_bare_off_is_a_choice_and_no_boolean(base, tmp_path):
+    file = tmp_path / "off.yaml"
+    file.write_text("parity: {mode: off}")
+    for argument in ("parity.mode=off", str(file)):
+        config = load_config([base, argument])
+        assert config.parity.mode == "off"
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config([str(tmp_path / "saved.yaml")]) == config
