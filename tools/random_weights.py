@@ -15,6 +15,7 @@ from megadiff.models.registry import build_adapter
 
 SHARD_BYTES = 4 << 30
 GAIN = 0.25  # of a linear layer: with 1 the network amplifies rounding to a fifth of its output
+GATE = 0.5  # spread of the modulations' biases: with none, gates are shut and the output shows nothing of the blocks
 
 
 def write_random_transformer(source: Path, out: Path, *, device: str, num_layers: int = 0) -> int:
@@ -31,12 +32,16 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
     shutil.copy(source / "model_index.json", out)
     (out / "scheduler").mkdir()
     (out / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER_CONFIG))
-    shapes = {name: p.shape for name, p in build_adapter(out).empty_transformer().named_parameters()}
+    adapter = build_adapter(out)
+    shapes = {name: p.shape for name, p in adapter.empty_transformer().named_parameters()}
+    kinds = adapter.plan.kinds(shapes)
     generator = torch.Generator(device).manual_seed(0)
     shard: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     for place, (name, shape) in enumerate(shapes.items()):
-        tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * GAIN * shape[-1] ** -0.5
+        is_gate = kinds[name] == "modulation" and name.endswith("bias")
+        spread = GATE if is_gate else GAIN * shape[-1] ** -0.5
+        tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * spread
         shard[name] = (tensor + 1 if name.endswith("weight") and len(shape) == 1 else tensor).cpu()
         if sum(each.nbytes for each in shard.values()) > SHARD_BYTES or place == len(shapes) - 1:
             file = f"diffusion_pytorch_model-{len(set(places.values())):05d}.safetensors"

@@ -40,8 +40,8 @@ def test_fp8_stays_close(tmp_path, world_size):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
     errors = _errors(tmp_path, world_size=world_size, fp8="hybrid")
-    for kind in ("velocity", "gradient"):
-        assert errors["unsharded"][kind] < errors["sharded"][kind] < MOST_FP8_ERROR, errors
+    for kind in ("velocity", "gradient"):  # FP8 emulated on a CPU: 1.7 and 2.5 times the error of bfloat16
+        assert 1.2 * errors["unsharded"][kind] < errors["sharded"][kind] < MOST_FP8_ERROR, errors
 
 
 def _errors(folder: Path, *, world_size: int, fp8: str) -> dict[str, dict[str, float]]:
