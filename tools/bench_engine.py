@@ -67,8 +67,8 @@ def _launch(configs: list[str], model: Path, size: int, layout: str, options: ar
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     command += [__file__, *configs, *overrides, "--worker", f"--rows={options.rows}", f"--repeat={options.repeat}"]
     command += [f"--text-tokens={options.text_tokens}", "--layout", layout]
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron's overlap of tensor parallelism wants it
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    command += ["--keep-microbatch"] if options.keep_microbatch else []
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
         reason = told[:1] or done.stderr.splitlines()[-1:]
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--keep-microbatch", action="store_true", help="train.microbatch_size as configured")
-    parser.add_argument("--layout", action="append", default=[], help="key=value …, once for each layout")
+    parser.add_argument("--layout", action="append", required=True, help="key=value …, once for each layout")
     parser.add_argument("--scratch", type=Path, help="folder for the random weights")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser

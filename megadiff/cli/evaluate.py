@@ -61,7 +61,8 @@ MODEL_DEFAULTS = (  # what training needs and evaluation does not look at, and a
 )
 RUN_DEFAULTS = ("rollout.num_replicas=0", "checkpoint.resume=auto")  # in place of the run's own
 FIXED = (
-    *("parallel.dp=0", "parallel.dp_replicate=1", "parallel.sp=1", "parallel.tp=1", "rollout.mode=colocated"),
+    *("parallel.dp=0", "parallel.dp_replicate=1", "parallel.sp=1", "parallel.tp=1", "engine.fp8=none"),
+    "rollout.mode=colocated",
     *("track=[]", "eval.every=0"),
 )
 PROGRESS_S = 10.0  # between two log lines, where there is no terminal

@@ -21,6 +21,7 @@ from megadiff.algorithms import build_algorithm
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
+from megadiff.engines import check_engine_installed
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def _train(config: Config, *, world_size: int) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     layout, adapter, data = check(config, world_size=world_size)
+    check_engine_installed(config)
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)

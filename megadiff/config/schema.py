@@ -84,7 +84,7 @@ class EngineConfig:
     dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
     recompute: bool = True  # activation checkpointing
     recompute_every: int = 1  # megatron: of every this many blocks, one is recomputed
-    fp8: str = ""  # megatron: hybrid, for the blocks' matrix products, by Transformer Engine
+    fp8: str = "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
 
 
 @dataclass

@@ -10,7 +10,7 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "engine.dtype": ("float32", "bfloat16"),
     "engine.backend": ("veomni", "megatron"),
-    "engine.fp8": ("", "hybrid"),
+    "engine.fp8": ("none", "hybrid"),
     "algorithm.name": ("flow_grpo", "sft"),
     "algorithm.old_log_prob": ("rollout", "recompute"),
     "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
@@ -50,7 +50,7 @@ AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
 }
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, the value that it must have for another)
     "parallel.tp": ("megatron", 1),
-    "engine.fp8": ("megatron", ""),
+    "engine.fp8": ("megatron", "none"),
     "engine.recompute_every": ("megatron", 1),
     "parallel.dp_replicate": ("veomni", 1),
 }
@@ -103,9 +103,9 @@ def _check_engine(config: Config) -> None:
         if config.engine.backend != backend and _get(config, key) != neutral:
             raise ConfigError(
                 f"{key}={_get(config, key)} with engine.backend={config.engine.backend}, which has no such thing; set {key}="
-                f"{neutral or repr('')}, or engine.backend={backend}"
+                f"{neutral}, or engine.backend={backend}"
             )
-    if config.engine.fp8 and config.engine.dtype != "bfloat16":
+    if config.engine.fp8 != "none" and config.engine.dtype != "bfloat16":
         raise ConfigError(
             f"engine.fp8={config.engine.fp8} with engine.dtype={config.engine.dtype}: what is not in FP8 is in bfloat16; "
             "set engine.dtype=bfloat16"

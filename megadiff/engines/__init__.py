@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from megadiff.config.schema import Config
@@ -27,6 +28,11 @@ def _megatron(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
 
 
 ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter], Engine]] = {"veomni": _veomni, "megatron": _megatron}
+
+
+def check_engine_installed(config: Config) -> None:
+    """Raises ValueError when the engine's packages are absent or of another version than was tested."""
+    importlib.import_module(f"megadiff.engines.{config.engine.backend}").check_installed(config)
 
 
 def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:

@@ -61,6 +61,7 @@ class MegatronEngine(ShardedEngine):
     ) -> None:
         """Builds the sharded module and loads model.path into it; each rank reads its own pieces only. The last two
         arguments are as in ShardedEngine."""
+        check_installed(config)
         _check(mesh, adapter)
         _prepare_import()
         from megatron.core import parallel_state
@@ -129,7 +130,11 @@ class MegatronEngine(ShardedEngine):
         return {name: held.grad for name, held in self._optimized.items()}
 
     def _drop_gradients(self) -> None:
+        """Also after a backward that broke off half-way, whose error an assertion of megatron-core's would hide."""
         super()._drop_gradients()
+        for group in self._ddp.bucket_groups:
+            if len(group.per_param_grad_ready_counts) < len(group.params):
+                group.per_param_grad_ready_counts, group.grad_reduce_handle = {}, None
         self._ddp.zero_grad_buffer()
 
     def _full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -181,8 +186,21 @@ class MegatronEngine(ShardedEngine):
                 source.read_into(name, shard)
 
 
-def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
+def check_installed(config: Config) -> None:
+    """Raises ValueError, before anything is started, for another megatron-core or where FP8 cannot work."""
     check_version("megatron-core", tested=TESTED_VERSIONS)
+    if config.engine.fp8 == "none":
+        return
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        raise ValueError(
+            f"engine.fp8={config.engine.fp8} needs an NVIDIA GPU of compute capability 8.9; set engine.fp8=none"
+        )
+    from megadiff.parallel.linear import check_transformer_engine
+
+    check_transformer_engine(config.engine.fp8)
+
+
+def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
     check_one_component(adapter)
     if mesh.dp_replicate > 1:
         raise ValueError(
@@ -213,7 +231,7 @@ def _build_transformer(config: Config, mesh: Mesh, adapter: ModelAdapter, source
         dtype=DTYPES[config.engine.dtype],
         sequence_parallel=config.parallel.sequence_parallel,
         recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
-        fp8=config.engine.fp8,
+        fp8="" if config.engine.fp8 == "none" else config.engine.fp8,
     )
     for name, parameter in transformer.named_parameters():
         place = parameter.placement

@@ -160,6 +160,7 @@ class ShardedEngine(ABC):
 
     def save(self, folder: Path) -> None:
         """One file a rank: its pieces of the float32 weights and AdamW's moments. Replicas are written once."""
+        assert not self._offloaded, "save() while offloaded"
         state = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
         shards = {key: self._places(name, piece) for key, name, piece in state}
         values = {"optimizer_steps": self._num_updates}
@@ -253,6 +254,7 @@ class ShardedEngine(ABC):
 
     def _swap(self, held: Mapping[str, Tensor]) -> None:
         """Exchange the masters with held pieces (on any device) in place, one tensor at a time."""
+        assert not self._offloaded, "weights are exchanged while offloaded"
         for name, other in held.items():
             master = self._masters[name]
             policy = master.to(other.device, copy=True)

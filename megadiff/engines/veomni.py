@@ -61,6 +61,7 @@ class VeOmniEngine(ShardedEngine):
     ) -> None:
         """Builds the sharded module and loads model.path into it; each rank reads its own shards only. The last two
         arguments are as in ShardedEngine."""
+        check_installed(config)
         _check(mesh, adapter)
         folder = adapter.model_folder / adapter.components[0]
         transformer = _build_transformer(config, mesh, adapter.plan, folder)
@@ -123,8 +124,12 @@ class VeOmniEngine(ShardedEngine):
             module.reshard()
 
 
-def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
+def check_installed(config: Config) -> None:
+    """Raises ValueError, before anything is started, for another VeOmni."""
     check_version("veomni", tested=TESTED_VERSIONS)
+
+
+def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
     check_one_component(adapter)
     if mesh.tp > 1:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from copy import copy
+from functools import cache
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -25,13 +26,19 @@ from megadiff.parallel.regions import copy_to_group
 FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
 
 
-def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> TransformerConfig:
-    """megatron-core's settings for the layers here. What describes a whole language model is filled in, and not read."""
-    if fp8 and importlib.util.find_spec("transformer_engine") is None:
+def check_transformer_engine(fp8: str) -> None:
+    """Raises ValueError when it is not installed."""
+    if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             f"engine.fp8={fp8} needs Transformer Engine, which is not installed; "
-            "install transformer-engine[pytorch] (NVIDIA GPUs only) or leave engine.fp8 empty"
+            "install transformer-engine[pytorch] (NVIDIA GPUs only) or set engine.fp8=none"
         )
+
+
+def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> TransformerConfig:
+    """megatron-core's settings for the layers here. What describes a whole language model is filled in, and not read."""
+    if fp8:
+        check_transformer_engine(fp8)
     if fp8 and dtype != torch.bfloat16:
         raise ValueError(f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16")
     fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}  # scaled by each tensor's present maximum
@@ -125,6 +132,7 @@ class _MegatronRow(RowParallelLinear):
         return super().forward(x)[0]
 
 
+@cache
 def _first_output(layer: type[nn.Module]) -> Callable[..., nn.Module]:
     """Transformer Engine's layer without the bias that megatron-core returns beside the output."""
     forward = layer.forward

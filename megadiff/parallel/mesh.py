@@ -29,6 +29,7 @@ class Mesh:
 
     dp_group: ranks with the same (sp, tp) coordinates. cpu_model_group: gloo over the sp·tp peers of this dp rank, whose
     first rank (`model_group_source`, a global rank) fetches data for all of them. cpu_group: gloo over the world, for bytes.
+    timeout_s: of every collective.
     """
 
     layout: Layout
@@ -37,6 +38,7 @@ class Mesh:
     dp_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
     cpu_model_group: dist.ProcessGroup
+    timeout_s: float = COLLECTIVE_TIMEOUT_S
 
     world_size = property(lambda self: self.layout.world_size)
     dp = property(lambda self: self.layout.dp)
@@ -93,6 +95,10 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
 
     timeout_s: of every collective; ranks wait in one for the slowest rank's rollout, so it must outlast that.
     """
+    if (
+        layout.tp > 1
+    ):  # read when CUDA starts: Megatron's collectives are then queued before the products that hide them
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device, timeout = _local_device(device_type), timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -108,6 +114,7 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         dp_group=_my_group(dp_ranks, rank, timeout),
         cpu_group=dist.new_group(backend="gloo", timeout=timeout),
         cpu_model_group=_my_group(model_ranks, rank, timeout, backend="gloo"),
+        timeout_s=timeout_s,
     )
 
 

@@ -9,6 +9,7 @@ Afterwards it is called as before, with whole inputs and outputs on every rank. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.attention import TokenAttention, TokenAxes
 from megadiff.parallel.linear import FP8_MULTIPLE, ModulationLinear, column, layer_config, row
-from megadiff.parallel.mesh import COLLECTIVE_TIMEOUT_S, Mesh, check_heads
+from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import ParallelPlan, Placement
 
 
@@ -47,7 +48,7 @@ def init_parallel_state(mesh: Mesh) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         context_parallel_size=mesh.sp,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT_S // 60),
+        distributed_timeout_minutes=math.ceil(mesh.timeout_s / 60),
         create_gloo_process_groups=False,
     )
 
@@ -82,8 +83,8 @@ def parallelize(
     n recomputes every n-th block's activations in backward, 0 none. fp8: "" or "hybrid" for the matrix products of the
     blocks' column and row layers; all else stays in dtype. Call init_parallel_state(mesh) before.
 
-    Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement) and the attributes by which
-    megatron-core's clipping counts it once; those the plan calls unused get requires_grad False.
+    Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement); those the plan calls unused get
+    requires_grad False.
     Raises ValueError for a plan that does not fit the module, or sizes that tp and sp do not divide.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -160,9 +161,6 @@ def _materialise(
         assert tuple(empty.shape) == placement.local_shape, (name, tuple(empty.shape), placement)
         parameter = nn.Parameter(torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name not in unused)
         parameter.placement = placement
-        parameter.tensor_model_parallel = placement.sharded_dim is not None
-        parameter.partition_dim = -1 if placement.sharded_dim is None else placement.sharded_dim
-        parameter.partition_stride = 1
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = parameter
 
@@ -193,5 +191,5 @@ def _check_fp8(name: str, placement: Placement) -> None:
     if odd:
         raise ValueError(
             f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple of {FP8_MULTIPLE}, which FP8 "
-            "matrix products need; lower parallel.tp or leave engine.fp8 empty"
+            "matrix products need; lower parallel.tp or set engine.fp8=none"
         )

@@ -92,8 +92,9 @@ def put_to_sleep(fleet: Fleet, config: Config, mesh: Mesh) -> None:
 
 
 def wake_up(fleet: Fleet, config: Config, mesh: Mesh) -> None:
-    """Collective; undoes put_to_sleep()."""
+    """Collective; undoes put_to_sleep(). Before, every rank gives back what its allocator keeps of the update's peak."""
     if _sleeps(config, mesh):
+        agreed(torch.cuda.empty_cache, mesh.cpu_group)
         agreed(fleet.wake, mesh.cpu_group, here=mesh.rank == 0)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -234,7 +234,7 @@ def _differing(first: Path, second: Path) -> list[str]:
 
 
 def test_bfloat16_weights_with_float32_masters(pipeline, tmp_path):
-    world_size, sizes = LAYOUTS["tp2"]
+    world_size, sizes = LAYOUTS["tp2_dp2"]
     run_ranks(_precision_worker, world_size, pipeline, tmp_path, sizes)
     exact, mixed = (json.loads((tmp_path / f"{dtype}.json").read_text()) for dtype in ("float32", "bfloat16"))
     for name in ("loss/policy", "optim/grad_norm"):
@@ -338,6 +338,10 @@ def _engine(
     backend: str = "megatron",
     device: str = "cpu",
 ) -> ShardedEngine:
+    from megatron.core import distributed
+
+    # the default puts all of a small model into one bucket, 20 B are hundreds
+    distributed.DistributedDataParallelConfig = partial(distributed.DistributedDataParallelConfig, bucket_size=50_000)
     config = Config()
     config.model.path, config.model.dtype = str(pipeline), "float32"
     config.engine.backend, config.engine.dtype, config.engine.recompute_every = backend, dtype, 2

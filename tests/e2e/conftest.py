@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SEARCH_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for rewards of the tests' own
@@ -80,6 +83,27 @@ class Trainer:
 @pytest.fixture
 def trainer(tmp_path, tiny_model) -> Trainer:
     return Trainer(tmp_path, Path(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def in_ranks(tmp_path_factory, tiny_model) -> Callable[..., Result]:
+    """Runs `megadiff train` as torchrun does, in processes that have their imports behind them: (run's name, number of
+    ranks, *overrides). Fails with the traceback of the rank that fails."""
+    trainer = Trainer(tmp_path_factory.mktemp("ranks"), tiny_model)
+
+    def run(name: str, num_processes: int, *overrides: str) -> Result:
+        arguments = trainer.command(*overrides, name=name)
+        run_ranks(_train, num_processes, arguments[arguments.index("megadiff.cli.train") + 1 :])
+        return Result(code=0, stderr="", folder=trainer.folder / name)
+
+    return run
+
+
+def _train(arguments: list[str]) -> None:
+    from megadiff.cli.train import main
+
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+    assert main(arguments) == 0
 
 
 def start_replicas(count: int, *, folder: Path, command: list[str]) -> list[subprocess.Popen]:

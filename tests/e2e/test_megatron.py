@@ -1,12 +1,6 @@
 """The Megatron engine behind the same command: every layout gives the VeOmni engine's run, and resumes into another."""
 
-import os
-
 import pytest
-
-from megadiff.cli.train import main
-from tests.distributed.ranks import run_ranks
-from tests.e2e.conftest import Result, Trainer
 
 MEGATRON = "engine.backend=megatron"
 LAYOUTS = {  # number of processes, overrides; sequence parallelism is on unless it is switched off
@@ -15,33 +9,21 @@ LAYOUTS = {  # number of processes, overrides; sequence parallelism is on unless
     "tp2": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "tp2_dp2": (4, ["parallel.tp=2", "parallel.dp=2"]),
     "tp4": (4, ["parallel.tp=4"]),
-    "tp2_sp2": (4, ["parallel.tp=2", "parallel.sp=2"]),
 }
 SAME = ("reward/mean", "loss/policy", "optim/grad_norm", "policy/kl_ref")
 TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model, registry):
-    """Runs `megadiff train` on this many ranks, in processes that have their imports behind them."""
-    trainer = Trainer(tmp_path_factory.mktemp("megatron"), tiny_model)
+def runs(in_ranks, registry):
+    """Runs `megadiff train` on this many ranks."""
     shared = [
         "rollout.mode=separate",
         f"rollout.registry={registry}",
         "algorithm.kl_coef=0.04",
         "rollout.num_replicas=2",
     ]
-
-    def run(name: str, num_processes: int, *overrides: str) -> Result:
-        run_ranks(_main, num_processes, trainer.command(*shared, *overrides, name=name)[3:])
-        return Result(code=0, stderr="", folder=trainer.folder / name)
-
-    return run
-
-
-def _main(arguments):
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
-    assert main(arguments) == 0
+    return lambda name, num_processes, *overrides: in_ranks(name, num_processes, *shared, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -68,5 +50,5 @@ def _close(rows, reference):
     for row, expected in zip(rows, reference, strict=True):
         for key in SAME:
             # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
-            scale = max(abs(expected[key]), 1e-3)
+            scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
             assert abs(row[key] - expected[key]) <= TOLERANCE * scale, (row["step"], key, row[key], expected[key])

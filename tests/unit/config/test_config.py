@@ -99,7 +99,7 @@ def test_what_the_user_must_give(tmp_path):
             1,
             r"parallel.tp=2 with engine.backend=veomni.*set parallel.tp=1, or engine.backend=megatron",
         ),
-        ("engine.fp8=hybrid", 1, r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=''"),
+        ("engine.fp8=hybrid", 1, r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=none"),
         ("engine={backend: megatron, fp8: hybrid, dtype: float32}", 1, r"engine.fp8=hybrid with engine.dtype=float32"),
         ("engine={backend: megatron, recompute_every: 0}", 1, r"engine.recompute_every=0 < 1"),
     ],
