@@ -32,9 +32,14 @@ class QwenImageAdapter:
     plan = PLAN
 
     def __init__(self, model_folder: Path | str) -> None:
-        """model_folder: a diffusers pipeline folder. Raises ValueError when transformer/config.json is missing."""
+        """model_folder: a diffusers pipeline folder. Raises ValueError when transformer/config.json is missing, or of an
+        editing model, which modulates the tokens of its input image differently."""
         self.model_folder = Path(model_folder)
         config = read_json(self.model_folder / "transformer" / "config.json")
+        if config.get("zero_cond_t"):
+            raise ValueError(
+                f"{model_folder}/transformer has zero_cond_t=true, an editing model; use a text-to-image one"
+            )
         self.channels: int = config["in_channels"]
         self.num_layers: int = config["num_layers"]
         self.num_heads: int = config["num_attention_heads"]

@@ -36,11 +36,6 @@ class QwenImageAttention:
         self.tokens = tokens
 
     def prepare(self, transformer: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ValueError for a model variant whose modulation differs between tokens (zero_cond_t)."""
-        if transformer.config.zero_cond_t:
-            raise ValueError(
-                "zero_cond_t=true in transformer/config.json modulates tokens by their index; unsupported here"
-            )
         image_BSC, text_BSC = kwargs["hidden_states"], kwargs["encoder_hidden_states"]
         # forward calls pos_embed itself too, but with the length of its own chunk of text
         image_rotary_SD, text_rotary_SD = transformer.pos_embed(

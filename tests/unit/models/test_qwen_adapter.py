@@ -249,3 +249,10 @@ def test_impossible_sampling_is_refused(adapter, change, message):
 def test_folder_without_transformer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json does not exist"):
         QwenImageAdapter(tmp_path)
+
+
+def test_an_editing_model_is_refused(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text('{"zero_cond_t": true}')
+    with pytest.raises(ValueError, match="zero_cond_t=true, an editing model"):
+        QwenImageAdapter(tmp_path)
