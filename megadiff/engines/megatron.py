@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
-from megadiff.engines.sharded import ShardedEngine, check_one_component, check_version
+from megadiff.engines.sharded import ShardedEngine, build_adamw, check_one_component, check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.mesh import Mesh, check_heads
@@ -262,22 +262,14 @@ def _build_ddp(transformer: nn.Module, mesh: Mesh):
 
 
 def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
-    """AdamW without weight decay on biases, norms and other 1-D parameters, over this rank's range of the buffers.
-
-    It is torch's on every device, whose state the checkpoints of all engines hold.
-    """
+    """The engines' AdamW, over this rank's range of the buffers."""
     from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-    optim, dtype = config.optim, DTYPES[config.engine.dtype]
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    dtype = DTYPES[config.engine.dtype]
     return DistributedOptimizer(
-        torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True),
+        build_adamw(config.optim, (parameter for parameter in parameters.values() if parameter.requires_grad)),
         OptimizerConfig(
             optimizer="adam", use_distributed_optimizer=True, params_dtype=dtype, bf16=dtype == torch.bfloat16
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megadiff.config.schema import Config
+from megadiff.config.schema import Config, OptimConfig
 from megadiff.diffusion import sde
 from megadiff.engines.base import Loss
 from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, loss_inputs, microbatches, num_microbatches
@@ -301,6 +301,19 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def build_adamw(optim: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW without weight decay on biases, norms and other 1-D parameters.
+
+    It is torch's on every device and for every engine: checkpoints hold its state.
+    """
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
 def check_version(package: str, *, tested: tuple[str, ...]) -> None:

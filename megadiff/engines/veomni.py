@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadiff.config.schema import Config
-from megadiff.engines.sharded import ShardedEngine, check_one_component, check_version, local
+from megadiff.engines.sharded import ShardedEngine, build_adamw, check_one_component, check_version, local
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import ParallelPlan
@@ -75,7 +75,7 @@ class VeOmniEngine(ShardedEngine):
             mesh,
             adapter,
             transformer=transformer,
-            optimizer=_build_optimizer(config, self._parameters),
+            optimizer=build_adamw(config.optim, self._parameters.values()),
             optimized=self._parameters,
             masters={name: local(parameter.detach()) for name, parameter in self._parameters.items()},
             keep_reference=keep_reference,
@@ -195,16 +195,6 @@ def _load_source(parameters: dict[str, DTensor], folder: Path) -> None:
     source.check_names({name: tuple(p.shape) for name, p in parameters.items()})
     for name, parameter in parameters.items():
         source.read_into(name, _shard(parameter, local(parameter)))
-
-
-def _build_optimizer(config: Config, parameters: dict[str, DTensor]) -> torch.optim.AdamW:
-    """AdamW without weight decay on biases, norms and other 1-D parameters."""
-    optim = config.optim
-    groups = [
-        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
 def _gradients_too_large(parameters: dict[str, DTensor], device: torch.device) -> bool:
