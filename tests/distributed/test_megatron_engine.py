@@ -25,7 +25,6 @@ from megadiff.engines.base import Engine
 from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.models.qwen_image.tiny import write_tiny_pipeline
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import TrainBatch
 from megadiff.weights.shards import Shard, ShardFolder, write_shards
@@ -46,22 +45,15 @@ STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 20, 18, 5e-4, 1e-1, 0.05
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_pipeline(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(pipeline: Path) -> dict[float, dict[str, Tensor]]:
+def reference(tiny_model: Path) -> dict[float, dict[str, Tensor]]:
     """true_cfg_scale → loss, gradient norm and gradients of the whole batch by stock diffusers in one piece."""
-    return {scale: _stock_gradients(pipeline, scale) for scale in (1.0, 4.0)}
+    return {scale: _stock_gradients(tiny_model, scale) for scale in (1.0, 4.0)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_weights_and_reference_for_every_layout(layout, pipeline, reference, tmp_path):
+def test_gradients_weights_and_reference_for_every_layout(layout, tiny_model, reference, tmp_path):
     world_size, sizes = LAYOUTS[layout]
-    run_ranks(_gradient_worker, world_size, pipeline, tmp_path, sizes)
+    run_ranks(_gradient_worker, world_size, tiny_model, tmp_path, sizes)
     for scale, expected in reference.items():
         found = ShardFolder(tmp_path / str(scale))
         gradients = {name for name, value in expected.items() if value.ndim}
@@ -73,8 +65,8 @@ def test_gradients_weights_and_reference_for_every_layout(layout, pipeline, refe
             assert found.values[name] == pytest.approx(float(expected[name]), rel=1e-5), name
 
 
-def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
-    engine = _engine(pipeline, sizes, lr=0.0, keep_reference=True)
+def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(tiny_model, sizes, lr=0.0, keep_reference=True)
     for scale in (1.0, 4.0):
         captured: dict[str, list[Shard]] = {}
         hook = engine.optimizer.register_step_pre_hook(lambda *_, into=captured: into.update(_gradients(engine)))
@@ -83,7 +75,7 @@ def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
         write_shards(
             out / str(scale), captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
         )
-    _check_named_weights(engine, pipeline)
+    _check_named_weights(engine, tiny_model)
     engine.config.optim.lr = LR
     _check_reference(engine)
     _check_broken_gradient(engine)
@@ -94,8 +86,8 @@ def _gradients(engine: ShardedEngine) -> dict[str, list[Shard]]:
     return {name: engine._places(name, gradient.clone()) for name, gradient in gradients.items()}
 
 
-def _check_named_weights(engine: ShardedEngine, pipeline: Path) -> None:
-    source = load_file(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+def _check_named_weights(engine: ShardedEngine, tiny_model: Path) -> None:
+    source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     stock_order = [f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()]
     for dtype in (torch.float32, torch.bfloat16):
         engine.config.model.dtype = str(dtype).removeprefix("torch.")
@@ -136,30 +128,30 @@ def _check_broken_gradient(engine: ShardedEngine) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """(engine, layout) → the folder of a run of STEPS updates: checkpoint at SAVED_STEP, all figures, last weights."""
 
     @cache
     def save(backend: str, layout: str) -> Path:
         world_size, sizes = LAYOUTS[layout]
         out = tmp_path_factory.mktemp(f"{backend}_{layout}")
-        run_ranks(_run_worker, world_size, pipeline, out, backend, sizes)
+        run_ranks(_run_worker, world_size, tiny_model, out, backend, sizes)
         return out
 
     return save
 
 
-def _run_worker(pipeline: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
-    engine = _trainer(pipeline, sizes, backend)
+def _run_worker(tiny_model: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
+    engine = _trainer(tiny_model, sizes, backend)
     figures = list(_updates(engine, 0, SAVED_STEP))
     engine.save(out / "checkpoint")
     _write_figures(out, engine, figures + list(_updates(engine, SAVED_STEP, STEPS)))
     engine.save(out / "end")
 
 
-def test_twenty_steps_follow_stock_diffusers_and_adamw(pipeline, saved):
+def test_twenty_steps_follow_stock_diffusers_and_adamw(tiny_model, saved):
     figures = json.loads((saved("megatron", "tp2_dp2") / "figures.json").read_text())
-    expected, weights = _stock_run(pipeline)
+    expected, weights = _stock_run(tiny_model)
     norms = [each["optim/grad_norm"] for each in figures]
     assert norms == pytest.approx(expected, rel=1e-4)
     assert min(norms[1:]) < MAX_NORM < max(norms), "the clipping must act, but not always"
@@ -168,11 +160,11 @@ def test_twenty_steps_follow_stock_diffusers_and_adamw(pipeline, saved):
         torch.testing.assert_close(_whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def _stock_run(pipeline: Path) -> tuple[list[float], dict[str, Tensor]]:
+def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
     """Gradient norms before clipping of STEPS updates by torch's AdamW in one process, and the last weights."""
     transformer, adapter = (
-        QwenImageTransformer2DModel.from_pretrained(pipeline / "transformer"),
-        QwenImageAdapter(pipeline),
+        QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer"),
+        QwenImageAdapter(tiny_model),
     )
     parameters = dict(transformer.named_parameters())
     groups = [
@@ -204,10 +196,10 @@ def _stock_run(pipeline: Path) -> tuple[list[float], dict[str, Tensor]]:
     ],
     ids=lambda place: "_".join(place),
 )
-def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, pipeline, saved, tmp_path):
+def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, tiny_model, saved, tmp_path):
     backend, layout = reader
     world_size, sizes = LAYOUTS[layout]
-    run_ranks(_resume_worker, world_size, pipeline, saved(*writer) / "checkpoint", tmp_path, backend, sizes)
+    run_ranks(_resume_worker, world_size, tiny_model, saved(*writer) / "checkpoint", tmp_path, backend, sizes)
     assert _differing(saved(*writer) / "checkpoint", tmp_path / "again") == []
     uninterrupted = json.loads((saved(*writer) / "figures.json").read_text())[SAVED_STEP:]
     resumed = json.loads((tmp_path / "figures.json").read_text())
@@ -218,8 +210,8 @@ def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, pipel
         assert _differing(saved(*writer) / "end", tmp_path / "end") == []
 
 
-def _resume_worker(pipeline: Path, checkpoint: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
-    engine = _trainer(pipeline, sizes, backend)
+def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
+    engine = _trainer(tiny_model, sizes, backend)
     engine.load(checkpoint)
     engine.save(out / "again")
     _write_figures(out, engine, list(_updates(engine, SAVED_STEP, STEPS)))
@@ -233,13 +225,13 @@ def _differing(first: Path, second: Path) -> list[str]:
     return [name for name in one.shapes if not torch.equal(_whole(one, name), _whole(other, name))]
 
 
-def test_bfloat16_weights_with_float32_masters(pipeline, tmp_path):
+def test_bfloat16_weights_with_float32_masters(tiny_model, tmp_path):
     world_size, sizes = LAYOUTS["tp2_dp2"]
-    run_ranks(_precision_worker, world_size, pipeline, tmp_path, sizes)
+    run_ranks(_precision_worker, world_size, tiny_model, tmp_path, sizes)
     exact, mixed = (json.loads((tmp_path / f"{dtype}.json").read_text()) for dtype in ("float32", "bfloat16"))
     for name in ("loss/policy", "optim/grad_norm"):
         assert [each[name] for each in mixed] == pytest.approx([each[name] for each in exact], rel=0.03)
-    source = load_file(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     start, end = ShardFolder(tmp_path / "start"), ShardFolder(tmp_path / "bfloat16")
     num_moved = num_moved_in_bfloat16 = num_elements = 0
     for name, weight in source.items():
@@ -252,10 +244,10 @@ def test_bfloat16_weights_with_float32_masters(pipeline, tmp_path):
     assert num_moved > num_elements / 2
 
 
-def _precision_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
-    _engine(pipeline, sizes, lr=1e-6, dtype="bfloat16").save(out / "start")
+def _precision_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
+    _engine(tiny_model, sizes, lr=1e-6, dtype="bfloat16").save(out / "start")
     for dtype in ("bfloat16", "float32"):
-        engine = _engine(pipeline, sizes, lr=1e-6, dtype=dtype)
+        engine = _engine(tiny_model, sizes, lr=1e-6, dtype=dtype)
         batch = _mine(engine, 1.0)
         figures = [engine.update(batch, LOSS) for _ in range(4)]
         if engine.mesh.rank == 0:
@@ -263,7 +255,7 @@ def _precision_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
         assert {p.dtype for p in engine.transformer.parameters()} == {getattr(torch, dtype)}
         engine.save(out / dtype)
         dist.barrier()
-        resumed = _engine(pipeline, sizes, lr=1e-6, dtype=dtype)
+        resumed = _engine(tiny_model, sizes, lr=1e-6, dtype=dtype)
         resumed.load(out / dtype)
         assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
 
@@ -276,18 +268,18 @@ def _precision_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
         ({"tp": 1, "sp": 1, "dp": 2, "dp_replicate": 2}, "parallel.dp_replicate=2.*set parallel.dp_replicate=1"),
     ],
 )
-def test_refusals(sizes, message, pipeline):
-    run_ranks(_refusal_worker, 1, pipeline, sizes, message)
+def test_refusals(sizes, message, tiny_model):
+    run_ranks(_refusal_worker, 1, tiny_model, sizes, message)
 
 
-def _refusal_worker(pipeline: Path, sizes: dict[str, int], message: str) -> None:
+def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> None:
     config, mesh = Config(), init_mesh(_layout({}), "cpu")
     config.engine.backend = "megatron"
     layout = resolve_layout(
         **{"dp": 1, "dp_replicate": 1, **sizes}, world_size=sizes.get("dp", 1) * sizes["sp"] * sizes["tp"]
     )
     with pytest.raises(ValueError, match=message):
-        build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(pipeline))
+        build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(tiny_model))
 
 
 def _updates(engine: ShardedEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
@@ -322,12 +314,12 @@ def _whole(folder: ShardFolder, name: str) -> Tensor:
     return shard.local
 
 
-def _trainer(pipeline: Path, sizes: Mapping[str, int], backend: str) -> ShardedEngine:
-    return _engine(pipeline, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend)
+def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ShardedEngine:
+    return _engine(tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend)
 
 
 def _engine(
-    pipeline: Path,
+    tiny_model: Path,
     sizes: Mapping[str, int],
     *,
     lr: float,
@@ -343,13 +335,13 @@ def _engine(
     # the default puts all of a small model into one bucket, 20 B are hundreds
     distributed.DistributedDataParallelConfig = partial(distributed.DistributedDataParallelConfig, bucket_size=50_000)
     config = Config()
-    config.model.path, config.model.dtype = str(pipeline), "float32"
+    config.model.path, config.model.dtype = str(tiny_model), "float32"
     config.engine.backend, config.engine.dtype, config.engine.recompute_every = backend, dtype, 2
     config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = lr, weight_decay, max_grad_norm
     config.parallel.sequence_parallel = sizes.get("sequence_parallel", True)
     config.train.microbatch_size = 7  # neither the 16 pairs nor any rank's share is a multiple
     config.algorithm.kl_coef = float(keep_reference)
-    return build_engine(config, init_mesh(_layout(sizes), device), QwenImageAdapter(pipeline))
+    return build_engine(config, init_mesh(_layout(sizes), device), QwenImageAdapter(tiny_model))
 
 
 def _layout(sizes: Mapping[str, int]):

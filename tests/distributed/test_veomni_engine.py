@@ -24,7 +24,6 @@ from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.models.qwen_image.tiny import write_tiny_pipeline
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import Sampling, TrainBatch
 from tests.distributed.ranks import run_ranks
@@ -45,22 +44,15 @@ LOSS = partial(flow_grpo, clip_range=100.0, adv_clip_max=5.0, kl_coef=0.0)
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_pipeline(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(pipeline: Path) -> dict[float, dict[str, Tensor]]:
+def reference(tiny_model: Path) -> dict[float, dict[str, Tensor]]:
     """true_cfg_scale → loss, gradient norm and gradients of the whole batch by stock diffusers in one piece."""
-    return {scale: _stock_gradients(pipeline, scale) for scale in (1.0, 4.0)}
+    return {scale: _stock_gradients(tiny_model, scale) for scale in (1.0, 4.0)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_is_that_of_stock_diffusers_for_every_layout(layout, pipeline, reference, tmp_path):
+def test_gradient_is_that_of_stock_diffusers_for_every_layout(layout, tiny_model, reference, tmp_path):
     world_size, sizes = LAYOUTS[layout]
-    run_ranks(_gradient_worker, world_size, pipeline, tmp_path, sizes)
+    run_ranks(_gradient_worker, world_size, tiny_model, tmp_path, sizes)
     for scale, expected in reference.items():
         found = load_file(tmp_path / f"gradients_{scale}.safetensors")
         assert found.keys() == expected.keys()
@@ -69,14 +61,14 @@ def test_gradient_is_that_of_stock_diffusers_for_every_layout(layout, pipeline, 
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=tolerance, msg=name)
 
 
-def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
-    engine = _engine(pipeline, sizes, lr=0.0)
+def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(tiny_model, sizes, lr=0.0)
     for scale in (1.0, 4.0):
         captured: dict[str, Tensor] = {}
         hook = engine.optimizer.register_step_pre_hook(
             lambda *_, captured=captured: captured.update(_full_gradients(engine))
         )
-        engine_batch = _batch(QwenImageAdapter(pipeline), scale, engine.mesh.dp, engine.mesh.dp_rank)
+        engine_batch = _batch(QwenImageAdapter(tiny_model), scale, engine.mesh.dp, engine.mesh.dp_rank)
         metrics = engine.update(engine_batch, LOSS)
         hook.remove()
         captured |= {name: torch.tensor(value) for name, value in metrics.items()}
@@ -84,10 +76,10 @@ def _gradient_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
             save_file(captured, out / f"gradients_{scale}.safetensors")
 
 
-def _stock_gradients(pipeline: Path, scale: float) -> dict[str, Tensor]:
+def _stock_gradients(tiny_model: Path, scale: float) -> dict[str, Tensor]:
     assert QwenImageTransformer2DModel.forward.__wrapped__.__module__.startswith("diffusers."), "VeOmni got in here"
-    transformer = QwenImageTransformer2DModel.from_pretrained(pipeline / "transformer")
-    adapter = QwenImageAdapter(pipeline)
+    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer")
+    adapter = QwenImageAdapter(tiny_model)
     batch = _batch(adapter, scale)
     (piece,) = microbatches(batch, 1000, torch.device("cpu"))
     velocity_BLC = adapter.velocity(transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling)
@@ -103,14 +95,14 @@ def _stock_gradients(pipeline: Path, scale: float) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Layout → the folder of a checkpoint that it wrote after one update, with its state then and one update on."""
 
     @cache
     def save(layout: str) -> Path:
         world_size, sizes = LAYOUTS[layout]
         out = tmp_path_factory.mktemp(layout)
-        run_ranks(_save_worker, world_size, pipeline, out, sizes)
+        run_ranks(_save_worker, world_size, tiny_model, out, sizes)
         return out
 
     return save
@@ -120,9 +112,9 @@ def saved(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     ("writer", "reader"),
     [("dp1", "dp1"), ("dp1", "dp2"), ("dp2", "dp1"), ("dp2", "sp2"), ("hsdp2_shard2", "dp2")],
 )
-def test_checkpoint_is_bit_exact_under_another_layout(writer, reader, pipeline, saved, tmp_path):
+def test_checkpoint_is_bit_exact_under_another_layout(writer, reader, tiny_model, saved, tmp_path):
     world_size, sizes = LAYOUTS[reader]
-    run_ranks(_load_worker, world_size, pipeline, saved(writer), tmp_path, sizes)
+    run_ranks(_load_worker, world_size, tiny_model, saved(writer), tmp_path, sizes)
     expected, found = load_file(saved(writer) / "at_save.safetensors"), load_file(tmp_path / "loaded.safetensors")
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -140,14 +132,14 @@ def test_replicas_of_a_shard_are_written_once(saved):
 
 
 @pytest.mark.parametrize("layout", ["dp1", "sp2"])
-def test_weights_and_reference(layout, pipeline):
+def test_weights_and_reference(layout, tiny_model):
     world_size, sizes = LAYOUTS[layout]
-    run_ranks(_weights_worker, world_size, pipeline, sizes)
+    run_ranks(_weights_worker, world_size, tiny_model, sizes)
 
 
-def test_mixed_precision_and_failures(pipeline, tmp_path):
-    save_file({"velocity": _stock_velocity(pipeline, torch.bfloat16)}, tmp_path / "stock.safetensors")
-    run_ranks(_precision_worker, 1, pipeline, tmp_path / "stock.safetensors")
+def test_mixed_precision_and_failures(tiny_model, tmp_path):
+    save_file({"velocity": _stock_velocity(tiny_model, torch.bfloat16)}, tmp_path / "stock.safetensors")
+    run_ranks(_precision_worker, 1, tiny_model, tmp_path / "stock.safetensors")
 
 
 def test_failing_rank_is_reported_with_its_traceback():
@@ -161,9 +153,9 @@ def _failing_worker() -> None:
     time.sleep(60)
 
 
-def _stock_velocity(pipeline: Path, dtype: torch.dtype) -> Tensor:
-    transformer = QwenImageTransformer2DModel.from_pretrained(pipeline / "transformer", torch_dtype=dtype)
-    return _velocity(QwenImageAdapter(pipeline), transformer)
+def _stock_velocity(tiny_model: Path, dtype: torch.dtype) -> Tensor:
+    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=dtype)
+    return _velocity(QwenImageAdapter(tiny_model), transformer)
 
 
 @torch.no_grad()
@@ -174,10 +166,10 @@ def _velocity(adapter: QwenImageAdapter, transformer: Callable) -> Tensor:
     return torch.cat(rows)
 
 
-def _precision_worker(pipeline: Path, stock: Path) -> None:
+def _precision_worker(tiny_model: Path, stock: Path) -> None:
     """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing; refusals."""
-    batch = _batch(QwenImageAdapter(pipeline))
-    engine = _engine(pipeline, {}, dtype="bfloat16")
+    batch = _batch(QwenImageAdapter(tiny_model))
+    engine = _engine(tiny_model, {}, dtype="bfloat16")
     torch.testing.assert_close(_velocity(engine.adapter, engine.transformer), load_file(stock)["velocity"])
     engine.update(batch, LOSS)
     assert {p.dtype for p in engine.transformer.parameters()} == {torch.float32}
@@ -200,8 +192,8 @@ def _precision_worker(pipeline: Path, stock: Path) -> None:
             build_engine(engine.config, replace(engine.mesh, layout=layout), engine.adapter)
 
 
-def _save_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
-    engine = _engine(pipeline, sizes)
+def _save_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(tiny_model, sizes)
     batch = _batch(engine.adapter, 1.0, engine.mesh.dp, engine.mesh.dp_rank)
     engine.update(batch, LOSS)
     engine.save(out / "checkpoint")
@@ -210,17 +202,17 @@ def _save_worker(pipeline: Path, out: Path, sizes: dict[str, int]) -> None:
     _dump(engine, out / "next.safetensors", metrics)
 
 
-def _load_worker(pipeline: Path, saved: Path, out: Path, sizes: dict[str, int]) -> None:
-    engine = _engine(pipeline, sizes)
+def _load_worker(tiny_model: Path, saved: Path, out: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(tiny_model, sizes)
     engine.load(saved / "checkpoint")
     _dump(engine, out / "loaded.safetensors")
     metrics = engine.update(_batch(engine.adapter, 1.0, engine.mesh.dp, engine.mesh.dp_rank), LOSS)
     _dump(engine, out / "next.safetensors", metrics)
 
 
-def _weights_worker(pipeline: Path, sizes: dict[str, int]) -> None:
-    engine = _engine(pipeline, sizes, keep_reference=True)
-    source = load_file(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+def _weights_worker(tiny_model: Path, sizes: dict[str, int]) -> None:
+    engine = _engine(tiny_model, sizes, keep_reference=True)
+    source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     for dtype in ("float32", "bfloat16"):
         engine.config.model.dtype = dtype
         buckets = list(engine.named_weights(100_000))
@@ -256,7 +248,7 @@ def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None
 
 
 def _engine(
-    pipeline: Path,
+    tiny_model: Path,
     sizes: Mapping[str, int],
     *,
     lr: float = 1e-3,
@@ -265,13 +257,13 @@ def _engine(
     device: str = "cpu",
 ) -> Engine:
     config = Config()
-    config.model.path, config.model.dtype = str(pipeline), "float32"
+    config.model.path, config.model.dtype = str(tiny_model), "float32"
     config.engine.dtype, config.optim.lr, config.optim.max_grad_norm = dtype, lr, 1e9
     config.train.microbatch_size = 3  # neither the 16 pairs nor any rank's share is a multiple
     config.algorithm.kl_coef = float(keep_reference)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = resolve_layout(**{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size)
-    return build_engine(config, init_mesh(layout, device), QwenImageAdapter(pipeline))
+    return build_engine(config, init_mesh(layout, device), QwenImageAdapter(tiny_model))
 
 
 def _batch(adapter: QwenImageAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0) -> TrainBatch:
