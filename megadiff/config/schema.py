@@ -88,6 +88,12 @@ class EngineConfig:
 
 
 @dataclass
+class LoraConfig:
+    rank: int = 0  # 0: all weights are trained; else low-rank adapters of the plan's lora_targets, over frozen weights
+    alpha: float = 0.0  # the adapters' output is multiplied by alpha / rank; 0: alpha = rank
+
+
+@dataclass
 class OptimConfig:
     lr: float = MISSING
     weight_decay: float = 1e-4
@@ -144,6 +150,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: dict[str, RewardConfig] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
