@@ -1,16 +1,27 @@
-"""A transformer of any size with random weights, as a model folder that engines load: for benchmarks at real size."""
+"""Model folders of any size with random weights, for benchmarks at real size.
+
+    python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] [--text-layers N] [--device cuda]
+
+writes a whole pipeline folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4 B (and 14 GB of text
+encoder, unless --text-layers says otherwise). Images of it are noise; times and memory are the real model's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKLQwenImage
 from safetensors.torch import save_file
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megadiff.models.files import read_json
-from megadiff.models.qwen_image.tiny import SCHEDULER_CONFIG
+from megadiff.models.qwen_image.tiny import SCHEDULER_CONFIG, SPECIAL_TOKENS, build_tokenizer
 from megadiff.models.registry import build_adapter
 
 SHARD_BYTES = 4 << 30
@@ -51,3 +62,63 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
     index = {"metadata": {"total_size": 2 * sum(map(torch.Size.numel, shapes.values()))}, "weight_map": places}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     return sum(map(torch.Size.numel, shapes.values()))
+
+
+def write_random_pipeline(source: Path, out: Path, *, device: str, num_layers: int = 0, text_layers: int = 0) -> int:
+    """write_random_transformer, and beside it all that a replica needs: a tokenizer of few words, a text encoder and VAE
+    of source's configs with random bfloat16 weights. text_layers: 0 keeps the config's."""
+    num_parameters = write_random_transformer(source, out, device=device, num_layers=num_layers)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(out / "tokenizer")
+    torch.manual_seed(0)
+    config = _text_config(read_json(source / "text_encoder" / "config.json"), tokenizer, text_layers)
+    with torch.device(device):
+        text_encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+        vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(source / "vae"))
+    text_encoder.save_pretrained(out / "text_encoder")
+    vae.to(torch.bfloat16).save_pretrained(out / "vae")
+    return num_parameters
+
+
+def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
+    """The config with what planning does not need: the rotary embedding and the special tokens' ids. The vision tower, which
+    no replica keeps, is cut to one layer."""
+    text = dict(values["text_config"])
+    head_dim = text["hidden_size"] // text["num_attention_heads"]
+    rope = {"rope_type": "default", "mrope_section": [head_dim // 8, *[3 * head_dim // 16] * 2], "rope_theta": 1e6}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    text |= {"rope_parameters": rope, "rope_scaling": dict(rope, type="mrope"), "pad_token_id": ids["<|endoftext|>"]}
+    text |= {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
+    if num_layers:
+        text |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={**values["vision_config"], "depth": 1, "fullatt_block_indexes": [0]},
+        tie_word_embeddings=values["tie_word_embeddings"],
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to create")
+    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="folder whose configs are taken")
+    parser.add_argument("--layers", type=int, default=0, help="of the transformer; 0: as many as its config says")
+    parser.add_argument("--text-layers", type=int, default=0, help="of the text encoder; 0: as many as its config says")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    if args.out.exists():
+        parser.error(f"{args.out} exists; name another folder")
+    start = time.perf_counter()
+    count = write_random_pipeline(
+        args.model, args.out, device=args.device, num_layers=args.layers, text_layers=args.text_layers
+    )
+    print(json.dumps({"out": str(args.out), "parameters": count, "seconds": round(time.perf_counter() - start, 1)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
