@@ -1,7 +1,7 @@
 """A 64-bit fingerprint of a tensor's bits, computed where the tensor lives and equal on CPU and GPU.
 
 Two steps, both in exact integer arithmetic. The bytes, as rows of ROW_BYTES, are multiplied with a fixed int8 matrix,
-which machines do at the speed of their memory and which leaves 1/128 of the data; those sums are then hashed with their
+which machines do at the speed of their memory and which leaves 1/64 of the data; those sums are then hashed with their
 place in the tensor and added up mod 2^64. One changed byte changes a row's sums for certain; any other difference goes
 unseen by a chance of about 2^-56.
 """
@@ -15,11 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-ROW_BYTES = 4096
+ROW_BYTES = 2048
 NUM_SUMS = 8  # of a row, int32: the fewest that a GPU's int8 matrix product gives
 MAX_FACTOR = 63  # so that two products with a byte fit in 16 bits, in which older CPUs add them
 LEAST_ROWS = 32  # a GPU's int8 matrix product wants more than 16
-ROWS_AT_ONCE = {"cpu": 1 << 10, "cuda": 1 << 18}  # 4 MiB, which a CPU caches; 1 GiB
+ROWS_AT_ONCE = {"cpu": 1 << 11, "cuda": 1 << 19}  # 4 MiB, which a CPU caches; 1 GiB
 IN_PLACE_BYTES = {"cpu": 1 << 16, "cuda": 1 << 20}  # smaller tensors are copied into common rows: fewer kernels
 _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15, odd: multiplication by it is a bijection mod 2^64
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -146,7 +146,8 @@ def _factors(device: torch.device) -> Tensor:
     stream = torch.frombuffer(bytearray(hashlib.shake_128(b"megadiff").digest(ROW_BYTES * NUM_SUMS)), dtype=torch.uint8)
     factors = stream.to(torch.int16) % (2 * MAX_FACTOR) - MAX_FACTOR
     factors += factors >= 0
-    return factors.to(torch.int8).view(ROW_BYTES, NUM_SUMS).to(device)
+    factors_BS = factors.to(torch.int8).view(ROW_BYTES, NUM_SUMS).to(device)
+    return factors_BS if device.type == "cpu" else factors_BS.t().contiguous().t()  # column by column: 4 times faster
 
 
 def _digits(total: int, dtype: torch.dtype, shape: Sequence[int]) -> str:
