@@ -59,7 +59,8 @@ class PromptBatch:
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How samples are drawn; equal for all groups of a run. height, width in pixels; sde_window_range is [low, high)
-    in step indices; the other fields are as in the config's rollout section. window_size 0 means a pure ODE rollout."""
+    in step indices; the other fields are as in the config's rollout section. window_size 0 means a pure ODE rollout.
+    guidance_scale_2: of a model's second component (Wan2.2's low-noise expert); 0: guidance_scale."""
 
     height: int
     width: int
@@ -67,6 +68,7 @@ class Sampling:
     num_inference_steps: int
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0
+    guidance_scale_2: float = 0.0
     sde_type: str = "flow_sde"
     eta: float = 0.7
     sde_window_size: int = 2

@@ -1,4 +1,4 @@
-"""What all tests share: the tiny pipeline, and the reason why `gpu` tests are skipped."""
+"""What all tests share: the tiny pipelines, and the reason why `gpu` tests are skipped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+from megadiff.models.wan22 import tiny as wan_tiny
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +17,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_pipeline(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Kind (wan22.tiny.KINDS) → a float32 tiny Wan2.2 folder, made once. Read-only by agreement."""
+    folders = {kind: tmp_path_factory.mktemp("models") / kind for kind in wan_tiny.KINDS}
+    for kind, folder in folders.items():
+        wan_tiny.write_tiny_pipeline(folder, kind=kind)
+    return folders
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

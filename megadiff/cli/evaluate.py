@@ -59,7 +59,11 @@ MODEL_DEFAULTS = (  # what training needs and evaluation does not look at, and a
     *("run.dir=runs", "train.num_steps=0", "train.prompts_per_step=1", "algorithm.group_size=2", "optim.lr=1"),
     *("rollout.height=512", "rollout.width=512", "rollout.sde_window_size=1", "rollout.sde_window_range=[0,1]"),
 )
-RUN_DEFAULTS = ("rollout.num_replicas=0", "checkpoint.resume=auto")  # in place of the run's own
+RUN_DEFAULTS = (  # in place of the run's own; its sync.folder belongs to the run
+    "rollout.num_replicas=0",
+    "checkpoint.resume=auto",
+    "sync.transport=http",
+)
 FIXED = (
     *("parallel.dp=0", "parallel.dp_replicate=1", "parallel.sp=1", "parallel.tp=1", "engine.fp8=none"),
     "rollout.mode=colocated",

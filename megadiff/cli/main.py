@@ -1,4 +1,4 @@
-"""megadiff COMMAND …: train, serve, evaluate, plan or report. `megadiff COMMAND --help` explains each."""
+"""megadiff COMMAND …: train, serve, evaluate, plan, convert or report. `megadiff COMMAND --help` explains each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "run a rollout replica: MODEL …",
     "evaluate": "score a model or a checkpoint on a prompt set",
     "plan": "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … --world-size N",
+    "convert": "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",
     "report": "write a run's report.html: RUN",
 }
 

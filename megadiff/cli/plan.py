@@ -73,6 +73,7 @@ def to_json(plan: MemoryPlan) -> dict[str, object]:
     layouts = plan.estimates
     return {
         "parameters": plan.model.num_parameters,
+        "trained": plan.model.num_trained,
         "machine": asdict(plan.machine) | {"budget": plan.machine.budget},
         "replicas": asdict(plan.replicas),
         "layouts": [_json_layout(estimate, plan.machine) for estimate in layouts],
@@ -116,6 +117,7 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
     lines = [
         f"{plan.model.num_parameters / 1e9:.2f} B parameters in {config.engine.dtype} on {machine.world_size} x {gpu}, "
         f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB",
+        *_lora_lines(plan, config),
         f"a microbatch: {config.train.microbatch_size} x ({work.image_tokens} image + {work.text_tokens} text tokens), "
         f"{'two passes (true CFG)' if work.passes == 2 else 'one pass'}, "
         f"recompute: {recompute if config.engine.recompute else 'off'}",
@@ -126,6 +128,12 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
         "",
     ]
     return "\n".join([*lines, *_advice(plan, config)])
+
+
+def _lora_lines(plan: MemoryPlan, config: Config) -> list[str]:
+    if not config.lora.rank:
+        return []
+    return [f"LoRA of rank {config.lora.rank}: {plan.model.num_trained / 1e9:.3g} B are trained, all else is frozen"]
 
 
 def _header() -> list[str]:

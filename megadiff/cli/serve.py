@@ -37,6 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--token", help="bearer token that clients must send; also read from MEGADIFF_TOKEN")
     parser.add_argument("--registry", type=Path, metavar="DIR", help="announce DIR/<name>.json while serving")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="sync.folder of a run with sync.transport=disk: serve its newest version",
+    )
+    parser.add_argument("--tp", type=int, default=1, help="workers (GPUs) that share the transformer's weights")
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="exit when this process does")
     parser.add_argument("--sleep-mode", action="store_true", help="let POST /rl/sleep move the weights off the device")
     parser.add_argument("--compile", action="store_true", help="torch.compile the transformer's blocks")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config
 
+MAX_LORA_RANK = 512  # of vLLM's MaxLoRARanks; ranks between its steps are fine
 CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
@@ -15,7 +18,7 @@ CHOICES = {
     "algorithm.old_log_prob": ("rollout", "recompute"),
     "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
     "rollout.mode": ("colocated", "separate"),
-    "sync.transport": ("http",),
+    "sync.transport": ("auto", "http", "shm", "nccl", "disk"),
     "parity.mode": ("refuse", "warn", "off"),
 }
 AT_LEAST = {
@@ -27,11 +30,14 @@ AT_LEAST = {
     "algorithm.caption_drop": 0,
     "algorithm.ema_decay": 0,
     "engine.recompute_every": 1,
+    "lora.rank": 0,
+    "lora.alpha": 0,
     "optim.warmup_steps": 0,
     "rollout.num_inference_steps": 2,
     "rollout.sde_window_size": 1,
     "rollout.batch_size": 1,
     "rollout.num_replicas": 0,
+    "rollout.tp": 1,
     "sync.bucket_mib": 1,
     "checkpoint.keep": 1,
     "checkpoint.every": 0,
@@ -52,6 +58,7 @@ ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, the value that 
     "parallel.tp": ("megatron", 1),
     "engine.fp8": ("megatron", "none"),
     "engine.recompute_every": ("megatron", 1),
+    "engine.compile": ("veomni", False),
     "parallel.dp_replicate": ("veomni", 1),
 }
 POSITIVE = (
@@ -80,6 +87,7 @@ def validate(config: Config, *, dp: int) -> None:
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
     _check_engine(config)
+    _check_lora(config)
     if config.algorithm.name == "sft":
         _check_sft(config)
     else:
@@ -109,6 +117,24 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             f"engine.fp8={config.engine.fp8} with engine.dtype={config.engine.dtype}: what is not in FP8 is in bfloat16; "
             "set engine.dtype=bfloat16"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora, fp8 = config.lora, config.engine.fp8
+    if not math.isfinite(lora.alpha):
+        raise ConfigError(f"lora.alpha={lora.alpha} is not a finite number; set it, e.g. to lora.rank={lora.rank}")
+    if lora.alpha and not lora.rank:
+        raise ConfigError(f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; set lora.rank, or lora.alpha=0")
+    if lora.rank > MAX_LORA_RANK:
+        raise ConfigError(
+            f"lora.rank={lora.rank} is above {MAX_LORA_RANK}, the highest that vllm-omni's replicas take; set "
+            f"lora.rank={MAX_LORA_RANK} or less, or train all weights (lora.rank=0)"
+        )
+    if lora.rank and fp8 != "none":
+        raise ConfigError(
+            f"lora.rank={lora.rank} with engine.fp8={fp8}: adapters are put beside layers in engine.dtype only; set "
+            "engine.fp8=none, or lora.rank=0"
         )
 
 

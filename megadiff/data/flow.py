@@ -65,7 +65,7 @@ class FlowBatches:
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue from state(), under any dp. ValueError if the images or their order would be others."""
         position, mine = self._order.position(state), self._dataset.captions_digest
-        if state.get("captions") != mine:
+        if state and state.get("captions") != mine:
             raise ValueError(
                 f"the saved data position has captions={state.get('captions')}, this run's data have captions={mine} (a "
                 "hash of all captions in order): data.images holds others than before; restore it, or start a new run"

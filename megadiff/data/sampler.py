@@ -96,7 +96,9 @@ class EpochOrder:
         }
 
     def position(self, state: Mapping[str, int]) -> int:
-        """The position of a state(). ValueError if that was of another list."""
+        """The position of a state(); 0 of an empty one, which converted weights have. ValueError if that was of another list."""
+        if not state:
+            return 0
         for key, mine in self.state(state["position"]).items():
             if state[key] != mine:
                 raise ValueError(

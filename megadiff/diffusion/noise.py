@@ -63,6 +63,11 @@ def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> 
     return torch.cat(blocks)[skipped : skipped + count]
 
 
+def uniform(shape: tuple[int, ...], *, key: str) -> Tensor:
+    """Uniform on [−1, 1), float32 on CPU, the same wherever `key` is."""
+    return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)
+
+
 def _identity_key(*, seed: int, step: int, prompt_id: str, sample_index: int) -> str:
     return f"{seed}/{step}/{prompt_id}/{sample_index}"
 

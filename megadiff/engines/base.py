@@ -9,13 +9,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megadiff.types import FlowBatch, FlowInputs, LogProbs, LossOutput, StepInputs, TrainBatch
+from megadiff.types import FlowBatch, FlowInputs, LogProbs, LoraSpec, LossOutput, StepInputs, TrainBatch
 
 Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
 
 
 class Engine(Protocol):
-    """Owns the policy's weights and optimizer on this rank. Every method is collective: all ranks call it, in the same order."""
+    """Owns the policy's weights and optimizer on this rank. Every method is collective: all ranks call it, in the same order.
+
+    lora: the low-rank adapter that is trained beside frozen weights; None where all weights are trained.
+    """
+
+    lora: LoraSpec | None
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """log_prob of each stored window step under the current policy, without gradient."""
@@ -29,10 +34,15 @@ class Engine(Protocol):
 
     def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors under diffusers names with the component in front (`transformer.…`), in the rollout dtype, in
-        buckets of at most bucket_bytes (one tensor may be larger), same order on every rank. All ranks iterate to the end."""
+        buckets of at most bucket_bytes (one tensor may be larger), same order on every rank. All ranks iterate to the end.
+        With LoRA these are the frozen weights, without it."""
+
+    def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The low-rank tensors `transformer.<module>.lora_{A,B}.weight` in the same way, unscaled; none without LoRA."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """Within the context log_probs() answers for the reference policy (the weights at step 0)."""
+        """Within the context log_probs() answers for the reference policy: the weights at step 0, or with LoRA the frozen
+        ones, its adapter switched off."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the context the weights are the running average (algorithm.ema_decay); without one nothing changes."""

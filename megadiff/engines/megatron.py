@@ -23,10 +23,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
-from megadiff.engines.sharded import ShardedEngine, build_adamw, check_one_component, check_version
+from megadiff.engines.lora import build_adapters, fill_start
+from megadiff.engines.sharded import (
+    ShardedEngine,
+    build_adamw,
+    check_one_component,
+    check_version,
+)
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
+from megadiff.parallel.lora import Adapters, lora_parameters
 from megadiff.parallel.mesh import Mesh, check_heads
+from megadiff.parallel.plan import is_lora
 from megadiff.types import DTYPES
 from megadiff.weights.shards import Shard, SourceFolder, flat_shards
 
@@ -38,8 +46,8 @@ class Piece:
     """What this rank trains of a parameter: elements start … start + numel of the local (tensor-parallel) weight.
 
     held: 1-D float32, what the optimizer updates. model: the same elements of the weight that forward uses, in
-    engine.dtype; they share memory when that is float32. Of a weight that is never trained the piece is all of it, and
-    where they are two, `held` is on the CPU.
+    engine.dtype; they share memory when that is float32. Of an unused weight the piece is all of it, and where they are
+    two, `held` is on the CPU. Of what LoRA leaves frozen there is none.
     """
 
     start: int
@@ -72,16 +80,20 @@ class MegatronEngine(ShardedEngine):
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._is_first_tp, self._is_first_data = mesh.rank % mesh.tp == 0, mesh.rank // mesh.tp == 0
         source = SourceFolder(adapter.model_folder / adapter.components[0])
-        transformer = _build_transformer(config, mesh, adapter, source)
+        empty = adapter.empty_transformer()
+        source.check_names({name: tuple(parameter.shape) for name, parameter in empty.named_parameters()})
+        adapters = build_adapters(config, adapter.plan, (name for name, _ in empty.named_parameters()))
+        transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())
         self._ddp = _build_ddp(transformer, mesh)
         with megatron_cpu.making_optimizer(mesh.device):
             self._distributed = _build_optimizer(config, self._ddp, self._parameters)
-        self._pieces = _pieces(self._distributed, self._parameters)
+        concerned = lora_parameters(transformer) if adapters else self._parameters
+        self._pieces = _pieces(self._distributed, concerned)
         self._outdated = False
         self._is_mixed = config.engine.dtype != "float32"
         if self._is_mixed:
-            self._read_masters(source)
+            self._read_masters(source, seed=config.seed)
         super().__init__(
             config,
             mesh,
@@ -92,6 +104,7 @@ class MegatronEngine(ShardedEngine):
                 name: piece.held for name, piece in self._pieces.items() if self._parameters[name].requires_grad
             },
             masters={name: piece.held.detach() for name, piece in self._pieces.items()},
+            adapters=adapters,
             keep_reference=keep_reference,
             average_decay=average_decay,
         )
@@ -137,11 +150,11 @@ class MegatronEngine(ShardedEngine):
                 group.per_param_grad_ready_counts, group.grad_reduce_handle = {}, None
         self._ddp.zero_grad_buffer()
 
-    def _full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """What forward uses: under bfloat16 its rounded weights, in any dtype. Cast before the gather."""
-        for name, parameter in self._parameters.items():
-            local, dim = parameter.detach().to(dtype, copy=True), parameter.placement.sharded_dim
-            yield name, local if dim is None or self.mesh.tp == 1 else self._gathered(local, dim)
+    def _full_weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Under bfloat16 the rounded weight, in any dtype. Cast before the gather."""
+        parameter = self._parameters[name]
+        local, dim = parameter.detach().to(dtype, copy=True), parameter.placement.sharded_dim
+        return local if dim is None or self.mesh.tp == 1 else self._gathered(local, dim)
 
     def _gathered(self, local: Tensor, dim: int) -> Tensor:
         flat = torch.empty(self.mesh.tp * local.numel(), dtype=local.dtype, device=local.device)
@@ -179,10 +192,14 @@ class MegatronEngine(ShardedEngine):
         self._ddp.start_param_sync()
         self._outdated = False
 
-    def _read_masters(self, source: SourceFolder) -> None:
+    def _read_masters(self, source: SourceFolder, *, seed: int) -> None:
         """In float32, of which the weights in engine.dtype are a rounding."""
         for name, piece in self._pieces.items():
-            for shard in self._places(name, piece.held.detach()):
+            shards = self._places(name, piece.held.detach())
+            if is_lora(name):
+                fill_start(name, shards, seed=seed)
+                continue
+            for shard in shards:
                 source.read_into(name, shard)
 
 
@@ -217,12 +234,17 @@ def _prepare_import() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
 
 
-def _build_transformer(config: Config, mesh: Mesh, adapter: ModelAdapter, source: SourceFolder) -> nn.Module:
+def _build_transformer(
+    config: Config,
+    mesh: Mesh,
+    adapter: ModelAdapter,
+    empty: nn.Module,
+    source: SourceFolder,
+    adapters: Adapters | None,
+) -> nn.Module:
     """The stock module with this rank's pieces of the weights, read in engine.dtype."""
     from megadiff.parallel.tensor_parallel import parallelize
 
-    empty = adapter.empty_transformer()
-    source.check_names({name: tuple(parameter.shape) for name, parameter in empty.named_parameters()})
     transformer = parallelize(
         empty,
         adapter.plan,
@@ -232,10 +254,15 @@ def _build_transformer(config: Config, mesh: Mesh, adapter: ModelAdapter, source
         sequence_parallel=config.parallel.sequence_parallel,
         recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
         fp8="" if config.engine.fp8 == "none" else config.engine.fp8,
+        adapters=adapters,
     )
     for name, parameter in transformer.named_parameters():
         place = parameter.placement
-        source.read_into(name, Shard(local=parameter.detach(), offsets=place.offsets, shape=place.shape))
+        shard = Shard(local=parameter.detach(), offsets=place.offsets, shape=place.shape)
+        if is_lora(name):
+            fill_start(name, [shard], seed=config.seed)
+        else:
+            source.read_into(name, shard)
     return transformer
 
 

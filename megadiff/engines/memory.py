@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megadiff.parallel.mesh import Layout
-from megadiff.parallel.plan import ParallelPlan, shard_box
+from megadiff.parallel.plan import LORA_A, ParallelPlan, shard_box
 
 GIB = 2**30
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
 STEP_COUNTER = FLOAT32  # AdamW's, one a parameter tensor
 
-# Elements a token and block, in units of the model's width, that autograd keeps of a two-stream block (attention, MLP
-# of four times the width, modulation). Upper bounds over the engines: tests hold them against PyTorch's bookkeeping.
-KEPT_TOKENWISE = 8  # inputs of norms and of modulations, gated outputs, the MLP's input: split over tokens
-KEPT_ATTENTION_INPUT = 1  # what q, k and v read: of all tokens of the tensor-parallel group
-KEPT_HEADS = 10  # q and k around their norms, q, k, v and the output of attention, the output projection's input
-KEPT_HEADS_FLOAT32 = 2  # q and k within their norms, where engine.dtype is another
-KEPT_MLP = 8  # four times the width before and after the activation
-KEPT_OUTSIDE = 4  # tokenwise, before and after all blocks
 BACKWARD_TOKENWISE = 2  # gradients that are alive at once beside what was kept
 BACKWARD_MLP = 8
 FORWARD_TOKENWISE = 4  # alive at once without autograd
@@ -42,46 +34,97 @@ MEGATRON_BUCKET_SIZE_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What autograd keeps of a two-stream block (attention, MLP of four times the width, modulation): elements a token and
+    block, in units of the model's width. Upper bounds over the engines: tests hold them against PyTorch's bookkeeping.
+
+    tokenwise: around norms and modulations, split over tokens. gathered: read by projections, of all tokens of the
+    tensor-parallel group. heads: q and k around their norms, q, k, v and the output of attention, the output projection's
+    input. heads_float32: q and k within their norms, where engine.dtype is another. mlp: four times the width before and
+    after the activation. outside: tokenwise, before and after all blocks.
+    """
+
+    tokenwise: int
+    gathered: int
+    heads: int
+    heads_float32: int
+    mlp: int
+    outside: int
+
+
+KEPT = Kept(tokenwise=8, gathered=1, heads=10, heads_float32=2, mlp=8, outside=4)
+KEPT_WITH_LORA = Kept(
+    tokenwise=2, gathered=2, heads=8, heads_float32=2, mlp=8, outside=1
+)  # frozen factors keep nothing
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """shapes: name → shape of every parameter of the trained component. width: features of a token."""
+    """shapes: name → shape of every parameter of the trained component, without LoRA's. width: features of a token. lora:
+    name → shape of every low-rank tensor, which then alone is trained; empty where all weights are."""
 
     shapes: Mapping[str, tuple[int, ...]]
     plan: ParallelPlan
     width: int
     num_heads: int
+    lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
-    def unused(self) -> set[str]:
-        """Parameters that never get a gradient."""
-        return self.plan.unused_names(self.shapes)
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that get a gradient, in the module's order."""
+        unused = self.plan.unused_names(self.shapes)
+        return dict(self.lora) or {name: shape for name, shape in self.shapes.items() if name not in unused}
 
     @cached_property
     def kinds(self) -> dict[str, str]:
         """Name → how tensor parallelism shards it."""
-        return self.plan.kinds(self.shapes)
+        return self.plan.kinds([*self.shapes, *self.lora])
 
     @cached_property
     def num_parameters(self) -> int:
+        """Of the model, without LoRA's."""
         return sum(map(math.prod, self.shapes.values()))
 
     @cached_property
+    def num_trained(self) -> int:
+        """Elements with a gradient, the unused ones of a whole model included."""
+        return sum(map(math.prod, self.lora.values())) or self.num_parameters
+
+    @cached_property
     def num_blocks(self) -> int:
-        return len(self._elements_of_units.keys() - {None})
+        return len(self._units(self.shapes).keys() - {None})
 
     @cached_property
     def block_elements(self) -> int:
-        """Elements of the largest block."""
-        return max((size for unit, size in self._elements_of_units.items() if unit is not None), default=0)
+        """Elements of the largest block, without LoRA's."""
+        return max((size for unit, size in self._units(self.shapes).items() if unit is not None), default=0)
+
+    @cached_property
+    def trained_block_elements(self) -> int:
+        """Elements with a gradient of the largest block."""
+        sizes = self._units(self.lora or self.shapes)
+        return max((size for unit, size in sizes.items() if unit is not None), default=0)
+
+    @property
+    def kept(self) -> Kept:
+        return KEPT_WITH_LORA if self.lora else KEPT
+
+    @cached_property
+    def lora_ranks(self) -> int:
+        """Features of all low-rank products that a token goes through in a block; each stream has layers of its own."""
+        firsts = {name: shape for name, shape in self.lora.items() if name.endswith(LORA_A)}
+        ranks = self._units({name: shape[:1] for name, shape in firsts.items()})
+        return math.ceil(max(ranks.values(), default=0) / len(self.plan.token_inputs))
 
     @cached_property
     def root_elements(self) -> int:
         """Elements outside the blocks."""
-        return self._elements_of_units.get(None, 0)
+        return self._units(self.shapes).get(None, 0)
 
-    @cached_property
-    def _elements_of_units(self) -> dict[int | None, int]:
+    def _units(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[int | None, int]:
+        """Elements of each block, and under None of the rest."""
         sizes: dict[int | None, int] = {}
-        for name, shape in self.shapes.items():
+        for name, shape in shapes.items():
             unit = self.plan.block_of(name)
             sizes[unit] = sizes.get(unit, 0) + math.prod(shape)
         return sizes
@@ -124,10 +167,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """Bytes on the fullest rank. permanent_gradients: whether they stay when an update is over. masters: of the float32
-    weights, which a reference policy copies to the host; they are among the others."""
+    """Bytes on the fullest rank. permanent_gradients: whether they stay when an update is over. reference: what a reference
+    policy takes on the host, the float32 weights; with LoRA it is the adapter switched off and takes nothing."""
 
-    masters: int
+    reference: int
     parameters: int
     gradients: int
     optimizer: int
@@ -160,14 +203,16 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     tokenwise = model.width * work.itemsize * _tokens(placing, work)
     recomputed = math.ceil(model.num_blocks / work.recompute_every) if work.recompute_every else 0
     whole = (model.num_blocks - recomputed) * _kept_by_block(model, placing, work)
-    return work.passes * ((recomputed + KEPT_OUTSIDE) * tokenwise + whole)
+    return work.passes * ((recomputed + model.kept.outside) * tokenwise + whole)
 
 
 def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
     split, heads, tp = _tokens(placing, work), _tokens(placing, work, gathered=True), placing.layout.tp
-    elements = KEPT_TOKENWISE * split + KEPT_ATTENTION_INPUT * heads + (KEPT_HEADS + KEPT_MLP) * heads // tp
-    casts = KEPT_HEADS_FLOAT32 * heads // tp if work.itemsize < FLOAT32 else 0
-    return model.width * (work.itemsize * elements + FLOAT32 * casts)
+    kept = model.kept
+    elements = kept.tokenwise * split + kept.gathered * heads + (kept.heads + kept.mlp) * heads // tp
+    casts = kept.heads_float32 * heads // tp if work.itemsize < FLOAT32 else 0
+    products = model.lora_ranks * heads  # A x
+    return model.width * (work.itemsize * elements + FLOAT32 * casts) + work.itemsize * products
 
 
 def _tokens(placing: Placing, work: Work, *, gathered: bool = False) -> int:
@@ -181,15 +226,18 @@ def _tokens(placing: Placing, work: Work, *, gathered: bool = False) -> int:
 
 
 def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
-    """FSDP2 splits dimension 0 into equal chunks, the last ones padded; masters, gradients and moments are float32."""
-    pieces = {name: _fsdp_piece(shape, placing.shards) for name, shape in model.shapes.items()}
-    used = [size for name, size in pieces.items() if name not in model.unused]
-    masters = FLOAT32 * sum(pieces.values())
+    """FSDP2 splits dimension 0 into equal chunks, the last ones padded; masters, gradients and moments are float32, what
+    LoRA leaves frozen is in engine.dtype."""
+    base, lora = (
+        sum(_fsdp_piece(shape, placing.shards) for shape in shapes.values()) for shapes in (model.shapes, model.lora)
+    )
+    trained = [_fsdp_piece(shape, placing.shards) for shape in model.trained.values()]
+    masters = FLOAT32 * (lora or base)
     return Static(
-        masters=masters,
-        parameters=masters,
-        gradients=FLOAT32 * sum(used),
-        optimizer=MOMENTS * sum(used) + STEP_COUNTER * len(used),
+        reference=0 if lora else masters,
+        parameters=masters + (work.itemsize * base if lora else 0),
+        gradients=FLOAT32 * sum(trained),
+        optimizer=MOMENTS * sum(trained) + STEP_COUNTER * len(trained),
         average=masters if work.keeps_average else 0,
         permanent_gradients=False,
     )
@@ -202,9 +250,11 @@ def _fsdp_piece(shape: tuple[int, ...], shards: int) -> int:
 def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
     """Under accumulation all weights stay whole in engine.dtype and all gradients in float32; else block by block."""
     if training and work.accumulates:
-        return model.num_parameters * (work.itemsize + FLOAT32)
+        return model.num_parameters * work.itemsize + model.num_trained * FLOAT32
     weights = model.root_elements + (GATHERED_FORWARD + (0 if training else GATHERED_COPY)) * model.block_elements
-    gradients = model.block_elements * (work.itemsize + FLOAT32) if training else 0  # and their reduction's input
+    gradients = (
+        model.trained_block_elements * (work.itemsize + FLOAT32) if training else 0
+    )  # and their reduction's input
     return work.itemsize * weights + gradients
 
 
@@ -212,11 +262,12 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     """Whole tp shards in engine.dtype and float32 gradients, both in padded buffers; each bucket of them is cut into dp·sp
     equal ranges, and a rank's optimizer holds what lies in its own: moments, and under bfloat16 float32 masters."""
     layout = placing.layout
+    shapes = {**model.shapes, **model.lora}
     sizes = {
-        name: math.prod(shard_box(kind, name, model.shapes[name], tp=layout.tp, tp_rank=0)[1])
+        name: math.prod(shard_box(kind, name, shapes[name], tp=layout.tp, tp_rank=0)[1])
         for name, kind in model.kinds.items()
     }
-    trained = {name: size for name, size in sizes.items() if name not in model.unused}
+    trained = {name: sizes[name] for name in model.trained}
     frozen = sum(sizes.values()) - sum(trained.values())
     ranks = layout.dp * layout.sp
     buckets, places = megatron_buffer(
@@ -226,20 +277,21 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     )
     buffer = buckets[-1][1]
     elements, pieces = max(_owned(buckets, places, ranks=ranks))
-    has_masters = work.itemsize < FLOAT32  # beside the weights; those of frozen weights are on the host
+    has_masters = work.itemsize < FLOAT32  # beside the weights; those of unused weights are on the host
+    unused = 0 if model.lora else frozen
     return Static(
-        masters=FLOAT32 * (elements + frozen),
+        reference=0 if model.lora else FLOAT32 * (elements + unused),
         parameters=work.itemsize * (buffer + frozen),
         gradients=FLOAT32 * buffer,
         optimizer=(MOMENTS + (FLOAT32 if has_masters else 0)) * elements + STEP_COUNTER * pieces,
-        average=FLOAT32 * (elements + (0 if has_masters else frozen)) if work.keeps_average else 0,
+        average=FLOAT32 * (elements + (0 if has_masters else unused)) if work.keeps_average else 0,
         permanent_gradients=True,
     )
 
 
 def _megatron_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
     """The gradient of one parameter in engine.dtype, before it is added to the buffer."""
-    largest = max(math.prod(shape) for shape in model.shapes.values())
+    largest = max(math.prod(shape) for shape in model.trained.values())
     return work.itemsize * largest // placing.layout.tp if training else 0
 
 

@@ -20,11 +20,14 @@ from torch.distributed.tensor import DTensor
 from megadiff.config.schema import Config, OptimConfig
 from megadiff.diffusion import sde
 from megadiff.engines.base import Loss
+from megadiff.engines.lora import check_lora, lora_values
 from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, loss_inputs, microbatches, num_microbatches
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_sums
+from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
-from megadiff.types import DTYPES, LogProbs, TrainBatch
+from megadiff.parallel.plan import is_lora
+from megadiff.types import DTYPES, LogProbs, LoraSpec, TrainBatch
 from megadiff.weights.shards import AVERAGED, TRAINED, Shard, ShardFolder, write_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,24 +51,26 @@ class ShardedEngine(ABC):
         optimizer: torch.optim.AdamW,
         optimized: Mapping[str, Tensor],
         masters: Mapping[str, Tensor],
+        adapters: Adapters | None,
         keep_reference: bool,
         average_decay: float,
     ) -> None:
         """Names are the component's own (diffusers).
 
         optimized: name → what the optimizer holds of the parameter on this rank. masters: name → this rank's piece of the
-        float32 weights, also of those that are never trained. keep_reference: hold the weights of step 0 on the CPU,
-        which reference() needs. average_decay: of the running average of the weights, which is sharded as they are; 0
-        keeps none.
+        float32 weights, also of those that are never trained. adapters: LoRA; then both are of its tensors alone, and all
+        else is frozen. keep_reference: hold the weights of step 0 on the CPU, which reference() needs where there are no
+        adapters. average_decay: of the running average of the weights, which is sharded as they are; 0 keeps none.
         """
         self.config, self.mesh, self.adapter = config, mesh, adapter
         self.component = adapter.components[0]
         self.transformer, self.optimizer = transformer, optimizer
         self._optimized, self._masters = dict(optimized), dict(masters)
+        self._adapters = adapters
         self._offloaded: list[tuple[Tensor, Tensor]] = []
         self._num_updates = 0
         self._reference: dict[str, Tensor] | None = None
-        if keep_reference:
+        if keep_reference and not adapters:
             self._reference = {name: piece.to("cpu", copy=True) for name, piece in self._masters.items()}
         self._average_decay = average_decay
         self._average: dict[str, Tensor] = {}
@@ -85,8 +90,8 @@ class ShardedEngine(ABC):
         """name → this rank's piece of the gradient, reduced over all ranks, where AdamW reads it."""
 
     @abstractmethod
-    def _full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Names and full tensors, the receiver's own, in dtype and in the same order on every rank."""
+    def _full_weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole tensor that forward uses of a parameter, the receiver's own. Collective."""
 
     @abstractmethod
     def _places(self, name: str, piece: Tensor) -> list[Shard]:
@@ -99,6 +104,11 @@ class ShardedEngine(ABC):
     @abstractmethod
     def _masters_changed(self) -> None:
         """Called after masters were written to. Without collectives, as it is also called on the way out of an error."""
+
+    @property
+    def lora(self) -> LoraSpec | None:
+        """What is trained beside the frozen weights; None where all weights are trained."""
+        return self._adapters.spec if self._adapters else None
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         sampling, size = batch.sampling, self.config.train.microbatch_size
@@ -134,10 +144,22 @@ class ShardedEngine(ABC):
         return figures | {"optim/grad_norm": grad_norm, "optim/lr": lr}
 
     def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._buckets([name for name in self._names() if not is_lora(name)], bucket_bytes)
+
+    def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._buckets([name for name in self._names() if is_lora(name)], bucket_bytes)
+
+    def _names(self) -> list[str]:
+        """Of all parameters, in the module's order."""
+        return [name for name, _ in self.transformer.named_parameters()]
+
+    def _buckets(self, names: Iterable[str], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        dtype = DTYPES[self.config.model.dtype]
         bucket: list[tuple[str, Tensor]] = []
         num_bytes = 0
         with self._in_use():
-            for name, tensor in self._full_weights(DTYPES[self.config.model.dtype]):
+            for name in names:
+                tensor = self._full_weight(name, dtype)
                 if bucket and num_bytes + tensor.nbytes > bucket_bytes:
                     yield bucket
                     bucket, num_bytes = [], 0
@@ -148,6 +170,10 @@ class ShardedEngine(ABC):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
+        if self._adapters:
+            with self._adapters.off():
+                yield
+            return
         if self._reference is None:
             raise ValueError("this engine keeps no reference weights; build it with keep_reference=True (kl_coef > 0)")
         with self._swapped(self._reference):
@@ -163,13 +189,16 @@ class ShardedEngine(ABC):
         assert not self._offloaded, "save() while offloaded"
         state = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
         shards = {key: self._places(name, piece) for key, name, piece in state}
-        values = {"optimizer_steps": self._num_updates}
+        values: dict[str, object] = {"optimizer_steps": self._num_updates}
+        if self.lora:
+            values["lora"] = lora_values(self.lora)
         write_shards(folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values)
 
     def load(self, folder: Path) -> None:
         """Bit exact under any layout, world size and engine. Raises ValueError that names what is torn: the file and
         tensor. Without collectives: a rank that finds a torn file leaves no other waiting."""
         source = ShardFolder(folder)
+        check_lora(source, self.lora)
         self._check_average(source)
         self._create_moments(source)
         for key, name, piece in self._state():

@@ -1,4 +1,4 @@
-"""The VeOmni engine: full-parameter training with FSDP2 / HSDP over dp and Ulysses over sp.
+"""The VeOmni engine: FSDP2 / HSDP over dp and Ulysses over sp, for all weights or for LoRA beside frozen ones.
 
 All that depends on VeOmni's version is in this file. Two of its habits matter to callers:
 - It replaces diffusers' `QwenImageTransformer2DModel.forward` in the whole process. A plain-diffusers reference belongs
@@ -23,10 +23,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadiff.config.schema import Config
-from megadiff.engines.sharded import ShardedEngine, build_adamw, check_one_component, check_version, local
+from megadiff.engines.lora import build_adapters, fill_start
+from megadiff.engines.sharded import (
+    ShardedEngine,
+    build_adamw,
+    check_one_component,
+    check_version,
+    local,
+)
 from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
-from megadiff.parallel.plan import ParallelPlan
+from megadiff.parallel.plan import ParallelPlan, is_lora
+from megadiff.types import DTYPES
 from megadiff.weights.shards import Shard, SourceFolder
 
 logger = logging.getLogger(__name__)
@@ -44,11 +53,12 @@ LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not us
     "causal_conv1d",
     "chunk_gated_delta_rule",
 )
-UNSHARDED_SHARE = 0.25  # of the device's memory, that full-size gradients may take between microbatches
+UNSHARDED_SHARE = 0.25  # of the device's memory, that whole weights and gradients may take between microbatches
 
 
 class VeOmniEngine(ShardedEngine):
-    """The masters are FSDP2's own shards, which it gathers, cast to engine.dtype, around each forward and backward."""
+    """The masters are FSDP2's own shards, which it gathers, cast to engine.dtype, around each forward and backward. What
+    LoRA leaves frozen is held in engine.dtype."""
 
     def __init__(
         self,
@@ -64,20 +74,22 @@ class VeOmniEngine(ShardedEngine):
         check_installed(config)
         _check(mesh, adapter)
         folder = adapter.model_folder / adapter.components[0]
-        transformer = _build_transformer(config, mesh, adapter.plan, folder)
+        transformer, adapters = _build_transformer(config, mesh, adapter.plan, folder)
         self._parameters: dict[str, DTensor] = dict(transformer.named_parameters())
-        _load_source(self._parameters, folder)
+        _load_source(self._parameters, folder, seed=config.seed)
+        trained = {name: p for name, p in self._parameters.items() if is_lora(name)} if adapters else self._parameters
         self._fsdp_modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
-        self._sync_every_microbatch = _gradients_too_large(self._parameters, mesh.device)
+        self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
         self.gradient_scale = mesh.dp
         super().__init__(
             config,
             mesh,
             adapter,
             transformer=transformer,
-            optimizer=build_adamw(config.optim, self._parameters.values()),
-            optimized=self._parameters,
-            masters={name: local(parameter.detach()) for name, parameter in self._parameters.items()},
+            optimizer=build_adamw(config.optim, trained.values()),
+            optimized=trained,
+            masters={name: local(parameter.detach()) for name, parameter in trained.items()},
+            adapters=adapters,
             keep_reference=keep_reference,
             average_decay=average_decay,
         )
@@ -99,13 +111,12 @@ class VeOmniEngine(ShardedEngine):
     def _reduced_gradients(self) -> dict[str, Tensor]:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
-    def _full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _full_weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """Cast before the gather, which then moves half the bytes."""
-        for name, parameter in self._parameters.items():
-            tensor = parameter.detach().to(dtype).full_tensor()
-            if tensor.data_ptr() == local(parameter).data_ptr():  # not sharded and not cast: still the policy's memory
-                tensor = tensor.clone()
-            yield name, tensor
+        parameter = self._parameters[name]
+        tensor = parameter.detach().to(dtype).full_tensor()
+        is_policy = tensor.data_ptr() == local(parameter).data_ptr()  # not sharded and not cast
+        return tensor.clone() if is_policy else tensor
 
     def _places(self, name: str, piece: Tensor) -> list[Shard]:
         return [_shard(self._parameters[name], piece)]
@@ -141,7 +152,9 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
         raise ValueError("run.device=cpu, but VeOmni takes the GPU that it sees; set CUDA_VISIBLE_DEVICES= as well")
 
 
-def _build_transformer(config: Config, mesh: Mesh, plan: ParallelPlan, folder: Path) -> nn.Module:
+def _build_transformer(
+    config: Config, mesh: Mesh, plan: ParallelPlan, folder: Path
+) -> tuple[nn.Module, Adapters | None]:
     """VeOmni's module under FSDP2 with uninitialised weights: float32 masters, compute in engine.dtype.
 
     The plan's blocks are the units that FSDP2 gathers. Lengths that sp does not divide are padded and masked by VeOmni's
@@ -173,15 +186,30 @@ def _build_transformer(config: Config, mesh: Mesh, plan: ParallelPlan, folder: P
         init_device="meta",
         ops_implementation=ops,
     )
+    adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
+    if adapters:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[config.engine.dtype])
+        adapt_linears(model, adapters)
     if config.engine.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mixed = MixedPrecisionConfig(
         enable=config.engine.dtype != "float32", param_dtype=config.engine.dtype, reduce_dtype="float32"
     )
     units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
-    return parallelize_model_fsdp2(
+    sharded = parallelize_model_fsdp2(
         model, mixed_precision=mixed, basic_modules=sorted(units), should_skip_hf_weight_load=True, init_device="meta"
-    ).train()
+    )
+    if config.engine.compile:
+        _compile_blocks(sharded, plan)
+    return sharded.train(), adapters
+
+
+def _compile_blocks(model: nn.Module, plan: ParallelPlan) -> None:
+    """Each block's forward, one compiled code for all of them. FSDP2's hooks and recomputation stay around it."""
+    for name, module in model.named_modules():
+        if plan.is_block(name):
+            module.forward = torch.compile(module.forward)
 
 
 def _prepare_import(mesh: Mesh) -> None:
@@ -190,18 +218,31 @@ def _prepare_import(mesh: Mesh) -> None:
         torch.cpu.empty_cache = lambda: None  # VeOmni calls it on whatever device it finds
 
 
-def _load_source(parameters: dict[str, DTensor], folder: Path) -> None:
+def _load_source(parameters: dict[str, DTensor], folder: Path, *, seed: int) -> None:
     source = SourceFolder(folder)
-    source.check_names({name: tuple(p.shape) for name, p in parameters.items()})
+    source.check_names({name: tuple(p.shape) for name, p in parameters.items() if not is_lora(name)})
     for name, parameter in parameters.items():
-        source.read_into(name, _shard(parameter, local(parameter)))
+        shard = _shard(parameter, local(parameter))
+        if is_lora(name):
+            fill_start(name, [shard], seed=seed)
+        else:
+            source.read_into(name, shard)
 
 
-def _gradients_too_large(parameters: dict[str, DTensor], device: torch.device) -> bool:
-    """Whether the whole model's float32 gradients, which each rank holds between syncs, are too large."""
+def unsharded_bytes(*, num_elements: int, num_trained: int, itemsize: int) -> int:
+    """Of the whole model's weights in engine.dtype and float32 gradients, which each rank holds between syncs."""
+    return num_elements * itemsize + num_trained * 4
+
+
+def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device) -> bool:
+    """Whether what each rank would hold between microbatches does not fit, so that each of them must be synced."""
     if device.type == "cpu":
         return False
-    num_bytes = 4 * sum(p.numel() for p in parameters.values())
+    num_bytes = unsharded_bytes(
+        num_elements=sum(p.numel() for p in parameters.values()),
+        num_trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        itemsize=DTYPES[dtype].itemsize,
+    )
     limit = UNSHARDED_SHARE * torch.cuda.get_device_properties(device).total_memory
     if num_bytes > limit:
         logger.info("gradients are reduced after every microbatch: %.1f GiB unsharded would not fit", num_bytes / 2**30)

@@ -18,15 +18,21 @@ if TYPE_CHECKING:  # needs megatron-core, which only its engine does
 
 Conditioning = Mapping[str, Tensor]
 PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts → what encode_prompt returns
-ImageEncoder = Callable[[Tensor], Tensor]  # uint8 RGB [B, H, W, 3] → packed, normalised latents [B, L, C] float32
+# uint8 RGB [B, H, W, 3], of a video model [B, F, H, W, 3] too → packed, normalised latents [B, L, C] float32
+ImageEncoder = Callable[[Tensor], Tensor]
 
 
 class ModelAdapter(Protocol):
     """Packing, conditioning, timestep unit, guidance and schedule of one model family. Holds no weights.
 
-    model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",).
-    num_heads: attention heads, which tensor parallelism and Ulysses split. width: channels of a token inside the
-    transformer. plan: how the transformer is sharded.
+    Everything outside has latents as [B, L, C]: L tokens, the transformer's own where that is one stream, of C channels; a
+    video's frames follow each other. Only velocity() and the encoders know the model's shape of them.
+
+    model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",);
+    several are experts of one shape, each in charge of a part of the schedule (component_of), so that one plan, num_heads
+    and width hold for all. num_heads: attention heads, which tensor parallelism and Ulysses split. width: channels of a
+    token inside the transformer. plan: how a transformer is sharded. veomni_splits_tokens: whether VeOmni's own class of
+    this model is right under Ulysses, for every length; else its engine takes the stock module and parallel.tokens.
     """
 
     model_folder: Path
@@ -34,8 +40,12 @@ class ModelAdapter(Protocol):
     num_heads: int
     width: int
     plan: ParallelPlan
+    veomni_splits_tokens: bool
 
-    def empty_transformer(self) -> nn.Module:
+    def component_of(self, sigma: float) -> str:
+        """The component that gives the velocity at sigma, in rollout and in training; sigma: of the schedule, in [0, 1]."""
+
+    def empty_transformer(self, component: str = "transformer") -> nn.Module:
         """The stock diffusers transformer with its weights on the meta device; what is no weight is real."""
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
@@ -63,8 +73,14 @@ class ModelAdapter(Protocol):
         sigma_B: Tensor,
         conditioning: Conditioning,
         sampling: Sampling,
+        *,
+        component: str = "transformer",
     ) -> Tensor:
-        """Guided velocity [B, L, C] float32 at sigma_B, with gradient where the caller has it on."""
+        """Guided velocity [B, L, C] float32 at sigma_B, with gradient where the caller has it on.
+
+        transformer: the component's, which is component_of(sigma) for every row: rows of two components never share a call.
+        component: decides the guidance scale. It is told, as to find it in sigma_B would wait for the device.
+        """
 
     def encode_prompt(self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them. Loads the text encoder."""
@@ -76,4 +92,5 @@ class ModelAdapter(Protocol):
         """What trained latents are made by; dtype: of the image encoder's weights. Loaded and freed as above."""
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
-        """Floating point operations of one forward pass of one sample at one step; two passes under true CFG."""
+        """Floating point operations of one forward pass of one sample at one step; two passes where guidance needs them. Of
+        several components the mean over the schedule's steps."""

@@ -8,29 +8,35 @@ from pathlib import Path
 
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.files import open_weights, read_json, weight_files
+from megadiff.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """pipeline_class: `_class_name` in model_index.json. rollout_pipeline, adapter: dotted names, imported where used.
+    """pipeline_class: `_class_name` in model_index.json. transformer_class: that in the trained component's config.json.
+    rollout_pipeline, adapter: dotted names, imported where used.
 
     components: the pipeline's folders. weighted: those of them that hold safetensors. config_files: JSON files without
-    which the model would run with other settings than its own.
+    which the model would run with other settings than its own. optional: more folders like `components`, weighted and with
+    a config.json, that some models of the family have; model_index.json says which.
     """
 
     name: str
     pipeline_class: str
+    transformer_class: str
     rollout_pipeline: str
     adapter: str
     components: tuple[str, ...]
     weighted: tuple[str, ...]
     config_files: tuple[str, ...]
+    optional: tuple[str, ...] = ()
 
 
 FAMILIES = (
     ModelFamily(
         name="qwen_image",
         pipeline_class="QwenImagePipeline",
+        transformer_class="QwenImageTransformer2DModel",
         rollout_pipeline="megadiff.models.qwen_image.rollout.QwenImageRolloutPipeline",
         adapter="megadiff.models.qwen_image.adapter.QwenImageAdapter",
         components=("scheduler", "tokenizer", "text_encoder", "transformer", "vae"),
@@ -43,7 +49,33 @@ FAMILIES = (
             "vae/config.json",
         ),
     ),
+    ModelFamily(
+        name="wan22",
+        pipeline_class="WanPipeline",
+        transformer_class="WanTransformer3DModel",
+        rollout_pipeline="megadiff.models.wan22.rollout.WanRolloutPipeline",
+        adapter="megadiff.models.wan22.adapter.WanAdapter",
+        components=("scheduler", "tokenizer", "text_encoder", "transformer", "vae"),
+        weighted=("text_encoder", "transformer", "vae"),
+        config_files=(
+            "scheduler/scheduler_config.json",
+            "tokenizer/tokenizer_config.json",
+            "text_encoder/config.json",
+            "transformer/config.json",
+            "vae/config.json",
+        ),
+        optional=("transformer_2",),
+    ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentModel:
+    """What a trained component consists of by its config.json. shapes: of all its parameters, in the module's order."""
+
+    shapes: dict[str, tuple[int, ...]]
+    plan: ParallelPlan
+    num_heads: int
 
 
 def check_model_folder(folder: Path) -> ModelFamily:
@@ -52,12 +84,14 @@ def check_model_folder(folder: Path) -> ModelFamily:
     Raises ValueError that names what is missing, unknown or cut short.
     """
     family = _family(folder)
-    absent = [name for name in family.components if not (folder / name).is_dir()]
+    index = read_json(folder / "model_index.json")
+    optional = tuple(name for name in family.optional if (index.get(name) or [None])[0])
+    absent = [name for name in family.components + optional if not (folder / name).is_dir()]
     if absent:
         raise ValueError(f"{folder} lacks {', '.join(f'{name}/' for name in absent)}; fetch the whole model folder")
-    for name in family.config_files:
+    for name in (*family.config_files, *(f"{component}/config.json" for component in optional)):
         read_json(folder / name)
-    for component in family.weighted:
+    for component in family.weighted + optional:
         for path in weight_files(folder / component):
             open_weights(path)
     return family
@@ -75,5 +109,28 @@ def _family(folder: Path) -> ModelFamily:
 
 def build_adapter(folder: Path) -> ModelAdapter:
     """The trainer's adapter of the folder's model family. Raises ValueError as `check_model_folder` does."""
-    module, _, name = _family(folder).adapter.rpartition(".")
-    return getattr(importlib.import_module(module), name)(folder)
+    return _adapter_class(_family(folder))(folder)
+
+
+def component_model(folder: Path) -> ComponentModel:
+    """Of a trained component's folder, with a pipeline around it or without. Raises ValueError for another kind of model."""
+    config = read_json(folder / "config.json")
+    by_class = {family.transformer_class: family for family in FAMILIES}
+    name = config.get("_class_name")
+    if name not in by_class:
+        raise ValueError(f"{folder} is a {name!r}; supported components: {', '.join(sorted(by_class))}")
+    diffusers = importlib.import_module("diffusers")
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        transformer = getattr(diffusers, name).from_config(config)
+    return ComponentModel(
+        shapes={name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()},
+        plan=_adapter_class(by_class[name]).plan,
+        num_heads=transformer.config.num_attention_heads,
+    )
+
+
+def _adapter_class(family: ModelFamily) -> type:
+    module, _, name = family.adapter.rpartition(".")
+    return getattr(importlib.import_module(module), name)

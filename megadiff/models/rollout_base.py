@@ -26,6 +26,9 @@ from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Trajectory
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
 CONDITIONING_PREFIX = "conditioning."
+NO_LORA_REQUESTS = (
+    "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA of its own"
+)
 
 
 class BatchSampler:
@@ -168,19 +171,27 @@ class RolloutPipelineMixin:
         """Decoder output → [N, F, H, W, 3] uint8."""
         raise NotImplementedError
 
+    def draw(self, req: Any) -> Any:
+        """vllm-omni's output of our requests, with what to_pixels takes as its `output`. By the stock forward, unless the
+        model's subclass draws by itself."""
+        (output,) = super().forward(req)
+        return output
+
     def forward(self, req: Any) -> Any:
         requests = rollout_requests(req)
+        if any(params.lora_request is not None for params in req.sampling_params_list):
+            return [_refusal(ValueError(NO_LORA_REQUESTS)) for _ in req.sampling_params_list]
         if not requests:
             return super().forward(req)
         try:
             self._sampler = self.new_sampler(requests)
-            (output,) = super().forward(req)
+            output = self.draw(req)
             result = self._sampler.result(self.to_pixels(output.output))
         except ValueError as error:  # the request's fault, e.g. more tokens than the text encoder takes
             return [_refusal(error)]
         finally:
             self._sampler = None
-        # vllm-omni turns the payload into PIL images, which would only cost time: the pixels travel in the metadata
+        # the pixels travel in the metadata: a payload is made into images or videos
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return [dataclasses.replace(output, output=envelope)]
 
@@ -196,6 +207,12 @@ class RolloutPipelineMixin:
         if self._sampler is not None:
             return self._sampler.step(noise_pred, latents)
         return super().scheduler_step(noise_pred, t, latents, *args, **kwargs)
+
+
+def distinct(texts: Sequence[str]) -> tuple[list[str], Tensor]:
+    """(each text once, place of texts[i] in it as int64)."""
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    return list(places), torch.tensor([places[text] for text in texts])
 
 
 def _refusal(error: ValueError) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True)
 class ServedName:
     """One row: module names ending in `.{diffusers}` are rows `shard` of `num_shards` equal ones (axis 0) of the module
-    that ends in `.{served}`. Modules that no row names have the same name on both sides."""
+    that ends in `.{served}`. Modules that no row names have the same name on both sides. diffusers="": a module of
+    vllm-omni's alone, whose parameters are in diffusers those of the module around it."""
 
     diffusers: str
     served: str
@@ -35,7 +36,7 @@ def served_places(parameters: Sequence[str], *, names: Sequence[ServedName]) -> 
         module, _, leaf = parameter.rpartition(".")
         rows = [row for row in names if f".{module}".endswith(f".{row.served}")]
         found = {
-            f"{module.removesuffix(row.served)}{row.diffusers}.{leaf}": ServedPlace(
+            ".".join(filter(None, (module.removesuffix(row.served).rstrip("."), row.diffusers, leaf))): ServedPlace(
                 parameter=parameter, shard=row.shard, num_shards=row.num_shards
             )
             for row in rows

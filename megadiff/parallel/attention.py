@@ -17,7 +17,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,7 +48,8 @@ class TokenAxes:
     num_chunks = property(lambda self: self.token_group.size())
 
     def split(self, stream_BSC: Tensor) -> Tensor:
-        """This rank's chunk [B, chunk, C] of a stream that all ranks have. Not for a stream that needs a gradient."""
+        """This rank's chunk [B, chunk, …] of a stream that all ranks have. Backward gives the whole stream's gradient by this
+        rank's tokens alone: of all weights before it each rank has a part."""
         chunks_BNSC = self._in_chunks(stream_BSC)
         return chunks_BNSC[:, self.token_group.rank()].contiguous()
 
@@ -55,19 +61,38 @@ class TokenAxes:
         )
         return self._in_order(gathered_NSC, length)
 
-    def enter_attention(self, chunk_BSC: Tensor) -> Tensor:
-        """The tokens that this rank's q, k and v are computed from: its tp peers' as well, [N, chunk, C].
+    def enter_split(self, chunk_BSC: Tensor) -> Tensor:
+        """Into layers whose features are split over tp, q, k and v among them: the tokens of its tp peers as well, [N, chunk, C].
 
-        Each peer uses them for other heads, so backward sums over tp.
+        Each peer uses them for other features, so backward sums over tp.
         """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(chunk_BSC, group=self.tp_group)
         return copy_to_group(chunk_BSC, self.tp_group)
 
+    def enter_context(self, context_BTC: Tensor) -> Tensor:
+        """Tokens that only keys and values come from, whole on every rank: for the q, k and v of its own heads.
+
+        Each tp rank's gradient of them is its heads' part. Without sequence parallelism it is summed here; with it, that of
+        the weights behind them is, as they are parts of all that is whole.
+        """
+        return context_BTC if self.sequence_parallel else copy_to_group(context_BTC, self.tp_group)
+
+    def for_gathered(self, context_BTHD: Tensor) -> Tensor:
+        """[B, T, H, D], the same for all tokens of a sample → [N, T, H, D], beside the tokens of enter_split()."""
+        return context_BTHD.repeat(self.tp, 1, 1, 1) if self.sequence_parallel else context_BTHD
+
+    def leave_split(self, part_NSC: Tensor) -> Tensor:
+        """The way back, after a layer whose input features are split over tp: the sum of the ranks' parts, of this rank's
+        tokens [B, chunk, C]. May overwrite the part. Backward gives each rank the gradient of its peers' tokens as well."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(part_NSC, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(part_NSC.contiguous(), group=self.tp_group)
+
     def all_tokens(self, streams: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> list[list[Tensor]]:
         """Of each stream its tensors (query, key, value) [B, length, heads / (tp·sp), D], in order and without padding.
 
-        streams: the same tensors as [N, chunk, heads / tp, D], of the tokens of enter_attention().
+        streams: the same tensors as [N, chunk, heads / tp, D], of the tokens of enter_split().
         """
         if self.sp > 1:
             streams = self._exchanged(streams)

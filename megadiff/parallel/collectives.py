@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,17 @@ def broadcast_json(value: object, *, source: int, group: dist.ProcessGroup) -> o
     """A JSON value of global rank `source` on every rank of a gloo group."""
     payload = json.dumps(value).encode() if dist.get_rank() == source else None
     return json.loads(broadcast_bytes(payload, source=source, group=group))
+
+
+def gather_json(value: object, group: dist.ProcessGroup) -> list[Any]:
+    """The JSON value of every member of a gloo group, in the order of their ranks in it, on all of them."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
+    room = max(int(size) for size in sizes)
+    bodies = [torch.empty(room, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(bodies, torch.nn.functional.pad(payload, (0, room - len(payload))), group=group)
+    return [json.loads(body[: int(size)].numpy().tobytes()) for body, size in zip(bodies, sizes, strict=True)]
 
 
 class AgreedError(RuntimeError):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megadiff.parallel.attention import TokenAxes
-from megadiff.parallel.regions import copy_to_group
+from megadiff.parallel.regions import copy_to_group, sum_over_group
 
 FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
 
@@ -98,6 +98,24 @@ def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Mod
     return _first_output(te.TERowParallelLinear)(**sizes, **options, config=config)
 
 
+class RowProduct(nn.Module):
+    """A frozen row layer's part […, in / tp] → […, out] of a sum over tp that is the caller's: see finish()."""
+
+    def __init__(self, linear: nn.Linear, axes: TokenAxes) -> None:
+        super().__init__()
+        self.axes = axes
+        self.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features // axes.tp, device="meta"))
+        self.bias = nn.Parameter(torch.empty(linear.out_features, device="meta")) if linear.bias is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+    def finish(self, part: Tensor) -> Tensor:
+        """The sum over tp of the ranks' parts, with the bias; with sequence parallelism, dimension 0 is then split over tp."""
+        whole = self.axes.leave_split(part)
+        return whole if self.bias is None else whole + self.bias
+
+
 class ModulationLinear(nn.Module):
     """nn.Linear on the time embedding [B, in], which every rank has, with the weight's rows split over tp.
 
@@ -120,6 +138,23 @@ class ModulationLinear(nn.Module):
             return all_gather_last_dim_from_tensor_parallel_region(part_BC, group=group)
         part_BC = functional.linear(copy_to_group(embedding_BC, group), self.weight, self.bias)
         return gather_from_tensor_model_parallel_region(part_BC, group=group)
+
+
+class AcrossHeadsNorm(nn.Module):
+    """nn.RMSNorm over the features of all heads [..., C], of which this rank has its own heads' [..., C / tp]."""
+
+    def __init__(self, norm: nn.RMSNorm, axes: TokenAxes) -> None:
+        super().__init__()
+        (self.num_features,) = norm.normalized_shape
+        self.eps, self.axes = norm.eps, axes
+        self.weight = nn.Parameter(torch.empty(self.num_features // axes.tp, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In float32, or float64, and rounded once, as torch's own."""
+        exact = x if x.dtype == torch.float64 else x.float()
+        square_sum = sum_over_group(exact.square().sum(dim=-1, keepdim=True), self.axes.tp_group)
+        normed = exact * torch.rsqrt(square_sum / self.num_features + self.eps)
+        return (normed * self.weight).type_as(x)
 
 
 class _MegatronColumn(ColumnParallelLinear):

@@ -1,8 +1,9 @@
 """How one model is sharded, as data. A model's plan is in models/<model>/plan.py; engines and the planner read it.
 
-Names are diffusers names. Patterns are shell-style (`*` also matches dots) and are matched against module names, which
-are parameter names without their last part: `Rule("transformer_blocks.*.attn.to_q", "column")` is about the weight and
-the bias of each block's to_q.
+Names are diffusers names. Patterns are shell-style (`*` also matches dots) and are matched against module names:
+`Rule("transformer_blocks.*.attn.to_q", "column")` is about the weight and the bias of each block's to_q, and about the
+low-rank pair (lora_A.weight, lora_B.weight) that LoRA puts beside them. A rule may also name a parameter itself, as a table
+that belongs to a block and to no layer in it needs: `Rule("*scale_shift_table", "replicated")`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# kind → last part of a parameter's name → the dimension that tensor parallelism splits; not listed: whole on every rank
+LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # [rank, in], [out, rank] of a linear module
+
+# kind → a parameter's name in its module → the dimension that tensor parallelism splits; not listed: whole on every rank
 SHARDED_DIM: dict[str, dict[str, int]] = {
-    "column": {"weight": 0, "bias": 0},  # linear: this rank's output features
-    "row": {"weight": 1},  # linear: this rank's input features; the bias is added after the sum over ranks
+    "column": {"weight": 0, "bias": 0, LORA_B: 0},  # linear: this rank's output features
+    "row": {"weight": 1, LORA_A: 1},  # linear: this rank's input features; the bias is added after the sum over ranks
     "modulation": {"weight": 0, "bias": 0},  # linear on the time embedding: column, with the output gathered
     "head_norm": {},  # weights shared by all heads, of which a rank sees its own only
+    "across_heads_norm": {"weight": 0},  # RMS norm over all heads at once: this rank's heads, the mean square of all
     "replicated": {},
 }
+LORA_KINDS = ("column", "row")  # of the modules that LoRA can wrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rule:
-    """Modules whose name matches the pattern are sharded as the kind says. kind: a key of SHARDED_DIM."""
+    """Modules, or parameters, whose name matches the pattern are sharded as the kind says. kind: a key of SHARDED_DIM."""
 
     pattern: str
     kind: str
@@ -50,14 +55,19 @@ class ParallelPlan:
 
     blocks: the repeated blocks, units of recompute and of FSDP. attention: the modules whose processor gathers tokens
     itself, splits heads and runs Ulysses; column layers inside them do no collective. token_inputs: arguments of forward
-    [B, tokens, …], split over tokens; the module's output is gathered. unused: modules whose output nobody reads,
-    `{last}` being the last block's index; their weights get no gradient. lora_targets: modules that LoRA wraps.
+    [B, tokens, …], split over tokens; one that is [B], the same for all tokens, stays whole. stream_entry, stream_exit: the
+    module whose first argument, and the one whose output, is the token stream [B, tokens, C], for a forward that makes
+    tokens itself (of a video, say): it is split on entering the one and whole again after the other. Without them the
+    stream is among token_inputs and forward's output is gathered. unused: modules whose output nobody reads, `{last}`
+    being the last block's index; their weights get no gradient. lora_targets: modules that LoRA wraps (lora_modules).
     """
 
     rules: tuple[Rule, ...]
     blocks: str = "transformer_blocks.*"
     attention: str = "transformer_blocks.*.attn"
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    stream_entry: str = ""
+    stream_exit: str = ""
     unused: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ()
 
@@ -71,7 +81,7 @@ class ParallelPlan:
         kinds: dict[str, str] = {}
         idle = set(self.rules)
         for name in names:
-            found = [rule for rule in self.rules if fnmatchcase(module_of(name), rule.pattern)]
+            found = [rule for rule in self.rules if any(fnmatchcase(x, rule.pattern) for x in (module_of(name), name))]
             if len(found) != 1:
                 rules = " and ".join(repr(rule.pattern) for rule in found) or "no rule"
                 raise ValueError(f"{name} is matched by {rules}; correct the plan so that exactly one rule matches it")
@@ -113,6 +123,26 @@ class ParallelPlan:
         patterns = [pattern.replace("{last}", str(last)) for pattern in self.unused]
         return {name for name in names if any(fnmatchcase(module_of(name), pattern) for pattern in patterns)}
 
+    def lora_modules(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The modules that LoRA wraps, sorted: those of lora_targets but for the unused ones. names: of all parameters.
+
+        Raises ValueError for a target that matches no module, or one that is neither a column nor a row linear.
+        """
+        kinds = self.kinds(name for name in names if not is_lora(name))
+        unused, found = self.unused_names(kinds), set()
+        for pattern in self.lora_targets:
+            matched = {name for name in kinds if fnmatchcase(module_of(name), pattern)}
+            if not matched:
+                raise ValueError(f"no module is matched by the LoRA target {pattern!r}; correct the plan or remove it")
+            wrong = sorted(name for name in matched if kinds[name] not in LORA_KINDS)
+            if wrong:
+                raise ValueError(
+                    f"the LoRA target {pattern!r} matches {module_of(wrong[0])}, which is {kinds[wrong[0]]}; LoRA wraps "
+                    f"{' and '.join(LORA_KINDS)} linears only, correct the plan"
+                )
+            found |= {module_of(name) for name in matched - unused}
+        return tuple(sorted(found))
+
     def is_block(self, name: str) -> bool:
         """Whether a module is one of the blocks."""
         return self.block_of(name) is not None and name.count(".") == self.blocks.count(".")
@@ -126,24 +156,31 @@ class ParallelPlan:
         return fnmatchcase(name, f"{self.attention}.*")
 
 
+def is_lora(parameter: str) -> bool:
+    """Whether a parameter is one of a low-rank pair."""
+    return parameter.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
 def module_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
+    """The module that a parameter belongs to; of a low-rank pair, the module that it is put beside."""
+    return parameter.rsplit(".", 2 if is_lora(parameter) else 1)[0] if "." in parameter else ""
 
 
 def sharded_dim(kind: str, name: str) -> int | None:
     """The dimension along which tensor parallelism splits a parameter; None when every rank holds it whole."""
-    return SHARDED_DIM[kind].get(name.rpartition(".")[2])
+    return SHARDED_DIM[kind].get(name.removeprefix(f"{module_of(name)}."))
 
 
 def sums_over_tp(kind: str, name: str, *, tp: int, sequence_parallel: bool) -> bool:
     """Whether the ranks' gradients of a parameter are parts that must be summed over tp.
 
     Sharded parameters have their whole gradient. Of the others, with split tokens each rank has its tokens' part;
-    without, only those that act on single heads differ.
+    without, only those that act on single heads differ, and the whole one of a low-rank pair: a column's A sees the
+    gradient of this rank's output features alone, a row's B the products of its input features.
     """
     if tp == 1 or sharded_dim(kind, name) is not None:
         return False
-    return sequence_parallel or kind == "head_norm"
+    return sequence_parallel or kind == "head_norm" or is_lora(name)
 
 
 def shard_box(

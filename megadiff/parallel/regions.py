@@ -19,14 +19,34 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return _summed(gradient, ctx.group), None
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x itself, which the ranks of the group use in different ways: its gradients are summed over them."""
     return x if group.size() == 1 else _CopyToGroup.apply(x, group)
+
+
+class _SumOverGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(part, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    part = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(part, group=group)
+    return part
+
+
+def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' parts, on each rank, where each uses it in a way of its own: gradients are summed as well."""
+    return part if group.size() == 1 else _SumOverGroup.apply(part, group)
 
 
 def sum_over_tp(parameters: Iterable[nn.Parameter], attribute: str, group: dist.ProcessGroup) -> None:

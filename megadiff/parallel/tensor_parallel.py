@@ -10,7 +10,7 @@ Afterwards it is called as before, with whole inputs and outputs on every rank. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,24 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.attention import TokenAttention, TokenAxes
-from megadiff.parallel.linear import FP8_MULTIPLE, ModulationLinear, column, layer_config, row
-from megadiff.parallel.mesh import Mesh, check_heads
-from megadiff.parallel.plan import ParallelPlan, Placement
+from megadiff.parallel.linear import (
+    FP8_MULTIPLE,
+    AcrossHeadsNorm,
+    ModulationLinear,
+    RowProduct,
+    column,
+    layer_config,
+    row,
+)
+from megadiff.parallel.lora import Adapters, adapt, adapt_linears, lora_shapes
+from megadiff.parallel.mesh import Mesh
+from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, Placement, is_lora
+from megadiff.parallel.tokens import split_tokens
 
 
 def init_parallel_state(mesh: Mesh) -> None:
@@ -76,18 +86,22 @@ def parallelize(
     sequence_parallel: bool = True,
     recompute_every: int = 0,
     fp8: str = "",
+    adapters: Adapters | None = None,
 ) -> nn.Module:
     """The stock module, weights on meta, with this rank's pieces of them on the mesh's device: in dtype, uninitialised.
 
     attention: the model's processor. sequence_parallel: split tokens over tp as well (nothing at tp=1). recompute_every:
     n recomputes every n-th block's activations in backward, 0 none. fp8: "" or "hybrid" for the matrix products of the
-    blocks' column and row layers; all else stays in dtype. Call init_parallel_state(mesh) before.
+    blocks' column and row layers; all else stays in dtype. adapters: LoRA, not with fp8; they alone are trained then. Call
+    init_parallel_state(mesh) before.
 
-    Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement); those the plan calls unused get
+    Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement); those that are never trained get
     requires_grad False.
     Raises ValueError for a plan that does not fit the module, or sizes that tp and sp do not divide.
     """
+    assert not (adapters and fp8), "LoRA on FP8 layers; config/validate.py refuses it"
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    shapes |= lora_shapes(adapters.spec if adapters else None, shapes)
     axes = token_axes(mesh, sequence_parallel=sequence_parallel, fp8=bool(fp8))
     placements = plan.placements(
         shapes,
@@ -96,33 +110,14 @@ def parallelize(
         sequence_parallel=axes.sequence_parallel,
     )
     config = layer_config(axes, dtype=dtype, fp8=fp8)
+    if adapters and axes.tp == 1:
+        adapt_linears(module, adapters)
     if axes.tp > 1 or fp8:
-        _replace_linears(module, plan, placements, axes, config)
-    _materialise(module, plan, placements, mesh.device, dtype)
-    processor = attention(axes)
-    for name, site in module.named_modules():
-        if plan.is_attention(name):
-            check_heads(site.heads, sp=axes.sp, tp=axes.tp)
-            site.set_processor(processor)
+        _replace_linears(module, plan, placements, axes, config, adapters)
+    _materialise(module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters))
     _wrap_blocks(module, plan, recompute_every, config)
-    module.forward = partial(_forward, module, module.forward, plan, axes, processor)
+    split_tokens(module, plan, axes, attention)
     return module.train()
-
-
-def _forward(
-    module: nn.Module,
-    stock: Callable[..., tuple[Tensor]],
-    plan: ParallelPlan,
-    axes: TokenAxes,
-    attention: TokenAttention,
-    **kwargs: Any,
-) -> tuple[Tensor]:
-    """The stock forward on this rank's tokens, with the whole output. Call it with return_dict=False."""
-    length = kwargs[plan.token_inputs[0]].shape[1]
-    kwargs = attention.prepare(module, kwargs)
-    own = {name: axes.split(kwargs[name]) for name in plan.token_inputs}
-    (output_BSC,) = stock(**{**kwargs, **own})
-    return (axes.gather(output_BSC, length),)
 
 
 def _replace_linears(
@@ -131,35 +126,74 @@ def _replace_linears(
     placements: Mapping[str, Placement],
     axes: TokenAxes,
     config: TransformerConfig,
+    adapters: Adapters | None,
 ) -> None:
-    builders: dict[str, Callable[[str, nn.Linear], nn.Module]] = {
+    builders: dict[str, Callable[[str, Any], nn.Module]] = {
         "column": lambda name, linear: column(linear, config, axes, in_attention=plan.in_attention(name)),
         "row": lambda name, linear: row(linear, config, axes),
         "modulation": lambda name, linear: ModulationLinear(linear, axes),
+        "across_heads_norm": lambda name, norm: AcrossHeadsNorm(norm, axes),
     }
+    wrapped = set(adapters.spec.modules) if adapters else set()
     for name, linear in list(module.named_modules()):
         placement = placements.get(f"{name}.weight")
         if placement is None or placement.kind not in builders:
             continue
-        if config.fp8 and placement.kind != "modulation":
+        if config.fp8 and placement.kind in ("column", "row"):
             _check_fp8(name, placement)
         parent, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, builders[placement.kind](name, linear))
+        if name in wrapped:
+            layer = _with_adapter(name, linear, plan, placements, axes, config, adapters)
+        else:
+            layer = builders[placement.kind](name, linear)
+        setattr(module.get_submodule(parent), leaf, layer)
+
+
+def _with_adapter(
+    name: str,
+    linear: nn.Linear,
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    axes: TokenAxes,
+    config: TransformerConfig,
+    adapters: Adapters,
+) -> nn.Module:
+    """A split layer with its adapter. What goes in is gathered, and what comes out summed, once for both products.
+
+    Of a column's pair B's rows are split as the layer's are, of a row's A's columns; the other one is whole.
+    """
+    lora_A, lora_B = placements[f"{name}.{LORA_A}"], placements[f"{name}.{LORA_B}"]
+    sizes = {"in_features": lora_A.local_shape[1], "out_features": lora_B.local_shape[0]}
+    if placements[f"{name}.weight"].kind == "column":
+        layer = column(linear, config, axes, in_attention=True)
+        adapt(layer, adapters, **sizes, enter=None if plan.in_attention(name) else axes.enter_split)
+    else:
+        layer = RowProduct(linear, axes)
+        adapt(layer, adapters, **sizes, leave=layer.finish)
+    return layer
+
+
+def _trained(plan: ParallelPlan, placements: Mapping[str, Placement], adapters: Adapters | None) -> set[str]:
+    if adapters:
+        return {name for name in placements if is_lora(name)}
+    return placements.keys() - plan.unused_names(placements)
 
 
 def _materialise(
     module: nn.Module,
-    plan: ParallelPlan,
     placements: Mapping[str, Placement],
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    trained: Set[str],
 ) -> None:
-    """Memory for this rank's pieces, under the names that the placements have."""
-    unused = plan.unused_names(placements)
+    """Memory for this rank's pieces, under the names that the placements have. Buffers are there already."""
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
     for name, empty in list(module.named_parameters()):
         placement = placements[name]
         assert tuple(empty.shape) == placement.local_shape, (name, tuple(empty.shape), placement)
-        parameter = nn.Parameter(torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name not in unused)
+        parameter = nn.Parameter(torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name in trained)
         parameter.placement = placement
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = parameter

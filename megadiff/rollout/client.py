@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from torch import Tensor
 
-from megadiff.rollout.wire import decode_groups, encode_bucket, requests_to_json
-from megadiff.types import RolloutGroup, RolloutRequest
+from megadiff.rollout.wire import decode_groups, requests_to_json
+from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 from megadiff.weights.manifest import Manifest
 
 CONNECT_TIMEOUT_S = 5.0
@@ -59,17 +59,32 @@ class ReplicaClient:
         """The groups of requests of equal sampling, drawn as one batch, in the order of the requests."""
         return decode_groups(self._call("POST", "/rl/generate", json=requests_to_json(requests)).content)
 
-    def weights_begin(self, version: int, manifest: Manifest) -> None:
-        """Opens a push; from here to the commit the replica does not generate."""
-        self._call("POST", "/rl/weights/begin", json={"version": version, "manifest": manifest})
+    def weights_places(self) -> list[dict[str, Any]]:
+        """Of each worker: host, device, and boxes, the part [begin, end) per dimension that it has of a base tensor; a
+        tensor that boxes does not name is there whole."""
+        return self._call("GET", "/rl/weights/places").json()["workers"]
 
-    def weights_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Sends named full tensors, on any device."""
-        self._call("POST", "/rl/weights/bucket", content=encode_bucket(tensors))
+    def weights_begin(
+        self,
+        version: int,
+        manifest: Manifest,
+        *,
+        lora: LoraSpec | None = None,
+        transport: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Opens a push; from here to the commit the replica does not generate. transport: how buckets come, if not as the
+        bodies of requests."""
+        value = {"version": version, "manifest": manifest, "lora": dataclasses.asdict(lora) if lora else None}
+        self._call("POST", "/rl/weights/begin", json=value | {"transport": transport or {"name": "http"}})
 
-    def weights_commit(self, version: int) -> dict[str, str]:
-        """name → fingerprint of every tensor that the replica now holds."""
-        return self._call("POST", "/rl/weights/commit", json={"version": version}).json()["fingerprints"]
+    def weights_bucket(self, bucket: bytes | Mapping[str, Any]) -> None:
+        """An encoded bucket, or where the replica finds it."""
+        kind = {"content": bucket} if isinstance(bucket, bytes) else {"json": bucket}
+        self._call("POST", "/rl/weights/bucket", **kind)
+
+    def weights_commit(self, version: int) -> list[dict[str, Any]]:
+        """Of each worker: fingerprints (name → digits, of all that it now uses) and bound_modules (of the LoRA)."""
+        return self._call("POST", "/rl/weights/commit", json={"version": version}).json()["workers"]
 
     def sleep(self) -> None:
         self._call("POST", "/rl/sleep")

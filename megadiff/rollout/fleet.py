@@ -7,17 +7,16 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-from torch import Tensor
+from typing import Any, TypeVar
 
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.processes import ReplicaProcess, log_tail
-from megadiff.types import RolloutGroup, RolloutRequest
+from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 from megadiff.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -154,18 +153,24 @@ def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> 
 
 
 class WeightTarget:
-    """Fulfils weights.sync.WeightTarget for one replica of a fleet."""
+    """Fulfils weights.transports.WeightTarget for one replica of a fleet."""
 
     def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
-        self.name, self._client, self._call = client.name, client, fleet.call
+        self.name, self.url, self._client, self._call = client.name, client.url, client, fleet.call
 
-    def weights_begin(self, version: int, manifest: Manifest) -> None:
-        self._call(self._client, lambda client: client.weights_begin(version, manifest))
+    def weights_places(self) -> list[dict[str, Any]]:
+        return self._call(self._client, ReplicaClient.weights_places)
 
-    def weights_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._call(self._client, lambda client: client.weights_bucket(tensors))
+    def weights_begin(
+        self, version: int, manifest: Manifest, *, lora: LoraSpec | None, transport: Mapping[str, Any]
+    ) -> None:
+        begin = partial(ReplicaClient.weights_begin, lora=lora, transport=transport)
+        self._call(self._client, lambda client: begin(client, version, manifest))
 
-    def weights_commit(self, version: int) -> dict[str, str]:
+    def weights_bucket(self, bucket: bytes | Mapping[str, Any]) -> None:
+        self._call(self._client, lambda client: client.weights_bucket(bucket))
+
+    def weights_commit(self, version: int) -> list[dict[str, Any]]:
         return self._call(self._client, lambda client: client.weights_commit(version))
 
 

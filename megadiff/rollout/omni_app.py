@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megadiff.rollout.late_outputs import deliver_late_outputs
+from megadiff.rollout.raw_results import pass_results_untouched
 
 logger = logging.getLogger(__name__)
 TESTED = ("0.26", "0.28")
@@ -29,7 +30,8 @@ OMNI_ROUTES = (  # the replica answers these itself, and sleeps by its own route
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """dtype: float32 or bfloat16. sleep_mode: allocate so that weights can leave the device. compile: torch.compile."""
+    """dtype: float32 or bfloat16. sleep_mode: allocate so that weights can leave the device. compile: torch.compile.
+    tp: workers that share the transformer's weights."""
 
     model: Path
     name: str
@@ -38,6 +40,7 @@ class EngineConfig:
     worker_extension: str = "megadiff.rollout.worker_extension.RolloutWorkerExtension"
     sleep_mode: bool = False
     compile: bool = False
+    tp: int = 1
 
 
 def check_versions() -> str:
@@ -61,8 +64,10 @@ def build_engine(config: EngineConfig) -> Any:
     max_num_seqs=1: an engine step runs one request. The samples of a group already fill the batch, and a group's result
     then cannot depend on what else is running.
     """
+    from vllm_omni.diffusion import diffusion_engine
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+    pass_results_untouched(diffusion_engine)
     if _minor(version("vllm-omni")) == "0.26":
         from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 
@@ -73,6 +78,7 @@ def build_engine(config: EngineConfig) -> Any:
         enforce_eager=not config.compile,
         enable_sleep_mode=config.sleep_mode,
         max_num_seqs=1,
+        parallel_config={"tensor_parallel_size": config.tp},
         custom_pipeline_args={"pipeline_class": config.pipeline},
         worker_extension_cls=config.worker_extension,
     )
@@ -97,8 +103,10 @@ async def build_app(engine: Any, config: EngineConfig, *, max_image_pixels: int)
 
 
 async def call_worker(engine: Any, method: str, *arguments: object) -> Any:
-    """The result of a worker extension's method on the replica's one worker. Raises RuntimeError with the worker's
-    message: collective_rpc itself never raises, it returns {"supported": False, "error": …}."""
+    """The result of a worker extension's method on the first worker; all run it, and the executor drops the others'.
+
+    Raises RuntimeError with a worker's message: collective_rpc itself never raises, it returns {"supported": False, …}.
+    """
     result = await engine.collective_rpc(method, args=arguments)
     while isinstance(result, list) and len(result) == 1:  # per stage, and per worker
         result = result[0]

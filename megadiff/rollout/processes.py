@@ -20,19 +20,23 @@ TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSpec:
-    """How one replica is started. device: cpu or cuda; gpu_index: which of the node's GPUs, None on CPU.
+    """How one replica is started. device: cpu or cuda; gpus: which of the node's, one for each of its tp workers, none on CPU.
 
-    sleep_mode: it can give its GPU memory back while the trainer works.
+    sleep_mode: it can give its GPU memory back while the trainer works. compile: torch.compile of its blocks. weights: the
+    folder of sync.transport=disk.
     """
 
     name: str
     model: Path
     dtype: str
     device: str
-    gpu_index: int | None
+    gpus: tuple[int, ...]
     log: Path
     num_threads: int
     sleep_mode: bool
+    compile: bool = False
+    tp: int = 1
+    weights: Path | None = None
 
 
 class ReplicaProcess:
@@ -83,7 +87,7 @@ def replica_environment(spec: ReplicaSpec) -> dict[str, str]:
     With TORCHELASTIC_USE_AGENT_STORE left in it, its process group would wait for torchrun's store for ever.
     """
     kept = {name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)}
-    gpu = {} if spec.gpu_index is None else {"CUDA_VISIBLE_DEVICES": visible_gpu(spec.gpu_index)}
+    gpu = {"CUDA_VISIBLE_DEVICES": ",".join(map(visible_gpu, spec.gpus))} if spec.gpus else {}
     return {**kept, "OMP_NUM_THREADS": str(spec.num_threads), **gpu}
 
 
@@ -94,6 +98,9 @@ def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:
         *("--name", spec.name, "--port", "0", "--dtype", spec.dtype, "--device", spec.device),
         *("--registry", str(registry), "--parent-pid", str(os.getpid())),
         *(["--sleep-mode"] if spec.sleep_mode else []),
+        *(["--compile"] if spec.compile else []),
+        *(["--tp", str(spec.tp)] if spec.tp > 1 else []),
+        *(["--weights", str(spec.weights)] if spec.weights else []),
     ]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,36 @@ from megadiff.rollout.limits import Limits
 from megadiff.rollout.omni_app import call_worker, set_asleep
 from megadiff.rollout.policy import PolicyState, Refused
 from megadiff.rollout.requests import check_requests
-from megadiff.rollout.wire import bucket_manifest, encode_groups
-from megadiff.types import RolloutRequest
+from megadiff.rollout.wire import encode_groups
+from megadiff.types import LoraSpec, RolloutRequest
+from megadiff.weights.bucket import file_manifest
 from megadiff.weights.manifest import Manifest
+from megadiff.weights.transports.receive import resolve
+from megadiff.weights.transports.shared_memory import bucket_file
 
 logger = logging.getLogger(__name__)
-SHARED_MEMORY = Path("/dev/shm")
+TRANSPORTS = ("http", "shm", "cuda_ipc", "nccl", "disk")
 
 
 class Replica:
     """Lives in the server's event loop. Generation and weight pushes exclude each other: `begin` closes the door first
     and then waits for the requests inside."""
 
-    def __init__(self, engine: Any, *, name: str, expected: Manifest, limits: Limits, sleep_mode: bool) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        name: str,
+        expected: Manifest,
+        places: Sequence[Mapping[str, Any]],
+        limits: Limits,
+        sleep_mode: bool,
+        weights_folder: Path | None = None,
+    ) -> None:
+        """expected: of the base weights. places: as the worker extension's policy_places() returns them. weights_folder:
+        the one from which buckets on disk are taken."""
         self.engine, self.name, self.limits, self.sleep_mode = engine, name, limits, sleep_mode
+        self.places, self.weights_folder = list(places), weights_folder
         self.policy = PolicyState(expected)
         self.in_flight = 0
         self._idle = asyncio.Condition()
@@ -66,33 +81,48 @@ class Replica:
         groups = assemble_groups(requests, result, policy_version=version, replica=self.name)
         return await asyncio.to_thread(encode_groups, groups), engine_s
 
-    async def weights_begin(self, version: int, manifest: Manifest) -> None:
-        """Refuse new generation, and wait until the requests in flight are done."""
+    async def weights_begin(
+        self, version: int, manifest: Manifest, lora: LoraSpec | None, transport: Mapping[str, Any]
+    ) -> None:
+        """Refuse new generation, wait until the requests in flight are done, and make ready for how buckets come."""
+        if transport.get("name") not in TRANSPORTS:
+            raise ValueError(f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}")
         async with self._weights_lock:
-            self.policy.begin(version, manifest)
+            self.policy.begin(version, manifest, lora)
             await self._drained()
+            await call_worker(self.engine, "begin_push", dict(transport))
 
     async def weights_bucket(self, chunks: AsyncIterator[bytes]) -> list[str]:
         """Loads the tensors of a safetensors body; returns their names. Raises Refused or ValueError."""
         async with self._weights_lock:
             self.policy.check_bucket({})  # refuse before the body is read
-            folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-            with tempfile.NamedTemporaryFile(dir=folder, prefix="megadiff-bucket-") as file:
-                await _receive(chunks, file, self.limits.bucket_bytes)
-                bucket = bucket_manifest(Path(file.name))
-                self.policy.check_bucket(bucket)
-                await call_worker(self.engine, "load_bucket", file.name)
-            self.policy.loaded(bucket)
-            return sorted(bucket)
+            with bucket_file() as path:
+                await _receive(chunks, path, self.limits.bucket_bytes)
+                return await self._load(file_manifest(path), {"transport": "file", "path": str(path)})
 
-    async def weights_commit(self, version: int) -> dict[str, str]:
-        """name → fingerprint of what the pipeline now holds. Raises Refused."""
+    async def weights_bucket_at(self, source: object) -> list[str]:
+        """Loads the tensors of a bucket that lies elsewhere; returns their names. Raises Refused or ValueError."""
+        async with self._weights_lock:
+            self.policy.check_bucket({})
+            manifest, source = resolve(source, weights_folder=self.weights_folder)
+            return await self._load(manifest, source)
+
+    async def _load(self, bucket: Manifest, source: Mapping[str, Any]) -> list[str]:
+        self.policy.check_bucket(bucket)
+        await call_worker(self.engine, "load_bucket", dict(source))
+        self.policy.loaded(bucket)
+        return sorted(bucket)
+
+    async def weights_commit(self, version: int) -> list[dict[str, Any]]:
+        """Of each worker: fingerprints (name → digits) of what it now uses, bound_modules of the LoRA. Raises Refused."""
         async with self._weights_lock:
             self.policy.check_commit(version)
-            held = await call_worker(self.engine, "fingerprints")
+            lora = self.policy.lora
+            await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
+            workers = (await call_worker(self.engine, "fingerprints"))["workers"]
             self.policy.commit()
-            logger.info("%s holds policy version %d, %d tensors", self.name, version, len(held))
-            return held
+            logger.info("%s holds policy version %d, %d tensors", self.name, version, len(workers[0]["fingerprints"]))
+            return workers
 
     async def sleep(self) -> None:
         """Move the weights off the device. Raises Refused when the replica was not started for it, or is not ready."""
@@ -123,7 +153,7 @@ class Replica:
             num_inference_steps=sampling.num_inference_steps,
             true_cfg_scale=max(1.0, sampling.true_cfg_scale),  # vllm-omni takes 0 for "not given" and then uses 4
             num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
-            extra_args={REQUESTS_KEY: tuple(replace(one, prompt=replace(one.prompt, fields={})) for one in requests)},
+            extra_args={REQUESTS_KEY: tuple(map(_without_fields, requests))},
         )
         outputs = self.engine.generate(
             prompt={"prompt": requests[0].prompt.text},
@@ -134,11 +164,16 @@ class Replica:
         return last.multimodal_output["metadata"][RESULT_KEY]
 
 
-async def _receive(chunks: AsyncIterator[bytes], file: Any, max_bytes: int) -> None:
+def _without_fields(request: RolloutRequest) -> RolloutRequest:
+    """What the worker needs of a request: a prompt's other columns are for rewards."""
+    return dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, fields={}))
+
+
+async def _receive(chunks: AsyncIterator[bytes], path: Path, max_bytes: int) -> None:
     size = 0
-    async for chunk in chunks:
-        size += len(chunk)
-        if size > max_bytes:
-            raise Refused(413, f"the bucket exceeds {max_bytes} bytes; send smaller buckets (sync.bucket_mib)")
-        file.write(chunk)
-    file.flush()
+    with path.open("wb") as file:
+        async for chunk in chunks:
+            size += len(chunk)
+            if size > max_bytes:
+                raise Refused(413, f"the bucket exceeds {max_bytes} bytes; send smaller buckets (sync.bucket_mib)")
+            file.write(chunk)

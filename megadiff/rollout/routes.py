@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from megadiff.rollout.policy import Refused
 from megadiff.rollout.replica import Replica
 from megadiff.rollout.wire import requests_from_json
+from megadiff.weights.lora_names import lora_from_json
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)  # no token needed
@@ -52,12 +53,17 @@ def _router(replica: Replica) -> APIRouter:
 
         return await _answer(answer)
 
+    @router.get("/rl/weights/places")
+    async def weights_places() -> JSONResponse:
+        return JSONResponse({"workers": replica.places})
+
     @router.post("/rl/weights/begin")
     async def weights_begin(request: Request) -> Response:
         async def answer() -> Response:
             body = await _json(request, replica)
             version, manifest = _key(body, "version", int), _key(body, "manifest", dict)
-            await replica.weights_begin(version, manifest)
+            transport = _key(body, "transport", dict) if "transport" in body else {"name": "http"}
+            await replica.weights_begin(version, manifest, lora_from_json(body.get("lora")), transport)
             return JSONResponse({"version": version, "num_tensors": len(manifest)})
 
         return await _answer(answer)
@@ -65,7 +71,11 @@ def _router(replica: Replica) -> APIRouter:
     @router.post("/rl/weights/bucket")
     async def weights_bucket(request: Request) -> Response:
         async def answer() -> Response:
-            return JSONResponse({"names": await replica.weights_bucket(request.stream())})
+            if request.headers.get("content-type", "").startswith("application/json"):
+                names = await replica.weights_bucket_at(await _json(request, replica))
+            else:
+                names = await replica.weights_bucket(request.stream())
+            return JSONResponse({"names": names})
 
         return await _answer(answer)
 
@@ -73,7 +83,7 @@ def _router(replica: Replica) -> APIRouter:
     async def weights_commit(request: Request) -> Response:
         async def answer() -> Response:
             version = _key(await _json(request, replica), "version", int)
-            return JSONResponse({"version": version, "fingerprints": await replica.weights_commit(version)})
+            return JSONResponse({"version": version, "workers": await replica.weights_commit(version)})
 
         return await _answer(answer)
 

@@ -31,7 +31,8 @@ EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends 
 class ServeConfig:
     """port 0: any free one. device: auto, cpu or cuda, a check against the vLLM build, which decides. token: needed
     from clients when given, and must be given for a host that is not loopback. registry: folder to announce
-    `<name>.json` in. parent_pid: exit when that process does."""
+    `<name>.json` in. weights: the folder of sync.transport=disk, whose newest version is served. tp: workers (GPUs) that
+    share the transformer's weights. parent_pid: exit when that process does."""
 
     model: Path
     name: str
@@ -41,9 +42,11 @@ class ServeConfig:
     dtype: str = "bfloat16"
     token: str | None = None
     registry: Path | None = None
+    weights: Path | None = None
     parent_pid: int | None = None
     sleep_mode: bool = False
     compile: bool = False
+    tp: int = 1
     limits: Limits = field(default_factory=Limits)
 
 
@@ -62,6 +65,7 @@ def serve(config: ServeConfig) -> None:
     try:
         family = check_model_folder(config.model)
         check_device(config.device)
+        check_tensor_parallel(config)
         asyncio.run(_serve(config, family.rollout_pipeline, listener))
     finally:
         listener.close()
@@ -103,6 +107,21 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}, but the installed vLLM runs on {built_for}; use --device auto")
 
 
+def check_tensor_parallel(config: ServeConfig) -> None:
+    """Raises ValueError when --tp does not divide the model's attention heads, or there are fewer GPUs."""
+    import torch
+
+    from megadiff.models.registry import build_adapter
+
+    heads = build_adapter(config.model).num_heads
+    if config.tp < 1 or heads % config.tp:
+        raise ValueError(
+            f"--tp {config.tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
+        )
+    if torch.cuda.is_available() and config.tp > torch.cuda.device_count():
+        raise ValueError(f"--tp {config.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that")
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A TCP socket bound before anything is loaded; it refuses connections until the server listens on it.
 
@@ -129,11 +148,14 @@ def reachable_url(host: str, port: int) -> str:
 async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) -> None:
     import uvicorn
 
+    from megadiff.rollout.late_join import load_newest
     from megadiff.rollout.omni_app import EngineConfig, build_app, build_engine, call_worker, check_versions
     from megadiff.rollout.replica import Replica
     from megadiff.rollout.routes import replica_app
+    from megadiff.weights.transports.shared_memory import sweep
 
     omni_version = check_versions()
+    sweep()
     engine_config = EngineConfig(
         model=config.model,
         name=config.name,
@@ -141,6 +163,7 @@ async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) ->
         pipeline=pipeline,
         sleep_mode=config.sleep_mode,
         compile=config.compile,
+        tp=config.tp,
     )
     engine = build_engine(engine_config)
     try:
@@ -148,9 +171,13 @@ async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) ->
             engine,
             name=config.name,
             expected=await call_worker(engine, "policy_manifest"),
+            places=(await call_worker(engine, "policy_places"))["workers"],
             limits=config.limits,
             sleep_mode=config.sleep_mode,
+            weights_folder=config.weights,
         )
+        if config.weights is not None:
+            await load_newest(replica, config.weights)
         app = await build_app(engine, engine_config, max_image_pixels=config.limits.side**2)
         server = uvicorn.Server(
             uvicorn.Config(

@@ -1,19 +1,19 @@
-"""Requests, groups and weights as bytes: JSON, and safetensors with a JSON header. Pure functions, never pickle."""
+"""Requests and groups as bytes: JSON, and safetensors with a JSON header. Pure functions, never pickle."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
+from megadiff.weights.bucket import own_host_tensor
 
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
 _COLUMNS = {"latents": "latents_SLC", "log_probs": "log_probs", "pixels": "pixels"}  # tensor → field of a Trajectory
@@ -67,33 +67,6 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
         groups.append(_group({field: column[rows] for field, column in columns.items()}, schedule, own, of_group))
         first = rows.stop
     return groups
-
-
-def encode_bucket(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    """Named weights, on any device, as safetensors bytes. Raises ValueError for a name that comes twice."""
-    names = [name for name, _ in tensors]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"weight bucket holds {', '.join(twice)} more than once; each name travels once")
-    return _save(dict(tensors), {})
-
-
-def bucket_manifest(path: Path) -> dict[str, dict[str, object]]:
-    """name → {"dtype", "shape"} of a bucket that was received into a file; reads its header only.
-
-    Raises ValueError when the file is not whole, or holds another dtype than weights have.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            rows = {name: file.get_slice(name) for name in file.keys()}
-            dtypes = {name: row.get_dtype() for name, row in rows.items()}
-            strange = sorted(name for name, dtype in dtypes.items() if dtype not in _DTYPE_NAMES)
-            if strange:
-                allowed = ", ".join(_DTYPE_NAMES.values())
-                raise ValueError(f"{strange[0]} is {dtypes[strange[0]]}; weights are {allowed}")
-            return {name: {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": row.get_shape()} for name, row in rows.items()}
-    except SafetensorError as error:
-        raise ValueError(f"the body of {path.stat().st_size} bytes is not a whole safetensors file: {error}") from None
 
 
 def _request_from_json(value: object) -> RolloutRequest:
@@ -151,17 +124,10 @@ def _group(
     )
 
 
-_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
 def _save(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
-    return save({name: _own(tensor) for name, tensor in tensors.items()}, metadata={HEADER_KEY: json.dumps(header)})
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor that shares its storage with nothing, as safetensors demands."""
-    host = tensor.detach().cpu().contiguous()
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+    return save(
+        {name: own_host_tensor(tensor) for name, tensor in tensors.items()}, metadata={HEADER_KEY: json.dumps(header)}
+    )
 
 
 def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:

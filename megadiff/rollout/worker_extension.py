@@ -1,27 +1,40 @@
-"""What a vllm-omni worker learns from us: load pushed weights, and say what it now holds.
+"""What a vllm-omni worker learns from us: load pushed weights, bind a pushed LoRA, and say what it now uses.
 
-Methods are called by name through the engine's collective_rpc. One worker per replica: tensor parallelism inside a
-replica would shard what is fingerprinted here.
+Methods are called by name through the engine's collective_rpc, on every worker of the replica. The executor hands only the
+first worker's result on: what returns something is gathered over the tensor-parallel group here.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch.distributed as dist
 from torch import Tensor
+from vllm.distributed import get_tp_group
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from megadiff.models.served_names import ServedPlace, served_places, served_view
+from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with
+from megadiff.parallel.plan import module_of
+from megadiff.rollout.replica_lora import WRAPPED, PolicyLora, plain_name
+from megadiff.types import LoraSpec
 from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.manifest import Manifest
+from megadiff.weights.lora_names import is_lora_name
+from megadiff.weights.manifest import Manifest, folder_manifest
+from megadiff.weights.places import device_name, host_name, worker_boxes
+from megadiff.weights.transports.receive import Receiver
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
+    lora_manager: PolicyLora
+    _receiver: Receiver | None = None
+    _served_places: dict[str, ServedPlace] | None = None
+
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:  # a worker process of its own must not outlive the server
@@ -29,33 +42,108 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         super().re_init_pipeline(custom_pipeline_args)
         freeze_startup_objects()
 
+    def init_lora_manager(self) -> None:
+        """In place of vllm-omni's own manager, by which each request chooses its adapter or none."""
+        self.lora_manager = PolicyLora(self.model_runner.pipeline, device=self.device, dtype=self.od_config.dtype)
+
     def policy_manifest(self) -> Manifest:
-        """Every tensor that a push must bring: diffusers name → dtype and shape."""
-        parameters = self._parameters()
-        views = {name: served_view(place, parameters=parameters) for name, place in self._places().items()}
+        """Every base tensor, in full: diffusers name → dtype and shape.
+
+        Raises ValueError when the pipeline's tensors are not those of the model folder.
+        """
+        pipeline, views = self.model_runner.pipeline, self._views()
+        manifest = folder_manifest(Path(pipeline.od_config.model), pipeline.policy_components, dtype="float32")
+        difference = views.keys() ^ manifest.keys()
+        if difference:
+            raise ValueError(f"{sorted(difference)[:5]} are in the pipeline or in the model folder, not in both")
         return {
-            name: {"dtype": str(view.dtype).removeprefix("torch."), "shape": list(view.shape)}
+            name: {"dtype": str(view.dtype).removeprefix("torch."), "shape": manifest[name]["shape"]}
             for name, view in views.items()
         }
 
-    def load_bucket(self, path: str) -> None:
-        """Copies the tensors of a safetensors file into the pipeline, through vllm-omni's own loader.
+    def policy_places(self) -> dict[str, Any]:
+        """`workers`, of each: host, device, and boxes, the parts that it has of tensors which it does not have whole."""
+        rank, size, _ = _tensor_parallel()
+        shapes = {name: row["shape"] for name, row in self.policy_manifest().items()}
+        views = {name: list(view.shape) for name, view in self._views().items()}
+        boxes = worker_boxes(shapes, views, rank=rank, size=size)
+        return self._gathered(
+            {"host": host_name(), "device": device_name(self.model_runner.pipeline.device), "boxes": boxes}
+        )
 
-        The file's tensors are read one by one onto the pipeline's device and are never aliased: the loader copies.
+    def begin_push(self, transport: dict[str, Any]) -> None:
+        """A push opens: what a broken-off one left is dropped. Joins the trainer's group where there is one."""
+        self.lora_manager.drop_set_aside()
+        if self._receiver is None:
+            self._receiver = Receiver(self.model_runner.pipeline.device, worker=_tensor_parallel()[0])
+        self._receiver.begin(transport)
+
+    def load_bucket(self, source: dict[str, Any]) -> None:
+        """Copies the tensors of a bucket into the pipeline, through vllm-omni's own loader; LoRA tensors are set aside.
+
+        They are read one by one and never aliased: the memory is the sender's again afterwards.
         """
-        pipeline = self.model_runner.pipeline
-        with safe_open(Path(path), framework="pt", device=str(pipeline.device)) as file:
-            pipeline.load_weights((name, file.get_tensor(name)) for name in file.keys())
+        with self._receiver.tensors(source) as pairs:
+            self._load(pairs)
 
-    def fingerprints(self) -> dict[str, str]:
-        """diffusers name → fingerprint of the tensor that the pipeline holds at this moment."""
+    def bind_lora(self, spec: dict[str, Any] | None) -> None:
+        """Puts the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""
+        if self._receiver is not None:
+            self._receiver.end()
+        lora = LoraSpec(**{**spec, "modules": tuple(spec["modules"])}) if spec else None
+        self.lora_manager.bind(lora, places=self._places())
+
+    def fingerprints(self) -> dict[str, Any]:
+        """`workers`, of each: fingerprints, name → digits of what the pipeline computes with at this moment (LoRA tensors as
+        `used_tensor` has them); bound_modules, of LoRA."""
+        places = self._places()
+        prints = fingerprints(self._views() | self.lora_manager.used(places=places))
+        return self._gathered({"fingerprints": prints, "bound_modules": self.lora_manager.bound_modules(places=places)})
+
+    def _load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
+        self.model_runner.pipeline.load_weights(self._base_tensors(pairs))
+
+    def _base_tensors(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Sets LoRA tensors aside, and hands the others on under the names by which the loader finds them now: it would
+        skip a layer that LoRA has wrapped under its plain name.
+
+        Raises ValueError for a name that the pipeline does not have, which the loader would skip too.
+        """
+        places = self._places()
+        for name, tensor in pairs:
+            if is_lora_name(name):
+                self.lora_manager.set_aside(name, tensor)
+            elif name not in places:
+                raise ValueError(f"the replica's model has no tensor {name}")
+            elif self.lora_manager.wraps(module_of(places[name].parameter)):
+                yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
+            else:
+                yield name, tensor
+
+    def _gathered(self, value: dict[str, Any]) -> dict[str, Any]:
+        """`workers`: this value of every worker, in order. (A bare list would be unpacked on its way to the server.)"""
+        _, size, group = _tensor_parallel()
+        return {"workers": gather_json(value, group) if size > 1 else [value]}
+
+    def _views(self) -> dict[str, Tensor]:
         parameters = self._parameters()
-        return fingerprints({name: served_view(place, parameters=parameters) for name, place in self._places().items()})
+        return {name: served_view(place, parameters=parameters) for name, place in self._places().items()}
 
     def _parameters(self) -> dict[str, Tensor]:
+        """The base weights as vllm-omni packs them, under the names that they have while LoRA wraps nothing."""
         pipeline = self.model_runner.pipeline
         prefixes = tuple(f"{component}." for component in pipeline.policy_components)
-        return {name: tensor for name, tensor in pipeline.named_parameters() if name.startswith(prefixes)}
+        return {plain_name(name): tensor for name, tensor in pipeline.named_parameters() if name.startswith(prefixes)}
 
     def _places(self) -> dict[str, ServedPlace]:
-        return served_places(list(self._parameters()), names=self.model_runner.pipeline.served_names)
+        """Of the base weights: the same for as long as the pipeline lives."""
+        if self._served_places is None:
+            names = self.model_runner.pipeline.served_names
+            self._served_places = served_places(list(self._parameters()), names=names)
+        return self._served_places
+
+
+def _tensor_parallel() -> tuple[int, int, dist.ProcessGroup]:
+    """(rank, size, CPU group) of this worker among those that share the transformer's weights."""
+    group = get_tp_group()
+    return group.rank_in_group, group.world_size, group.cpu_group

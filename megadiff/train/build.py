@@ -23,7 +23,7 @@ from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.trackers import Trackers, build_trackers
-from megadiff.parallel.collectives import agreed
+from megadiff.parallel.collectives import agreed, broadcast_json, gather_json
 from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
@@ -36,7 +36,9 @@ from megadiff.train.record import Recorder
 from megadiff.train.rollout import sampling_of
 from megadiff.types import Prompt
 from megadiff.weights.manifest import folder_manifest
-from megadiff.weights.sync import HttpSync
+from megadiff.weights.places import boxes_from_json, device_name, host_name
+from megadiff.weights.sync import WeightSync
+from megadiff.weights.transports.choose import build_transport
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,11 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     adapter = build_adapter(model)
     adapter.validate(sampling)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
+    if adapter.num_heads % config.rollout.tp:
+        raise ValueError(
+            f"rollout.tp={config.rollout.tp} does not divide the model's {adapter.num_heads} attention heads; "
+            f"set rollout.tp to a divisor of {adapter.num_heads}"
+        )
     prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
@@ -129,7 +136,7 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     progress = checkpoints.load(engine, sampler.load_state)
     fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
     scorer = stack.enter_context(closing(Scorer(config.reward)))
-    sync = build_sync(config, mesh, adapter, engine, fleet)
+    sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
     evaluation = build_evaluation(config, mesh, engine, fleet, sync, scorer) if config.eval.every else None
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return Run(
@@ -139,11 +146,29 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     )  # fmt: skip
 
 
-def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet) -> HttpSync:
-    """The weight sync from this engine to all replicas."""
+def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet) -> WeightSync:
+    """Collective. The weight sync from this engine to all replicas. Raises AgreedError for places that the transport
+    cannot serve."""
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
-    bucket_bytes = config.sync.bucket_mib * 2**20
-    return HttpSync(engine, fleet.weight_targets(), manifest, bucket_bytes=bucket_bytes, cpu_group=mesh.cpu_group)
+    targets = fleet.weight_targets()
+    workers = agreed(lambda: {one.name: one.weights_places() for one in targets}, mesh.cpu_group, here=mesh.rank == 0)
+    workers = broadcast_json(workers, source=0, group=mesh.cpu_group)
+    ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
+    transport = agreed(
+        lambda: build_transport(
+            config.sync.transport, targets, workers, ranks=ranks, rank=mesh.rank, device=mesh.device,
+            folder=replicas.weights_folder(config, run_folder(config)),
+        ),
+        mesh.cpu_group,
+    )  # fmt: skip
+    return WeightSync(
+        engine,
+        transport,
+        manifest,
+        places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+        bucket_bytes=config.sync.bucket_mib * 2**20,
+        cpu_group=mesh.cpu_group,
+    )
 
 
 def build_recorder(
@@ -163,7 +188,7 @@ def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tup
 
 
 def build_evaluation(
-    config: Config, mesh: Mesh, engine: Engine, fleet: Fleet, sync: HttpSync, scorer: Scorer
+    config: Config, mesh: Mesh, engine: Engine, fleet: Fleet, sync: WeightSync, scorer: Scorer
 ) -> Callable[[int], dict[str, float]]:
     """step → eval/* metrics of the weights after that step, recorded in the run's evaluations/; of their running average
     where there is one."""

@@ -56,7 +56,7 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
     if config.eval.every:
         fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
         scorer = stack.enter_context(closing(Scorer(config.reward)))
-        sync = build_sync(config, mesh, adapter, engine, fleet)
+        sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
         evaluation = _between_naps(build_evaluation(config, mesh, engine, fleet, sync, scorer), fleet, config, mesh)
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return SftRun(

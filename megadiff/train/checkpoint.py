@@ -1,4 +1,4 @@
-"""Atomic checkpoints: written aside, checksummed, renamed, then `latest` moved. A torn one is named and skipped.
+"""Atomic checkpoints: written aside, fingerprinted, renamed, then `latest` moved. A torn one is named and skipped.
 
 checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml, sums/rank_00000.json, …}
 checkpoints/latest                      the name of the newest whole one
@@ -6,7 +6,6 @@ checkpoints/latest                      the name of the newest whole one
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -15,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from megadiff import __version__
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.parallel.collectives import AgreedError, agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import Progress
+from megadiff.weights.run_folders import CONFIG, PROGRESS, progress_record, read_progress, step_name, whole_looking
 from megadiff.weights.shards import shard_file
 
 logger = logging.getLogger(__name__)
@@ -84,21 +83,19 @@ class Checkpoints:
 
     def _load_one(self, folder: Path, engine: Engine) -> Progress:
         group = self.mesh.cpu_group
-        progress = agreed(lambda: _read_progress(folder), group, here=self.mesh.rank == 0)
+        progress = agreed(lambda: read_progress(folder), group, here=self.mesh.rank == 0)
         saved = broadcast_json(asdict(progress) if progress else None, source=0, group=group)
         agreed(lambda: engine.load(folder), group)
         return Progress(**saved)  # type: ignore[arg-type]
 
     def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
-        save_config(self.config, aside / "config.yaml")
+        save_config(self.config, aside / CONFIG)
         absent = [rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()]
         if absent:
             raise ValueError(
                 f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem that all nodes share"
             )
-        sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
-        record = {**asdict(progress), "megadiff": __version__, "sizes": sizes}
-        _write_synced(aside / "progress.json", json.dumps(record, indent=1))
+        _write_synced(aside / PROGRESS, progress_record(aside, progress))
         _sync(aside)
         self._put_away_other_history(progress.step)
         aside.rename(target)
@@ -124,30 +121,6 @@ class Checkpoints:
         if resume not in ("auto", "never"):
             return [resume]
         return [str(folder) for folder in reversed(whole_looking(self.folder)) if resume == "auto"]
-
-
-def step_name(step: int) -> str:
-    """Folder name of a step, sorting by step."""
-    return f"step_{step:06d}"
-
-
-def whole_looking(folder: Path) -> list[Path]:
-    """Checkpoint folders that were renamed into place, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.is_dir())
-
-
-def _read_progress(folder: Path) -> Progress:
-    """Raises ValueError when a file is missing or has another size than was written. (The bits are checked on reading.)"""
-    record = folder / "progress.json"
-    if not record.is_file():
-        raise ValueError(f"{record} is missing")
-    saved = json.loads(record.read_text(encoding="utf-8"))
-    for name, size in saved["sizes"].items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise ValueError(f"{path} {'is missing' if found is None else f'has {found} bytes'}, {size} were written")
-    return Progress(step=saved["step"], prompts=saved["prompts"])
 
 
 def _fresh_folder(folder: Path) -> None:

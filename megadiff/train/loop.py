@@ -21,7 +21,7 @@ from megadiff.train.replicas import asleep
 from megadiff.train.rollout import group_requests, sample_and_score, sampling_of
 from megadiff.train.update import update
 from megadiff.types import Progress
-from megadiff.weights.sync import HttpSync
+from megadiff.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Run:
     algorithm: Algorithm
     engine: Engine
     fleet: Fleet
-    sync: HttpSync
+    sync: WeightSync
     scorer: Scorer
     prompts: PromptSampler
     checkpoints: Checkpoints

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError
-from megadiff.config.schema import Config
+from megadiff.config.schema import Config, LoraConfig
 from megadiff.config.validate import validate
 from megadiff.engines.memory import (
-    FLOAT32,
     ModelShape,
     Placing,
     Static,
@@ -25,8 +24,9 @@ from megadiff.engines.memory import (
     gathered_bytes,
     static_bytes,
 )
-from megadiff.engines.veomni import UNSHARDED_SHARE
+from megadiff.engines.veomni import UNSHARDED_SHARE, unsharded_bytes
 from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.lora import lora_shapes, lora_spec
 from megadiff.parallel.mesh import Layout, resolve_layout
 from megadiff.rollout.footprint import decoding_bytes, replica_weights
 from megadiff.train.rollout import sampling_of
@@ -101,7 +101,7 @@ class MemoryPlan:
 def make_plan(config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int) -> MemoryPlan:
     """text_tokens: of the longest prompt. Raises ValueError for colocated replicas on several nodes."""
     _check_placement(config, machine)
-    model = model_shape(adapter)
+    model = model_shape(adapter, config.lora)
     replicas = _replicas(config, adapter, model, machine, text_tokens)
     own = _own_placing(config, machine)
     placings = {placing: None for placing in [*placings_of(machine), *([own] if own else [])]}
@@ -119,10 +119,11 @@ def make_plan(config: Config, adapter: ModelAdapter, *, machine: Machine, text_t
     )
 
 
-def model_shape(adapter: ModelAdapter) -> ModelShape:
-    """Of the stock transformer, built without memory."""
+def model_shape(adapter: ModelAdapter, lora: LoraConfig) -> ModelShape:
+    """Of the stock transformer, built without memory, with the low-rank tensors that the config asks for."""
     shapes = {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
-    return ModelShape(shapes=shapes, plan=adapter.plan, width=adapter.width, num_heads=adapter.num_heads)
+    pairs = lora_shapes(lora_spec(lora, adapter.plan, shapes), shapes)
+    return ModelShape(shapes=shapes, plan=adapter.plan, width=adapter.width, num_heads=adapter.num_heads, lora=pairs)
 
 
 def placings_of(machine: Machine) -> Iterator[Placing]:
@@ -167,7 +168,7 @@ def _estimate(
         return Estimate(placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error))
     phases = _phases(config, model, placing, work, static, replicas)
     awake = replicas.weights * replicas.per_gpu
-    reference = static.masters if build_algorithm(config.algorithm).needs_reference else 0
+    reference = static.reference if build_algorithm(config.algorithm).needs_reference else 0
     host = {"reference": reference, "sleeping replica": awake if replicas.sleeps else 0}
     return Estimate(placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle)
 
@@ -212,13 +213,16 @@ def work_of(
     )
     rows = max(1, samples * (sampling.sde_window_size if on_policy else 1))
     num_microbatches = math.ceil(rows / config.train.microbatch_size)
-    unsharded = FLOAT32 * model.num_parameters  # VeOmni's way; Megatron's buffers are always whole
+    itemsize = DTYPES[config.engine.dtype].itemsize
+    unsharded = unsharded_bytes(  # VeOmni's way; Megatron's buffers are always whole
+        num_elements=model.num_parameters, num_trained=model.num_trained, itemsize=itemsize
+    )
     return Work(
         rows=min(config.train.microbatch_size, rows),
         image_tokens=adapter.latents_shape(sampling)[0],
         text_tokens=text_tokens,
         passes=2 if on_policy and sampling.true_cfg_scale > 1 else 1,
-        itemsize=DTYPES[config.engine.dtype].itemsize,
+        itemsize=itemsize,
         recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
         num_microbatches=num_microbatches,
         accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,

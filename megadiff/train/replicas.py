@@ -17,6 +17,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client import ReplicaClient
 from megadiff.rollout.fleet import Fleet, wait_until_announced
 from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+from megadiff.weights.transports.disk import clear
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,9 @@ def check_placement(config: Config, *, world_size: int) -> None:
 
 
 def num_replicas(config: Config, mesh: Mesh) -> int:
-    """rollout.num_replicas; 0 means one per GPU that the trainer uses, and one on CPU."""
-    return config.rollout.num_replicas or (mesh.world_size if mesh.device.type == "cuda" else 1)
+    """rollout.num_replicas; 0 means one per rollout.tp GPUs that the trainer uses, and one on CPU."""
+    on_gpus = max(1, mesh.world_size // config.rollout.tp)
+    return config.rollout.num_replicas or (on_gpus if mesh.device.type == "cuda" else 1)
 
 
 def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
@@ -102,6 +104,11 @@ def _sleeps(config: Config, mesh: Mesh) -> bool:
     return config.rollout.sleep and config.rollout.mode == "colocated" and mesh.device.type == "cuda"
 
 
+def weights_folder(config: Config, folder: Path) -> Path:
+    """Where sync.transport=disk writes: sync.folder, or weights/ in the run's folder."""
+    return Path(config.sync.folder) if config.sync.folder else folder / "weights"
+
+
 def registry_folder(folder: Path) -> Path:
     return folder / "replicas"
 
@@ -112,27 +119,34 @@ def log_file(folder: Path, name: str) -> Path:
 
 def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
     shutil.rmtree(registry_folder(folder), ignore_errors=True)
+    if config.sync.transport == "disk":
+        clear(weights_folder(config, folder))  # else replicas would load an older state before they get this one
     return [ReplicaProcess(spec, registry_folder(folder)) for spec in _specs(config, mesh, folder)]
 
 
 def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
     """GPUs in turn; on CPU the threads of this node's ranks are divided among the replicas: they take turns, and threads
     that wait for one another spin."""
-    count = num_replicas(config, mesh)
+    count, tp = num_replicas(config, mesh), config.rollout.tp
     num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
-    if num_gpus and count > num_gpus:
-        logger.warning("rollout.num_replicas=%d on %d GPUs: some GPUs hold several", count, num_gpus)
+    if num_gpus and tp > num_gpus:
+        raise ValueError(f"rollout.tp={tp} on {num_gpus} GPUs: each worker needs one; set rollout.tp<={num_gpus}")
+    if num_gpus and count * tp > num_gpus:
+        logger.warning("rollout.num_replicas*tp = %d*%d on %d GPUs: some GPUs hold several", count, tp, num_gpus)
     return [
         ReplicaSpec(
             name=f"replica_{index}",
             model=Path(config.model.path),
             dtype=config.model.dtype,
             device=mesh.device.type,
-            gpu_index=index % num_gpus if num_gpus else None,
+            gpus=tuple((index * tp + worker) % num_gpus for worker in range(tp)) if num_gpus else (),
             log=log_file(folder, f"replica_{index}"),
-            num_threads=max(1, num_threads // count),
+            num_threads=max(1, num_threads // (count * tp)),
             sleep_mode=_sleeps(config, mesh),
+            compile=config.rollout.compile,
+            tp=tp,
+            weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
         )
         for index in range(count)
     ]

@@ -1,7 +1,7 @@
 """Tensors on disk, read by slice: a checkpoint's per-rank shard files, and the diffusers folders weights start from.
 
 A shard file is plain safetensors; what no safetensors field says (which tensor a piece is of and where it lies in it, its
-checksum) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
+fingerprint) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
 written. The first piece of a tensor in a file has the tensor's name there, a further one NAME#1, NAME#2, …
 """
 
@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megadiff.models.files import open_weights, weight_files
+from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter
 
 METADATA_KEY = "megadiff"
+FORMAT = 2  # of that JSON
+UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
 TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +78,81 @@ def shard_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.safetensors"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PiecePlace:
+    """A piece in a shard file. tensor: whose it is. shape: that tensor's. offsets, local_shape: the piece's box in it."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece that can be read: `key` is its name in the file."""
+
+    file: TensorFile
+    key: str
+    place: PiecePlace
+    fingerprint: str
+
+    def check(self, found: str) -> None:
+        """Raises ValueError when the piece's bytes have another fingerprint than was written."""
+        if found != self.fingerprint:
+            raise ValueError(
+                f"{self.file.path}: tensor {self.key!r} does not match its fingerprint; the file is corrupt"
+            )
+
+
+def piece_keys(places: Sequence[PiecePlace]) -> dict[str, PiecePlace]:
+    """Names in a file: the tensor's, and with a number behind it for its further pieces."""
+    keys: dict[str, PiecePlace] = {}
+    count: dict[str, int] = {}
+    for place in places:
+        index = count[place.tensor] = count.get(place.tensor, -1) + 1
+        keys[f"{place.tensor}#{index}" if index else place.tensor] = place
+    return keys
+
+
+class ShardWriter:
+    """One rank's file of pieces, which may be written in parts. close() takes their fingerprints. Raises OSError."""
+
+    def __init__(
+        self,
+        folder: Path,
+        pieces: Mapping[str, tuple[PiecePlace, TensorMeta]],
+        *,
+        rank: int,
+        num_files: int,
+        values: Mapping[str, object],
+    ) -> None:
+        """pieces: key (as of piece_keys) → place and dtype. values: JSON, the same on every rank."""
+        self._places = {key: place for key, (place, _) in pieces.items()}
+        self._num_files, self._values = num_files, dict(values)
+        tensors = {key: meta for key, (_, meta) in pieces.items()}
+        metadata = self._metadata(dict.fromkeys(pieces, UNKNOWN))
+        self.file = TensorWriter(shard_file(folder, rank), tensors, metadata=metadata)
+
+    def close(self, fingerprints: Mapping[str, str], *, sync: bool = False) -> None:
+        """sync: the file is on the disk when this returns."""
+        self.file.close(metadata=self._metadata(fingerprints), sync=sync)
+
+    def _metadata(self, fingerprints: Mapping[str, str]) -> dict[str, str]:
+        pieces = {
+            key: {
+                "tensor": place.tensor,
+                "shape": place.shape,
+                "offsets": place.offsets,
+                "local_shape": place.local_shape,
+                "fingerprint": fingerprints[key],
+            }
+            for key, place in self._places.items()
+        }
+        index = {"format": FORMAT, "num_files": self._num_files, "values": self._values, "tensors": pieces}
+        return {METADATA_KEY: json.dumps(index)}
+
+
 def write_shards(
     folder: Path,
     shards: Mapping[str, Sequence[Shard]],
@@ -103,51 +167,51 @@ def write_shards(
     is written by one of them. values: JSON, the same on every rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    found = [(_place_of(name, shard), shard.local) for name, shards_of in shards.items() for shard in shards_of]
+    keys = piece_keys([place for place, _ in found])
+    tensors = dict(zip(keys, (local for _, local in found), strict=True))
     pieces = {
-        f"{name}#{index}" if index else name: (name, piece)
-        for name, pieces in shards.items()
-        for index, piece in enumerate(pieces)
+        key: (place, TensorMeta(dtype=tensors[key].dtype, shape=place.local_shape)) for key, place in keys.items()
     }
-    with open(shard_file(folder, rank), "wb") as file:
-        checksums = dict.fromkeys(pieces, "00000000")  # as wide as the real ones, which are known when all is written
-        header = _header(pieces, checksums, num_files, values or {})
-        file.write(header)
-        for key, (_, piece) in pieces.items():
-            data = _bytes(piece.local)
-            checksums[key] = _checksum(data)
-            file.write(data)
-        file.seek(0)
-        file.write(_header(pieces, checksums, num_files, values or {}))
-        file.flush()
-        os.fsync(file.fileno())
+    writer = ShardWriter(folder, pieces, rank=rank, num_files=num_files, values=values or {})
+    digits = {}
+    for key, tensor in tensors.items():
+        on_host = tensor.detach().cpu().contiguous()
+        digits[key] = fingerprint(on_host)
+        writer.file.write(key, on_host)
+    writer.close(digits, sync=True)
+
+
+def _place_of(name: str, shard: Shard) -> PiecePlace:
+    return PiecePlace(tensor=name, shape=shard.shape, offsets=shard.offsets, local_shape=tuple(shard.local.shape))
 
 
 class ShardFolder:
     """The shard files of a checkpoint, as the full tensors that they make up.
 
-    values: what write_shards was given. shapes: name → shape of the full tensor. Raises ValueError, naming the file and
-    where it can the tensor, when a file is missing, truncated or no shard file.
+    values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → where its parts are.
+    num_files: of as many ranks. Raises ValueError, naming the file and where it can the tensor, when a file is missing,
+    truncated or no shard file.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        first = _read_header(shard_file(self.folder, 0))
-        self.values: dict[str, object] = first["values"]
+        file, index = _read_index(shard_file(self.folder, 0))
+        self.values: dict[str, object] = index["values"]
+        self.num_files: int = index["num_files"]
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[tuple[Path, str, dict]]] = {}
-        self._open: dict[Path, safe_open] = {}
-        self._last: tuple[Path, str, Tensor] | None = None  # the piece read last: boxes of one range often share it
-        for rank in range(first["num_files"]):
-            file = shard_file(self.folder, rank)
-            header = first if rank == 0 else _read_header(file)
-            for key, piece in header["tensors"].items():
-                name = piece.get("tensor", key)  # not there in files from when a file held one piece of a tensor
-                self.shapes[name] = tuple(piece["shape"])
-                self._pieces.setdefault(name, []).append((file, key, piece))
+        self.pieces: dict[str, list[Piece]] = {}
+        self._last: tuple[Piece, Tensor] | None = None  # the piece read last: boxes of one range often share it
+        for rank in range(self.num_files):
+            if rank:
+                file, index = _read_index(shard_file(self.folder, rank))
+            for piece in _pieces(file, index):
+                self.shapes[piece.place.tensor] = piece.place.shape
+                self.pieces.setdefault(piece.place.tensor, []).append(piece)
 
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local, bit for bit, from whichever pieces overlap it. Each piece read is checked whole."""
-        if name not in self._pieces:
+        if name not in self.pieces:
             raise ValueError(f"{self.folder} holds no tensor {name!r}; another model or engine wrote it")
         if self.shapes[name] != shard.shape:
             raise ValueError(
@@ -155,32 +219,35 @@ class ShardFolder:
                 "load it with the model that wrote it"
             )
         num_copied = 0
-        for file, key, piece in self._pieces[name]:
-            overlap = _overlap(piece["offsets"], piece["local_shape"], shard.offsets, shard.local.shape)
+        for piece in self.pieces[name]:
+            overlap = _overlap(piece.place.offsets, piece.place.local_shape, shard.offsets, shard.local.shape)
             if overlap is None:
                 continue
             of_piece, of_shard = overlap
-            source = self._read_piece(file, key, piece)
+            source = self._read_piece(piece)
             if source.dtype != shard.local.dtype:
-                raise ValueError(f"{file}: {name!r} is {source.dtype}, but this engine holds it as {shard.local.dtype}")
+                raise ValueError(
+                    f"{piece.file.path}: {name!r} is {source.dtype}, but this engine holds it as {shard.local.dtype}"
+                )
             shard.local[of_shard].copy_(source[of_piece])
             num_copied += source[of_piece].numel()
         if num_copied != shard.local.numel():
-            raise ValueError(
-                f"{self.folder}: {num_copied} of the {shard.local.numel()} elements of {name!r} are in its files; "
-                "the checkpoint is incomplete, use the one before"
-            )
+            raise incomplete(self.folder, name, found=num_copied, wanted=shard.local.numel())
 
-    def _read_piece(self, file: Path, key: str, piece: dict) -> Tensor:
-        if self._last and self._last[:2] == (file, key):
-            return self._last[2]
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        tensor = self._open[file].get_tensor(key)
-        if _checksum(_bytes(tensor)) != piece["crc32"]:
-            raise ValueError(f"{file}: tensor {key!r} does not match its checksum; the file is corrupt")
-        self._last = (file, key, tensor)
+    def _read_piece(self, piece: Piece) -> Tensor:
+        if self._last and self._last[0] is piece:
+            return self._last[1]
+        tensor = piece.file.tensor(piece.key)
+        piece.check(fingerprint(tensor))
+        self._last = (piece, tensor)
         return tensor
+
+
+def incomplete(folder: Path, name: str, *, found: int, wanted: int) -> ValueError:
+    return ValueError(
+        f"{folder}: {found} of the {wanted} elements of {name!r} are in its files; the checkpoint is incomplete, use the "
+        "one before"
+    )
 
 
 class SourceFolder:
@@ -213,46 +280,32 @@ class SourceFolder:
             shard.local.copy_(self._file_of[name].get_slice(name)[place])
 
 
-def _header(
-    pieces: Mapping[str, tuple[str, Shard]], checksums: Mapping[str, str], num_files: int, values: Mapping[str, object]
-) -> bytes:
-    """Length and JSON of a safetensors header; its length does not depend on the checksums."""
-    tensors, places, end = {}, {}, 0
-    for key, (name, shard) in pieces.items():
-        begin, end = end, end + shard.local.numel() * shard.local.element_size()
-        local_shape = list(shard.local.shape)
-        tensors[key] = {"dtype": DTYPE_NAMES[shard.local.dtype], "shape": local_shape, "data_offsets": [begin, end]}
-        places[key] = {
-            "tensor": name,
-            "shape": list(shard.shape),
-            "offsets": list(shard.offsets),
-            "local_shape": local_shape,
-            "crc32": checksums[key],
-        }
-    index = json.dumps({"num_files": num_files, "values": dict(values), "tensors": places})
-    text = json.dumps({"__metadata__": {METADATA_KEY: index}, **tensors}).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin aligned
-    return struct.pack("<Q", len(text)) + text
-
-
-def _read_header(file: Path) -> dict:
-    """The JSON of a shard file, after a check that all the tensors it announces are there."""
-    if not file.is_file():
-        raise ValueError(f"{file} is missing; the checkpoint is incomplete, use the one before")
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if 8 + length <= size else b""
+def _read_index(path: Path) -> tuple[TensorFile, dict]:
+    """A shard file and what its metadata says, after a check that all the tensors it announces are there."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; the checkpoint is incomplete, use the one before")
+    file = TensorFile(path)
     try:
-        header = json.loads(text)
-        index = json.loads(header["__metadata__"][METADATA_KEY])
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{file} ({size} bytes) has no intact shard header; it is truncated or corrupt") from error
-    for name in index["tensors"]:
-        end = 8 + length + header[name]["data_offsets"][1]
-        if end > size:
-            raise ValueError(f"{file} is truncated: tensor {name!r} ends at byte {end}, the file at {size}")
-    return index
+        index = json.loads(file.metadata[METADATA_KEY])
+        found = index.get("format", 1)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
+    if found != FORMAT:
+        raise ValueError(
+            f"{path} has format {found}, this version of megadiff reads format {FORMAT}; use the one that wrote it"
+        )
+    return file, index
+
+
+def _pieces(file: TensorFile, index: dict) -> Iterator[Piece]:
+    if index["tensors"].keys() != file.tensors.keys():
+        raise ValueError(f"{file.path} is corrupt: its metadata lists other tensors than its header")
+    for key, entry in index["tensors"].items():
+        shape, offsets, local_shape = (tuple(entry[field]) for field in ("shape", "offsets", "local_shape"))
+        if local_shape != file.tensors[key].shape:
+            raise ValueError(f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and {local_shape}")
+        place = PiecePlace(tensor=entry["tensor"], shape=shape, offsets=offsets, local_shape=local_shape)
+        yield Piece(file=file, key=key, place=place, fingerprint=entry["fingerprint"])
 
 
 def _overlap(piece_at, piece_shape, wanted_at, wanted_shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -265,13 +318,3 @@ def _overlap(piece_at, piece_shape, wanted_at, wanted_shape) -> tuple[tuple[slic
         of_piece.append(slice(begin - p_at, end - p_at))
         of_wanted.append(slice(begin - w_at, end - w_at))
     return tuple(of_piece), tuple(of_wanted)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes on the host, without a copy where it is there already."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-
-
-def _checksum(data: memoryview) -> str:
-    return f"{zlib.crc32(data):08x}"

@@ -1,123 +1,227 @@
-"""Weights from the trainer to the replicas: begin(version, manifest) → bounded buckets → commit with fingerprints.
+"""Weights from the trainer to the replicas: begin(version, manifest, lora) → bounded buckets → commit with fingerprints.
 
-A push counts only when every replica answers, for every tensor it now holds, the fingerprint of what was sent. A missing,
-extra or different name is an error that names it, and the replica refuses to generate until a whole push succeeded.
+A push counts only when every replica answers, for every tensor that it now uses, the fingerprint of what was sent, and for
+LoRA the modules that it is bound to. A missing, extra or different name is an error that names it, and the replica refuses
+to generate until a whole push succeeded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.parallel.collectives import raise_together
+from megadiff.types import LoraSpec
+from megadiff.weights.bucket import Bucket
 from megadiff.weights.fingerprint import fingerprints
+from megadiff.weights.lora_names import Box, is_lora_name, lora_manifest, piece_box, used_tensor
 from megadiff.weights.manifest import Manifest, name_difference
+from megadiff.weights.transports.base import SyncError, Transport
 
 logger = logging.getLogger(__name__)
-
-
-class SyncError(RuntimeError):
-    """A replica does not hold the weights that were sent; the text names replica and tensors."""
-
-
-class WeightTarget(Protocol):
-    """A replica as the sync sees it (`rollout.client.ReplicaClient`)."""
-
-    name: str
-
-    def weights_begin(self, version: int, manifest: Manifest) -> None: ...
-
-    def weights_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None: ...
-
-    def weights_commit(self, version: int) -> dict[str, str]: ...
+Places = Mapping[str, Sequence[Mapping[str, Box]]]  # replica → of each worker: name → the part that it has
 
 
 class WeightSource(Protocol):
-    """An engine as the sync sees it."""
+    """An engine as the sync sees it. Both iterators are collective, and a tensor is the receiver's own."""
 
-    def named_weights(self, bucket_bytes: int): ...
+    lora: LoraSpec | None
+
+    def named_weights(self, bucket_bytes: int) -> Iterator[Bucket]: ...
+
+    def named_lora(self, bucket_bytes: int) -> Iterator[Bucket]: ...
 
 
-class HttpSync:
-    """Rank 0 gathers bucket after bucket and sends each to all replicas at once, while the next is gathered."""
+class WeightSync:
+    """Every rank gathers bucket after bucket; those with replicas to send to send one while the next is gathered.
+
+    transport: to this rank's replicas, which may be none. places: where their workers' pieces lie. manifest: of the base
+    weights. Base weights that LoRA leaves alone travel once, then LoRA tensors alone. seconds: of the last push on this
+    rank, `gather` (waiting for buckets), `send` (waiting for replicas), `fingerprint` and `commit`.
+    """
 
     def __init__(
         self,
         engine: WeightSource,
-        targets: Sequence[WeightTarget],
+        transport: Transport,
         manifest: Manifest,
         *,
+        places: Places,
         bucket_bytes: int,
         cpu_group: dist.ProcessGroup,
     ) -> None:
-        self.engine, self.targets, self.manifest = engine, list(targets), manifest
+        self.engine, self.transport, self.manifest, self.places = engine, transport, manifest, places
         self.bucket_bytes, self.cpu_group = bucket_bytes, cpu_group
-        self.is_sender = dist.get_rank() == 0
         self.version: int | None = None
-        self.sent = 0
+        self.seconds: dict[str, float] = {}
+        self._sent = 0
+        self._base: Ledger | None = None  # of the base weights that every replica holds
 
     def push(self, version: int) -> dict[str, float]:
-        """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib`, its size.
+        """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib`, the size
+        of what travelled last.
 
         Raises AgreedError when any replica refuses or differs.
         """
         if version != self.version:
             self.version = None
-            self.sent = self._push(version)
+            self._push(version)
             self.version = version
-        return {"sync/gib": self.sent / 2**30}
+        return {"sync/gib": self._sent / 2**30}
 
-    def _push(self, version: int) -> int:
-        if not self.is_sender:
-            for _ in self.engine.named_weights(self.bucket_bytes):
-                pass
-            raise_together(None, self.cpu_group)
-            return 0
-        error, sent = self._send(version)
+    def close(self) -> None:
+        self.transport.close()
+
+    def _push(self, version: int) -> None:
+        base, self._base = self._base, None  # unknown, until the replicas have committed
+        if self.engine.lora is None:
+            base = None
+        ledger = Ledger(self.places, lora=self.engine.lora, base=base)
+        self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
+        error = self._send(version, ledger, with_base=base is None)
         raise_together(error, self.cpu_group)
-        return sent
+        self._base, self._sent = ledger.of_base(), ledger.num_bytes
 
-    def _send(self, version: int) -> tuple[Exception | None, int]:
+    def _send(self, version: int, ledger: Ledger, *, with_base: bool) -> Exception | None:
         """Every bucket is gathered to the end even after an error: the other ranks are in the same collectives."""
-        expected: dict[str, str] = {}
+        lora = self.engine.lora
+        manifest = (self.manifest if with_base else {}) | (lora_manifest(lora, self.manifest) if lora else {})
+        thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
         error: Exception | None = None
-        sent = 0
-        pool = ThreadPoolExecutor(max_workers=len(self.targets))
         try:
-            pending = self._start(pool, lambda target: target.weights_begin(version, self.manifest))
-            for bucket in self.engine.named_weights(self.bucket_bytes):
-                error = error or _first_error(pending)
-                if error:
+            sending = thread.submit(self.transport.begin, version, manifest, lora)
+            for bucket in self._timed(self._buckets(with_base)):
+                error = error or self._outcome(sending, "send")
+                if error or not self.transport.targets:
                     continue
-                expected |= fingerprints(dict(bucket))
-                sent += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-                pending = self._start(pool, lambda target, bucket=bucket: target.weights_bucket(bucket))
-            error = error or _first_error(pending) or _names_error(set(self.manifest), set(expected))
+                sending = thread.submit(self.transport.send, bucket)
+                with self._timer("fingerprint"):  # while the bucket travels
+                    ledger.add(bucket)
+            error = error or self._outcome(sending, "send")
+            if not error and self.transport.targets:
+                error = _names_error(set(manifest), ledger.sent)
             if not error:
-                pending = self._start(pool, lambda target: _commit(target, version, expected))
-                error = _first_error(pending)
+                modules = list(lora.modules) if lora else []
+                check = CommitCheck(version, ledger, modules)
+                error = self._outcome(thread.submit(self.transport.commit, version, check), "commit")
+        except BaseException as failure:
+            error = failure
+            raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # when it is left by an exception, do not wait for a replica
-        return error, sent
+            thread.shutdown(
+                wait=False, cancel_futures=True
+            )  # when it is left by an exception, do not wait for a replica
+            error = self._end(error)
+        return error
 
-    def _start(self, pool: ThreadPoolExecutor, call: Callable[[WeightTarget], None]) -> list:
-        return [pool.submit(call, target) for target in self.targets]
+    def _end(self, error: BaseException | None) -> BaseException | None:
+        try:
+            self.transport.end(error)
+        except Exception as failure:
+            return error or failure
+        return error
+
+    def _buckets(self, with_base: bool) -> Iterator[Bucket]:
+        if with_base:
+            yield from self.engine.named_weights(self.bucket_bytes)
+        if self.engine.lora:
+            yield from self.engine.named_lora(self.bucket_bytes)
+
+    def _timed(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        while True:
+            with self._timer("gather"):
+                bucket = next(buckets, None)
+            if bucket is None:
+                return
+            yield bucket
+            del bucket  # or a third one would live while the next is gathered
+
+    def _outcome(self, future: Future[None], what: str) -> Exception | None:
+        with self._timer(what):
+            return future.exception()
+
+    def _timer(self, what: str) -> _Timer:
+        return _Timer(self.seconds, what)
 
 
-def _commit(target: WeightTarget, version: int, expected: dict[str, str]) -> None:
-    held = target.weights_commit(version)
+class Ledger:
+    """The fingerprints of what was sent, as workers use it: of every piece of a tensor that some worker has."""
+
+    def __init__(self, places: Places, *, lora: LoraSpec | None, base: Ledger | None = None) -> None:
+        """base: of the base weights that travelled before, when this push brings none."""
+        self.places, self.lora, self.lora_rank = places, lora, lora.rank if lora else 0
+        self.num_bytes = 0
+        self.sent: set[str] = set()
+        self._prints: dict[tuple[str, Box | None], str] = dict(base._prints) if base else {}
+
+    def add(self, bucket: Bucket) -> None:
+        for box, pieces in self._pieces(bucket).items():
+            found = fingerprints(pieces)
+            self._prints |= {(name, box): value for name, value in found.items()}
+        self.sent |= {name for name, _ in bucket}
+        self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+
+    def expected(self, replica: str, worker: int) -> dict[str, str]:
+        """name → fingerprint of what this worker must hold."""
+        boxes = self.places[replica][worker]
+        names = {name for name, _ in self._prints}
+        return {name: self._prints[name, piece_box(name, boxes, lora_rank=self.lora_rank)] for name in names}
+
+    def of_base(self) -> Ledger:
+        """Without the LoRA tensors."""
+        base = Ledger(self.places, lora=self.lora)
+        base._prints = {key: value for key, value in self._prints.items() if not is_lora_name(key[0])}
+        return base
+
+    def _pieces(self, bucket: Bucket) -> dict[Box | None, dict[str, Tensor]]:
+        """box → name → the piece of the tensor, over all workers."""
+        pieces: dict[Box | None, dict[str, Tensor]] = {}
+        workers = [boxes for replica in self.places.values() for boxes in replica]
+        for name, tensor in bucket:
+            for box in {piece_box(name, boxes, lora_rank=self.lora_rank) for boxes in workers}:
+                cut = tensor if box is None else tensor[tuple(slice(*one) for one in box)]
+                pieces.setdefault(box, {})[name] = used_tensor(name, cut, self.lora)
+        return pieces
+
+
+class Named(Protocol):
+    name: str
+
+
+class CommitCheck:
+    """What a replica answers to a commit, against what was sent to it."""
+
+    def __init__(self, version: int, ledger: Ledger, modules: Sequence[str]) -> None:
+        self.version, self.ledger, self.modules = version, ledger, set(modules)
+
+    def __call__(self, target: Named, answer: Sequence[Mapping[str, Any]]) -> None:
+        """Raises SyncError that names the replica and what differs."""
+        num_workers = len(self.ledger.places[target.name])
+        if len(answer) != num_workers:
+            raise SyncError(f"{target.name} answers for {len(answer)} workers, and has {num_workers}")
+        for worker, held in enumerate(answer):
+            where = f"{target.name} at version {self.version}"
+            where += f" (worker {worker} of {num_workers})" if num_workers > 1 else ""
+            _check_prints(where, self.ledger.expected(target.name, worker), held["fingerprints"])
+            difference = name_difference(self.modules, set(held["bound_modules"]))
+            if difference:
+                raise SyncError(f"{where} has LoRA bound to other modules than were sent: {difference}")
+
+
+def _check_prints(where: str, expected: Mapping[str, str], held: Mapping[str, str]) -> None:
     difference = name_difference(set(expected), set(held))
     if difference:
-        raise SyncError(f"{target.name} at version {version} holds other tensors than were sent: {difference}")
+        raise SyncError(f"{where} holds other tensors than were sent: {difference}")
     wrong = sorted(name for name, value in expected.items() if held[name] != value)
     if wrong:
         raise SyncError(
-            f"{target.name} at version {version} holds {len(wrong)} of {len(expected)} tensors with other bits than were "
+            f"{where} holds {len(wrong)} of {len(expected)} tensors with other bits than were "
             f"sent: {', '.join(f'{name} (sent {expected[name]}, held {held[name]})' for name in wrong[:3])}"
         )
 
@@ -127,7 +231,14 @@ def _names_error(expected: set[str], sent: set[str]) -> SyncError | None:
     return SyncError(f"the trainer's tensors are not those of the model folder: {difference}") if difference else None
 
 
-def _first_error(futures: list) -> Exception | None:
-    """Waits for all; returns the first failure."""
-    errors = [future.exception() for future in futures]
-    return next((error for error in errors if error), None)
+class _Timer:
+    """Adds the seconds of its context to seconds[what]."""
+
+    def __init__(self, seconds: dict[str, float], what: str) -> None:
+        self.seconds, self.what = seconds, what
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.what] += time.perf_counter() - self.start

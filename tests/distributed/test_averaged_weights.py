@@ -1,4 +1,4 @@
-"""Learning rate warm-up and the running average of the weights, on both engines, of one and two ranks."""
+"""Learning rate warm-up and the running average of the weights, on both engines, of one and two ranks, with LoRA of that."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ SAMPLING = Sampling(height=48, width=48, num_inference_steps=4)
 DECAY, LR, WARMUP_STEPS = 0.25, 1e-3, 3
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("veomni", 1), ("veomni", 2), ("megatron", 2)])
-def test_warm_up_average_swap_and_checkpoint(backend: str, world_size: int, tiny_model: Path, tmp_path: Path) -> None:
-    run_ranks(_worker, world_size, tiny_model, tmp_path, backend)
+@pytest.mark.parametrize(
+    ("backend", "world_size", "rank"), [("veomni", 1, 0), ("veomni", 2, 3), ("veomni", 2, 0), ("megatron", 2, 0)]
+)
+def test_warm_up_average_swap_and_checkpoint(
+    backend: str, world_size: int, rank: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    run_ranks(_worker, world_size, tiny_model, tmp_path, backend, rank)
 
 
-def _worker(model: Path, out: Path, backend: str) -> None:
-    engine = _engine(model, backend, decay=DECAY)
+def _worker(model: Path, out: Path, backend: str, rank: int) -> None:
+    engine = _engine(model, backend, decay=DECAY, rank=rank)
     expected, rates = _weights(engine), []
     for step in range(1, 6):
         rates.append(engine.update(_batch(engine, step), flow_matching)["optim/lr"])
@@ -38,7 +42,7 @@ def _worker(model: Path, out: Path, backend: str) -> None:
             expected[name] = decay * expected[name] + (1 - decay) * weight
     assert rates == [LR / 3, LR * (2 / 3), LR, LR, LR]
     _swap(engine, expected)
-    _checkpoint(engine, model, out, backend)
+    _checkpoint(engine, model, out, backend, rank)
 
 
 def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
@@ -56,18 +60,18 @@ def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
         assert not _differing(averaged, _weights(engine))
 
 
-def _checkpoint(engine: Engine, model: Path, out: Path, backend: str) -> None:
+def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int) -> None:
     """The average goes on where it was, with its decay and the warm-up; a run without one does not take it, nor lose it."""
     engine.save(out / "with")
     dist.barrier()
-    resumed = _engine(model, backend, decay=DECAY)
+    resumed = _engine(model, backend, decay=DECAY, rank=rank)
     resumed.load(out / "with")
     for each in (engine, resumed):
         assert each.update(_batch(each, 6), flow_matching)["optim/lr"] == LR
     with engine.averaged(), resumed.averaged():
         assert not _differing(_weights(engine), _weights(resumed))
 
-    plain = _engine(model, backend, decay=0.0)
+    plain = _engine(model, backend, decay=0.0, rank=rank)
     before = _weights(plain)
     with plain.averaged():
         assert not _differing(before, _weights(plain))
@@ -80,16 +84,18 @@ def _checkpoint(engine: Engine, model: Path, out: Path, backend: str) -> None:
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
-    """As they would be sent to the replicas."""
-    return dict(pair for bucket in engine.named_weights(1 << 20) for pair in bucket)
+    """What is trained, as it would be sent to the replicas."""
+    buckets = engine.named_lora(1 << 20) if engine.lora else engine.named_weights(1 << 20)
+    return dict(pair for bucket in buckets for pair in bucket)
 
 
 def _differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def _engine(model: Path, backend: str, *, decay: float) -> Engine:
+def _engine(model: Path, backend: str, *, decay: float, rank: int) -> Engine:
     config = Config()
+    config.lora.rank = rank
     config.engine.backend = backend
     config.model.path, config.model.dtype, config.engine.dtype = str(model), "float32", "float32"
     config.optim.lr, config.optim.warmup_steps, config.algorithm.ema_decay = LR, WARMUP_STEPS, decay

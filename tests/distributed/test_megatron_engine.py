@@ -6,30 +6,38 @@ In fp32 on gloo processes, several checks a process: starting one takes longer t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.types import TrainBatch
 from megadiff.weights.shards import Shard, ShardFolder, write_shards
+from tests.distributed.engines import (
+    LOSS,
+    at_step,
+    build,
+    differing,
+    gradient_shards,
+    layout_of,
+    mine,
+    stock_backward,
+    stock_transformer,
+    train_batch,
+    whole,
+)
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_veomni_engine import LOSS, _batch, _stock_gradients
 
 NO_SP = {"sequence_parallel": False}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # world size, sizes of the axes; tokens are split over tp as well
@@ -44,12 +52,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # world size, sizes of the a
 STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 20, 18, 5e-4, 1e-1, 0.05
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> dict[float, dict[str, Tensor]]:
-    """true_cfg_scale → loss, gradient norm and gradients of the whole batch by stock diffusers in one piece."""
-    return {scale: _stock_gradients(tiny_model, scale) for scale in (1.0, 4.0)}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_weights_and_reference_for_every_layout(layout, tiny_model, reference, tmp_path):
     world_size, sizes = LAYOUTS[layout]
@@ -60,7 +62,7 @@ def test_gradients_weights_and_reference_for_every_layout(layout, tiny_model, re
         assert found.shapes.keys() == gradients
         for name in gradients:
             tolerance = 1e-5 * float(expected[name].abs().max())
-            torch.testing.assert_close(_whole(found, name), expected[name], rtol=1e-5, atol=tolerance, msg=name)
+            torch.testing.assert_close(whole(found, name), expected[name], rtol=1e-5, atol=tolerance, msg=name)
         for name in expected.keys() - gradients:
             assert found.values[name] == pytest.approx(float(expected[name]), rel=1e-5), name
 
@@ -69,8 +71,8 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     engine = _engine(tiny_model, sizes, lr=0.0, keep_reference=True)
     for scale in (1.0, 4.0):
         captured: dict[str, list[Shard]] = {}
-        hook = engine.optimizer.register_step_pre_hook(lambda *_, into=captured: into.update(_gradients(engine)))
-        figures = engine.update(_mine(engine, scale), LOSS)
+        hook = engine.optimizer.register_step_pre_hook(lambda *_, into=captured: into.update(gradient_shards(engine)))
+        figures = engine.update(mine(engine, scale), LOSS)
         hook.remove()
         write_shards(
             out / str(scale), captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
@@ -79,11 +81,6 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     engine.config.optim.lr = LR
     _check_reference(engine)
     _check_broken_gradient(engine)
-
-
-def _gradients(engine: ShardedEngine) -> dict[str, list[Shard]]:
-    gradients = {name: held.grad for name, held in engine._optimized.items() if engine._is_first_holder(name)}
-    return {name: engine._places(name, gradient.clone()) for name, gradient in gradients.items()}
 
 
 def _check_named_weights(engine: ShardedEngine, tiny_model: Path) -> None:
@@ -101,7 +98,7 @@ def _check_named_weights(engine: ShardedEngine, tiny_model: Path) -> None:
 
 
 def _check_reference(engine: ShardedEngine) -> None:
-    batch = _mine(engine, 1.0)
+    batch = mine(engine, 1.0)
     start = engine.log_probs(batch)
     for _ in range(2):
         engine.update(batch, LOSS)
@@ -117,7 +114,7 @@ def _check_reference(engine: ShardedEngine) -> None:
 
 def _check_broken_gradient(engine: ShardedEngine) -> None:
     """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is sound."""
-    batch = _mine(engine, 1.0)
+    batch = mine(engine, 1.0)
     before = engine.log_probs(batch).log_probs_NW
     broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
     with pytest.raises(FloatingPointError, match="gradient norm is nan; the weights were left as they were"):
@@ -157,15 +154,12 @@ def test_twenty_steps_follow_stock_diffusers_and_adamw(tiny_model, saved):
     assert min(norms[1:]) < MAX_NORM < max(norms), "the clipping must act, but not always"
     end = ShardFolder(saved("megatron", "tp2_dp2") / "end")
     for name, weight in weights.items():
-        torch.testing.assert_close(_whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
     """Gradient norms before clipping of STEPS updates by torch's AdamW in one process, and the last weights."""
-    transformer, adapter = (
-        QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer"),
-        QwenImageAdapter(tiny_model),
-    )
+    transformer, adapter = stock_transformer(tiny_model), QwenImageAdapter(tiny_model)
     parameters = dict(transformer.named_parameters())
     groups = [
         {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -174,12 +168,7 @@ def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(groups, lr=LR)
     norms = []
     for step in range(STEPS):
-        batch = _at_step(_batch(adapter), step)
-        (piece,) = microbatches(batch, 1000, torch.device("cpu"))
-        velocity_BLC = adapter.velocity(
-            transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling
-        )
-        (LOSS(loss_inputs(batch, piece, velocity_BLC)).loss_sum / batch.denominator).backward()
+        stock_backward(transformer, adapter, at_step(train_batch(adapter), step))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -200,14 +189,14 @@ def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, tiny_
     backend, layout = reader
     world_size, sizes = LAYOUTS[layout]
     run_ranks(_resume_worker, world_size, tiny_model, saved(*writer) / "checkpoint", tmp_path, backend, sizes)
-    assert _differing(saved(*writer) / "checkpoint", tmp_path / "again") == []
+    assert differing(saved(*writer) / "checkpoint", tmp_path / "again") == []
     uninterrupted = json.loads((saved(*writer) / "figures.json").read_text())[SAVED_STEP:]
     resumed = json.loads((tmp_path / "figures.json").read_text())
     for found, expected in zip(resumed, uninterrupted, strict=True):
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-4 * 1e-3)
     if writer == reader:
         assert resumed == uninterrupted
-        assert _differing(saved(*writer) / "end", tmp_path / "end") == []
+        assert differing(saved(*writer) / "end", tmp_path / "end") == []
 
 
 def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
@@ -216,13 +205,6 @@ def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, backend: str, 
     engine.save(out / "again")
     _write_figures(out, engine, list(_updates(engine, SAVED_STEP, STEPS)))
     engine.save(out / "end")
-
-
-def _differing(first: Path, second: Path) -> list[str]:
-    """Names of tensors, weights and moments alike, that differ in any bit between two checkpoints."""
-    one, other = ShardFolder(first), ShardFolder(second)
-    assert one.shapes == other.shapes and one.values == other.values
-    return [name for name in one.shapes if not torch.equal(_whole(one, name), _whole(other, name))]
 
 
 def test_bfloat16_weights_with_float32_masters(tiny_model, tmp_path):
@@ -235,8 +217,8 @@ def test_bfloat16_weights_with_float32_masters(tiny_model, tmp_path):
     start, end = ShardFolder(tmp_path / "start"), ShardFolder(tmp_path / "bfloat16")
     num_moved = num_moved_in_bfloat16 = num_elements = 0
     for name, weight in source.items():
-        assert torch.equal(_whole(start, f"model/transformer.{name}"), weight), name  # not its bfloat16 rounding
-        moved = _whole(end, f"model/transformer.{name}")
+        assert torch.equal(whole(start, f"model/transformer.{name}"), weight), name  # not its bfloat16 rounding
+        moved = whole(end, f"model/transformer.{name}")
         num_moved += int((moved != weight).sum())
         num_moved_in_bfloat16 += int((moved.bfloat16() != weight.bfloat16()).sum())
         num_elements += weight.numel()
@@ -248,7 +230,7 @@ def _precision_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> Non
     _engine(tiny_model, sizes, lr=1e-6, dtype="bfloat16").save(out / "start")
     for dtype in ("bfloat16", "float32"):
         engine = _engine(tiny_model, sizes, lr=1e-6, dtype=dtype)
-        batch = _mine(engine, 1.0)
+        batch = mine(engine, 1.0)
         figures = [engine.update(batch, LOSS) for _ in range(4)]
         if engine.mesh.rank == 0:
             (out / f"{dtype}.json").write_text(json.dumps(figures))
@@ -273,7 +255,7 @@ def test_refusals(sizes, message, tiny_model):
 
 
 def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> None:
-    config, mesh = Config(), init_mesh(_layout({}), "cpu")
+    config, mesh = Config(), init_mesh(layout_of({}), "cpu")
     config.engine.backend = "megatron"
     layout = resolve_layout(
         **{"dp": 1, "dp_replicate": 1, **sizes}, world_size=sizes.get("dp", 1) * sizes["sp"] * sizes["tp"]
@@ -286,20 +268,7 @@ def _updates(engine: ShardedEngine, first: int, stop: int) -> Iterator[dict[str,
     """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
     for step in range(first, stop):
         engine.config.train.microbatch_size = (7, 16)[step % 2]
-        yield engine.update(_at_step(_mine(engine, 1.0), step), LOSS)
-
-
-def _mine(engine: ShardedEngine, scale: float) -> TrainBatch:
-    return _batch(engine.adapter, scale, engine.mesh.dp, engine.mesh.dp_rank)
-
-
-def _at_step(batch: TrainBatch, step: int) -> TrainBatch:
-    """Another batch at every step, and a gradient that is large and small in turn."""
-    return replace(
-        batch,
-        latents_NSLC=batch.latents_NSLC * (1 + 0.05 * step),
-        denominator=batch.denominator * (4.0 if step % 2 else 1.0),
-    )
+        yield engine.update(at_step(mine(engine, 1.0), step), LOSS)
 
 
 def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -> None:
@@ -307,45 +276,9 @@ def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _whole(folder: ShardFolder, name: str) -> Tensor:
-    shape = folder.shapes[name]
-    shard = Shard(local=torch.empty(shape), offsets=(0,) * len(shape), shape=shape)
-    folder.read_into(name, shard)
-    return shard.local
-
-
 def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ShardedEngine:
     return _engine(tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend)
 
 
-def _engine(
-    tiny_model: Path,
-    sizes: Mapping[str, int],
-    *,
-    lr: float,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1e9,
-    dtype: str = "float32",
-    keep_reference: bool = False,
-    backend: str = "megatron",
-    device: str = "cpu",
-) -> ShardedEngine:
-    from megatron.core import distributed
-
-    # the default puts all of a small model into one bucket, 20 B are hundreds
-    distributed.DistributedDataParallelConfig = partial(distributed.DistributedDataParallelConfig, bucket_size=50_000)
-    config = Config()
-    config.model.path, config.model.dtype = str(tiny_model), "float32"
-    config.engine.backend, config.engine.dtype, config.engine.recompute_every = backend, dtype, 2
-    config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = lr, weight_decay, max_grad_norm
-    config.parallel.sequence_parallel = sizes.get("sequence_parallel", True)
-    config.train.microbatch_size = 7  # neither the 16 pairs nor any rank's share is a multiple
-    config.algorithm.kl_coef = float(keep_reference)
-    return build_engine(config, init_mesh(_layout(sizes), device), QwenImageAdapter(tiny_model))
-
-
-def _layout(sizes: Mapping[str, int]):
-    axes = {"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1} | {
-        key: size for key, size in sizes.items() if key not in NO_SP
-    }
-    return resolve_layout(**axes, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ShardedEngine:
+    return build(tiny_model, sizes, **{"backend": "megatron", **options})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megadiff.config.schema import Config
+from megadiff.config.schema import Config, LoraConfig
 from megadiff.engines import build_engine, memory
 from megadiff.engines.memory import Placing, kept_bytes, static_bytes
 from megadiff.engines.sharded import ShardedEngine
@@ -20,22 +20,26 @@ from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.train.memory_plan import model_shape
 from megadiff.types import DTYPES
+from tests.distributed.engines import LOSS, train_batch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_veomni_engine import LOSS, _batch
 from tests.kept_activations import activation_work, kept_by_autograd
 
-CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size
-    "veomni_dp1": ("veomni", "bfloat16", 1, {}, False, 0),
-    "veomni_dp2": ("veomni", "float32", 2, {}, False, 0),
-    "veomni_dp3": ("veomni", "bfloat16", 3, {}, False, 0),  # divides few of the sizes: chunks are padded
-    "veomni_sp2": ("veomni", "float32", 2, {"sp": 2}, False, 0),
-    "veomni_hsdp2_shard2": ("veomni", "float32", 4, {"dp_replicate": 2}, False, 0),
-    "megatron_tp1": ("megatron", "float32", 1, {}, False, 0),
-    "megatron_dp3_buckets": ("megatron", "bfloat16", 3, {}, False, 50_000),
-    "megatron_tp2": ("megatron", "bfloat16", 2, {"tp": 2}, False, 0),
-    "megatron_tp2_SP": ("megatron", "float32", 2, {"tp": 2}, True, 0),
-    "megatron_tp2_dp2_SP": ("megatron", "bfloat16", 4, {"tp": 2}, True, 0),
-    "megatron_sp2_tp2_SP": ("megatron", "float32", 4, {"sp": 2, "tp": 2}, True, 50_000),
+CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
+    "veomni_dp1": ("veomni", "bfloat16", 1, {}, False, 0, 0),
+    "veomni_dp2": ("veomni", "float32", 2, {}, False, 0, 0),
+    "veomni_dp3": ("veomni", "bfloat16", 3, {}, False, 0, 0),  # divides few of the sizes: chunks are padded
+    "veomni_sp2": ("veomni", "float32", 2, {"sp": 2}, False, 0, 0),
+    "veomni_hsdp2_shard2": ("veomni", "float32", 4, {"dp_replicate": 2}, False, 0, 0),
+    "veomni_dp3_lora": ("veomni", "bfloat16", 3, {}, False, 0, 2),  # and one rank has nothing of each lora_A
+    "veomni_sp2_lora": ("veomni", "float32", 2, {"sp": 2}, False, 0, 8),
+    "megatron_tp1": ("megatron", "float32", 1, {}, False, 0, 0),
+    "megatron_dp3_buckets": ("megatron", "bfloat16", 3, {}, False, 50_000, 0),
+    "megatron_tp2": ("megatron", "bfloat16", 2, {"tp": 2}, False, 0, 0),
+    "megatron_tp2_SP": ("megatron", "float32", 2, {"tp": 2}, True, 0, 0),
+    "megatron_tp2_dp2_SP": ("megatron", "bfloat16", 4, {"tp": 2}, True, 0, 0),
+    "megatron_tp2_dp2_SP_lora": ("megatron", "bfloat16", 4, {"tp": 2}, True, 5_000, 8),
+    "megatron_tp2_lora": ("megatron", "float32", 2, {"tp": 2}, False, 0, 2),
+    "megatron_sp2_tp2_SP": ("megatron", "float32", 4, {"sp": 2, "tp": 2}, True, 50_000, 0),
 }
 AVERAGE_DECAY = 0.9
 
@@ -43,16 +47,17 @@ AVERAGE_DECAY = 0.9
 @pytest.mark.parametrize("case", CASES)
 def test_plan_is_what_the_engine_allocates(case, tiny_model, tmp_path, monkeypatch):
     """What stays to the byte, on the rank that holds most of each part; what a forward keeps within bounds."""
-    backend, dtype, world_size, sizes, sequence_parallel, bucket_size = CASES[case]
+    backend, dtype, world_size, sizes, sequence_parallel, bucket_size, rank = CASES[case]
     if bucket_size:  # the default puts all of a small model into one bucket
         monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE", bucket_size)
         monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE_PER_RANK", 0)
     run_ranks(_measure, world_size, tiny_model, tmp_path, *CASES[case])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
     placing = Placing(backend=backend, layout=_layout(world_size, sizes), sequence_parallel=sequence_parallel)
-    model, work = model_shape(QwenImageAdapter(tiny_model)), activation_work(DTYPES[dtype].itemsize, recompute_every=0)
+    model = model_shape(QwenImageAdapter(tiny_model), LoraConfig(rank=rank))
+    work = activation_work(DTYPES[dtype].itemsize, recompute_every=0)
     planned = static_bytes(model, placing, work)
-    for part in ("parameters", "gradients", "optimizer", "average", "masters"):
+    for part in ("parameters", "gradients", "optimizer", "average", "reference"):
         fullest = max(measured[part] for measured in ranks)
         assert getattr(planned, part) == fullest, part
     assert all(measured["permanent_gradients"] == planned.permanent_gradients for measured in ranks)
@@ -69,6 +74,7 @@ def _measure(
     sizes: dict[str, int],
     sequence_parallel: bool,
     bucket_size: int,
+    rank: int,
 ) -> None:
     """One update; gradients are looked at when the optimizer reads them, the rest afterwards."""
     if bucket_size:
@@ -82,12 +88,13 @@ def _measure(
     config.engine.backend, config.engine.dtype = backend, dtype
     config.optim.lr, config.train.microbatch_size = 1e-3, 6
     config.parallel.sequence_parallel, config.engine.recompute = sequence_parallel, False
+    config.lora.rank = rank
     config.algorithm.kl_coef, config.algorithm.ema_decay = 1.0, AVERAGE_DECAY
     engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), QwenImageAdapter(model))
     gradients: list[int] = []
     engine.optimizer.register_step_pre_hook(lambda *_: gradients.append(_bytes(_gradients(engine))))
     dp = engine.mesh.dp if 4 % engine.mesh.dp == 0 else 1
-    engine.update(_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp), LOSS)
+    engine.update(train_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp), LOSS)
     parameters = list(_plain(engine.transformer.parameters()))
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     state = [value for state in engine.optimizer.state.values() for value in _plain(state.values())]
@@ -99,7 +106,7 @@ def _measure(
         "gradients": gradients[0],
         "optimizer": _bytes([*state, *held]),
         "average": _bytes(_plain(engine._average.values()), on_host=_host_pieces(engine)),
-        "masters": sum(tensor.nbytes for tensor in engine._reference.values()),
+        "reference": sum(tensor.nbytes for tensor in (engine._reference or {}).values()),
         "kept": kept_by_autograd(engine.adapter, engine.transformer),
         "permanent_gradients": _bytes(_gradients(engine)) > 0,
     }

@@ -5,10 +5,8 @@ Samples have texts of different odd lengths, and 15 image tokens, which no numbe
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,38 +15,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megadiff.diffusion import sde
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import Sampling
-from megadiff.weights.shards import Shard, SourceFolder
 from tests.distributed.ranks import run_ranks
+from tests.distributed.sharded_model import (
+    TOLERANCES,
+    Case,
+    Layout,
+    Omission,
+    Ranks,
+    check_omissions,
+    check_parity,
+    patched,
+    write_references,
+)
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 8, 16
 SAMPLING = Sampling(height=48, width=80, num_inference_steps=4, true_cfg_scale=2.0)
 NUM_SAMPLES, TEXT_LENGTHS, NEGATIVE_LENGTHS = 4, (9, 6, 7, 5), (3, 3, 3, 3)
 SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
 STEPS = torch.tensor([0, 1, 2, 1])  # of the samples
-TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float64: (1e-12, 1e-12)}  # of outputs, and of gradients
-# They are relative to a tensor's largest element; of gradients, to at least this share of the largest of all, as some
-# are zero (the last block's text queries, which nobody reads).
-FLOOR = 1e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """dp is what the world leaves. recompute_every, num_microbatches: how the gradient is computed."""
-
-    tp: int = 1
-    sp: int = 1
-    sequence_parallel: bool = True
-    recompute_every: int = 1
-    num_microbatches: int = 1
-
-
 LAYOUTS = {
     1: [Layout(), Layout(recompute_every=2, num_microbatches=4)],
     2: [
@@ -76,48 +65,14 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     transformer = _random_transformer()
     transformer.save_pretrained(folder / "transformer")
-    for dtype in TOLERANCES:
-        result = _result(transformer.to(dtype), QwenImageAdapter(folder), dtype, slice(0, NUM_SAMPLES))
-        gradients = {f"gradient/{name}": p.grad for name, p in transformer.named_parameters() if p.grad is not None}
-        transformer.zero_grad()
-        save_file({**result, **gradients}, _reference_file(folder, dtype))
+    write_references(transformer, CASE, folder, dtypes=list(TOLERANCES))
     return folder
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_equals_the_unsharded_transformer(world_size: int, pipeline: Path) -> None:
-    run_ranks(_parity_worker, world_size, pipeline)
-
-
-def _parity_worker(pipeline: Path) -> None:
-    for layout in LAYOUTS[_world_size()]:
-        for dtype in TOLERANCES if _world_size() < 8 else [torch.float32]:
-            with _Ranks(pipeline, layout, dtype) as ranks:
-                ranks.check_result()
-                wrong = ranks.wrong_gradients()
-                assert not wrong, f"{layout}, {dtype}: {wrong}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Omission:
-    """A reduction left out. without: a context in which it is not done. wrong: parts of names of weights whose gradient
-    must then be wrong; only: whether no others are."""
-
-    layout: Layout
-    without: Callable[[nn.Module], AbstractContextManager]
-    wrong: tuple[str, ...]
-    only: bool = False
-
-
-def _patched(*targets: str, by: Callable) -> Callable[[nn.Module], AbstractContextManager]:
-    @contextmanager
-    def context(module: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for target in targets:
-                stack.enter_context(patch(target, by))
-            yield
-
-    return context
+    dtypes = list(TOLERANCES) if world_size < 8 else [torch.float32]
+    check_parity(CASE, pipeline, LAYOUTS[world_size], dtypes, world_size)
 
 
 def _split_in_backward(x: Tensor, *, group: dist.ProcessGroup, tensor_parallel_output_grad: bool = True) -> Tensor:
@@ -153,18 +108,18 @@ PARALLEL = "megadiff.parallel"
 OMISSIONS = {
     "sum_of_head_norms": Omission(
         layout=WITHOUT_SP,
-        without=_patched(f"{PARALLEL}.regions.sum_over_tp", by=lambda *args: None),
+        without=patched(f"{PARALLEL}.regions.sum_over_tp", by=lambda *args: None),
         wrong=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         only=True,
     ),
     "sum_of_replicated_weights": Omission(
         layout=WITH_SP,
-        without=_patched(f"{PARALLEL}.regions.sum_over_tp", by=lambda *args: None),
+        without=patched(f"{PARALLEL}.regions.sum_over_tp", by=lambda *args: None),
         wrong=("img_in", "txt_in", "txt_norm", "time_text_embed", "norm_out", "proj_out", "norm_q", "to_out.0.bias"),
     ),
     "modulation_with_sp": Omission(
         layout=WITH_SP,
-        without=_patched(
+        without=patched(
             f"{PARALLEL}.linear.all_gather_last_dim_from_tensor_parallel_region", by=_split_last_in_backward
         ),
         wrong=("img_mod", "txt_mod", "time_text_embed"),
@@ -172,23 +127,23 @@ OMISSIONS = {
     ),
     "modulation_input_without_sp": Omission(
         layout=WITHOUT_SP,
-        without=_patched(f"{PARALLEL}.linear.copy_to_group", by=lambda x, group: x),
+        without=patched(f"{PARALLEL}.linear.copy_to_group", by=lambda x, group: x),
         wrong=("time_text_embed",),
         only=True,
     ),
     "attention_input_with_sp": Omission(
         layout=WITH_SP,
-        without=_patched(f"{PARALLEL}.attention.gather_from_sequence_parallel_region", by=_split_in_backward),
+        without=patched(f"{PARALLEL}.attention.gather_from_sequence_parallel_region", by=_split_in_backward),
         wrong=("img_in", "txt_in", "transformer_blocks.0"),
     ),
     "attention_input_without_sp": Omission(
         layout=WITHOUT_SP,
-        without=_patched(f"{PARALLEL}.attention.copy_to_group", by=lambda x, group: x),
+        without=patched(f"{PARALLEL}.attention.copy_to_group", by=lambda x, group: x),
         wrong=("img_in", "txt_in", "transformer_blocks.0"),
     ),
     "mlp_input_with_sp": Omission(
         layout=WITH_SP,
-        without=_patched("megatron.core.tensor_parallel.layers.dist_reduce_scatter_func", by=_own_part),
+        without=patched("megatron.core.tensor_parallel.layers.dist_reduce_scatter_func", by=_own_part),
         wrong=("img_in", "txt_in", "transformer_blocks.0"),
     ),
     "mlp_input_without_sp": Omission(
@@ -198,12 +153,12 @@ OMISSIONS = {
     ),
     "sum_over_sp": Omission(
         layout=Layout(sp=2),
-        without=_patched(f"{__name__}._sum_over_data_parallel", by=lambda gradient: None),
+        without=patched("tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None),
         wrong=("img_in", "proj_out", "transformer_blocks", "img_mod"),
     ),
     "sum_over_dp": Omission(
         layout=Layout(),
-        without=_patched(f"{__name__}._sum_over_data_parallel", by=lambda gradient: None),
+        without=patched("tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None),
         wrong=("img_in", "proj_out", "transformer_blocks", "img_mod"),
     ),
 }
@@ -214,14 +169,7 @@ def test_each_reduction_is_needed(pipeline: Path) -> None:
 
 
 def _omission_worker(pipeline: Path) -> None:
-    for name, omission in OMISSIONS.items():
-        with _Ranks(pipeline, omission.layout, torch.float64) as ranks:
-            ranks.check_result(omission.without)
-            wrong = ranks.wrong_gradients()
-            for part in omission.wrong:
-                assert any(part in each for each in wrong), f"without {name}, {part} is right; wrong: {sorted(wrong)}"
-            others = [each for each in wrong if not any(part in each for part in omission.wrong)]
-            assert not (omission.only and others), f"without {name}, also wrong: {others}"
+    check_omissions(CASE, pipeline, OMISSIONS, torch.float64)
 
 
 def test_what_cannot_be_split_is_refused(pipeline: Path) -> None:
@@ -230,14 +178,14 @@ def test_what_cannot_be_split_is_refused(pipeline: Path) -> None:
 
 def _refusal_worker(pipeline: Path) -> None:
     with pytest.raises(ValueError, match=r"parallel\.tp=3 does not divide dimension 0 of .*, which has \d+ elements"):
-        _Ranks(pipeline, Layout(tp=3), torch.float32).__enter__()
+        Ranks(CASE, pipeline, Layout(tp=3), torch.float32).__enter__()
     from megatron.core import parallel_state
 
     with pytest.raises(ValueError, match="megatron-core was started with {'tp': 3, 'sp': 1}, not tp=1, sp=3"):
-        _Ranks(pipeline, Layout(sp=3), torch.float32).__enter__()
+        Ranks(CASE, pipeline, Layout(sp=3), torch.float32).__enter__()
     parallel_state.destroy_model_parallel()
     with pytest.raises(ValueError, match=r"3\*1 = 3 does not divide the model's 8 attention heads"):
-        _Ranks(pipeline, Layout(sp=3), torch.float32).__enter__()
+        Ranks(CASE, pipeline, Layout(sp=3), torch.float32).__enter__()
     from megadiff.parallel.linear import layer_config
 
     axes = SimpleNamespace(tp=1, sequence_parallel=False)
@@ -246,84 +194,6 @@ def _refusal_worker(pipeline: Path) -> None:
         pytest.raises(ValueError, match="which is not installed"),
     ):
         layer_config(axes, dtype=torch.bfloat16, fp8="hybrid")
-
-
-class _Ranks:
-    """This rank's part of the model under a layout, and its result. A context; collective over the world."""
-
-    def __init__(self, pipeline: Path, layout: Layout, dtype: torch.dtype) -> None:
-        self.layout, self.dtype = layout, dtype
-        self.adapter = QwenImageAdapter(pipeline)
-        self.source = SourceFolder(pipeline / "transformer")
-        self.reference = load_file(_reference_file(pipeline, dtype))
-
-    def __enter__(self) -> _Ranks:
-        from megadiff.parallel.tensor_parallel import init_parallel_state, parallelize
-
-        layout = self.layout
-        sizes = resolve_layout(dp=0, sp=layout.sp, tp=layout.tp, dp_replicate=1, world_size=_world_size())
-        mesh = init_mesh(sizes, "cpu")
-        init_parallel_state(mesh)
-        self.module = parallelize(
-            self.adapter.empty_transformer(),
-            self.adapter.plan,
-            mesh=mesh,
-            attention=self.adapter.attention,
-            dtype=self.dtype,
-            sequence_parallel=layout.sequence_parallel,
-            recompute_every=layout.recompute_every,
-        )
-        size = NUM_SAMPLES // mesh.dp
-        self.samples = range(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
-        self.parameters = dict(self.module.named_parameters())
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                self.source.read_into(name, Shard(local=p, offsets=p.placement.offsets, shape=p.placement.shape))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-
-    def check_result(self, without: Callable[[nn.Module], AbstractContextManager] = nullcontext) -> None:
-        """Outputs and log_probs of this rank's samples, with and without gradient; leaves gradients, summed."""
-        from megatron.core import parallel_state
-
-        from megadiff.parallel import regions
-
-        size = len(self.samples) // min(self.layout.num_microbatches, len(self.samples))
-        pieces = [slice(first, first + size) for first in range(self.samples.start, self.samples.stop, size)]
-        with without(self.module):
-            for piece in pieces:
-                found = _result(self.module, self.adapter, self.dtype, piece)
-                for name, value in found.items():
-                    _check_close(value, self.reference[name][piece], self.dtype, name)
-            with torch.no_grad():
-                silent = _result(self.module, self.adapter, self.dtype, piece, backward=False)
-            assert all(torch.equal(value, silent[name]) for name, value in found.items())
-            group = parallel_state.get_tensor_model_parallel_group()
-            regions.sum_over_tp(self.parameters.values(), "grad", group)
-            for p in self.parameters.values():
-                if p.grad is not None:
-                    _sum_over_data_parallel(p.grad)
-
-    def wrong_gradients(self) -> dict[str, float]:
-        """name → relative error, of those above the tolerance on any rank."""
-        trained = {name for name, p in self.parameters.items() if p.requires_grad}
-        expected = {name.removeprefix("gradient/") for name in self.reference if name.startswith("gradient/")}
-        assert trained == expected
-        floor = FLOOR * max(float(self.reference[f"gradient/{name}"].abs().max()) for name in trained)
-        errors = {}
-        for name in sorted(trained):
-            full, p = self.reference[f"gradient/{name}"], self.parameters[name]
-            place = tuple(slice(at, at + size) for at, size in zip(p.placement.offsets, p.shape, strict=True))
-            scale = max(float(full.abs().max()), floor)
-            errors[name] = float((p.grad - full[place]).abs().max()) / scale
-        worst = torch.tensor(list(errors.values()), dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        tolerance = TOLERANCES[self.dtype][1]
-        return {name: error for name, error in zip(errors, worst.tolist(), strict=True) if not error <= tolerance}
 
 
 def _result(
@@ -361,18 +231,6 @@ def _result(
     return {"positive": positive_BLC, "negative": negative_BLC, "log_prob": log_prob_B.detach()}
 
 
-def _check_close(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str) -> None:
-    tolerance = TOLERANCES[torch.float32 if name == "log_prob" else dtype][0]  # log_probs come of float32 velocities
-    error = float((found - expected).abs().max() / expected.abs().max())
-    assert error <= tolerance, f"{name} differs by {error} > {tolerance}"
-
-
-def _sum_over_data_parallel(gradient: Tensor) -> None:
-    from megatron.core import parallel_state
-
-    dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-
-
 def _random_transformer() -> QwenImageTransformer2DModel:
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
@@ -392,9 +250,4 @@ def _random_transformer() -> QwenImageTransformer2DModel:
     return transformer
 
 
-def _reference_file(folder: Path, dtype: torch.dtype) -> Path:
-    return folder / f"reference_{str(dtype).removeprefix('torch.')}.safetensors"
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+CASE = Case(adapter=QwenImageAdapter, result=_result, num_samples=NUM_SAMPLES)

@@ -18,14 +18,13 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.algorithms.flow_grpo import flow_grpo
-from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.microbatch import loss_inputs, microbatches
+from megadiff.engines.microbatch import microbatches
+from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.types import Sampling, TrainBatch
+from megadiff.parallel.mesh import resolve_layout
+from tests.distributed.engines import LOSS, SAMPLING, build, mine, train_batch
 from tests.distributed.ranks import run_ranks
 
 ALONE = (1, {})
@@ -38,15 +37,6 @@ LAYOUTS = {
     "hsdp2_shard2": (4, {"dp_replicate": 2}),
     "hsdp2_sp2": (4, {"dp_replicate": 2, "sp": 2}),
 }
-# 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
-SAMPLING = Sampling(height=48, width=48, num_inference_steps=6, sde_window_range=(0, 5))
-LOSS = partial(flow_grpo, clip_range=100.0, adv_clip_max=5.0, kl_coef=0.0)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> dict[float, dict[str, Tensor]]:
-    """true_cfg_scale → loss, gradient norm and gradients of the whole batch by stock diffusers in one piece."""
-    return {scale: _stock_gradients(tiny_model, scale) for scale in (1.0, 4.0)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,7 +58,7 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
         hook = engine.optimizer.register_step_pre_hook(
             lambda *_, captured=captured: captured.update(_full_gradients(engine))
         )
-        engine_batch = _batch(QwenImageAdapter(tiny_model), scale, engine.mesh.dp, engine.mesh.dp_rank)
+        engine_batch = mine(engine, scale)
         metrics = engine.update(engine_batch, LOSS)
         hook.remove()
         captured |= {name: torch.tensor(value) for name, value in metrics.items()}
@@ -76,22 +66,29 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
             save_file(captured, out / f"gradients_{scale}.safetensors")
 
 
-def _stock_gradients(tiny_model: Path, scale: float) -> dict[str, Tensor]:
-    assert QwenImageTransformer2DModel.forward.__wrapped__.__module__.startswith("diffusers."), "VeOmni got in here"
-    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer")
-    adapter = QwenImageAdapter(tiny_model)
-    batch = _batch(adapter, scale)
-    (piece,) = microbatches(batch, 1000, torch.device("cpu"))
-    velocity_BLC = adapter.velocity(transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling)
-    output = LOSS(loss_inputs(batch, piece, velocity_BLC))
-    (output.loss_sum / batch.denominator).backward()
-    gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
-    norm = torch.nn.utils.get_total_norm(gradients.values())
-    return (
-        gradients
-        | {name: (value / batch.denominator).float() for name, value in output.sums.items()}
-        | {"optim/grad_norm": norm, "optim/lr": torch.tensor(0.0)}
+def test_compiled_blocks_change_nothing(tiny_model):
+    run_ranks(_compiled_worker, 1, tiny_model)
+
+
+def _compiled_worker(tiny_model: Path) -> None:
+    """With and without LoRA, whose switch compiled code must see; by a backend that leaves arithmetic as it is."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    plain, compiled = (
+        build(tiny_model, {}, backend="veomni", lora=(4, 6.0), keep_reference=True, compiled=each)
+        for each in (False, True)
     )
+    batch = mine(plain, 4.0)
+    for _ in range(2):
+        norms = [engine.update(batch, LOSS)["optim/grad_norm"] for engine in (plain, compiled)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
+        log_probs = [engine.log_probs(batch).log_probs_NW for engine in (plain, compiled)]
+        torch.testing.assert_close(log_probs[1], log_probs[0], rtol=0, atol=1e-7)
+        with plain.reference(), compiled.reference():
+            of_base = [engine.log_probs(batch).log_probs_NW for engine in (plain, compiled)]
+        torch.testing.assert_close(of_base[1], of_base[0], rtol=0, atol=1e-7)
+        assert (of_base[0] - log_probs[0]).abs().max() > 1e-4, "the adapter does nothing"
+    stats = torch._dynamo.utils.counters
+    assert 0 < stats["stats"]["unique_graphs"] <= 12 and not stats["graph_break"], stats  # not one for every block
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +158,14 @@ def _stock_velocity(tiny_model: Path, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def _velocity(adapter: QwenImageAdapter, transformer: Callable) -> Tensor:
     """[16, L, C] float32: every pair of the batch, in the engine's own microbatches."""
-    pieces, sampling = microbatches(_batch(adapter), 3, torch.device("cpu")), SAMPLING
+    pieces, sampling = microbatches(train_batch(adapter), 3, torch.device("cpu")), SAMPLING
     rows = [adapter.velocity(transformer, p.latents_BLC, p.sigma_B, p.conditioning, sampling) for p in pieces]
     return torch.cat(rows)
 
 
 def _precision_worker(tiny_model: Path, stock: Path) -> None:
     """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing; refusals."""
-    batch = _batch(QwenImageAdapter(tiny_model))
+    batch = train_batch(QwenImageAdapter(tiny_model))
     engine = _engine(tiny_model, {}, dtype="bfloat16")
     torch.testing.assert_close(_velocity(engine.adapter, engine.transformer), load_file(stock)["velocity"])
     engine.update(batch, LOSS)
@@ -194,7 +191,7 @@ def _precision_worker(tiny_model: Path, stock: Path) -> None:
 
 def _save_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
     engine = _engine(tiny_model, sizes)
-    batch = _batch(engine.adapter, 1.0, engine.mesh.dp, engine.mesh.dp_rank)
+    batch = mine(engine, 1.0)
     engine.update(batch, LOSS)
     engine.save(out / "checkpoint")
     _dump(engine, out / "at_save.safetensors")
@@ -206,7 +203,7 @@ def _load_worker(tiny_model: Path, saved: Path, out: Path, sizes: dict[str, int]
     engine = _engine(tiny_model, sizes)
     engine.load(saved / "checkpoint")
     _dump(engine, out / "loaded.safetensors")
-    metrics = engine.update(_batch(engine.adapter, 1.0, engine.mesh.dp, engine.mesh.dp_rank), LOSS)
+    metrics = engine.update(mine(engine, 1.0), LOSS)
     _dump(engine, out / "next.safetensors", metrics)
 
 
@@ -222,7 +219,7 @@ def _weights_worker(tiny_model: Path, sizes: dict[str, int]) -> None:
         expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in source.items()}
         assert all(torch.equal(weights[f"transformer.{name}"], expected[name]) for name in source)
 
-    batch = _batch(engine.adapter, 4.0, engine.mesh.dp, engine.mesh.dp_rank)
+    batch = mine(engine, 4.0)
     start = engine.log_probs(batch)
     for _ in range(2):
         engine.update(batch, LOSS)
@@ -247,51 +244,8 @@ def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None
         save_file(values, file)
 
 
-def _engine(
-    tiny_model: Path,
-    sizes: Mapping[str, int],
-    *,
-    lr: float = 1e-3,
-    dtype: str = "float32",
-    keep_reference: bool = False,
-    device: str = "cpu",
-) -> Engine:
-    config = Config()
-    config.model.path, config.model.dtype = str(tiny_model), "float32"
-    config.engine.dtype, config.optim.lr, config.optim.max_grad_norm = dtype, lr, 1e9
-    config.train.microbatch_size = 3  # neither the 16 pairs nor any rank's share is a multiple
-    config.algorithm.kl_coef = float(keep_reference)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = resolve_layout(**{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size)
-    return build_engine(config, init_mesh(layout, device), QwenImageAdapter(tiny_model))
-
-
-def _batch(adapter: QwenImageAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0) -> TrainBatch:
-    """This rank's part of 4 groups of 2 samples that differ in window start, prompt width, advantage and weight."""
-    generator = torch.Generator().manual_seed(7)
-    num_tokens, channels = adapter.latents_shape(SAMPLING)
-    widths_P = torch.tensor([5, 7, 4, 7])
-    conditioning = {
-        "prompt_embeds": torch.randn(4, 7, 64, generator=generator),
-        "prompt_mask": torch.arange(7) < widths_P[:, None],
-        "negative_prompt_embeds": torch.randn(4, 7, 64, generator=generator),
-        "negative_prompt_mask": torch.arange(7) < torch.tensor([3, 3, 3, 7])[:, None],
-    }
-    groups_N, mine_N = torch.arange(8) // 2, slice(8 // dp * dp_rank, 8 // dp * (dp_rank + 1))
-    mine_P = slice(4 // dp * dp_rank, 4 // dp * (dp_rank + 1))
-    weights_N = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    return TrainBatch(
-        latents_NSLC=torch.randn(8, 3, num_tokens, channels, generator=generator)[mine_N],
-        old_log_probs_NW=torch.full((8, 2), -3.0)[mine_N],
-        window_start_N=torch.tensor([0, 3, 1, 2])[groups_N][mine_N],
-        advantages_N=torch.randn(8, generator=generator)[mine_N],
-        weights_N=weights_N[mine_N],
-        group_index_N=groups_N[mine_N] - groups_N[mine_N][0],
-        conditioning={name: value_P[mine_P] for name, value_P in conditioning.items()},
-        schedule=adapter.schedule(SAMPLING),
-        sampling=replace(SAMPLING, true_cfg_scale=scale),
-        denominator=12.0,
-    )
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ShardedEngine:
+    return build(tiny_model, sizes, backend="veomni", microbatch_size=3, **options)
 
 
 def _full_gradients(engine: Engine) -> dict[str, Tensor]:

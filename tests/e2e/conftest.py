@@ -148,9 +148,10 @@ def stop(servers: list[subprocess.Popen]) -> None:
 
 @pytest.fixture(scope="session")
 def registry(tmp_path_factory, tiny_model):
-    """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them."""
+    """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them; disk pushes go by `weights`
+    beside the registry."""
     folder = tmp_path_factory.mktemp("replicas")
     command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
-    servers = start_replicas(2, folder=folder, command=command)
+    servers = start_replicas(2, folder=folder, command=[*command, "--weights", str(folder / "weights")])
     yield folder / "registry"
     stop(servers)

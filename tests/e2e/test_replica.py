@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import signal
@@ -16,18 +17,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from megadiff.models.qwen_image.tiny import write_tiny_pipeline
 from megadiff.rollout.client import ReplicaClient, ReplicaError
-from megadiff.rollout.wire import encode_bucket, requests_to_json
-from megadiff.types import Prompt, RolloutRequest, Sampling
+from megadiff.rollout.wire import requests_to_json
+from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
+from megadiff.weights.bucket import encode_bucket
 from megadiff.weights.fingerprint import fingerprint
 from megadiff.weights.manifest import folder_manifest
 from tests.e2e.recompute import gap
+from tests.lora_tensors import expected_prints, linears, merged, push_lora, random_lora
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180
@@ -103,8 +108,9 @@ def push(client: ReplicaClient, weights: dict[str, Tensor], *, version: int, mod
     client.weights_begin(version, folder_manifest(model, ("transformer",), dtype="float32"))
     items = list(weights.items())
     for first in range(0, len(items), 20):
-        client.weights_bucket(items[first : first + 20])
-    return client.weights_commit(version)
+        client.weights_bucket(encode_bucket(items[first : first + 20]))
+    (worker,) = client.weights_commit(version)
+    return worker["fingerprints"]
 
 
 def image(client: ReplicaClient, **changes: object) -> bytes:
@@ -226,13 +232,13 @@ def test_a_push_that_skips_a_tensor_is_refused(client: ReplicaClient, model: Pat
     with pytest.raises(ReplicaError, match=f"1 missing: {name}"):
         client.weights_begin(1, {other: row for other, row in manifest.items() if other != name})
     client.weights_begin(1, manifest)
-    client.weights_bucket([(other, tensor) for other, tensor in weights.items() if other != name])
+    client.weights_bucket(encode_bucket([(other, tensor) for other, tensor in weights.items() if other != name]))
     for call in (lambda: client.weights_commit(1), lambda: client.generate(REQUEST)):
         with pytest.raises(ReplicaError) as error:
             call()
         assert error.value.status in (400, 409)
     assert httpx.post(f"{client.url}/v1/images/generations", json={"prompt": "x"}).status_code == 409
-    client.weights_bucket([(name, weights[name])])
+    client.weights_bucket(encode_bucket([(name, weights[name])]))
     client.weights_commit(1)
     client.generate(REQUEST)
 
@@ -240,7 +246,7 @@ def test_a_push_that_skips_a_tensor_is_refused(client: ReplicaClient, model: Pat
 def test_bad_buckets(client: ReplicaClient, model: Path, weights: dict[str, Tensor]) -> None:
     name, tensor = "transformer.proj_out.weight", weights["transformer.proj_out.weight"]
     with pytest.raises(ReplicaError, match="no weight push is open"):
-        client.weights_bucket([(name, tensor)])
+        client.weights_bucket(encode_bucket([(name, tensor)]))
     client.weights_begin(1, folder_manifest(model, ("transformer",), dtype="float32"))
     cases = [
         (encode_bucket([("transformer.unknown", tensor)]), "transformer.unknown"),
@@ -281,6 +287,42 @@ def test_sleep_and_wake(client: ReplicaClient) -> None:
     client.wake()
     after = client.generate(REQUEST)
     assert torch.equal(before.trajectories[0].latents_SLC, after.trajectories[0].latents_SLC)
+
+
+def test_lora_outlives_sleep_and_gives_way_to_a_push_without(
+    client: ReplicaClient, model: Path, weights: dict[str, Tensor]
+) -> None:
+    bound_lora_serves_and_sleeps(client, model, weights, version=5)
+    push(client, weights, version=6, model=model)
+    whole = {name: fingerprint(tensor) for name, tensor in weights.items()}
+    assert push(client, weights, version=7, model=model) == whole
+
+
+def bound_lora_serves_and_sleeps(
+    client: ReplicaClient, model: Path, weights: dict[str, Tensor], *, version: int
+) -> None:
+    """Live, the adapter samples as the weights do that it merges to, through the RL route and the images API alike."""
+    spec = LoraSpec(rank=3, alpha=5.0, modules=linears(weights))
+    lora = random_lora(weights, spec)
+    push(client, merged(weights, lora, spec), version=version, model=model)
+    whole, whole_image = client.generate(REQUEST), image(client)
+    answer = push_lora(client, weights, lora, spec, version=version + 1, model=model)
+    assert answer["fingerprints"] == expected_prints(weights, lora, spec)
+    assert answer["bound_modules"] == list(spec.modules)
+    for _ in range(2):
+        assert image_gap(image(client), whole_image) <= 1
+        for live, other in zip(client.generate(REQUEST).trajectories, whole.trajectories, strict=True):
+            assert (live.latents_SLC - other.latents_SLC).abs().max() <= 1e-5
+            assert (live.log_probs - other.log_probs).abs().max() <= 1e-5
+            assert (live.pixels.int() - other.pixels.int()).abs().max() <= 1
+        client.sleep()
+        client.wake()
+
+
+def image_gap(one: bytes, other: bytes) -> int:
+    """Of 255."""
+    left, right = (np.asarray(Image.open(io.BytesIO(png)), dtype=int) for png in (one, other))
+    return int(np.abs(left - right).max())
 
 
 def test_health_metrics_and_a_plain_image_with_guidance(client: ReplicaClient) -> None:
@@ -360,6 +402,7 @@ def test_vllm_omni_0_26(model: Path, weights: dict[str, Tensor], tmp_path: Path)
         with pytest.raises(ReplicaError, match=r"requests\[1\] .* too long"):
             client.generate_batch([REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))])
         assert client.generate(replace(REQUEST, policy_version=1)).policy_version == 1
+        bound_lora_serves_and_sleeps(client, model, weights, version=2)
         workers = psutil.Process(server.process.pid).children(recursive=True)
         assert workers
     finally:

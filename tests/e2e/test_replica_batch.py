@@ -17,6 +17,7 @@ from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.wire import requests_to_json
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from megadiff.weights.bucket import encode_bucket
 from megadiff.weights.manifest import folder_manifest
 from tests.e2e.recompute import gap
 
@@ -48,7 +49,7 @@ def clients(registry: Path, tiny_model: Path) -> Iterator[list[ReplicaClient]]:
     tensors = [(f"transformer.{name}", tensor) for name, tensor in load_file(file).items()]
     for client in clients:
         client.weights_begin(0, manifest)
-        client.weights_bucket(tensors)
+        client.weights_bucket(encode_bucket(tensors))
         client.weights_commit(0)
     yield clients
     for client in clients:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import psutil
@@ -21,7 +22,8 @@ from megadiff.cli.train import main
 from megadiff.observe.report import write_report
 from megadiff.rollout.client import ReplicaClient
 from megadiff.types import Prompt, RolloutRequest, Sampling
-from megadiff.weights.export import export_pipeline
+from megadiff.weights.bucket import encode_bucket
+from megadiff.weights.convert import Options, convert
 from megadiff.weights.manifest import folder_manifest
 from megadiff.weights.shards import Shard, ShardFolder
 from tests.distributed.ranks import run_ranks
@@ -109,7 +111,8 @@ def test_replicas_are_evaluated_with_the_averaged_weights_which_are_exported(ref
     pushed = {}
     for version, averaged in ((21, True), (22, False)):
         folder = tmp_path / str(version)
-        export_pipeline(checkpoint, trainer.model, folder, dtype="float32", averaged=averaged)
+        options = Options(to="diffusers", dtype="float32", raw=not averaged)
+        convert(checkpoint, folder, options, progress=lambda *_: nullcontext(lambda _: None))
         push(client, version, folder)
         pushed[averaged] = sample(client, version)
     assert torch.equal(pushed[True], latents)
@@ -119,7 +122,7 @@ def test_replicas_are_evaluated_with_the_averaged_weights_which_are_exported(ref
 def push(client, version, folder):
     weights = QwenImagePipeline.from_pretrained(folder).transformer.state_dict()
     client.weights_begin(version, folder_manifest(folder, ("transformer",), dtype="float32"))
-    client.weights_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()])
+    client.weights_bucket(encode_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()]))
     client.weights_commit(version)
 
 

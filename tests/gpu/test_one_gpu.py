@@ -10,25 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megadiff.rollout.client import ReplicaClient
-from megadiff.types import Prompt, RolloutRequest, Sampling
+from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
+from tests.distributed.engines import LOSS, build, mine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_megatron_engine import _engine
-from tests.distributed.test_veomni_engine import LOSS, _batch
+from tests.lora_tensors import expected_prints, linears, push_lora, random_lora
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("backend", ["veomni", "megatron"])
-def test_offload_and_onload_change_nothing(backend, tiny_model):
-    run_ranks(_offload_worker, 1, tiny_model, backend, start_method="spawn")
+def test_offload_and_onload_change_nothing(backend, rank, tiny_model):
+    run_ranks(_offload_worker, 1, tiny_model, backend, rank, start_method="spawn")
 
 
-def _offload_worker(pipeline, backend):
-    engine = _engine(pipeline, {}, lr=1e-3, dtype="bfloat16", backend=backend, device="cuda")
-    batch = _batch(engine.adapter, 1.0)
+def _offload_worker(pipeline, backend, rank):
+    engine = build(pipeline, {}, dtype="bfloat16", backend=backend, device="cuda", lora=(rank, 2.0 * rank))
+    batch = mine(engine)
     engine.update(batch, LOSS)
     before = {key: piece.clone() for key, _, piece in engine._state()}
     log_probs = engine.log_probs(batch).log_probs_NW
@@ -82,6 +84,24 @@ def test_a_replica_sleeps_and_wakes_with_its_weights(replica):
     after = replica.generate(REQUEST)
     for a, b in zip(before.trajectories, after.trajectories, strict=True):
         assert torch.equal(a.latents_SLC, b.latents_SLC) and torch.equal(a.pixels, b.pixels)
+
+
+def test_lora_outlives_sleep(replica, tiny_model):
+    """The adapter's buffers lie outside the memory that sleep takes away; it is bound after each wake, bit for bit."""
+    file = tiny_model / "transformer" / "diffusion_pytorch_model.safetensors"
+    base = {f"transformer.{name}": tensor for name, tensor in load_file(file).items()}
+    spec = LoraSpec(rank=3, alpha=5.0, modules=linears(base))
+    plain = replica.generate(REQUEST)
+    for version in (1, 2):
+        lora = random_lora(base, spec, seed=version)
+        answer = push_lora(replica, base, lora, spec, version=version, model=tiny_model)
+        assert answer["fingerprints"] == expected_prints(base, lora, spec)
+        before = replica.generate(REQUEST)
+        replica.sleep()
+        replica.wake()
+        after = replica.generate(REQUEST)
+        for a, b, c in zip(before.trajectories, after.trajectories, plain.trajectories, strict=True):
+            assert torch.equal(a.latents_SLC, b.latents_SLC) and not torch.equal(a.latents_SLC, c.latents_SLC)
 
 
 def test_noise_has_the_same_identity_as_on_a_cpu(replica):

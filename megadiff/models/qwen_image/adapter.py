@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.encoders import freed
 from megadiff.models.files import read_json
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
@@ -30,6 +31,7 @@ class QwenImageAdapter:
 
     components = ("transformer",)
     plan = PLAN
+    veomni_splits_tokens = True
 
     def __init__(self, model_folder: Path | str) -> None:
         """model_folder: a diffusers pipeline folder. Raises ValueError when transformer/config.json is missing, or of an
@@ -45,13 +47,16 @@ class QwenImageAdapter:
         self.num_heads: int = config["num_attention_heads"]
         self.width: int = config["num_attention_heads"] * config["attention_head_dim"]
 
-    def empty_transformer(self) -> nn.Module:
+    def component_of(self, sigma: float) -> str:
+        return self.components[0]
+
+    def empty_transformer(self, component: str = "transformer") -> nn.Module:
         from accelerate import init_empty_weights
         from diffusers import QwenImageTransformer2DModel
 
         with init_empty_weights():
             return QwenImageTransformer2DModel.from_config(
-                QwenImageTransformer2DModel.load_config(self.model_folder / "transformer")
+                QwenImageTransformer2DModel.load_config(self.model_folder / component)
             )
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
@@ -119,6 +124,8 @@ class QwenImageAdapter:
         sigma_B: Tensor,
         conditioning: Conditioning,
         sampling: Sampling,
+        *,
+        component: str = "transformer",
     ) -> Tensor:
         """Velocity [B, L, C] float32, guided by true CFG (both passes with gradient) when true_cfg_scale > 1.
 
@@ -166,7 +173,7 @@ class QwenImageAdapter:
                 mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
             return embeds_BTD.cpu(), mask_BT.bool().cpu()
 
-        with _freed(pipeline.text_encoder):
+        with freed(pipeline.text_encoder):
             yield encode
 
     @contextmanager
@@ -187,7 +194,7 @@ class QwenImageAdapter:
             latents_BCHW = vae.encode(images_BCHW.to(dtype).unsqueeze(2)).latent_dist.mean.squeeze(2).float()
             return _pack((latents_BCHW - mean_C[:, None, None]) / std_C[:, None, None])
 
-        with _freed(vae):
+        with freed(vae):
             yield encode
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
@@ -196,17 +203,6 @@ class QwenImageAdapter:
         d, layers = self.width, self.num_layers
         one_pass = layers * (24 * num_tokens * d**2 + 4 * num_tokens**2 * d + 24 * d**2)
         return float(one_pass * (2 if sampling.true_cfg_scale > 1 else 1))
-
-
-@contextmanager
-def _freed(module: nn.Module) -> Iterator[None]:
-    """Afterwards the module holds no memory, though the caller's name for its encoder may outlive the block."""
-    try:
-        yield
-    finally:
-        module.to("meta")
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
 
 def _pack(latents_BCHW: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class QwenImageAttention:
     ) -> tuple[Tensor, Tensor]:
         """(image, text) [B, chunk, C] of this rank's chunks of them. The last three arguments are diffusers' and unused."""
         # a gather for each stream: to concatenate them would cost more than a second collective does
-        text_NSC, image_NSC = (self.tokens.enter_attention(x) for x in (encoder_hidden_states, hidden_states))
+        text_NSC, image_NSC = (self.tokens.enter_split(x) for x in (encoder_hidden_states, hidden_states))
         head_dim = attn.inner_dim // attn.heads
         text = [
             layer(text_NSC).unflatten(-1, (-1, head_dim))

@@ -29,6 +29,8 @@ PLAN = ParallelPlan(
         "transformer_blocks.*.attn.add_[qkv]_proj",
         "transformer_blocks.*.attn.to_out.0",
         "transformer_blocks.*.attn.to_add_out",
+        "transformer_blocks.*_mlp.net.0.proj",
+        "transformer_blocks.*_mlp.net.2",
     ),
 )
 

@@ -19,7 +19,7 @@ from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_e
 from megadiff.diffusion.schedule import qwen_image_sigmas
 from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
-from megadiff.models.rollout_base import BatchSampler, RolloutPipelineMixin
+from megadiff.models.rollout_base import BatchSampler, RolloutPipelineMixin, distinct
 from megadiff.types import RolloutRequest
 
 PATCH_PIXELS = 16  # 8× by the VAE, 2× by packing
@@ -72,11 +72,11 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         if sampler is None:
             return super()._prepare_generation_context(**kwargs)
         latents_NLC = sampler.initial_latents()
-        texts, place_P = _distinct([request.prompt.text for request in sampler.requests])
+        texts, place_P = distinct([request.prompt.text for request in sampler.requests])
         sides = {"": place_P}
         kwargs |= {"prompt": texts, "negative_prompt": None, "num_images_per_prompt": 1, "latents": latents_NLC}
         if sampler.sampling.true_cfg_scale > 1:
-            kwargs["negative_prompt"], sides["negative_"] = _distinct(
+            kwargs["negative_prompt"], sides["negative_"] = distinct(
                 [request.prompt.negative_text for request in sampler.requests]
             )
         context = super()._prepare_generation_context(**kwargs)
@@ -115,9 +115,3 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
                         f"requests[{place}] (prompt {request.prompt.id}): the {name} is too long, {count} tokens, the "
                         f"model takes {limit}; shorten {text[:60]!r}…"
                     )
-
-
-def _distinct(texts: Sequence[str]) -> tuple[list[str], Tensor]:
-    """(each text once, place of texts[i] in it as int64)."""
-    distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    return list(distinct), torch.tensor([distinct[text] for text in texts])

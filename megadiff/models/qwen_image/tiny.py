@@ -3,16 +3,12 @@
 All five parts have the real classes, and the scheduler and the prompt template are the real model's. The text encoder is
 random, and so is the transformer, but so that prompts matter to it (see `build_transformer`). The decoder is shaped: a
 random one paints near grey, and then there is nothing to learn. Here the first three latent channels are red, green and
-blue (see `shape_decoder`).
+blue (see tiny_vae.shape_decoder).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +19,8 @@ from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from megadiff.models.tiny_parts import WORDS, seeded, written_aside
+from megadiff.models.tiny_vae import shape_decoder
 from megadiff.types import DTYPES
 
 
@@ -58,14 +56,8 @@ SPECIAL_TOKENS = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 
-# Words of one token each: the template's first, which stand there without a space before them, then with one.
+# The template's first words, which stand there without a space before them; of one token each, as WORDS are.
 TEMPLATE_START_WORDS = "system user assistant Describe".split()
-SPACED_WORDS = (
-    "the image by detailing color shape size texture quantity text spatial relationships of objects and background "
-    "red green blue yellow cyan magenta white black orange purple pink brown grey gray gold violet "
-    "a an in on with photo picture painting drawing plain square circle star heart box sign that says wall sky light dark "
-    "triangle circles squares triangles stars two three four left right above below"
-).split()
 
 # The scheduler_config.json of Qwen/Qwen-Image; the scheduler's own defaults give another schedule.
 SCHEDULER_CONFIG = {
@@ -114,7 +106,7 @@ def write_pipeline(
 ) -> None:
     """The five parts as a diffusers pipeline folder, whole or not at all. The networks are cast to dtype in place."""
     networks = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder}
-    with _written_aside(out) as folder:
+    with written_aside(out) as folder:
         for name, network in networks.items():
             if network.dtype != DTYPES[dtype]:
                 network.to(DTYPES[dtype])
@@ -133,21 +125,6 @@ def write_pipeline(
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def _written_aside(out: Path) -> Iterator[Path]:
-    """Give a folder beside `out` to write into, renamed to `out` at the end; removed when the body raises."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder; remove it or name another one")
-    aside = out.parent / f".{out.name}.writing-{os.getpid()}"
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        os.replace(aside, out)  # replaces an empty folder too
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
 def build_tokenizer() -> Qwen2Tokenizer:
     """Byte-level BPE without training: all 256 bytes, so no prompt has unknown tokens, plus merges for a few words.
 
@@ -156,7 +133,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     """
     vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
-    for word in [f"Ġ{word}" for word in SPACED_WORDS] + TEMPLATE_START_WORDS:
+    for word in [f"Ġ{word}" for word in WORDS] + TEMPLATE_START_WORDS:
         for end in range(1, len(word)):
             if word[: end + 1] not in vocab:
                 vocab[word[: end + 1]] = len(vocab)
@@ -183,7 +160,7 @@ def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) ->
     share is mostly projected out of the text: shared_states_TD are the text encoder's states of a prompt that says nothing.
     The velocity starts small, or all images would drift to one colour and saturate there.
     """
-    with _seeded(seed), torch.no_grad():
+    with seeded(seed), torch.no_grad():
         transformer = _default_transformer(size)
         for name, module in transformer.named_modules():
             if isinstance(module, nn.Linear):
@@ -204,7 +181,7 @@ def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) ->
 def silent_transformer(size: TinySize, *, seed: int) -> QwenImageTransformer2DModel:
     """Random float32 transformer to pretrain: every block is the identity and the output zero (as in DiT, arXiv
     2212.09748), from where small models learn faster."""
-    with _seeded(seed):
+    with seeded(seed):
         transformer = _default_transformer(size)
     modulations = [layer for block in transformer.transformer_blocks for layer in (block.img_mod[1], block.txt_mod[1])]
     for layer in (transformer.proj_out, *modulations):
@@ -268,7 +245,7 @@ def build_text_encoder(size: TinySize, tokenizer: Qwen2Tokenizer, *, seed: int) 
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    with _seeded(seed):
+    with seeded(seed):
         return Qwen2_5_VLForConditionalGeneration(config)
 
 
@@ -281,78 +258,9 @@ def prompt_states(text: str, tokenizer: Qwen2Tokenizer, text_encoder: Qwen2_5_VL
 
 def build_vae(*, seed: int) -> AutoencoderKLQwenImage:
     """Float32 VAE, 8× down, 16 latent channels, the real latents_mean and latents_std; random encoder, shaped decoder."""
-    with _seeded(seed):
+    with seeded(seed):
         vae = AutoencoderKLQwenImage(
             base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
         )
     shape_decoder(vae)
     return vae
-
-
-@torch.no_grad()
-def shape_decoder(vae: AutoencoderKLQwenImage, *, scale: float = 1.0, share: float = 0.5, bias: float = 1.0) -> None:
-    """Make the decoder paint latent channels 0, 1, 2 (in units of latents_std) as smooth red, green and blue blobs.
-
-    Channels 0..6 inside the decoder hold (c, -c, bias) with c the three colours. Residual branches are zero, shortcuts the
-    identity, convolutions a blur. The last RMS norm turns c into c·√8/√(2|c|² + bias²): linear near grey, then
-    saturating; silu(u) − silu(−u) = u brings it through the activation unchanged. The middle attention looks everywhere
-    alike and adds `share` times the mean colour of the image, so that an image has one dominant colour. `scale` is the
-    gain of one latent unit.
-    """
-    decoder = vae.decoder
-    std = torch.tensor(vae.config.latents_std)
-    mean = torch.tensor(vae.config.latents_mean)
-    _set_pointwise(vae.post_quant_conv, torch.diag(1 / std))
-    vae.post_quant_conv.bias.copy_(-mean / std)
-
-    to_colours = torch.zeros(decoder.conv_in.out_channels, vae.config.z_dim)
-    for colour in range(3):
-        to_colours[colour, colour], to_colours[3 + colour, colour] = scale, -scale
-    _set_blur(decoder.conv_in, to_colours)
-    decoder.conv_in.bias[6] = bias
-
-    for block in decoder.modules():
-        kind = type(block).__name__
-        if kind == "QwenImageResidualBlock":
-            block.conv2.weight.zero_()
-            block.conv2.bias.zero_()
-            if not isinstance(block.conv_shortcut, nn.Identity):
-                _set_pointwise(block.conv_shortcut, torch.eye(block.out_dim, block.in_dim))
-        elif kind == "QwenImageResample":
-            conv = block.resample[1]
-            _set_blur(conv, torch.eye(conv.out_channels, conv.in_channels))
-        elif kind == "QwenImageAttentionBlock":
-            colours = torch.diag((torch.arange(block.dim) < 6).float())
-            _set_pointwise(block.to_qkv, torch.cat([torch.zeros(2 * block.dim, block.dim), colours]))
-            _set_pointwise(block.proj, share * colours)
-
-    to_rgb = torch.zeros(3, decoder.conv_out.in_channels)
-    for colour in range(3):
-        to_rgb[colour, colour], to_rgb[colour, 3 + colour] = 1.0, -1.0
-    _set_pointwise(decoder.conv_out, to_rgb)
-
-
-def _set_pointwise(conv: nn.Module, matrix_OI: Tensor) -> None:
-    """Make a convolution of any odd kernel act on each pixel of the newest frame alone, as matrix_OI, without bias."""
-    _set_kernel(conv, matrix_OI, torch.tensor([0.0, 1.0, 0.0]))
-
-
-def _set_blur(conv: nn.Module, matrix_OI: Tensor) -> None:
-    """Make a 3×3 convolution apply matrix_OI and the binomial blur."""
-    _set_kernel(conv, matrix_OI, torch.tensor([0.25, 0.5, 0.25]))
-
-
-def _set_kernel(conv: nn.Module, matrix_OI: Tensor, taps_3: Tensor) -> None:
-    kernel_HW = torch.outer(taps_3, taps_3) if conv.weight.shape[-1] == 3 else torch.ones(1, 1)
-    newest = conv.weight if conv.weight.ndim == 4 else conv.weight[:, :, -1]
-    conv.weight.zero_()
-    newest.copy_(matrix_OI[:, :, None, None] * kernel_HW)
-    conv.bias.zero_()
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw the body's random weights from `seed`, and leave the caller's generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

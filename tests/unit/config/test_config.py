@@ -102,12 +102,27 @@ def test_what_the_user_must_give(tmp_path):
         ("engine.fp8=hybrid", 1, r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=none"),
         ("engine={backend: megatron, fp8: hybrid, dtype: float32}", 1, r"engine.fp8=hybrid with engine.dtype=float32"),
         ("engine={backend: megatron, recompute_every: 0}", 1, r"engine.recompute_every=0 < 1"),
+        ("lora.rank=-1", 1, r"lora.rank=-1 < 0"),
+        ("lora.rank=513", 1, r"lora.rank=513 is above 512.*set lora.rank=512 or less"),
+        ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
+        ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number.*lora.rank=4"),
+        ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
     ],
 )
 def test_rules_between_keys(base, override, dp, text):
     config = load_config([base, override])
     with pytest.raises(ConfigError, match=text):
         validate(config, dp=dp)
+
+
+def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
+    fp8 = "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}"
+    with pytest.raises(ConfigError, match="lora.rank=4 with engine.fp8=hybrid.*set engine.fp8=none, or lora.rank=0"):
+        validate(load_config([base, "lora.rank=4", fp8]), dp=1)
+    validate(load_config([base, fp8]), dp=1)
+    lora = [base, "lora={rank: 4, alpha: 8}"]
+    validate(load_config(lora), dp=1)
+    validate(load_config([*lora, "algorithm.name=sft", "data.images=shapes:9", "train.updates_per_step=1"]), dp=1)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_jsonl(tmp_path: Path) -> None:
 
 def test_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
+    pytest.importorskip("pyarrow.parquet")
 
     table = pyarrow.table({"prompt": ["a red circle", "été"], "negative_prompt": ["blurry", None], "n": [1, 2]})
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from diffusers import QwenImageTransformer2DModel
 
+from megadiff.config.schema import LoraConfig
 from megadiff.engines.memory import (
     GIB,
     Placing,
@@ -40,7 +41,7 @@ WORK = Work(
 
 @pytest.fixture(scope="module")
 def qwen_image():
-    return model_shape(QwenImageAdapter(QWEN_IMAGE))
+    return model_shape(QwenImageAdapter(QWEN_IMAGE), LoraConfig())
 
 
 def placing(backend: str, *, sequence_parallel: bool = False, **sizes: int) -> Placing:
@@ -91,7 +92,7 @@ def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, recompute)
         transformer.enable_gradient_checkpointing()
     found = kept_by_autograd(adapter, transformer.train())
     work = activation_work(DTYPES[dtype].itemsize, recompute_every=int(recompute))
-    assert found <= kept_bytes(model_shape(adapter), placing("veomni"), work) <= 1.2 * found
+    assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
 
 
 def test_recompute_and_splits_lower_activations(qwen_image):

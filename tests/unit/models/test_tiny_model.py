@@ -71,7 +71,7 @@ def test_scheduler_config_is_the_real_one(tiny_model):
 
 def test_template_prefix_and_words(tokenizer):
     assert len(tokenizer(tiny.TEMPLATE_PREFIX).input_ids) == 34
-    for word in tiny.SPACED_WORDS:
+    for word in tiny.WORDS:
         assert len(tokenizer.tokenize(f" {word}")) == 1, word
     assert len(tokenizer.tokenize("system")) == 1
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
 
 from megadiff.parallel import megatron_cpu
-from megadiff.parallel.plan import ParallelPlan, Rule, shard_box
+from megadiff.parallel.plan import ParallelPlan, Rule, module_of, shard_box
 
 PLAN = ParallelPlan(
     rules=(
@@ -76,6 +78,45 @@ def test_which_gradients_are_parts(sequence_parallel: bool) -> None:
     assert not any(place.sum_over_tp for place in alone.values())
 
 
+LORA = {  # of two modules, rank 2
+    "transformer_blocks.0.attn.to_q.lora_A.weight": (2, 8),
+    "transformer_blocks.0.attn.to_q.lora_B.weight": (12, 2),
+    "transformer_blocks.0.attn.out.lora_A.weight": (2, 12),
+    "transformer_blocks.0.attn.out.lora_B.weight": (8, 2),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_of_a_low_rank_pair_one_is_split_and_the_other_a_part(sequence_parallel: bool) -> None:
+    placements = PLAN.placements(SHAPES | LORA, tp=2, tp_rank=1, sequence_parallel=sequence_parallel)
+    found = {name: (placements[name].local_shape, placements[name].offsets) for name in LORA}
+    assert list(found.values()) == [((2, 8), (0, 0)), ((6, 2), (6, 0)), ((2, 6), (0, 6)), ((8, 2), (0, 0))]
+    assert [placements[name].sum_over_tp for name in LORA] == [True, False, False, True]
+    assert [placements[name].kind for name in LORA] == ["column", "column", "row", "row"]
+    alone = PLAN.placements(SHAPES | LORA, tp=1, tp_rank=0, sequence_parallel=sequence_parallel)
+    assert not any(place.sum_over_tp for place in alone.values())
+
+
+def test_which_modules_lora_wraps() -> None:
+    def modules(*targets: str, names: Iterable[str] = SHAPES) -> tuple[str, ...]:
+        return replace(PLAN, lora_targets=targets).lora_modules(names)
+
+    targets = ("transformer_blocks.*.attn.to_[qk]", "transformer_blocks.*.attn.out")
+    expected = tuple(f"transformer_blocks.0.attn.{name}" for name in ("out", "to_k", "to_q"))  # 10.attn.out is unused
+    assert modules(*targets) == modules(*targets, names=[*SHAPES, *LORA]) == expected
+    assert modules(*targets, targets[0]) == expected
+    with pytest.raises(ValueError, match=r"no module is matched by the LoRA target 'transformer_blocks.\*.ff'"):
+        modules("transformer_blocks.*.ff", *targets)
+    with pytest.raises(
+        ValueError, match=r"the LoRA target 'transformer_blocks.\*.mod' matches .*0.mod, which is modulation"
+    ):
+        modules("transformer_blocks.*.mod")
+
+
+def test_the_module_of_a_parameter() -> None:
+    assert [module_of(name) for name in ("a.to_q.weight", "a.to_q.lora_B.weight", "bias")] == ["a.to_q", "a.to_q", ""]
+
+
 def test_the_last_block_is_the_last_by_number() -> None:
     assert PLAN.unused_names(SHAPES) == {name for name in SHAPES if name.startswith("transformer_blocks.10.attn.out.")}
 
@@ -115,3 +156,16 @@ def test_stand_ins_for_cuda_never_act_on_a_gpu() -> None:
 
 def _placements(*, tp: int, sequence_parallel: bool = True):
     return PLAN.placements(SHAPES, tp=tp, tp_rank=0, sequence_parallel=sequence_parallel)
+
+
+def test_a_rule_may_name_a_parameter_of_a_block_itself() -> None:
+    plan = ParallelPlan(
+        rules=(Rule("*table", "replicated"), Rule("blocks.*.norm", "across_heads_norm")), blocks="blocks.*"
+    )
+    shapes = {"table": (1, 2), "blocks.0.table": (1, 6), "blocks.0.norm.weight": (8,)}
+    places = plan.placements(shapes, tp=4, tp_rank=3, sequence_parallel=True)
+    assert places["table"].sum_over_tp and places["blocks.0.table"].local_shape == (1, 6)
+    norm = places["blocks.0.norm.weight"]
+    assert (norm.offsets, norm.local_shape, norm.sum_over_tp) == ((6,), (2,), False)
+    with pytest.raises(ValueError, match="blocks.0.table is matched by 'blocks.0' and '\\*table'"):
+        ParallelPlan(rules=(Rule("blocks.0", "replicated"), *plan.rules)).kinds(shapes)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+
 import pytest
 
 from megadiff.rollout.policy import UNPUSHED, PolicyState, Refused
+from megadiff.rollout.routes import _answer
+from megadiff.types import LoraSpec
+from megadiff.weights.lora_names import lora_from_json
 
 EXPECTED = {
     "transformer.a": {"dtype": "float32", "shape": [2, 3]},
@@ -113,3 +119,78 @@ def test_sleep() -> None:
             call()
     policy.wake()
     policy.require_ready(UNPUSHED)
+
+
+LORA = LoraSpec(rank=2, alpha=4.0, modules=("a",))
+ADAPTER = {
+    "transformer.a.lora_A.weight": {"dtype": "float32", "shape": [2, 3]},
+    "transformer.a.lora_B.weight": {"dtype": "float32", "shape": [2, 2]},
+}
+BASE = {"transformer.a.weight": EXPECTED["transformer.a"], "transformer.b": EXPECTED["transformer.b"]}
+
+
+def push_lora(policy: PolicyState, version: int, manifest: dict) -> None:
+    policy.begin(version, manifest, LORA)
+    policy.check_bucket(manifest)
+    policy.loaded(manifest)
+    policy.check_commit(version)
+    policy.commit()
+
+
+def test_lora_alone_needs_a_base_that_was_pushed_whole() -> None:
+    policy = PolicyState(BASE)
+    with refused(409, "LoRA tensors alone, but this replica holds no base weights of a whole push"):
+        policy.begin(0, ADAPTER, LORA)
+    assert policy.state == "ready"
+    push_lora(policy, 0, BASE | ADAPTER)
+    push_lora(policy, 1, ADAPTER)
+    policy.begin(2, ADAPTER, LORA)  # and breaks off
+    with refused(409, "LoRA tensors alone"):
+        policy.begin(2, ADAPTER, LORA)
+    with refused(409, "version 2 is being pushed"):
+        policy.require_ready(None)
+    push_lora(policy, 2, BASE | ADAPTER)
+    push_lora(policy, 3, ADAPTER)
+
+
+def test_a_manifest_is_the_base_the_lora_or_both() -> None:
+    policy = PolicyState(BASE)
+    (a_name, a_row), (b_name, b_row) = ADAPTER.items()
+    for manifest, lora, text in (
+        (BASE | ADAPTER, None, "pipeline's 2 tensors|LoRA's 0 tensors: 2 extra"),
+        (BASE, LORA, "LoRA's 2 tensors: 2 missing"),
+        (BASE | {a_name: a_row}, LORA, f"LoRA's 2 tensors: 1 missing: {b_name}"),
+        ({"transformer.b": EXPECTED["transformer.b"]} | ADAPTER, LORA, "pipeline's 2 tensors: 1 missing"),
+        (BASE | ADAPTER | {a_name: a_row | {"shape": [3, 3]}}, LORA, f"{a_name} comes as"),
+        (BASE | ADAPTER | {b_name: b_row | {"dtype": "bfloat16"}}, LORA, f"{b_name} comes as"),
+        (BASE | ADAPTER, LoraSpec(rank=2, alpha=4.0, modules=("c",)), "lora module 'c' is a matrix of 0"),
+    ):
+        with refused(400, text):
+            policy.begin(0, manifest, lora)
+    assert policy.state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([], "must be null or an object"),
+        ({"rank": 1}, "must be null or an object"),
+        ({"rank": 0, "alpha": 1.0, "modules": ["a"]}, "lora.rank=0"),
+        ({"rank": 1, "alpha": float("nan"), "modules": ["a"]}, "lora.alpha=nan"),
+        ({"rank": 1, "alpha": "1", "modules": ["a"]}, "lora.alpha='1'"),
+        ({"rank": 1, "alpha": 1, "modules": []}, "at least one module"),
+        ({"rank": 1, "alpha": 1, "modules": ["b", "a"]}, "sorted and without doubles"),
+        ({"rank": 1, "alpha": 1, "modules": ["a", "a"]}, "sorted and without doubles"),
+    ],
+)
+def test_lora_that_is_no_lora(value: object, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        lora_from_json(value)
+
+
+def test_a_full_disk_is_told_as_such() -> None:
+    async def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    answer = asyncio.run(_answer(full))
+    assert answer.status_code == 507 and b"send smaller buckets (sync.bucket_mib)" in answer.body

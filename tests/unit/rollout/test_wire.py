@@ -9,9 +9,7 @@ import torch
 from safetensors.torch import save
 
 from megadiff.rollout.wire import (
-    bucket_manifest,
     decode_groups,
-    encode_bucket,
     encode_groups,
     requests_from_json,
     requests_to_json,
@@ -139,23 +137,3 @@ def test_bytes_that_are_no_group() -> None:
             decode_groups(body)
     with pytest.raises(ValueError, match="metadata"):
         decode_groups(save({"a": torch.zeros(1)}))
-
-
-def test_bucket_round_trip(tmp_path) -> None:
-    fused = torch.randn(6, 4)
-    tensors = [("a.q", fused[:2]), ("a.k", fused[2:4]), ("b", torch.randn(3).bfloat16())]  # views of one storage
-    path = tmp_path / "bucket"
-    path.write_bytes(encode_bucket(tensors))
-    assert bucket_manifest(path) == {
-        "a.q": {"dtype": "float32", "shape": [2, 4]},
-        "a.k": {"dtype": "float32", "shape": [2, 4]},
-        "b": {"dtype": "bfloat16", "shape": [3]},
-    }
-    path.write_bytes(encode_bucket(tensors)[:-1])
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        bucket_manifest(path)
-    path.write_bytes(encode_bucket([("ids", torch.zeros(2, dtype=torch.int64))]))
-    with pytest.raises(ValueError, match="ids is I64"):
-        bucket_manifest(path)
-    with pytest.raises(ValueError, match="a.q more than once"):
-        encode_bucket([tensors[0], tensors[0]])

@@ -87,7 +87,7 @@ def _flip(folder):
     ("harm", "text"),
     [
         (_truncate, "rank_00000.safetensors has"),
-        (_flip, "does not match its checksum"),
+        (_flip, "does not match its fingerprint"),
         (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors is missing"),
         (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing"),
         (lambda folder: (folder / "progress.json").write_text("{"), "JSONDecodeError"),

@@ -88,9 +88,25 @@ def test_where_replicas_count(plan):
 
 def test_reference_and_sleeping_replica_are_on_the_host(plan):
     layout = plan("algorithm.kl_coef=0.04")[0]["layouts"][0]
-    assert layout["host"]["reference"] == layout["static"]["masters"] == layout["static"]["parameters"]
+    assert layout["host"]["reference"] == layout["static"]["reference"] == layout["static"]["parameters"]
     assert layout["host"]["sleeping replica"] == layout["phases"]["rollout"]["replica"]
     assert plan()[0]["layouts"][0]["host"]["reference"] == 0
+
+
+def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan, capsys):
+    found, _ = plan("lora.rank=64", "algorithm.kl_coef=0.04")
+    width, rank, num_blocks = 3072, 64, 60
+    square, mlp = 2 * width * rank, (1 + 4) * width * rank  # of a pair beside width → width, and width ↔ 4 · width
+    trained = num_blocks * (8 * square + 4 * mlp) - (square + 2 * mlp)  # the last block's text output is unused
+    assert found["trained"] == trained and found["parameters"] == 20_430_401_088
+    veomni = next(layout for layout in found["layouts"] if sizes(layout) == ("veomni", 4, 1, 1, 1))
+    assert veomni["static"]["parameters"] == pytest.approx((2 * 20_430_401_088 + 4 * trained) / 4, rel=1e-3)
+    assert veomni["static"]["optimizer"] == pytest.approx(8 * trained / 4, rel=1e-3)
+    megatron = next(layout for layout in found["layouts"] if sizes(layout) == ("megatron", 1, 1, 1, 4))
+    assert megatron["static"]["parameters"] < 2 * 20_430_401_088 / 4 * 1.05
+    assert all(layout["host"]["reference"] == 0 for layout in found["layouts"])
+    assert main(["plan", RECIPE, MODEL, "--world-size", "4", "lora.rank=64"]) == 0
+    assert "LoRA of rank 64: 0.422 B are trained" in capsys.readouterr().out
 
 
 def test_supervised_training_has_an_average_and_no_rollout(plan):

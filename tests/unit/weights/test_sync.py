@@ -1,25 +1,45 @@
-"""The sync against a target that misbehaves. (What a real replica does is in tests/e2e.)"""
+"""The sync against targets that misbehave. (What real replicas do is in tests/e2e.)"""
+
+import threading
+import time
+import weakref
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from megadiff.config.schema import ParallelConfig
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.types import LoraSpec
 from megadiff.weights.fingerprint import fingerprint
-from megadiff.weights.sync import HttpSync
+from megadiff.weights.lora_names import is_lora_name, used_tensor
+from megadiff.weights.sync import WeightSync
+from megadiff.weights.transports.base import HttpTransport
 
 WEIGHTS = {
     f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)
 }
 MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in WEIGHTS}
+LORA = LoraSpec(rank=2, alpha=4.0, modules=("layer1", "layer3"))
+NAME = "transformer.layer0.weight"
+
+
+def lora_tensors(factor):
+    shapes = {
+        f"transformer.{module}.lora_{side}.weight": shape for module in LORA.modules for side, shape in SIDES.items()
+    }
+    return {name: torch.full(shape, factor) for name, shape in shapes.items()}
+
+
+SIDES = {"A": (2, 8), "B": (4, 2)}
 
 
 class Source:
     """Gives the weights in buckets of two."""
 
-    def __init__(self, weights):
-        self.weights, self.finished = weights, False
+    def __init__(self, weights, lora=None):
+        self.weights, self.lora, self.finished, self.factor = weights, lora, False, 1.0
 
     def named_weights(self, bucket_bytes):
         items = list(self.weights.items())
@@ -27,22 +47,40 @@ class Source:
             yield items[start : start + 2]
         self.finished = True
 
+    def named_lora(self, bucket_bytes):
+        yield list(lora_tensors(self.factor).items())
+
 
 class Target:
-    """Holds what it was sent, after `fault` had its way with each bucket."""
+    """A replica of len(boxes) workers that holds its part of what it was sent, after `fault` had its way with it."""
 
-    def __init__(self, name="replica_0", fault=lambda bucket: bucket):
-        self.name, self.fault, self.held, self.version = name, fault, {}, None
+    url = "http://127.0.0.1:1"
 
-    def weights_begin(self, version, manifest):
-        self.manifest = manifest
+    def __init__(self, name="replica_0", fault=lambda bucket: bucket, boxes=({},)):
+        self.name, self.fault, self.boxes = name, fault, boxes
+        self.held, self.version, self.begun, self.bound = {}, None, [], None
 
-    def weights_bucket(self, tensors):
-        self.held |= {name: tensor.clone() for name, tensor in self.fault(list(tensors))}
+    def weights_begin(self, version, manifest, *, lora, transport):
+        assert transport == {"name": "http"}
+        self.begun.append(set(manifest))
+        self.lora = lora
+
+    def weights_bucket(self, bucket):
+        self.held |= dict(self.fault(sorted(load(bucket).items(), key=lambda item: item[0])))
 
     def weights_commit(self, version):
         self.version = version
-        return {name: fingerprint(tensor) for name, tensor in self.held.items()}
+        bound = self.bound if self.bound is not None else list(self.lora.modules if self.lora else ())
+        used = {name: used_tensor(name, tensor, self.lora) for name, tensor in self.held.items()}
+        return [
+            {"fingerprints": {name: fingerprint(_cut(tensor, boxes.get(name))) for name, tensor in used.items()},
+             "bound_modules": bound}
+            for boxes in self.boxes
+        ]  # fmt: skip
+
+
+def _cut(tensor, box):
+    return tensor if box is None else tensor[tuple(slice(*one) for one in box)].contiguous()
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +90,15 @@ def cpu_group():
     return init_mesh(layout, "cpu").cpu_group
 
 
+def _sync(cpu_group, source, *targets):
+    places = {target.name: target.boxes for target in targets}
+    return WeightSync(source, HttpTransport(targets), MANIFEST, places=places, bucket_bytes=1, cpu_group=cpu_group)
+
+
 def _push(cpu_group, *targets, weights=WEIGHTS):
     source = Source(weights)
-    sync = HttpSync(source, targets, MANIFEST, bucket_bytes=1, cpu_group=cpu_group)
     try:
-        return sync.push(7)
+        return _sync(cpu_group, source, *targets).push(7)
     finally:
         assert source.finished  # other ranks are in the same gathers: an error must not leave them there
 
@@ -65,7 +107,7 @@ def test_a_whole_push(cpu_group):
     targets = [Target(), Target("replica_1")]
     assert _push(cpu_group, *targets)["sync/gib"] == pytest.approx(5 * 128 / 2**30)
     for target in targets:
-        assert target.version == 7 and target.manifest == MANIFEST
+        assert target.version == 7 and target.begun == [set(MANIFEST)]
         assert all(torch.equal(target.held[name], tensor) for name, tensor in WEIGHTS.items())
 
 
@@ -100,3 +142,111 @@ def test_a_trainer_that_sends_other_names_than_the_model_has(cpu_group):
     with pytest.raises(AgreedError, match="1 missing: transformer.layer0.weight"):
         _push(cpu_group, target, weights=fewer)
     assert target.version is None  # never committed
+
+
+def test_the_base_travels_once_and_then_lora_alone(cpu_group):
+    source, target = Source(WEIGHTS, LORA), Target()
+    sync = _sync(cpu_group, source, target)
+    sync.push(0)
+    source.factor = 2.0
+    assert sync.push(1)["sync/gib"] == pytest.approx(4 * (2 * 2 * 8 + 2 * 4 * 2) / 2**30)
+    assert target.begun == [set(MANIFEST) | set(lora_tensors(1)), set(lora_tensors(1))]
+    assert (target.held["transformer.layer1.lora_B.weight"] == 2).all()
+    assert sync.push(1)["sync/gib"] > 0 and len(target.begun) == 2  # it is there already
+
+    target.held[NAME] = target.held[NAME] + 1  # no push of the base would find that out
+    with pytest.raises(AgreedError, match=f"holds 1 of 9 tensors with other bits.*{NAME}"):
+        sync.push(2)
+    sync.push(2)  # after a failure: everything
+    assert target.begun[-1] == set(MANIFEST) | set(lora_tensors(1)) and torch.equal(target.held[NAME], WEIGHTS[NAME])
+    sync.push(3)
+    assert not any(map(target.begun[-1].__contains__, MANIFEST))
+
+
+def test_lora_that_is_bound_to_fewer_modules(cpu_group):
+    target = Target()
+    target.bound = ["layer1"]
+    with pytest.raises(AgreedError, match="replica_0 .* LoRA bound to other modules than were sent: 1 missing: layer3"):
+        _sync(cpu_group, Source(WEIGHTS, LORA), target).push(0)
+
+
+BOXES = [{NAME: ((0, 4), (0, 4)), "transformer.layer1.weight": ((2 * rank, 2 * rank + 2), (0, 8))} for rank in range(2)]
+BOXES[1][NAME] = ((0, 4), (4, 8))
+
+
+def test_every_worker_answers_for_its_part(cpu_group):
+    _push(cpu_group, Target(boxes=BOXES), Target("whole"))
+    swapped = Target(boxes=BOXES)
+    source = Source(WEIGHTS)
+    sync = _sync(cpu_group, source, swapped)
+    swapped.boxes = BOXES[::-1]
+    with pytest.raises(
+        AgreedError, match=r"replica_0 at version 7 \(worker 0 of 2\) holds 2 of 5 tensors with other bits"
+    ):
+        sync.push(7)
+
+
+def test_lora_follows_the_part_of_the_base_weight(cpu_group):
+    """Rows of the base are rows of B, its columns are columns of A; the other of the two is there whole."""
+    boxes = [{"transformer.layer1.weight": ((0, 2), (0, 8)), "transformer.layer3.weight": ((0, 4), (4, 8))}]
+    held_boxes = boxes[0] | {
+        "transformer.layer1.lora_B.weight": ((0, 2), (0, 2)),
+        "transformer.layer3.lora_A.weight": ((0, 2), (4, 8)),
+    }
+    target = Target(boxes=boxes)
+    sync = _sync(cpu_group, Source(WEIGHTS, LORA), target)
+    target.boxes = [held_boxes | {"transformer.layer1.lora_A.weight": ((0, 2), (0, 8))}]
+    sync.push(0)
+
+
+class CountingSource:
+    """Every tensor is made for the receiver; most: how many buckets were alive when one more had been gathered."""
+
+    lora = None
+
+    def __init__(self, gathering):
+        self.gathering, self.most, self._alive = gathering, 0, []
+
+    def named_weights(self, bucket_bytes):
+        for name, tensor in WEIGHTS.items():
+            self.gathering(name)
+            tensor = tensor.clone()
+            self._alive = [ref for ref in self._alive if ref() is not None] + [weakref.ref(tensor)]
+            self.most = max(self.most, len(self._alive))
+            bucket = [(name, tensor)]
+            del tensor
+            yield bucket
+            del bucket
+
+
+def test_one_bucket_is_gathered_while_the_one_before_travels(cpu_group):
+    """Every bucket arrives only when the next one's gather has begun, and never are three of them alive."""
+    names = list(WEIGHTS)
+    begun = {name: threading.Event() for name in names}
+    begun["end"] = threading.Event()
+    begun["end"].set()
+
+    def arrive(bucket):
+        after = [*names, "end"][names.index(bucket[0][0]) + 1]
+        assert begun[after].wait(10), f"{bucket[0][0]} travels before the gather of {after} begins"
+        time.sleep(0.01)
+        return bucket
+
+    source = CountingSource(lambda name: begun[name].set())
+    _sync(cpu_group, source, Target(fault=arrive)).push(1)
+    assert source.most == 2
+
+
+def test_a_gather_that_fails_ends_the_push(cpu_group):
+    def gather(name):
+        if name == "transformer.layer3.weight":
+            raise FloatingPointError("gather")
+
+    target = Target()
+    with pytest.raises(FloatingPointError, match="gather"):
+        _sync(cpu_group, CountingSource(gather), target).push(1)
+    assert target.version is None
+
+
+def test_is_lora_name():
+    assert is_lora_name("transformer.a.lora_A.weight") and not is_lora_name("transformer.a.weight")

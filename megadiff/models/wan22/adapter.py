@@ -1,0 +1,162 @@
+"""Wan2.2 for the trainer: packed video latents, text conditioning, timesteps, guidance, schedule, two experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.encoders import freed
+from megadiff.models.wan22 import text as wan_text
+from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
+from megadiff.models.wan22.packing import PATCH, pack
+from megadiff.models.wan22.plan import PLAN
+from megadiff.models.wan22.velocity import TEXT_TOKENS, wan_velocity
+from megadiff.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from megadiff.parallel.attention import TokenAttention, TokenAxes
+
+
+class WanAdapter:
+    """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
+
+    plan = PLAN
+    veomni_splits_tokens = (
+        False  # it drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
+    )
+
+    def __init__(self, model_folder: Path | str) -> None:
+        """model_folder: a diffusers pipeline folder. Raises ValueError as WanCheckpoint.read does."""
+        self.model_folder = Path(model_folder)
+        self.checkpoint = WanCheckpoint.read(self.model_folder)
+        self.components = self.checkpoint.components
+        self.num_heads, self.width = self.checkpoint.num_heads, self.checkpoint.width
+
+    def component_of(self, sigma: float) -> str:
+        return self.checkpoint.component_of(sigma)
+
+    def empty_transformer(self, component: str = HIGH_NOISE) -> nn.Module:
+        from accelerate import init_empty_weights
+        from diffusers import WanTransformer3DModel
+
+        with init_empty_weights():
+            return WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(self.model_folder / component))
+
+    def attention(self, tokens: TokenAxes) -> TokenAttention:
+        from megadiff.models.wan22.attention import WanAttention
+
+        return WanAttention(tokens)
+
+    def validate(self, sampling: Sampling) -> None:
+        self.checkpoint.validate(sampling)
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        texts = dict.fromkeys(text for prompt in prompts for text in (prompt.text, prompt.negative_text))
+        if all(len(text.encode()) + 2 <= TEXT_TOKENS for text in texts):
+            return
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model_folder / "tokenizer")
+        for text in texts:
+            count = wan_text.num_tokens(text, tokenizer)
+            if count > TEXT_TOKENS:
+                raise ValueError(
+                    f"a prompt has {count} tokens ({len(text)} characters), the model takes {TEXT_TOKENS} and would cut "
+                    f"off the rest; shorten {text[:60]!r}…"
+                )
+
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        return self.checkpoint.grid(sampling).num_tokens, self.checkpoint.channels * PATCH**2
+
+    def schedule(self, sampling: Sampling) -> Tensor:
+        return self.checkpoint.schedule(sampling.num_inference_steps)
+
+    def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
+        return self.checkpoint.shift(sigmas)
+
+    def velocity(
+        self,
+        transformer: Callable[..., tuple[Tensor]],
+        latents_BLC: Tensor,
+        sigma_B: Tensor,
+        conditioning: Conditioning,
+        sampling: Sampling,
+        *,
+        component: str = HIGH_NOISE,
+    ) -> Tensor:
+        """As wan_velocity says; guided by the component's own scale. Both passes carry gradient."""
+        return wan_velocity(
+            transformer,
+            latents_BLC,
+            self.checkpoint.timestep(sigma_B),
+            conditioning,
+            grid=self.checkpoint.grid(sampling),
+            guidance_scale=self.checkpoint.guidance_scale(component, sampling),
+        )
+
+    def encode_prompt(
+        self,
+        texts: Sequence[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> tuple[Tensor, Tensor]:
+        """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool), on the CPU.
+
+        Loads the text encoder (5.7 B parameters in the real model) for the call and frees it afterwards.
+        """
+        with self.prompt_encoder(dtype=dtype, device=device) as encode:
+            return encode(texts)
+
+    @contextmanager
+    def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[PromptEncoder]:
+        from transformers import AutoTokenizer, UMT5EncoderModel
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model_folder / "tokenizer")
+        text_encoder = UMT5EncoderModel.from_pretrained(self.model_folder / "text_encoder", dtype=dtype).to(device)
+
+        def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+            embeds_BTD, mask_BT = wan_text.encode(texts, tokenizer, text_encoder)
+            return embeds_BTD.to("cpu", dtype), mask_BT.cpu()
+
+        with freed(text_encoder):
+            yield encode
+
+    @contextmanager
+    def image_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[ImageEncoder]:
+        """Of images [B, H, W, 3], or videos [B, F, H, W, 3], F being 1 + a multiple of the VAE's temporal factor.
+
+        By the checkpoint's VAE: the mean of its posterior. Latents come back on the device. dtype: of the VAE; they are
+        normalised in float32.
+        """
+        from diffusers import AutoencoderKLWan
+
+        vae = AutoencoderKLWan.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
+        mean_C, std_C = (torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std"))
+
+        @torch.no_grad()
+        def encode(pixels: Tensor) -> Tensor:
+            frames_BFHWC = pixels[:, None] if pixels.ndim == 4 else pixels
+            scaled = frames_BFHWC.to(device).permute(0, 4, 1, 2, 3).to(dtype) / 127.5 - 1
+            latents_BCFHW = vae.encode(scaled).latent_dist.mode().float()
+            return pack((latents_BCFHW - mean_C.view(1, -1, 1, 1, 1)) / std_C.view(1, -1, 1, 1, 1))
+
+        with freed(vae):
+            yield encode
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        """The text is padded, whatever num_text_tokens. With two experts the mean over the schedule's steps."""
+        s, t, d = self.checkpoint.grid(sampling).num_tokens, TEXT_TOKENS, self.width
+        own_attention = 8 * s * d**2 + 4 * s**2 * d
+        text_attention = 4 * (s + t) * d**2 + 4 * s * t * d
+        feed_forward = 4 * s * d * self.checkpoint.ffn_width
+        one_pass = self.checkpoint.num_layers * (own_attention + text_attention + feed_forward)
+        sigmas = self.schedule(sampling)[:-1].tolist()
+        scales = [self.checkpoint.guidance_scale(self.component_of(sigma), sampling) for sigma in sigmas]
+        return float(one_pass * sum(2 if scale > 1 else 1 for scale in scales) / len(scales))

@@ -1,0 +1,192 @@
+"""What a Wan2.2 folder says of its model: sizes, experts and schedule. Read the same way by trainer and replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadiff.diffusion.schedule import wan_sigmas
+from megadiff.models.files import read_json
+from megadiff.models.wan22.packing import PATCH, TokenGrid
+from megadiff.types import Sampling
+
+HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
+NUM_TIMESTEPS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanCheckpoint:
+    """One transformer (TI2V-5B), or two experts that share the schedule (T2V-A14B).
+
+    boundary_ratio: the high-noise expert is in charge from this sigma on; None with one transformer. flow_shift: of the
+    schedule. channels: of a latent. spatial, temporal: how many pixels, and frames after the first, the VAE turns into one.
+    width: channels of a token inside the transformer; ffn_width: of its feed-forward layer.
+    """
+
+    boundary_ratio: float | None
+    flow_shift: float
+    channels: int
+    spatial: int
+    temporal: int
+    num_layers: int
+    num_heads: int
+    width: int
+    ffn_width: int
+
+    @classmethod
+    def read(cls, folder: Path) -> WanCheckpoint:
+        """Raises ValueError for a missing file or key, and for a Wan that this family does not cover."""
+        index, vae = read_json(folder / "model_index.json"), read_json(folder / "vae" / "config.json")
+        boundary_ratio = _boundary_ratio(folder, index)
+        names = [HIGH_NOISE] if boundary_ratio is None else [HIGH_NOISE, LOW_NOISE]
+        configs = [read_json(folder / name / "config.json") for name in names]
+        for name, config in zip(names, configs, strict=True):
+            _check_transformer(f"{folder}/{name}", config)
+        first = configs[0]
+        differing = [key for key in _SIZES if any(config[key] != first[key] for config in configs)]
+        if differing:
+            raise ValueError(f"{folder}: its experts differ in {', '.join(differing)}; they must be of one shape")
+        return cls(
+            boundary_ratio=boundary_ratio,
+            flow_shift=_flow_shift(folder),
+            channels=first["in_channels"],
+            spatial=vae.get("scale_factor_spatial") or 8,
+            temporal=vae.get("scale_factor_temporal") or 4,
+            num_layers=first["num_layers"],
+            num_heads=first["num_attention_heads"],
+            width=first["num_attention_heads"] * first["attention_head_dim"],
+            ffn_width=first["ffn_dim"],
+        )
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return (HIGH_NOISE,) if self.boundary_ratio is None else (HIGH_NOISE, LOW_NOISE)
+
+    def component_of(self, sigma: float) -> str:
+        """The expert in charge: high noise from 1000·boundary_ratio on. Timesteps are compared to a thousandth, as a
+        float32 sigma of 0.9 lies a little below 0.9."""
+        if self.boundary_ratio is None:
+            return HIGH_NOISE
+        timestep, boundary = (round(NUM_TIMESTEPS * value, 3) for value in (sigma, self.boundary_ratio))
+        return HIGH_NOISE if timestep >= boundary else LOW_NOISE
+
+    def guidance_scale(self, component: str, sampling: Sampling) -> float:
+        """Of the component's velocity; 1 is off."""
+        if component == LOW_NOISE:
+            return sampling.guidance_scale_2 or sampling.guidance_scale
+        return sampling.guidance_scale
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Whether any component needs the negative prompt."""
+        return any(self.guidance_scale(component, sampling) > 1 for component in self.components)
+
+    def validate(self, sampling: Sampling) -> None:
+        """Raises ValueError when the model cannot sample at this size, length or guidance."""
+        pixels = self.spatial * PATCH
+        for name, size in (("height", sampling.height), ("width", sampling.width)):
+            if size < pixels or size % pixels:
+                raise ValueError(
+                    f"rollout.{name}={size} is not a positive multiple of {pixels} (pixels a token); "
+                    f"set rollout.{name}={max(round(size / pixels), 1) * pixels}"
+                )
+        frames, temporal = sampling.num_frames, self.temporal
+        if frames < 1 or (frames - 1) % temporal:
+            nearest = max(round((frames - 1) / temporal), 0) * temporal + 1
+            raise ValueError(
+                f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent after the first); "
+                f"set rollout.num_frames={nearest}"
+            )
+        if sampling.true_cfg_scale != 1:
+            raise ValueError(
+                f"rollout.true_cfg_scale={sampling.true_cfg_scale}, but Wan's guidance is plain; set "
+                "rollout.guidance_scale instead and leave true_cfg_scale at 1"
+            )
+        if sampling.guidance_scale < 1:
+            raise ValueError(f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more")
+        self._check_second_scale(sampling.guidance_scale_2)
+
+    def _check_second_scale(self, scale: float) -> None:
+        if scale and len(self.components) == 1:
+            raise ValueError(
+                f"rollout.guidance_scale_2={scale}, but this model has no second expert; set it to 0 and use guidance_scale"
+            )
+        if scale and scale < 1:
+            raise ValueError(
+                f"rollout.guidance_scale_2={scale} is below 1 (off); set it to 1 or more, or to 0 for guidance_scale's value"
+            )
+
+    def grid(self, sampling: Sampling) -> TokenGrid:
+        pixels = self.spatial * PATCH
+        return TokenGrid(
+            frames=(sampling.num_frames - 1) // self.temporal + 1,
+            rows=sampling.height // pixels,
+            columns=sampling.width // pixels,
+        )
+
+    def schedule(self, num_steps: int) -> Tensor:
+        """[num_steps + 1] float32 sigmas from 1 to 0."""
+        return wan_sigmas(num_steps, flow_shift=self.flow_shift)
+
+    def shift(self, sigmas: Tensor) -> Tensor:
+        """Unshifted sigmas in (0, 1] → those of the schedule."""
+        return self.flow_shift * sigmas / (1 + (self.flow_shift - 1) * sigmas)
+
+    def timestep(self, sigma_B: Tensor) -> Tensor:
+        """[B] float32, as the transformer takes it. Never in the model's dtype: bfloat16 rounds 978 to 980."""
+        return NUM_TIMESTEPS * sigma_B.to(torch.float32)
+
+
+_SIZES = (
+    "in_channels",
+    "out_channels",
+    "num_layers",
+    "num_attention_heads",
+    "attention_head_dim",
+    "ffn_dim",
+    "text_dim",
+)
+
+
+def _boundary_ratio(folder: Path, index: dict) -> float | None:
+    """Two transformers have a boundary, one has none. Raises ValueError for anything else."""
+    has_two = (index.get(LOW_NOISE) or [None, None])[1] is not None
+    ratio = index.get("boundary_ratio")
+    if has_two and not (isinstance(ratio, int | float) and 0 < ratio < 1):
+        raise ValueError(
+            f"{folder}/model_index.json has {LOW_NOISE}, but boundary_ratio={ratio} is not between 0 and 1, where the "
+            "experts change; set it as in the model's own repository (0.875 for T2V-A14B)"
+        )
+    if not has_two and ratio is not None:
+        raise ValueError(
+            f"{folder}/model_index.json has boundary_ratio={ratio}, but no {LOW_NOISE}; fetch both experts"
+        )
+    return float(ratio) if has_two else None
+
+
+def _check_transformer(place: str, config: dict) -> None:
+    missing = [key for key in _SIZES if config.get(key) is None]
+    if missing:
+        raise ValueError(f"{place}/config.json lacks {', '.join(missing)}; fetch it again")
+    if config.get("image_dim") or config.get("added_kv_proj_dim") or config["in_channels"] != config["out_channels"]:
+        raise ValueError(
+            f"{place} takes an image through layers or channels of its own (in_channels={config['in_channels']}, "
+            f"out_channels={config['out_channels']}); use Wan2.2 TI2V-5B or T2V-A14B"
+        )
+    if tuple(config.get("patch_size", (1, PATCH, PATCH))) != (1, PATCH, PATCH):
+        raise ValueError(f"{place} has patch_size={config['patch_size']}; Wan2.2 has [1, {PATCH}, {PATCH}]")
+
+
+def _flow_shift(folder: Path) -> float:
+    """UniPC calls it flow_shift, the flow-matching schedulers shift; never a default of the code."""
+    config = read_json(folder / "scheduler" / "scheduler_config.json")
+    name = "flow_shift" if "UniPC" in str(config.get("_class_name")) else "shift"
+    value = config.get(name)
+    if not (isinstance(value, int | float) and value > 0):
+        raise ValueError(
+            f"{folder}/scheduler/scheduler_config.json has {name}={value}; the schedule's shift comes from there "
+            "(5 for TI2V-5B, 12 for T2V-A14B), never from a default"
+        )
+    return float(value)

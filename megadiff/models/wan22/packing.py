@@ -1,0 +1,42 @@
+"""Wan's latents as the spine has them: [B, L, C], a token being what the transformer makes one of, 1×2×2 latents.
+
+So L is the transformer's sequence length, tokens of one frame follow each other row by row, and the first frame's are the
+first of them. log_prob, a mean over all elements, is the same in either shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PATCH = 2  # latents a token, along height and along width; along time one
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGrid:
+    """Tokens along time, height and width."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens_per_frame(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def num_tokens(self) -> int:
+        return self.frames * self.tokens_per_frame
+
+
+def pack(latents_BCFHW: Tensor) -> Tensor:
+    """[B, C, F, 2h, 2w] → [B, F·h·w, 4C]."""
+    patches = latents_BCFHW.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))  # [B, C, F, h, 2, w, 2]
+    return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
+
+
+def unpack(latents_BLC: Tensor, grid: TokenGrid) -> Tensor:
+    """The way back, [B, C, F, 2h, 2w]; L = grid.num_tokens."""
+    patches = latents_BLC.unflatten(2, (-1, PATCH, PATCH)).unflatten(1, (grid.frames, grid.rows, grid.columns))
+    return patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)

@@ -1,0 +1,74 @@
+"""Wan's velocity out of packed latents: one function for trainer and replica, whoever's transformer it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megadiff.diffusion.guidance import plain_cfg
+from megadiff.models.wan22.packing import TokenGrid, pack, unpack
+
+TEXT_TOKENS = 512  # the text's width in every forward; beyond the prompt zeros, which the model attends to
+FIRST_FRAME = "first_frame"
+
+
+def wan_velocity(
+    transformer: Callable[..., tuple[Tensor]],
+    latents_BLC: Tensor,
+    timestep_B: Tensor,
+    conditioning: Mapping[str, Tensor],
+    *,
+    grid: TokenGrid,
+    guidance_scale: float,
+) -> Tensor:
+    """Guided velocity [B, L, C] float32.
+
+    timestep_B: [B] float32 in [0, 1000]. conditioning: prompt_embeds [B, tokens, D], prompt_mask [B, tokens], and the same
+    with negative_ in front where guidance_scale > 1; first_frame [B, grid.tokens_per_frame, C] where the first frame is
+    given. Then latents_BLC are the tokens of the others; the transformer sees the given ones, clean, at timestep 0, and
+    what it says of them is left out. Guidance is computed in the transformer's output dtype.
+    """
+    first_BLC = conditioning.get(FIRST_FRAME)
+    if first_BLC is not None:
+        first_BLC = first_BLC.to(latents_BLC)
+        clean_B0 = timestep_B.new_zeros(first_BLC.shape[:2])
+        timestep = torch.cat([clean_B0, timestep_B[:, None].expand(latents_BLC.shape[:2])], dim=1)
+    else:
+        timestep = timestep_B
+    num_given = 0 if first_BLC is None else first_BLC.shape[1]
+    whole_BLC = latents_BLC if first_BLC is None else torch.cat([first_BLC, latents_BLC], dim=1)
+    video_BCFHW = unpack(whole_BLC, grid).to(transformer.dtype)
+
+    def one_pass(prefix: str) -> Tensor:
+        (velocity_BCFHW,) = transformer(
+            hidden_states=video_BCFHW,
+            timestep=timestep.to(video_BCFHW.device),
+            encoder_hidden_states=_text(conditioning, prefix).to(video_BCFHW, non_blocking=True),
+            return_dict=False,
+        )[:1]
+        return pack(velocity_BCFHW)[:, num_given:]
+
+    velocity_BLC = one_pass("")
+    if guidance_scale > 1:
+        velocity_BLC = plain_cfg(velocity_BLC, one_pass("negative_"), guidance_scale)
+    return velocity_BLC.float()
+
+
+def _text(conditioning: Mapping[str, Tensor], prefix: str) -> Tensor:
+    """[B, TEXT_TOKENS, D], zero beyond each row's own tokens. Raises ValueError when it is absent or too long."""
+    names = [f"{prefix}prompt_embeds", f"{prefix}prompt_mask"]
+    missing = [name for name in names if name not in conditioning]
+    if missing:
+        raise ValueError(
+            f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; sample with the same "
+            "guidance_scale as training uses"
+        )
+    embeds_BTD, mask_BT = (conditioning[name] for name in names)
+    num_tokens = embeds_BTD.shape[1]
+    if num_tokens > TEXT_TOKENS:
+        raise ValueError(f"{names[0]} has {num_tokens} tokens, the model takes {TEXT_TOKENS}; shorten the prompt")
+    embeds_BTD = embeds_BTD * mask_BT.to(embeds_BTD)[:, :, None]
+    return functional.pad(embeds_BTD, (0, 0, 0, TEXT_TOKENS - num_tokens))

@@ -1,0 +1,124 @@
+"""Low-rank adapters (LoRA) beside a frozen transformer's linear layers: y = W x + scale · B (A x), scale = alpha / rank.
+
+Which layers have one is in the plan. A layer keeps its parameters and their names and gains two child modules, lora_A
+(weight [rank, in]) and lora_B (weight [out, rank]), as in peft. B A is never added to W: bfloat16 would round it away, and
+the replicas compute it apart as well. One switch turns all of them off: what is left is the policy that training began
+with, without a copy of anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megadiff.config.schema import LoraConfig
+from megadiff.diffusion.noise import uniform
+from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, is_lora
+from megadiff.types import LoraSpec
+
+
+class Adapters:
+    """The adapters of one transformer, on or off together. is_on is read in every forward, recomputed ones included."""
+
+    def __init__(self, spec: LoraSpec) -> None:
+        self.spec, self.is_on = spec, True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within the context the transformer is its frozen base. Not around a backward: recompute would see it on again."""
+        was_on, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was_on
+
+
+def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> LoraSpec | None:
+    """What the config asks for; None for lora.rank=0. names: of all the base's parameters. Raises ValueError for targets
+    that do not fit the model."""
+    if not lora.rank:
+        return None
+    return LoraSpec(rank=lora.rank, alpha=float(lora.alpha or lora.rank), modules=plan.lora_modules(names))
+
+
+def lora_shapes(spec: LoraSpec | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Name → shape of every low-rank tensor, in the order of the base's parameters. shapes: of the base's."""
+    pairs: dict[str, tuple[int, int]] = {}
+    wrapped = set(spec.modules) if spec else set()
+    for name, shape in shapes.items():
+        module, _, part = name.rpartition(".")
+        if module in wrapped and part == "weight":
+            pairs[f"{module}.{LORA_A}"] = (spec.rank, shape[1])
+            pairs[f"{module}.{LORA_B}"] = (shape[0], spec.rank)
+    return pairs
+
+
+def start_values(name: str, shape: tuple[int, int], *, seed: int) -> Tensor:
+    """The full tensor that training begins with, float32 on CPU, the same for every layout: A uniform within 1/√in of 0
+    (peft's kaiming_uniform with a = √5), B zero, so that the adapter changes nothing yet."""
+    if name.endswith(LORA_B):
+        return torch.zeros(shape)
+    return uniform(shape, key=f"{seed}/lora/{name}") / math.sqrt(shape[1])
+
+
+def adapt(
+    layer: nn.Module,
+    adapters: Adapters,
+    *,
+    in_features: int,
+    out_features: int,
+    enter: Callable[[Tensor], Tensor] | None = None,
+    leave: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Puts an adapter, weights on meta, beside a layer, whose forward is then leave(layer(enter(x)) + scale · B (A enter(x))).
+
+    in_features, out_features: of this rank. enter and leave are for split layers: the collectives of both products.
+    """
+    rank = adapters.spec.rank
+    layer.lora_A = nn.Linear(in_features, rank, bias=False, device="meta")
+    layer.lora_B = nn.Linear(rank, out_features, bias=False, device="meta")
+    layer.adapters, layer.enter, layer.leave = adapters, enter or _same, leave or _same
+    layer.__class__ = _adapted(type(layer))
+
+
+def adapt_linears(module: nn.Module, adapters: Adapters) -> None:
+    """Adapters beside whole nn.Linear layers, all else frozen. Weights are still on meta."""
+    module.requires_grad_(False)
+    for name in adapters.spec.modules:
+        linear = module.get_submodule(name)
+        adapt(linear, adapters, in_features=linear.in_features, out_features=linear.out_features)
+
+
+def lora_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters by name, in the module's order."""
+    return {name: parameter for name, parameter in module.named_parameters() if is_lora(name)}
+
+
+@cache
+def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
+    """The layer's class with the adapter in its forward: one class for all of a kind, or torch.compile would make code for
+    every single layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        y = kind.forward(self, x)
+        if self.adapters.is_on:
+            y = y + functional.linear(self.lora_A(x), scaled(self.lora_B.weight, self.adapters.spec))
+        return self.leave(y)
+
+    return type(f"Adapted{kind.__name__}", (kind,), {"forward": forward})
+
+
+def scaled(weight_B: Tensor, spec: LoraSpec) -> Tensor:
+    """scale · B, rounded once to B's dtype: what replicas multiply with, so that both sides round alike."""
+    return weight_B if spec.scale == 1 else (weight_B.float() * spec.scale).to(weight_B.dtype)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

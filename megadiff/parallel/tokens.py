@@ -1,0 +1,85 @@
+"""A stock diffusers transformer on this rank's tokens and heads: its attention processors replaced, its tokens split.
+
+Called as before, with whole inputs and outputs on every rank. Gradients are this rank's tokens' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megadiff.parallel import megatron_cpu
+from megadiff.parallel.attention import TokenAttention, TokenAxes
+from megadiff.parallel.mesh import Mesh, check_heads
+from megadiff.parallel.plan import ParallelPlan
+
+
+def split_tokens(
+    module: nn.Module, plan: ParallelPlan, axes: TokenAxes, attention: Callable[[TokenAxes], TokenAttention]
+) -> None:
+    """In place. attention: the model's processor. Raises ValueError for heads that tp and sp do not divide, and for a class
+    whose forward somebody has replaced, which splits tokens itself or not at all."""
+    origin = type(module).forward.__module__
+    if not origin.startswith("diffusers."):
+        raise ValueError(
+            f"{type(module).__name__}.forward is no longer diffusers' own but {origin}'s; VeOmni replaces it for the whole "
+            "process when it builds its own class of the model: use another process"
+        )
+    processor = attention(axes)
+    for name, site in module.named_modules():
+        if plan.is_attention(name):
+            check_heads(site.heads, sp=axes.sp, tp=axes.tp)
+            site.set_processor(processor)
+    if plan.stream_entry:
+        _split_stream(module, plan, axes)
+    module.forward = partial(_forward, module, module.forward, plan, axes, processor)
+
+
+def ulysses_axes(mesh: Mesh) -> TokenAxes:
+    """Of an engine without tensor parallelism. Collective over the world."""
+    if mesh.device.type == "cpu":
+        megatron_cpu.apply(mesh.device)
+    own, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(mesh.world_size)])
+    peers = [list(range(first, first + mesh.sp)) for first in range(0, mesh.world_size, mesh.sp)]
+    sp_group, _ = dist.new_subgroups_by_enumeration(peers)
+    return TokenAxes(tp_group=own, sp_group=sp_group, token_group=sp_group, sequence_parallel=False)
+
+
+def _forward(
+    module: nn.Module,
+    stock: Callable[..., tuple[Tensor]],
+    plan: ParallelPlan,
+    axes: TokenAxes,
+    attention: TokenAttention,
+    **kwargs: Any,
+) -> tuple[Tensor]:
+    """The stock forward on this rank's tokens, with the whole output. Call it with return_dict=False."""
+    kwargs = attention.prepare(module, kwargs)
+    own = {name: axes.split(kwargs[name]) for name in plan.token_inputs if kwargs[name].ndim > 1}
+    (output,) = stock(**{**kwargs, **own})
+    return (output if plan.stream_exit else axes.gather(output, kwargs[plan.token_inputs[0]].shape[1]),)
+
+
+def _split_stream(module: nn.Module, plan: ParallelPlan, axes: TokenAxes) -> None:
+    """Between the plan's two modules a rank has its own tokens.
+
+    The length is kept from the one to the other, within one forward. A block that is recomputed in backward sets it
+    again, and nothing reads it then.
+    """
+    length = 0
+
+    def enter(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal length
+        stream_BSC, *others = args
+        length = stream_BSC.shape[1]
+        return (axes.split(stream_BSC), *others)
+
+    def leave(block: nn.Module, args: tuple[Any, ...], chunk_BSC: Tensor) -> Tensor:
+        return axes.gather(chunk_BSC, length)
+
+    module.get_submodule(plan.stream_entry).register_forward_pre_hook(enter)
+    module.get_submodule(plan.stream_exit).register_forward_hook(leave)

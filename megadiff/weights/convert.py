@@ -1,0 +1,272 @@
+"""Conversion of weights between diffusers folders, checkpoints of either engine in any layout, and LoRA files.
+
+A Job says what is written and how it is read back; `convert` streams it into a folder that appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import yaml
+
+from megadiff.types import DTYPES, LoraSpec
+from megadiff.weights import lora_files
+from megadiff.weights.convert_sources import Prefixed, Source, open_source, parameter_order, state_order
+from megadiff.weights.destination import check_destination, check_space, clear_up, sync_tree, whole_folder
+from megadiff.weights.layouts import Layout
+from megadiff.weights.model_folders import (
+    COMPONENT,
+    ModelFolder,
+    copy_rest,
+    file_metadata,
+    file_tensors,
+    open_model,
+    write_index,
+)
+from megadiff.weights.row_sources import FileRows, MergedRows, RowSource, ShardRows
+from megadiff.weights.run_folders import CONFIG, PROGRESS, merged_config, progress_record
+from megadiff.weights.shards import ShardFolder
+from megadiff.weights.streaming import Advance, FileSink, ShardSink, fingerprints_of, stream
+from megadiff.weights.tensor_file import TensorFile, TensorMeta
+
+TARGETS = ("diffusers", "megatron", "fsdp", "peft", "merged")
+BACKENDS = {"megatron": "megatron", "fsdp": "veomni"}  # target → engine.backend
+Progress = Callable[[str, int], AbstractContextManager[Advance]]  # (what is done, bytes) → advance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """to: one of TARGETS. num_ranks: tp of megatron, dp of fsdp. dtype: keep | float32 | bfloat16, of weight files.
+
+    step, base, raw: as of open_source. verify: read all back before dst appears. force: an old dst gives way. sync: dst is
+    on the disk before it appears.
+    """
+
+    to: str
+    num_ranks: int = 1
+    dtype: str = "keep"
+    step: int | None = None
+    base: Path | None = None
+    raw: bool = False
+    verify: bool = False
+    force: bool = False
+    sync: bool = False
+
+
+class Job(Protocol):
+    """num_bytes: of the tensors that are written."""
+
+    num_bytes: int
+
+    def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
+        """Returns name → fingerprint of what was to be written where verify is set. Raises ValueError and OSError."""
+
+    def read_back(self, folder: Path) -> RowSource:
+        """What write() left in the folder, under the same names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """num_bytes: of the tensors. seconds: from the first byte that was read to the last that was written."""
+
+    num_bytes: int
+    seconds: float
+
+
+def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Written:
+    """Writes dst. src is never written to; dst appears whole or not at all.
+
+    Raises ValueError for everything that a user can put right: what src is, what is wrong in it, a dst in the way, a disk
+    that is full.
+    """
+    source = open_source(src, step=options.step, base=options.base, raw=options.raw)
+    clear_up(dst)
+    check_destination(dst, force=options.force, sources=[src, *source.read_from])
+    job = _job(source, options)
+    check_space(dst, job.num_bytes)
+    try:
+        with whole_folder(dst, force=options.force) as folder:
+            start = time.perf_counter()
+            with progress("write", job.num_bytes) as advance:
+                expected = job.write(folder, advance=advance, verify=options.verify)
+                if options.sync:
+                    sync_tree(folder)
+            written = Written(num_bytes=job.num_bytes, seconds=time.perf_counter() - start)
+            if options.verify:
+                with progress("verify", job.num_bytes) as advance:
+                    _check(expected, fingerprints_of(job.read_back(folder), advance=advance), dst)
+    except OSError as error:
+        raise ValueError(
+            f"{dst} could not be written: {error}; what was there is as it was, and so is {src}"
+        ) from error
+    return written
+
+
+def _check(expected: Mapping[str, str], found: Mapping[str, str], dst: Path) -> None:
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        raise ValueError(
+            f"{dst} would hold other tensors than were read, {len(wrong)} of {len(expected)}: {', '.join(wrong[:5])}; the "
+            "disk or the memory is at fault, nothing was written"
+        )
+
+
+def _job(source: Source, options: Options) -> Job:
+    to, lora = options.to, source.lora
+    if to in BACKENDS:
+        if options.dtype == "bfloat16":
+            raise ValueError(
+                f"--dtype bfloat16: checkpoints (--to {to}) hold float32, of which engines make what they use"
+            )
+        return CheckpointJob(source, Layout(backend=BACKENDS[to], num_ranks=options.num_ranks))
+    if options.num_ranks != 1:
+        raise ValueError(f"--tp and --dp are of checkpoints; --to {to} has no layout")
+    if to in ("peft", "merged") and not lora:
+        raise ValueError(f"{source.path} holds whole weights and no LoRA; give --to diffusers")
+    if to == "peft" or (to == "diffusers" and lora):
+        return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
+    base = _needed_base(source)
+    if to == "merged":
+        rows: RowSource = MergedRows(base.rows(), source.policy, scale=lora.scale)
+    else:
+        rows = source.policy
+    return ModelJob(rows, base, dtype=options.dtype)
+
+
+def _needed_base(source: Source) -> ModelFolder:
+    if not source.base:
+        raise ValueError(f"{source.path} is a LoRA without a model; name the model folder with --base")
+    return source.base
+
+
+class ModelJob:
+    """A diffusers folder like the base's, with other weights."""
+
+    def __init__(self, rows: RowSource, base: ModelFolder, *, dtype: str) -> None:
+        """dtype: `keep` is the base's, tensor by tensor."""
+        self._rows, self._base = rows, base
+        held = base.rows().tensors
+        self._files = file_tensors(base, {name: _kept(dtype, held[name].dtype) for name in rows.tensors})
+        self.num_bytes = sum(meta.num_bytes for tensors in self._files.values() for meta in tensors.values())
+
+    def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
+        copy_rest(self._base, folder)
+        component = folder / self._base.where
+        sink = FileSink(component, self._files, metadata=file_metadata(self._base, list(self._files)))
+        expected = stream(self._rows, sink, advance=advance, verify=verify)
+        write_index(self._base, component, self._files)
+        return expected
+
+    def read_back(self, folder: Path) -> RowSource:
+        _check_copies(self._base, folder)
+        return open_model(folder).rows()
+
+
+class CheckpointJob:
+    """A checkpoint as an engine would write it in a layout, that a run can start from."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source, self._layout = source, layout
+        base = _needed_base(source)
+        _check_lora_modules(source, base)
+        shapes = {**base.model.shapes, **{name: meta.shape for name, meta in source.policy.tensors.items()}}
+        order = parameter_order(source)
+        names = sorted(source.state.tensors, key=lambda name: state_order(name, order))
+        tensors = source.state.tensors
+        self._tensors = {name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names}
+        parameters = {name: name.rpartition("/")[2].removeprefix(f"{COMPONENT}.") for name in names}
+        self._boxes = [
+            {name: of_rank[parameter] for name, parameter in parameters.items() if parameter in of_rank}
+            for of_rank in layout.boxes(shapes, base.model.plan, num_heads=base.model.num_heads)
+        ]
+        self.num_bytes = sum(meta.num_bytes for meta in self._tensors.values())
+
+    def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
+        sink = ShardSink(folder, self._tensors, self._boxes, values=self._source.values)
+        expected = stream(self._source.state, sink, advance=advance, verify=verify)
+        (folder / CONFIG).write_text(yaml.safe_dump(self._config(), sort_keys=False), encoding="utf-8")
+        (folder / PROGRESS).write_text(progress_record(folder, self._source.progress), encoding="utf-8")
+        return expected
+
+    def read_back(self, folder: Path) -> RowSource:
+        shards = ShardFolder(folder)
+        return ShardRows(shards, {name: name for name in shards.shapes})
+
+    def _config(self) -> dict[str, object]:
+        """The run's, with what is now another; of a diffusers source just that."""
+        tp = self._layout.num_ranks if self._layout.backend == "megatron" else 1
+        changes: dict[str, dict[str, object]] = {
+            "model": {"path": str(_needed_base(self._source).home.resolve())},
+            "engine": {"backend": self._layout.backend},
+            "parallel": {"dp": 0, "dp_replicate": 1, "sp": 1, "tp": tp},
+        }
+        if self._source.lora:
+            changes["lora"] = {"rank": self._source.lora.rank, "alpha": self._source.lora.alpha}
+        return merged_config(self._source.config, changes)
+
+
+class LoraJob:
+    """diffusers' LoRA file; with_peft: and peft's beside it, so that one folder is loaded by both."""
+
+    def __init__(self, source: Source, *, with_peft: bool, dtype: str) -> None:
+        self._source, self._with_peft = source, with_peft
+        self._spec: LoraSpec = source.lora
+        metas = source.policy.tensors
+        self._tensors = {
+            name: TensorMeta(dtype=_kept(dtype, meta.dtype), shape=meta.shape) for name, meta in metas.items()
+        }
+        self.num_bytes = sum(meta.num_bytes for meta in self._tensors.values()) * (2 if with_peft else 1)
+
+    def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
+        expected = {}
+        for file, prefix, metadata in self._outputs():
+            tensors = lora_files.named_as(self._tensors, prefix)
+            sink = FileSink(folder, {file: tensors}, metadata={file: metadata})
+            expected |= stream(Prefixed(self._source.policy, prefix), sink, advance=advance, verify=verify)
+        if self._with_peft:
+            config = lora_files.peft_config(self._spec, base=self._source.base.path if self._source.base else None)
+            (folder / lora_files.PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return expected
+
+    def read_back(self, folder: Path) -> RowSource:
+        files = [TensorFile(folder / name) for name, _, _ in self._outputs()]
+        return FileRows({name: (file, name) for file in files for name in file.tensors})
+
+    def _outputs(self) -> list[tuple[str, str, dict[str, str]]]:
+        """File, prefix of its tensors' names, metadata."""
+        diffusers = (lora_files.DIFFUSERS_WEIGHTS, f"{COMPONENT}.", lora_files.diffusers_metadata(self._spec))
+        peft = (lora_files.PEFT_WEIGHTS, lora_files.PEFT_PREFIX, {"format": "pt"})
+        return [diffusers, peft] if self._with_peft else [diffusers]
+
+
+def _kept(dtype: str, held: torch.dtype) -> torch.dtype:
+    return held if dtype == "keep" else DTYPES[dtype]
+
+
+def _check_lora_modules(source: Source, base: ModelFolder) -> None:
+    """Raises ValueError when the LoRA is of other modules than the engines wrap."""
+    if not source.lora:
+        return
+    found, wanted = set(source.lora.modules), set(base.model.plan.lora_modules(base.model.shapes))
+    if found != wanted:
+        raise ValueError(
+            f"{source.path} is a LoRA of {len(found)} modules, the engines wrap {len(wanted)} of this model: only there "
+            f"{sorted(found - wanted)[:4]}, only here {sorted(wanted - found)[:4]}; --to merged takes it as it is"
+        )
+
+
+def _check_copies(base: ModelFolder, folder: Path) -> None:
+    """Raises ValueError when a file of the base that was copied is another."""
+    for path in sorted(folder.rglob("*")):
+        original = base.path / path.relative_to(folder)
+        is_written = path.parent == folder / base.where and path.name.endswith((".safetensors", ".index.json"))
+        if path.is_file() and not is_written and original.is_file() and not filecmp.cmp(path, original, shallow=False):
+            raise ValueError(f"the copy of {original} is another file; the disk or the memory is at fault")

@@ -1,0 +1,139 @@
+"""A folder that appears whole or not at all: written aside, then renamed.
+
+Beside DST stand `.DST.writing-*` while it is written and `.DST.replaced-*` while an old one gives way. A process that was
+killed leaves them; the next one clears up, as their locks are then free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+WRITING, REPLACED = "writing", "replaced"
+
+
+def check_destination(dst: Path, *, force: bool, sources: Sequence[Path]) -> None:
+    """Raises ValueError when dst holds something (but for force), or is, holds or lies in one of the sources."""
+    place = dst.resolve()
+    for source in sources:
+        held = source.resolve()
+        if place == held:
+            raise ValueError(f"{dst} is what is read ({source}); name another folder")
+        if held in place.parents:
+            raise ValueError(f"{dst} lies in {source}, which is read; name a folder elsewhere")
+        if place in held.parents:
+            raise ValueError(f"{dst} holds {source}, which is read; name a folder elsewhere")
+    if dst.is_dir() and not any(dst.iterdir()):
+        return
+    if os.path.lexists(dst) and not force:
+        raise ValueError(f"{dst} exists and is not an empty folder; remove it, name another one, or give --force")
+    if os.path.lexists(dst) and not dst.is_dir():
+        raise ValueError(f"{dst} is no folder, --force replaces folders only; remove it or name another one")
+
+
+@contextmanager
+def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
+    """An empty folder that becomes dst when the block ends well, and is removed otherwise. force: in place of an old one.
+
+    Raises OSError as writing does, and ValueError when dst holds something by then.
+    """
+    dst = dst.resolve()
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    aside = _beside(dst, WRITING)
+    aside.mkdir()
+    lock = _locked(aside)
+    try:
+        yield aside
+        _replace(aside, dst, force=force)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def check_space(dst: Path, num_bytes: int) -> None:
+    """Raises ValueError when the filesystem of dst (some folder above it exists) has less than num_bytes free."""
+    above = next(folder for folder in dst.resolve().parents if folder.is_dir())
+    free = shutil.disk_usage(above).free
+    if num_bytes > free:
+        raise ValueError(
+            f"{dst} needs {num_bytes / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are free there; make room, or name "
+            "another disk"
+        )
+
+
+def clear_up(dst: Path) -> None:
+    """Removes what processes left that were killed; an old folder whose place is empty is put back."""
+    dst = dst.resolve()
+    for replaced in sorted(dst.parent.glob(_pattern(dst, REPLACED))):
+        if os.path.lexists(dst):
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(dst)
+    for aside in dst.parent.glob(_pattern(dst, WRITING)):
+        lock = _locked(aside)
+        if lock is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.close(lock)
+
+
+def _replace(aside: Path, dst: Path, *, force: bool) -> None:
+    """aside becomes dst. An old dst goes last, and comes back when its place could not be taken."""
+    if not dst.is_dir() or not any(dst.iterdir()):
+        os.replace(aside, dst)  # takes the place of an empty folder too
+        _sync(dst.parent)
+        return
+    if not force:
+        raise ValueError(f"{dst} was filled by another process meanwhile; name another folder")
+    replaced = _beside(dst, REPLACED)
+    dst.rename(replaced)
+    try:
+        os.replace(aside, dst)
+    except BaseException:
+        if not os.path.lexists(dst):
+            replaced.rename(dst)
+        raise
+    _sync(dst.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _beside(dst: Path, state: str) -> Path:
+    return dst.parent / f".{dst.name}.{state}-{uuid.uuid4().hex[:12]}"
+
+
+def _pattern(dst: Path, state: str) -> str:
+    name = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in dst.name)
+    return f".{name}.{state}-*"
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that locks the folder for as long as the process lives; None when another has it, or where the
+    filesystem has no locks (what is left there stays)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sync_tree(folder: Path) -> None:
+    """All of a folder is on the disk when this returns."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""How LoRA tensors are called, their shapes, what is multiplied with, and which part goes with a part of the base weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megadiff.parallel.lora import scaled
+from megadiff.types import LoraSpec
+from megadiff.weights.manifest import Manifest
+
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
+
+
+def is_lora_name(name: str) -> bool:
+    return name.endswith((LORA_A, LORA_B))
+
+
+def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
+    """The LoRA tensors over the modules of `base` (`transformer.<module>.weight` rows): A [rank, in], B [out, rank], in the
+    base weight's dtype. Raises ValueError for a module that is no matrix of the base."""
+    manifest: Manifest = {}
+    components = sorted({name.partition(".")[0] for name in base})
+    for module in lora.modules:
+        found = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
+        if len(found) != 1:
+            raise ValueError(
+                f"lora module {module!r} is a matrix of {len(found)} of the components {components}, not of 1"
+            )
+        weight = base[f"{found[0]}.{module}.weight"]
+        rows, columns = weight["shape"]
+        for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
+            manifest[f"{found[0]}.{module}{suffix}"] = {"dtype": weight["dtype"], "shape": shape}
+    return manifest
+
+
+def lora_from_json(value: object) -> LoraSpec | None:
+    """The inverse of dataclasses.asdict, and None for null. Raises ValueError that says what is wrong."""
+    if value is None:
+        return None
+    keys = {"rank", "alpha", "modules"}
+    if not isinstance(value, dict) or value.keys() != keys:
+        raise ValueError(f"lora={value!r:.200} must be null or an object of rank, alpha and modules")
+    rank, alpha, modules = value["rank"], value["alpha"], value["modules"]
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"lora.rank={rank!r} must be an integer of at least 1")
+    if type(alpha) not in (int, float) or not alpha > 0:
+        raise ValueError(f"lora.alpha={alpha!r} must be a positive number")
+    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"lora.modules={modules!r:.200} must be a list of at least one module name")
+    if modules != sorted(set(modules)):
+        raise ValueError("lora.modules must be sorted and without doubles")
+    return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))
+
+
+def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:
+    """The part of a base or LoRA tensor that goes with a worker's boxes of base weights; None: all of it.
+
+    A LoRA's A is cut along the inputs that the worker has of the base weight, its B along the outputs.
+    """
+    if not is_lora_name(name):
+        return base_boxes.get(name)
+    box = base_boxes.get(f"{name.removesuffix(LORA_A).removesuffix(LORA_B)}.weight")
+    if box is None:
+        return None
+    rank = (0, lora_rank)
+    return (rank, box[1]) if name.endswith(LORA_A) else (box[0], rank)
+
+
+def used_tensor(name: str, tensor: Tensor, spec: LoraSpec) -> Tensor:
+    """What a replica's forward pass multiplies with: A itself, and alpha / rank · B, rounded once from float32 to B's dtype.
+
+    The same bits on CPU and GPU, so that a replica that scales otherwise shows in its fingerprints.
+    """
+    return scaled(tensor, spec) if name.endswith(LORA_B) else tensor
+
+
+def _shape(base: Manifest, name: str) -> list[int]:
+    return base[name]["shape"] if name in base else []

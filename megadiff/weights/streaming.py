@@ -1,0 +1,223 @@
+"""Tensors from a source to a sink, block by block: one thread reads, one computes (casts, cuts, hashes), one writes.
+
+What is in memory is a few blocks, however large the tensors are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megadiff.weights.fingerprint import StreamingFingerprint
+from megadiff.weights.layouts import Box
+from megadiff.weights.row_sources import BLOCK_BYTES, Finish, Rows, RowSource, row_blocks, row_shape
+from megadiff.weights.shards import PiecePlace, ShardWriter, piece_keys
+from megadiff.weights.tensor_file import TensorMeta, TensorWriter
+
+AHEAD = 3  # blocks that may be read before one is written: as many as there are threads
+
+Advance = Callable[[int], object]  # is told the number of bytes written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Bytes of a tensor of a file: data (contiguous), from byte `offset` on."""
+
+    file: TensorWriter
+    key: str
+    offset: int
+    data: Tensor
+
+
+class Sink(Protocol):
+    """tensors: name → dtype and shape, in the order in which they are best written."""
+
+    tensors: Mapping[str, TensorMeta]
+
+    def parts(self, block: Rows, rows: Tensor) -> list[Part]:
+        """What to write of the rows, which have the sink's dtype. Called with all blocks of a tensor in their order."""
+
+    def close(self) -> None:
+        """Called when all is written. Raises OSError."""
+
+    def abandon(self) -> None:
+        """Called instead of close() when something failed."""
+
+
+def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> dict[str, str]:
+    """Fills the sink with the source's tensors, cast to its dtypes. verify: returns name → fingerprint of what it was given.
+
+    Raises ValueError for a damaged source and OSError when the sink cannot be written.
+    """
+    expected = _Fingerprints(sink.tensors)
+    buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8) for _ in range(AHEAD + 1)]
+    pending: deque[Future[list[Part]]] = deque()
+    reader, computer = (ThreadPoolExecutor(1, name) for name in ("read", "compute"))
+
+    def compute(block: Rows, fetched: Future[tuple[Tensor, Finish]]) -> list[Part]:
+        rows, finish = fetched.result()
+        finish()
+        rows = rows.to(sink.tensors[block.name].dtype)
+        if verify:
+            expected.update(block, rows)
+        return sink.parts(block, rows)
+
+    try:
+        for index, block in enumerate(_blocks(source, sink.tensors)):
+            if len(pending) == AHEAD:
+                _write(pending.popleft().result(), advance)
+            fetched = reader.submit(_fetch, source, block, buffers[index % len(buffers)])
+            pending.append(computer.submit(compute, block, fetched))
+        while pending:
+            _write(pending.popleft().result(), advance)
+        sink.close()
+    except BaseException:
+        for pool in (computer, reader):
+            pool.shutdown(wait=False, cancel_futures=True)
+        sink.abandon()
+        raise
+    finally:
+        for pool in (reader, computer):
+            pool.shutdown()
+    return expected.digits()
+
+
+def fingerprints_of(source: RowSource, *, advance: Advance) -> dict[str, str]:
+    """name → fingerprint of the source's tensors, which are read to the end."""
+    found, buffer = _Fingerprints(source.tensors), torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    for block in _blocks(source, source.tensors):
+        rows, finish = _fetch(source, block, buffer)
+        finish()
+        found.update(block, rows)
+        advance(rows.nbytes)
+    return found.digits()
+
+
+class FileSink:
+    """Safetensors files. files: name → tensors in their order; metadata: of each file."""
+
+    def __init__(
+        self, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]], *, metadata: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        self.tensors = {name: meta for tensors in files.values() for name, meta in tensors.items()}
+        self._files = {
+            file: TensorWriter(folder / file, tensors, metadata=metadata[file]) for file, tensors in files.items()
+        }
+        self._file_of = {name: self._files[file] for file, tensors in files.items() for name in tensors}
+
+    def parts(self, block: Rows, rows: Tensor) -> list[Part]:
+        offset = block.begin * rows[0].nbytes
+        return [Part(file=self._file_of[block.name], key=block.name, offset=offset, data=rows)]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def abandon(self) -> None:
+        for file in self._files.values():
+            file.abandon()
+
+
+class ShardSink:
+    """A checkpoint's files, one a rank. boxes: of each rank, name → its box of the tensor. values: as of write_shards."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, TensorMeta],
+        boxes: Sequence[Mapping[str, Box]],
+        *,
+        values: Mapping[str, object],
+    ) -> None:
+        self.tensors = dict(tensors)
+        self._writers: list[ShardWriter] = []
+        self._places: dict[str, list[tuple[int, str, PiecePlace]]] = {name: [] for name in tensors}
+        self._digits: list[dict[str, StreamingFingerprint]] = []
+        for rank, of_rank in enumerate(boxes):
+            places = [
+                PiecePlace(
+                    tensor=name, shape=tensors[name].shape, offsets=of_rank[name][0], local_shape=of_rank[name][1]
+                )
+                for name in tensors
+                if name in of_rank
+            ]
+            pieces = {
+                key: (place, TensorMeta(dtype=tensors[place.tensor].dtype, shape=place.local_shape))
+                for key, place in piece_keys(places).items()
+            }
+            for key, (place, _) in pieces.items():
+                self._places[place.tensor].append((rank, key, place))
+            self._digits.append(
+                {key: StreamingFingerprint(meta.dtype, meta.shape) for key, (_, meta) in pieces.items()}
+            )
+            self._writers.append(ShardWriter(folder, pieces, rank=rank, num_files=len(boxes), values=values))
+
+    def parts(self, block: Rows, rows: Tensor) -> list[Part]:
+        parts = []
+        for rank, key, place in self._places[block.name]:
+            (first, *at), (num_rows, *sizes) = tuple(place.offsets) or (0,), row_shape(place.local_shape)
+            start, stop = max(first, block.begin), min(first + num_rows, block.end)
+            if start >= stop:
+                continue
+            columns = (slice(begin, begin + size) for begin, size in zip(at, sizes, strict=True))
+            data = rows[(slice(start - block.begin, stop - block.begin), *columns)].contiguous()
+            self._digits[rank][key].update(data.view(-1).view(torch.uint8))
+            offset = (start - first) * data[0].nbytes
+            parts.append(Part(file=self._writers[rank].file, key=key, offset=offset, data=data))
+        return parts
+
+    def close(self) -> None:
+        for writer, digits in zip(self._writers, self._digits, strict=True):
+            writer.close({key: each.digits() for key, each in digits.items()})
+
+    def abandon(self) -> None:
+        for writer in self._writers:
+            writer.file.abandon()
+
+
+class _Fingerprints:
+    """Of tensors that come as blocks."""
+
+    def __init__(self, tensors: Mapping[str, TensorMeta]) -> None:
+        self._tensors, self._found = tensors, {}
+        self._open: StreamingFingerprint | None = None
+
+    def update(self, block: Rows, rows: Tensor) -> None:
+        if block.begin == 0:
+            meta = self._tensors[block.name]
+            self._open = StreamingFingerprint(meta.dtype, meta.shape)
+        self._open.update(rows.reshape(-1).view(torch.uint8))
+        if block.is_last:
+            self._found[block.name] = self._open.digits()
+
+    def digits(self) -> dict[str, str]:
+        return self._found
+
+
+def _blocks(source: RowSource, tensors: Mapping[str, TensorMeta]) -> Iterator[Rows]:
+    for name in tensors:
+        meta = source.tensors[name]
+        yield from row_blocks(name, meta.shape, itemsize=meta.dtype.itemsize)
+
+
+def _fetch(source: RowSource, block: Rows, buffer: Tensor) -> tuple[Tensor, Finish]:
+    """The block's rows, in the buffer where they fit, and what completes them."""
+    dtype = source.tensors[block.name].dtype
+    num_bytes = math.prod(block.shape) * dtype.itemsize
+    data = buffer[:num_bytes] if num_bytes <= len(buffer) else torch.empty(num_bytes, dtype=torch.uint8)
+    rows = data.view(dtype).view(block.shape)
+    return rows, source.fetch(block.name, block.begin, rows)
+
+
+def _write(parts: list[Part], advance: Advance) -> None:
+    for part in parts:
+        part.file.write(part.key, part.data, offset=part.offset)
+        advance(part.data.nbytes)

@@ -1,0 +1,209 @@
+"""Safetensors files by plain reads and writes: any rows of a tensor, without mapping the file into memory.
+
+Mapped pages count as the process's own memory, and a converter's memory has to stay small. A file that is written has its
+header first (`__metadata__` in front, compact JSON, padded with spaces to 8 bytes: as the safetensors library and hence
+diffusers write it), then the tensors, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES_BY_NAME = {  # in the order in which the safetensors library puts tensors of several dtypes: it keeps them aligned
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
+LARGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses more
+LARGEST_READ = 1 << 30  # bytes in one call of the system, which takes 2 GiB at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeta:
+    """What a header says of a tensor, but for its place."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A safetensors file, open for reading. tensors: in the order of their data. metadata: text by key.
+
+    Opening reads the header and compares it with the file's size. Raises ValueError that names the file, what is wrong and,
+    where it is about one, the tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read: {error.strerror}; restore it") from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+        header, self._start = self._read_header()
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self.tensors: dict[str, TensorMeta] = {}
+        self._begins: dict[str, int] = {}
+        self._read_tensors(header)
+
+    def close(self) -> None:
+        self._close()
+
+    def read_into(self, name: str, data: Tensor, *, offset: int = 0) -> None:
+        """Fill data (contiguous, any dtype) with the tensor's bytes from byte `offset` on."""
+        view = _bytes(data)
+        at = self._start + self._begins[name] + offset
+        while len(view):
+            try:
+                num_read = os.preadv(self._descriptor, [view[:LARGEST_READ]], at)
+            except OSError as error:
+                raise ValueError(f"{self.path}: tensor {name!r} cannot be read: {error.strerror}") from error
+            if not num_read:
+                raise ValueError(f"{self.path} is truncated: tensor {name!r} was cut short while it was read")
+            view, at = view[num_read:], at + num_read
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, in memory of its own."""
+        meta = self.tensors[name]
+        tensor = torch.empty(meta.shape, dtype=meta.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def _read_header(self) -> tuple[dict, int]:
+        try:
+            length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+            fits = length <= LARGEST_HEADER and 8 + length <= self.size
+            header = json.loads(os.pread(self._descriptor, length, 8)) if fits else None
+            if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+                raise ValueError("no JSON object there")
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} ({self.size} bytes) has no whole safetensors header; it is truncated, corrupt or another "
+                "kind of file"
+            ) from error
+        return header, 8 + length
+
+    def _read_tensors(self, header: dict) -> None:
+        try:
+            entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+            parsed = [(name, *entry["data_offsets"], str(entry["dtype"]), entry["shape"]) for name, entry in entries]
+            shapes = [tuple(int(size) for size in shape) for *_, shape in parsed]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is corrupt"
+            ) from error
+        at = 0
+        for (name, begin, end, dtype, _), shape in zip(parsed, shapes, strict=True):
+            if dtype not in DTYPES_BY_NAME:
+                raise ValueError(f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} none")
+            meta = TensorMeta(dtype=DTYPES_BY_NAME[dtype], shape=shape)
+            if min(shape, default=0) < 0 or begin != at or end - begin != meta.num_bytes:
+                raise ValueError(
+                    f"{self.path} is corrupt: tensor {name!r} lies at bytes {begin} to {end}, but {dtype} {shape} from byte "
+                    f"{at} on has {meta.num_bytes}"
+                )
+            if self._start + end > self.size:
+                raise ValueError(
+                    f"{self.path} is truncated: tensor {name!r} ends at byte {self._start + end}, the file at {self.size}"
+                )
+            self.tensors[name], self._begins[name], at = meta, begin, end
+        if self._start + at != self.size:
+            raise ValueError(
+                f"{self.path} is corrupt: its tensors end at byte {self._start + at}, the file at {self.size}"
+            )
+
+
+class TensorWriter:
+    """A safetensors file that is written. Its tensors lie in the order of `tensors`; their bytes may come in any order.
+
+    metadata may be given again to close(), changed in nothing that changes its length as JSON. Raises OSError.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> None:
+        self.path, self._tensors = Path(path), dict(tensors)
+        header = header_bytes(self._tensors, metadata=metadata)
+        self._header_length, at = len(header), len(header)
+        self._begins: dict[str, int] = {}
+        for name, meta in self._tensors.items():
+            self._begins[name], at = at, at + meta.num_bytes
+        self.size = at
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._write_at(header, 0)
+
+    def write(self, name: str, data: Tensor, *, offset: int = 0) -> None:
+        """data (contiguous) becomes the tensor's bytes from byte `offset` on."""
+        self._write_at(_bytes(data), self._begins[name] + offset)
+
+    def close(self, *, metadata: Mapping[str, str] | None = None, sync: bool = False) -> None:
+        """sync: the file is on the disk when this returns."""
+        if metadata is not None:
+            header = header_bytes(self._tensors, metadata=metadata)
+            assert len(header) == self._header_length, "metadata of another length"
+            self._write_at(header, 0)
+        if sync:
+            os.fsync(self._descriptor)
+        self._close()
+
+    def abandon(self) -> None:
+        self._close()
+
+    def _write_at(self, data: memoryview | bytes, at: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            num_written = os.pwrite(self._descriptor, view[:LARGEST_READ], at)
+            view, at = view[num_written:], at + num_written
+
+
+def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON of a header. tensors: in the order of their data."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, meta in tensors.items():
+        end = at + meta.num_bytes
+        entries[name] = {
+            "dtype": NAMES_OF_DTYPES[meta.dtype],
+            "shape": list(meta.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def canonical_order(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+    """As the safetensors library orders them, and hence diffusers: by dtype, then by name."""
+    rank = {dtype: place for place, dtype in enumerate(DTYPES_BY_NAME.values())}
+    return dict(sorted(tensors.items(), key=lambda item: (rank[item[1].dtype], item[0])))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().reshape(-1)
+    assert flat.data_ptr() == tensor.data_ptr() or not flat.numel(), "the tensor is not contiguous"
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -1,0 +1,280 @@
+"""Transport `nccl`: trainer rank 0 and all replica workers form a process group of their own.
+
+Between GPUs a bucket is one broadcast by NCCL, on CPU a message by gloo to each worker. The group is built from a store
+that rank 0 opens, beside the default group, and kept from push to push. Transfers run while the HTTP requests of their
+bucket are open: a replica that refuses or dies answers there, so that nothing waits for it. After any error the next push
+builds a new group. Tested with torch 2.11 (CUDA) and 2.13 (CPU).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadiff.types import LoraSpec
+from megadiff.weights.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
+from megadiff.weights.manifest import Manifest
+from megadiff.weights.transports.base import POLL_S, SyncError, Transport, WeightTarget, first_done
+
+TIMEOUT_S = 30.0  # of building the group, and of one bucket's broadcast
+BLAME_S = 5.0  # after a broadcast broke: for the request that says why
+
+
+class GroupTransport(Transport):
+    """device: where buckets are gathered. num_workers: of each target."""
+
+    name = "nccl"
+
+    def __init__(self, targets: Sequence[WeightTarget], *, device: torch.device, num_workers: Sequence[int]) -> None:
+        super().__init__(targets)
+        self.device = device
+        self.first_ranks = {target.name: 1 + sum(num_workers[:place]) for place, target in enumerate(targets)}
+        self.world_size = 1 + sum(num_workers)
+        self._id = ""
+        self._group: dist.ProcessGroup | None = None
+        self._description: dict[str, Any] = {}
+        self._transfers: list[Future[None]] = []
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
+        building = [] if self._group else [self._build()]
+        requests = self.start(lambda target: self._begin(target, version, manifest, lora, self._told(target)))
+        if not first_done([*requests, *building]) and building:
+            self._group = building[0].result()
+        self._raise_first(requests, building)
+
+    def send(self, bucket: Bucket) -> None:
+        manifest = bucket_manifest(bucket)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            flat = self._laid_out(bucket, flat_bytes(manifest))
+            source = {"transport": "nccl", "group": self._id, "tensors": manifest}
+            requests = self.start(lambda target: target.weights_bucket(source))
+            self._transfers = _send(self._group, flat, world_size=self.world_size)
+        first_done([*requests, *self._transfers])
+        self._raise_first(requests, self._transfers)
+
+    def end(self, error: BaseException | None) -> None:
+        self._flat = self._flat.new_empty(0)
+        if error is not None:
+            self._drop()
+        self._transfers = []
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+    def _drop(self) -> None:
+        if self._group is not None:
+            _abandon(self._group, self._transfers)
+        self._group, self._id = None, ""
+
+    def _build(self) -> Future[dist.ProcessGroup]:
+        """Opens a store and builds a new group on it, in the background: it is done when every worker has joined."""
+        address = _own_address(self.targets)
+        listener = socket.create_server((address, 0), family=_family(address))
+        port = listener.getsockname()[1]
+        self._id = uuid.uuid4().hex
+        self._description = {"group": self._id, "address": address, "port": port, "world_size": self.world_size}
+        return _in_background(lambda: _new_group(self._description, 0, self.device, listener=listener))
+
+    def _told(self, target: WeightTarget) -> dict[str, Any]:
+        return {"name": self.name, **self._description, "rank": self.first_ranks[target.name]}
+
+    def _laid_out(self, bucket: Bucket, num_bytes: int) -> Tensor:
+        """The bucket in this transport's own memory, which is kept for the next one."""
+        if self._flat.numel() < num_bytes:
+            self._flat = self._flat.new_empty(num_bytes)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.default_stream(self.device))  # which gathered the bucket
+        write_flat(bucket, self._flat)
+        return self._flat[:num_bytes]
+
+    def _raise_first(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> None:
+        """The first failure of those that are done; a replica's own words before what broke because of it."""
+        broken = [future.exception() for future in others if future.done() and future.exception()]
+        if broken:
+            wait(requests, timeout=BLAME_S, return_when="FIRST_EXCEPTION")
+        for future in requests:
+            if future.done():
+                future.result()
+        if broken:
+            raise SyncError(
+                f"the group of trainer and replicas broke; see the replicas' logs: {broken[0]}"
+            ) from broken[0]
+
+
+class Member:
+    """A replica worker's place in the trainer's group. worker: this worker's place among those of its replica."""
+
+    def __init__(self, device: torch.device, *, worker: int) -> None:
+        self.device, self.worker = device, worker
+        self._id = ""
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, transport: Mapping[str, Any]) -> None:
+        """Returns when every member has joined; at once when this one is in that group already.
+
+        Raises ValueError for what describes no group.
+        """
+        keys = {"group": str, "address": str, "port": int, "rank": int, "world_size": int}
+        for key, kind in keys.items():
+            if type(transport.get(key)) is not kind:
+                raise ValueError(
+                    f"transport nccl needs {key!r} of type {kind.__name__}, got {transport.get(key)!r:.100}"
+                )
+        if transport["group"] == self._id:
+            return
+        self._drop()
+        self._group = _new_group(transport, transport["rank"] + self.worker, self.device)
+        self._id = transport["group"]
+
+    def receive(self, source: Mapping[str, Any], manifest: Manifest) -> Tensor:
+        """The next bucket as a flat tensor. Raises RuntimeError when it does not come whole within TIMEOUT_S."""
+        if self._group is None or source.get("group") != self._id:
+            raise ValueError(f"this replica is not in group {source.get('group')!r:.40}; begin the push again")
+        flat = torch.empty(flat_bytes(manifest), dtype=torch.uint8, device=self.device)
+        transfer = _receive(self._group, flat)
+        if transfer.exception():
+            self._drop(transfer)
+            raise RuntimeError(
+                f"a bucket of {len(flat)} bytes did not come whole from the trainer: {transfer.exception()}"
+            )
+        return flat
+
+    def _drop(self, *transfers: Future[None]) -> None:
+        if self._group is not None:
+            _abandon(self._group, transfers)
+        self._group, self._id = None, ""
+
+
+def _new_group(
+    description: Mapping[str, Any], rank: int, device: torch.device, *, listener: socket.socket | None = None
+) -> dist.ProcessGroup:
+    """A group whose members have met. listener: rank 0's socket, on which it opens the store."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    address, port, world_size = description["address"], description["port"], description["world_size"]
+    serving = {"master_listen_fd": listener.detach(), "wait_for_workers": False} if listener else {}
+    store = dist.TCPStore(address, port, None, listener is not None, timeout, **serving)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else a dead replica ends this process, too
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    else:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        loopback = {"hostname": address} if _is_loopback(address) else {"hostname": ""}
+        options._devices = [dist.ProcessGroupGloo.create_device(**loopback)]
+        group = dist.ProcessGroupGloo(store, rank, world_size, options)
+    if device.type == "cuda":  # NCCL connects at the first collective
+        _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).result()
+    return group
+
+
+def _send(group: dist.ProcessGroup, flat: Tensor, *, world_size: int) -> list[Future[None]]:
+    """From rank 0 to all others. By gloo to each one alone: in its broadcast the others would wait for one that is gone."""
+    if flat.device.type == "cuda":
+        return [_broadcast(group, flat)]
+    works = [group.send([flat], peer, 0) for peer in range(1, world_size)]
+    return [_in_background(lambda work=work: work.wait(timedelta(seconds=TIMEOUT_S))) for work in works]
+
+
+def _receive(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
+    """The other end of _send."""
+    if flat.device.type == "cuda":
+        return _broadcast(group, flat)
+    work = group.recv([flat], 0, 0)
+    return _in_background(lambda: work.wait(timedelta(seconds=TIMEOUT_S)))
+
+
+def _broadcast(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
+    """By NCCL, which only queues it: its end is waited for here."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    work, deadline = group.broadcast([flat], options), time.monotonic() + TIMEOUT_S
+
+    def finish() -> None:
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a broadcast of {len(flat)} bytes took over {TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+        work.wait()
+
+    return _in_background(finish)
+
+
+def _abandon(group: dist.ProcessGroup, transfers: Sequence[Future[None]]) -> None:
+    """Ends a group that may be broken, in the background. NCCL is stopped at once; gloo cannot be, and would hold the
+    interpreter while it waits for a transfer that no one receives: that is waited for first."""
+
+    def leave(held: list[dist.ProcessGroup]) -> None:
+        if isinstance(held[0], dist.ProcessGroupGloo):
+            wait(transfers)
+        else:
+            held[0].abort()
+        held.clear()
+
+    _in_background(lambda held=[group]: leave(held))
+
+
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    """The call's future, from a thread that no exit waits for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights-group", daemon=True).start()
+    return future
+
+
+def _own_address(targets: Sequence[WeightTarget]) -> str:
+    """The address of this host that all targets reach: loopback where all are on it."""
+    for target in targets:
+        host, port = urlsplit(target.url).hostname, urlsplit(target.url).port
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not ipaddress.ip_address(where[0]).is_loopback:
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)
+                return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+@contextmanager
+def _environment(name: str, value: str):
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,212 @@
+"""A model under tensor parallelism, sequence parallelism and Ulysses, compared with what it answers unsharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.weights.shards import Shard, SourceFolder
+from tests.distributed.ranks import run_ranks
+
+TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float64: (1e-12, 1e-12)}  # of outputs, and of gradients
+# They are relative to a tensor's largest element; of gradients, to at least this share of the largest of all, as some
+# are zero (the last block's text queries, which nobody reads).
+FLOOR = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """dp is what the world leaves. recompute_every, num_microbatches: how the gradient is computed."""
+
+    tp: int = 1
+    sp: int = 1
+    sequence_parallel: bool = True
+    recompute_every: int = 1
+    num_microbatches: int = 1
+
+
+class Result(Protocol):
+    def __call__(
+        self,
+        transformer: nn.Module,
+        adapter: ModelAdapter,
+        dtype: torch.dtype,
+        samples: slice,
+        *,
+        backward: bool = True,
+    ) -> dict[str, Tensor]:
+        """Outputs and `log_prob` of the samples; backward adds the gradient of a sum of all to the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """adapter: of a pipeline folder. num_samples: that result() has. A log_prob is of float32 velocities always."""
+
+    adapter: Callable[[Path], ModelAdapter]
+    result: Result
+    num_samples: int
+
+
+def write_references(transformer: nn.Module, case: Case, folder: Path, *, dtypes: list[torch.dtype]) -> None:
+    """What the module answers unsharded, and its gradients: folder/reference_DTYPE.safetensors."""
+    for dtype in dtypes:
+        result = case.result(transformer.to(dtype), case.adapter(folder), dtype, slice(0, case.num_samples))
+        gradients = {f"gradient/{name}": p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+        transformer.zero_grad()
+        save_file({**result, **gradients}, _reference_file(folder, dtype))
+
+
+def check_parity(case: Case, pipeline: Path, layouts: list[Layout], dtypes: list[torch.dtype], world_size: int) -> None:
+    run_ranks(_parity_worker, world_size, case, pipeline, layouts, dtypes)
+
+
+def _parity_worker(case: Case, pipeline: Path, layouts: list[Layout], dtypes: list[torch.dtype]) -> None:
+    for layout in layouts:
+        for dtype in dtypes:
+            with Ranks(case, pipeline, layout, dtype) as ranks:
+                ranks.check_result()
+                wrong = ranks.wrong_gradients()
+                assert not wrong, f"{layout}, {dtype}: {wrong}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Omission:
+    """A reduction left out. without: a context in which it is not done. wrong: parts of names of weights whose gradient
+    must then be wrong; only: whether no others are."""
+
+    layout: Layout
+    without: Callable[[nn.Module], AbstractContextManager]
+    wrong: tuple[str, ...]
+    only: bool = False
+
+
+def patched(*targets: str, by: Callable) -> Callable[[nn.Module], AbstractContextManager]:
+    @contextmanager
+    def context(module: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for target in targets:
+                stack.enter_context(patch(target, by))
+            yield
+
+    return context
+
+
+def check_omissions(case: Case, pipeline: Path, omissions: Mapping[str, Omission], dtype: torch.dtype) -> None:
+    """On each rank: every one of them is found in the gradients, with the outputs as they should be."""
+    for name, omission in omissions.items():
+        with Ranks(case, pipeline, omission.layout, dtype) as ranks:
+            ranks.check_result(omission.without)
+            wrong = ranks.wrong_gradients()
+            for part in omission.wrong:
+                assert any(part in each for each in wrong), f"without {name}, {part} is right; wrong: {sorted(wrong)}"
+            others = [each for each in wrong if not any(part in each for part in omission.wrong)]
+            assert not (omission.only and others), f"without {name}, also wrong: {others}"
+
+
+class Ranks:
+    """This rank's part of the model under a layout, and its result. A context; collective over the world."""
+
+    def __init__(self, case: Case, pipeline: Path, layout: Layout, dtype: torch.dtype) -> None:
+        self.case, self.layout, self.dtype = case, layout, dtype
+        self.adapter = case.adapter(pipeline)
+        self.source = SourceFolder(pipeline / "transformer")
+        self.reference = load_file(_reference_file(pipeline, dtype))
+
+    def __enter__(self) -> Ranks:
+        from megadiff.parallel.tensor_parallel import init_parallel_state, parallelize
+
+        layout = self.layout
+        sizes = resolve_layout(dp=0, sp=layout.sp, tp=layout.tp, dp_replicate=1, world_size=world_size())
+        mesh = init_mesh(sizes, "cpu")
+        init_parallel_state(mesh)
+        self.module = parallelize(
+            self.adapter.empty_transformer(),
+            self.adapter.plan,
+            mesh=mesh,
+            attention=self.adapter.attention,
+            dtype=self.dtype,
+            sequence_parallel=layout.sequence_parallel,
+            recompute_every=layout.recompute_every,
+        )
+        size = self.case.num_samples // mesh.dp
+        self.samples = range(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
+        self.parameters = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                self.source.read_into(name, Shard(local=p, offsets=p.placement.offsets, shape=p.placement.shape))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+    def check_result(self, without: Callable[[nn.Module], AbstractContextManager] = nullcontext) -> None:
+        """Outputs and log_probs of this rank's samples, with and without gradient; leaves gradients, summed."""
+        from megatron.core import parallel_state
+
+        from megadiff.parallel import regions
+
+        size = len(self.samples) // min(self.layout.num_microbatches, len(self.samples))
+        pieces = [slice(first, first + size) for first in range(self.samples.start, self.samples.stop, size)]
+        with without(self.module):
+            for piece in pieces:
+                found = self.case.result(self.module, self.adapter, self.dtype, piece)
+                for name, value in found.items():
+                    self._check_close(value, self.reference[name][piece], name)
+            with torch.no_grad():
+                silent = self.case.result(self.module, self.adapter, self.dtype, piece, backward=False)
+            assert all(torch.equal(value, silent[name]) for name, value in found.items())
+            group = parallel_state.get_tensor_model_parallel_group()
+            regions.sum_over_tp(self.parameters.values(), "grad", group)
+            for p in self.parameters.values():
+                if p.grad is not None:
+                    sum_over_data_parallel(p.grad)
+
+    def wrong_gradients(self) -> dict[str, float]:
+        """name → relative error, of those above the tolerance on any rank."""
+        trained = {name for name, p in self.parameters.items() if p.requires_grad}
+        expected = {name.removeprefix("gradient/") for name in self.reference if name.startswith("gradient/")}
+        assert trained == expected
+        floor = FLOOR * max(float(self.reference[f"gradient/{name}"].abs().max()) for name in trained)
+        errors = {}
+        for name in sorted(trained):
+            full, p = self.reference[f"gradient/{name}"], self.parameters[name]
+            place = tuple(slice(at, at + size) for at, size in zip(p.placement.offsets, p.shape, strict=True))
+            scale = max(float(full.abs().max()), floor)
+            errors[name] = float((p.grad - full[place]).abs().max()) / scale
+        worst = torch.tensor(list(errors.values()), dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        tolerance = TOLERANCES[self.dtype][1]
+        return {name: error for name, error in zip(errors, worst.tolist(), strict=True) if not error <= tolerance}
+
+    def _check_close(self, found: Tensor, expected: Tensor, name: str) -> None:
+        tolerance = TOLERANCES[torch.float32 if name == "log_prob" else self.dtype][0]
+        error = float((found - expected).abs().max() / expected.abs().max())
+        assert error <= tolerance, f"{self.layout}: {name} differs by {error} > {tolerance}"
+
+
+def sum_over_data_parallel(gradient: Tensor) -> None:
+    from megatron.core import parallel_state
+
+    dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _reference_file(folder: Path, dtype: torch.dtype) -> Path:
+    return folder / f"reference_{str(dtype).removeprefix('torch.')}.safetensors"

@@ -1,0 +1,276 @@
+"""Every transport to real replicas, one of which has two tensor-parallel workers: whole pushes, and pushes that break."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megadiff.config.schema import ParallelConfig
+from megadiff.models.files import weight_files
+from megadiff.parallel.collectives import AgreedError
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.fleet import Fleet
+from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
+from megadiff.weights.manifest import folder_manifest
+from megadiff.weights.places import boxes_from_json, device_name, host_name
+from megadiff.weights.sync import WeightSync
+from megadiff.weights.transports.choose import build_transport
+from tests.e2e.conftest import start_replicas, stop
+from tests.lora_tensors import merged, random_lora
+
+TRANSPORTS = ("http", "shm", "nccl", "disk")
+CPU = torch.device("cpu")
+REQUEST = RolloutRequest(
+    prompt=Prompt(text="a red cat", id="ab" * 8),
+    sampling=Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5)),
+    sample_indices=(0, 1, 2),
+    seed=3,
+    step=0,
+)
+
+
+class Source:
+    """The model's weights times a factor, in buckets of about bucket_bytes; with `lora`, those of `adapter` beside them."""
+
+    lora: LoraSpec | None = None
+    adapter: dict[str, torch.Tensor] = {}
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights, self.factor, self.on_bucket = weights, 1.0, lambda number: None
+
+    def named_lora(self, bucket_bytes: int):
+        items = list(self.adapter.items())
+        yield from (items[first : first + 10] for first in range(0, len(items), 10))
+
+    def named_weights(self, bucket_bytes: int):
+        bucket, number = [], 0
+        for name, tensor in self.weights.items():
+            bucket.append((name, tensor * self.factor))
+            if sum(one.nbytes for _, one in bucket) >= bucket_bytes:
+                yield bucket
+                number, bucket = number + 1, []
+                self.on_bucket(number)
+        yield bucket
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model) -> Source:
+    (file,) = weight_files(tiny_model / "transformer")
+    return Source({f"transformer.{name}": tensor for name, tensor in load_file(file).items()})
+
+
+@pytest.fixture(scope="module")
+def sync_to(source, tiny_model, registry):
+    """A context: the sync of a transport to replicas, name → url."""
+    parallel = ParallelConfig()
+    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=parallel.dp_replicate, world_size=1)
+    mesh = init_mesh(layout, "cpu")
+
+    @contextmanager
+    def sync(transport: str, urls: dict[str, str]) -> Iterator[tuple[WeightSync, Fleet]]:
+        clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
+        with Fleet(clients, batch_size=4) as fleet:
+            targets = fleet.weight_targets()
+            workers = {target.name: target.weights_places() for target in targets}
+            sync = WeightSync(
+                source,
+                build_transport(
+                    transport, targets, workers, ranks=[{"host": host_name(), "device": device_name(CPU)}], rank=0,
+                    device=CPU, folder=registry.parent / "weights",
+                ),
+                folder_manifest(tiny_model, ("transformer",), dtype="float32"),
+                places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+                bucket_bytes=1 << 20,
+                cpu_group=mesh.cpu_group,
+            )  # fmt: skip
+            yield sync, fleet
+            sync.close()
+
+    return sync
+
+
+@pytest.fixture(scope="module")
+def singles(registry) -> dict[str, str]:
+    """name → url of the shared replicas."""
+    found = [json.loads(path.read_text()) for path in sorted(registry.glob("*.json"))]
+    return {entry["name"]: entry["url"] for entry in found}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tiny_model, registry, singles, sync_to, source) -> Iterator[tuple[list, str]]:
+    """(server processes, url) of a replica with two workers, which joins after version 5 was pushed by disk."""
+    source.factor = 1.5
+    with sync_to("disk", singles) as (sync, _):
+        sync.push(5)
+    folder = tmp_path_factory.mktemp("pair")
+    command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
+    command += ["--tp", "2", "--weights", str(registry.parent / "weights")]
+    servers = start_replicas(1, folder=folder, command=command)
+    yield servers, json.loads((folder / "registry" / "replica_0.json").read_text())["url"]
+    stop(servers)
+
+
+@pytest.fixture(scope="module")
+def urls(singles, pair) -> dict[str, str]:
+    return singles | {"pair": pair[1]}
+
+
+def test_a_late_joiner_has_the_newest_version(sync_to, urls):
+    """It verified that before it announced itself; the other two hold what was pushed."""
+    with sync_to("http", urls) as (_, fleet):
+        assert [client.health()["policy_version"] for client in fleet.replicas] == [5, 5, 5]
+        one, _, late = (fleet.generate_on(place, [REQUEST])[0].trajectories[0] for place in range(3))
+        assert (one.latents_SLC - late.latents_SLC).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_push_by_every_transport(sync_to, urls, source, transport):
+    """Two pushes; what is held is compared in WeightSync itself. The replica of two workers samples what the others do."""
+    with sync_to(transport, urls) as (sync, fleet):
+        groups = {}
+        for version in (1, 2):
+            source.factor = 1.0 + version / 64
+            sync.push(version)
+            assert sync.seconds["fingerprint"] > 0
+            groups[version] = [fleet.generate_on(place, [REQUEST])[0] for place in range(3)]
+            assert {group.policy_version for group in groups[version]} == {version}
+    for one, same, two_workers in groups.values():
+        for left, right, cut in zip(one.trajectories, same.trajectories, two_workers.trajectories, strict=True):
+            assert torch.equal(left.latents_SLC, right.latents_SLC)
+            assert (left.latents_SLC - cut.latents_SLC).abs().max() <= 1e-5
+            assert (left.log_probs - cut.log_probs).abs().max() <= 1e-5
+    assert not torch.equal(groups[1][0].trajectories[0].latents_SLC, groups[2][0].trajectories[0].latents_SLC)
+    assert not list(Path("/dev/shm").glob("megadiff-bucket-*"))
+
+
+@pytest.fixture
+def adapter(source) -> Iterator[LoraSpec]:
+    """Makes the source one with LoRA on linears of every kind, one slice of a fused one left out; alpha is not the rank."""
+    layers = ("attn.to_q", "attn.to_v", "attn.add_k_proj", "attn.to_out.0", "img_mlp.net.0.proj", "img_mlp.net.2")
+    modules = sorted(f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in layers)
+    source.factor, source.lora = 1.0, LoraSpec(rank=3, alpha=4.0, modules=tuple(modules))
+    yield source.lora
+    source.lora, source.adapter, source.factor = None, {}, 1.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lora_by_every_transport(sync_to, urls, source, adapter, transport):
+    """The base once, then the adapter alone; live adapters sample as merged weights do, on two workers too."""
+    with sync_to(transport, urls) as (sync, fleet):
+        sizes = []
+        for version in (1, 2):
+            source.adapter = random_lora(source.weights, adapter, seed=version)
+            sizes.append(round(sync.push(version)["sync/gib"] * 2**30))
+            live = [fleet.generate_on(place, [REQUEST])[0] for place in range(3)]
+        assert sizes[1] == sum(tensor.nbytes for tensor in source.adapter.values())
+        assert sizes[0] == sizes[1] + sum(tensor.nbytes for tensor in source.weights.values())
+        sync.engine = Source(merged(source.weights, source.adapter, adapter))
+        sync.push(3)
+        whole = fleet.generate_on(0, [REQUEST])[0]
+    for group in live:
+        for one, other in zip(group.trajectories, whole.trajectories, strict=True):
+            assert (one.latents_SLC - other.latents_SLC).abs().max() <= 1e-5
+            assert (one.log_probs - other.log_probs).abs().max() <= 1e-5
+            assert (one.pixels.int() - other.pixels.int()).abs().max() <= 1  # of 255, where it rounds
+
+
+def test_a_replica_that_lost_its_base_gets_it_again(sync_to, urls, source, adapter):
+    source.adapter = random_lora(source.weights, adapter, seed=1)
+    with sync_to("http", urls) as (sync, fleet):
+        sync.push(1)
+        ReplicaClient(urls["replica_1"], "replica_1").weights_begin(7, sync.manifest)  # another push, broken off
+        with pytest.raises(AgreedError, match="replica_1 .*holds no base weights of a whole push"):
+            sync.push(2)
+        sizes = sync.push(3)
+        assert sizes["sync/gib"] * 2**30 > sum(tensor.nbytes for tensor in source.weights.values())
+        assert fleet.generate_on(1, [REQUEST])[0].policy_version == 3
+
+
+class Proxy:
+    """Stands between the trainer and a replica. cut_at: the bucket (from 0) in whose request the connection breaks."""
+
+    def __init__(self, url: str, *, cut_at: int) -> None:
+        self.target = (urlsplit(url).hostname, urlsplit(url).port)
+        self.left = cut_at
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self.target)
+            threading.Thread(target=self._pass, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pass, args=(server, client, False), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, is_request: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if is_request and b"POST /rl/weights/bucket" in data:
+                    self.left -= 1
+                    if self.left < 0:
+                        sink.sendall(data[: len(data) // 2])
+                        break
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
+    """A clear error within seconds; no replica generates from a mixture; the next whole push heals."""
+    source.factor = 1.25
+    proxy = Proxy(urls["replica_0"], cut_at=1)
+    start = time.monotonic()
+    with sync_to(transport, urls | {"replica_0": proxy.url}) as (sync, fleet):
+        with pytest.raises(AgreedError, match="replica_0 at http://127.0.0.1:.* does not answer"):
+            sync.push(3)
+        assert time.monotonic() - start < 15
+        for client in fleet.replicas[1:]:
+            with pytest.raises(ReplicaError, match="version 3 is being pushed .* and is not committed"):
+                client.generate(REQUEST)
+        proxy.left = 1000
+        sync.push(3)  # by the same sync, which builds its group anew
+        groups = [fleet.generate_on(place, [REQUEST])[0] for place in (0, 1)]
+        assert torch.equal(groups[0].trajectories[1].latents_SLC, groups[1].trajectories[1].latents_SLC)
+    proxy.listener.close()
+    assert not list(Path("/dev/shm").glob("megadiff-bucket-*"))
+
+
+def test_a_replica_that_is_killed_in_a_push(sync_to, urls, singles, pair, source):
+    """The last test, as it takes a replica away. It is named, nothing hangs, and the others are healed without it."""
+    source.factor = 1.125
+    servers, _ = pair
+    source.on_bucket = lambda number: servers[0].kill() if number == 2 else None
+    start = time.monotonic()
+    with (
+        sync_to("nccl", urls) as (sync, _),
+        pytest.raises(AgreedError, match="pair at http://127.0.0.1:.* does not answer"),
+    ):
+        sync.push(8)
+    assert time.monotonic() - start < 15
+    source.on_bucket = lambda number: None
+    with sync_to("nccl", singles) as (sync, fleet):
+        for client in fleet.replicas:
+            with pytest.raises(ReplicaError, match="version 8 is being pushed"):
+                client.generate(REQUEST)
+        sync.push(9)
+        assert [client.generate(REQUEST).policy_version for client in fleet.replicas] == [9, 9]

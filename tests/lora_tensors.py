@@ -1,0 +1,68 @@
+"""A LoRA for tests: random tensors over the linears of a model, the weights that they merge to, a push of them by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadiff.rollout.client import ReplicaClient
+from megadiff.types import LoraSpec
+from megadiff.weights.bucket import encode_bucket
+from megadiff.weights.fingerprint import fingerprints
+from megadiff.weights.lora_names import LORA_A, LORA_B, lora_manifest, used_tensor
+from megadiff.weights.manifest import folder_manifest
+
+Tensors = dict[str, Tensor]
+
+
+def linears(base: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The linears of all blocks but for modulation, sorted. base: the transformer's weights, as a push names them."""
+    modules = (name.removeprefix("transformer.").removesuffix(".weight") for name in base if name.endswith(".weight"))
+    return tuple(sorted(name for name in modules if (".attn." in name or "_mlp." in name) and "norm" not in name))
+
+
+def random_lora(base: Mapping[str, Tensor], spec: LoraSpec, *, seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module in spec.modules:
+        weight = base[f"transformer.{module}.weight"]
+        num_outputs, num_inputs = weight.shape
+        for suffix, shape in ((LORA_A, (spec.rank, num_inputs)), (LORA_B, (num_outputs, spec.rank))):
+            values = 0.2 * torch.randn(shape, generator=generator)
+            tensors[f"transformer.{module}{suffix}"] = values.to(weight.dtype)
+    return tensors
+
+
+def merged(base: Mapping[str, Tensor], lora: Mapping[str, Tensor], spec: LoraSpec) -> Tensors:
+    products = {
+        f"transformer.{module}.weight": spec.scale
+        * (lora[f"transformer.{module}{LORA_B}"] @ lora[f"transformer.{module}{LORA_A}"])
+        for module in spec.modules
+    }
+    return {name: tensor + products.get(name, 0) for name, tensor in base.items()}
+
+
+def expected_prints(base: Mapping[str, Tensor], lora: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, str]:
+    """What a replica that uses them answers to the commit."""
+    return fingerprints({name: used_tensor(name, tensor, spec) for name, tensor in {**base, **lora}.items()})
+
+
+def push_lora(
+    client: ReplicaClient,
+    base: Mapping[str, Tensor],
+    lora: Mapping[str, Tensor],
+    spec: LoraSpec,
+    *,
+    version: int,
+    model: Path,
+) -> dict:
+    """Base and LoRA, in two buckets; the replica's answer to the commit."""
+    manifest = folder_manifest(model, ("transformer",), dtype="float32")
+    client.weights_begin(version, manifest | lora_manifest(spec, manifest), lora=spec)
+    for tensors in (base, lora):
+        client.weights_bucket(encode_bucket(list(tensors.items())))
+    (answer,) = client.weights_commit(version)
+    return answer

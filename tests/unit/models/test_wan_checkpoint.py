@@ -1,0 +1,124 @@
+"""What a Wan folder says of its model: experts, schedule, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadiff.models.registry import build_adapter, check_model_folder
+from megadiff.models.wan22.checkpoint import WanCheckpoint
+from megadiff.types import Sampling
+
+SAMPLING = Sampling(height=64, width=64, num_frames=5, num_inference_steps=10)
+
+
+def checkpoint(**changes: object) -> WanCheckpoint:
+    sizes = {
+        "channels": 16,
+        "spatial": 8,
+        "temporal": 4,
+        "num_layers": 2,
+        "num_heads": 4,
+        "width": 96,
+        "ffn_width": 192,
+    }
+    return WanCheckpoint(**{"boundary_ratio": 0.875, "flow_shift": 5.0, **sizes, **changes})
+
+
+@pytest.mark.parametrize(("flow_shift", "num_high"), [(5.0, 5), (12.0, 7)])
+def test_the_schedule_is_shared_out_to_the_experts(flow_shift: float, num_high: int) -> None:
+    model = checkpoint(flow_shift=flow_shift)
+    components = [model.component_of(sigma) for sigma in model.schedule(10)[:-1].tolist()]
+    assert components == ["transformer"] * num_high + ["transformer_2"] * (10 - num_high)
+
+
+def test_schedule_golden_values() -> None:
+    golden = torch.tensor([1, 0.978, 0.952, 0.921, 0.882, 0.833, 0.769, 0.682, 0.556, 0.357, 0])
+    model = checkpoint()
+    assert torch.allclose(model.schedule(10), golden, atol=5e-4)
+    assert torch.allclose(model.shift(torch.linspace(1, 0.1, 10)), model.schedule(10)[:-1])
+    assert model.timestep(torch.tensor([0.978])).dtype == torch.float32
+
+
+def test_the_boundary_itself_is_high_noise_in_float32() -> None:
+    for ratio in (0.875, 0.9, 0.417):
+        model, sigma = checkpoint(boundary_ratio=ratio), torch.tensor(ratio)
+        assert model.component_of(float(sigma)) == "transformer"
+        assert model.component_of(float(sigma) - 1e-5) == "transformer_2"
+
+
+def test_guidance_scale_of_each_expert() -> None:
+    model, one = checkpoint(), checkpoint(boundary_ratio=None)
+    both = Sampling(height=64, width=64, num_inference_steps=4, guidance_scale=3.0, guidance_scale_2=2.0)
+    shared = Sampling(height=64, width=64, num_inference_steps=4, guidance_scale=3.0)
+    only_second = Sampling(height=64, width=64, num_inference_steps=4, guidance_scale_2=2.0)
+    assert [model.guidance_scale(name, both) for name in model.components] == [3.0, 2.0]
+    assert [model.guidance_scale(name, shared) for name in model.components] == [3.0, 3.0]
+    assert model.is_guided(only_second) and not one.is_guided(only_second)
+    assert one.component_of(0.1) == "transformer" and one.components == ("transformer",)
+
+
+def test_what_the_tiny_folders_say(tiny_wan: dict[str, Path]) -> None:
+    one, two = (WanCheckpoint.read(tiny_wan[kind]) for kind in ("ti2v_5b", "t2v_a14b"))
+    assert (one.components, one.spatial, one.channels) == (("transformer",), 16, 48)
+    assert (two.components, two.spatial, two.channels) == (("transformer", "transformer_2"), 8, 16)
+    assert (two.boundary_ratio, two.flow_shift, two.width, two.temporal) == (0.875, 5.0, 96, 4)
+    for folder in tiny_wan.values():
+        assert check_model_folder(folder).name == "wan22"
+        assert build_adapter(folder).components == WanCheckpoint.read(folder).components
+
+
+@pytest.fixture
+def folder(tiny_wan: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_wan["t2v_a14b"], tmp_path / "model")
+
+
+def _change(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "match"),
+    [
+        (
+            "model_index.json",
+            {"boundary_ratio": None},
+            "has transformer_2, but boundary_ratio=None is not between 0 and 1",
+        ),
+        ("model_index.json", {"boundary_ratio": 1.5}, "boundary_ratio=1.5 is not between"),
+        ("model_index.json", {"transformer_2": [None, None]}, "boundary_ratio=0.875, but no transformer_2"),
+        (
+            "scheduler/scheduler_config.json",
+            {"flow_shift": None},
+            "has flow_shift=None; the schedule's shift comes from",
+        ),
+        ("transformer/config.json", {"in_channels": 36}, "in_channels=36, out_channels=16"),
+        ("transformer_2/config.json", {"image_dim": 1280}, "transformer_2 takes an image through layers"),
+        ("transformer_2/config.json", {"num_layers": 3}, "its experts differ in num_layers"),
+        ("transformer/config.json", {"patch_size": [1, 4, 4]}, r"patch_size=\[1, 4, 4\]"),
+        ("transformer/config.json", {"ffn_dim": None}, "lacks ffn_dim"),
+    ],
+)
+def test_what_does_not_fit_is_named(folder: Path, file: str, changes: dict, match: str) -> None:
+    _change(folder / file, **changes)
+    with pytest.raises(ValueError, match=match):
+        WanCheckpoint.read(folder)
+
+
+def test_a_flow_matching_scheduler_calls_its_shift_so(folder: Path) -> None:
+    _change(folder / "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler", shift=12.0)
+    assert WanCheckpoint.read(folder).flow_shift == 12.0
+
+
+def test_a_missing_second_expert_is_named(folder: Path) -> None:
+    weights = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="transformer_2/diffusion_pytorch_model.safetensors .* is not a whole"):
+        check_model_folder(folder)
+    shutil.rmtree(folder / "transformer_2")
+    with pytest.raises(ValueError, match="lacks transformer_2/"):
+        check_model_folder(folder)

@@ -1,0 +1,68 @@
+"""Adapters on one process: their start, their arithmetic and their switch. Split over ranks: tests/distributed/test_lora.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megadiff.config.schema import LoraConfig
+from megadiff.parallel.lora import Adapters, adapt_linears, lora_parameters, lora_shapes, lora_spec, start_values
+from megadiff.parallel.plan import ParallelPlan, Rule
+from megadiff.types import LoraSpec
+
+PLAN = ParallelPlan(rules=(Rule("up", "column"), Rule("down", "row")), lora_targets=("up", "down"))
+SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "down.weight": (4, 6)}
+
+
+def test_the_config_s_adapter() -> None:
+    assert lora_spec(LoraConfig(), PLAN, SHAPES) is None
+    spec = lora_spec(LoraConfig(rank=3), PLAN, SHAPES)
+    assert spec == LoraSpec(rank=3, alpha=3.0, modules=("down", "up")) and spec.scale == 1
+    assert lora_spec(LoraConfig(rank=4, alpha=1.0), PLAN, SHAPES).scale == 0.25
+    names = ["up.lora_A.weight", "up.lora_B.weight", "down.lora_A.weight", "down.lora_B.weight"]
+    assert lora_shapes(spec, SHAPES) == dict(zip(names, [(3, 4), (6, 3), (3, 6), (4, 3)], strict=True))
+    assert lora_shapes(None, SHAPES) == {}
+
+
+def test_the_start_is_that_of_peft_and_the_same_for_a_name_and_seed() -> None:
+    a = start_values("up.lora_A.weight", (64, 400), seed=1)
+    bound = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) * math.sqrt(3 / 400)  # kaiming_uniform_, a = √5
+    assert bound == pytest.approx(1 / math.sqrt(400))
+    assert float(a.abs().max()) == pytest.approx(bound, rel=1e-3) and float(a.abs().max()) <= bound
+    assert float(a.mean()) == pytest.approx(0, abs=bound / 50) and float(a.std()) == pytest.approx(
+        bound / 3**0.5, rel=0.02
+    )
+    assert torch.equal(a, start_values("up.lora_A.weight", (64, 400), seed=1))
+    assert not torch.equal(a, start_values("up.lora_A.weight", (64, 400), seed=2))
+    assert not torch.equal(a, start_values("down.lora_A.weight", (64, 400), seed=1))
+    assert not start_values("up.lora_B.weight", (64, 400), seed=1).any()
+
+
+def test_arithmetic_and_switch() -> None:
+    module = nn.Sequential()
+    module.up = nn.Linear(4, 6)
+    adapters = Adapters(LoraSpec(rank=2, alpha=5.0, modules=("up",)))
+    adapt_linears(module, adapters)
+    for name, empty in lora_parameters(module).items():
+        weight = nn.Parameter(torch.randn(empty.shape))
+        module.get_submodule(name.rpartition(".")[0]).weight = weight
+    x = torch.randn(3, 4)
+    up = module.up
+    base = functional.linear(x, up.weight, up.bias)
+    merged = functional.linear(x, up.weight + 2.5 * up.lora_B.weight @ up.lora_A.weight, up.bias)
+    torch.testing.assert_close(module(x), merged)
+    with pytest.raises(KeyError), adapters.off():
+        assert torch.equal(module(x), base)
+        with adapters.off():
+            pass
+        assert torch.equal(module(x), base)
+        raise KeyError
+    torch.testing.assert_close(module(x), merged)
+    assert [name for name, p in module.named_parameters() if p.requires_grad] == [
+        "up.lora_A.weight",
+        "up.lora_B.weight",
+    ]

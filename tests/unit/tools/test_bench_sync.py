@@ -1,0 +1,38 @@
+"""The sync benchmark as it is called, on the tiny model: a real replica, a line for each transport, a table."""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+import bench_sync  # noqa: E402
+
+
+def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd):
+    options = [
+        "--model",
+        str(tiny_model),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--bucket-mib",
+        "1",
+        "--repeat",
+        "1",
+    ]
+    arguments = [*options, "--scratch", str(tmp_path), "--lora-rank", "4", "--transport", "shm", "pipe"]
+    assert bench_sync.main(arguments) == 1
+    printed = capfd.readouterr().out
+    machine, *rows = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
+    assert machine["cpu"] and machine["versions"]["torch"]
+    assert [(row["transport"], row["what"]) for row in rows] == [
+        ("shm", "all weights"), ("pipe", "all weights"), ("shm", "lora"), ("pipe", "lora"),
+    ]  # fmt: skip
+    whole, refused, lora, _ = rows
+    for row in (whole, lora):
+        assert row["seconds"] > 0 and row["gib_per_s"] > 0 and 0 < row["commit_share"] < 1
+    assert lora["gib"] < whole["gib"] / 10
+    assert "transport 'pipe' is none of" in refused["failed"]
+    assert "| shm | shm | all weights |" in printed

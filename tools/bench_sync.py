@@ -1,0 +1,223 @@
+"""Seconds of a weight push to a real replica, by transport. See docs/sync.md.
+
+    python tools/bench_sync.py [--transport http shm nccl disk] [--gpu 0] [--layers N] [--bucket-mib 512] [--lora-rank 64]
+
+Starts `megadiff serve` on --gpu (0: the trainer's own GPU, 1: another; no matter on a CPU) and pushes random weights that
+lie on the trainer's device to it, --repeat times for each transport after a first push that is told apart, as it opens
+groups and memory. A model folder that holds configs only (assets/qwen_image) is first filled with random weights in
+--scratch: 55 GB of disk at full size, less with --layers and --text-layers. Prints a line of JSON for every transport, and
+a table: seconds (median), GiB/s, where they went. commit is the replica's own verification and the only part that waits
+for nothing else; fingerprint is the trainer's, computed while buckets travel. Every push is verified. Exit code 1 when a
+transport failed; the others are still measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from bench_machine import cpu_name, versions, visible_gpus
+from random_weights import write_random_pipeline
+from torch import Tensor
+
+from megadiff.config.schema import LoraConfig
+from megadiff.models.registry import build_adapter
+from megadiff.parallel.lora import lora_spec
+from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.fleet import Fleet, wait_until_announced
+from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+from megadiff.types import DTYPES, LoraSpec
+from megadiff.weights.lora_names import lora_manifest
+from megadiff.weights.manifest import Manifest, folder_manifest
+from megadiff.weights.places import boxes_from_json, device_name, host_name
+from megadiff.weights.sync import WeightSync
+from megadiff.weights.transports.choose import build_transport
+
+START_TIMEOUT_S = 900.0
+
+
+class RandomSource:
+    """Random weights on a device, handed out as an engine does: every tensor a copy, in buckets. Each version differs."""
+
+    def __init__(self, manifest: Manifest, lora: LoraSpec | None, device: torch.device) -> None:
+        self.lora, self.version = lora, 0
+        generator = torch.Generator(device).manual_seed(0)
+        self._tensors, self._lora_tensors = (
+            {
+                name: torch.randn(row["shape"], generator=generator, device=device, dtype=DTYPES[row["dtype"]]) * 0.02
+                for name, row in rows.items()
+            }
+            for rows in (manifest, lora_manifest(lora, manifest) if lora else {})
+        )
+
+    def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._buckets(self._tensors, bucket_bytes)
+
+    def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._buckets(self._lora_tensors, bucket_bytes)
+
+    def _buckets(self, tensors: dict[str, Tensor], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, held in tensors.items():
+            if bucket and size + held.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            tensor = held.clone()
+            tensor.view(-1)[0] = self.version
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        yield bucket
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1)
+    mesh = init_mesh(layout, options.device)
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory(prefix="bench_sync_", dir=options.scratch) as scratch, ExitStack() as stack:
+        model = _model(options, Path(scratch), mesh)
+        fleet = _replica(options, model, Path(scratch), mesh, stack)
+        adapter = build_adapter(model)
+        manifest = folder_manifest(model, adapter.components, dtype=options.dtype)
+        names = [name.partition(".")[2] for name in manifest]
+        spec = lora_spec(LoraConfig(rank=options.lora_rank), adapter.plan, names)
+        _show({"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name(), "versions": versions()})
+        for lora in [None, spec] if spec else [None]:
+            source = RandomSource(manifest, lora, mesh.device)
+            for transport in options.transport:
+                rows.append(_measured(transport, source, fleet, manifest, options, mesh, Path(scratch) / "weights"))
+                _show(rows[-1])
+    sys.stdout.write(table(rows))
+    return int(any("failed" in row for row in rows))
+
+
+def _measured(
+    transport: str, source: RandomSource, fleet: Fleet, manifest: Manifest, options: argparse.Namespace, mesh: Mesh,
+    folder: Path,
+) -> dict:  # fmt: skip
+    """One row: a first push and --repeat further ones."""
+    row = {"transport": transport, "what": "lora" if source.lora else "all weights", "replica_gpu": options.gpu}
+    try:
+        sync = _sync(transport, source, fleet, manifest, options, mesh, folder)
+        pushes = []
+        for _ in range(1 + options.repeat):
+            source.version += 1
+            start = time.perf_counter()
+            gib = sync.push(source.version)["sync/gib"]
+            pushes.append({"seconds": time.perf_counter() - start, "gib": gib, **sync.seconds})
+        sync.close()
+    except (RuntimeError, ValueError) as error:
+        return row | {"failed": f"{type(error).__name__}: {error}"[:500]}
+    later = {key: statistics.median(push[key] for push in pushes[1:]) for key in pushes[0]}
+    row |= {"way": sync.transport.name, "workers": options.tp, "first_s": round(pushes[0]["seconds"], 4)}
+    row |= {key: round(value, 4) for key, value in later.items()}
+    return row | {
+        "gib_per_s": round(later["gib"] / later["seconds"], 3),
+        "commit_share": round(later["commit"] / later["seconds"], 4),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, a line for each measurement."""
+    columns = {
+        "transport": "transport", "way": "way", "what": "what", "gib": "GiB", "first_s": "first s", "seconds": "s",
+        "gib_per_s": "GiB/s", "gather": "gather s", "send": "wait s", "fingerprint": "fingerprint s", "commit": "commit s",
+        "commit_share": "commit share",
+    }  # fmt: skip
+    lines = ["", f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(str(row.get(key, row.get('failed', ''))) for key in columns)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sync(
+    transport: str, source: RandomSource, fleet: Fleet, manifest: Manifest, options: argparse.Namespace, mesh: Mesh,
+    folder: Path,
+) -> WeightSync:  # fmt: skip
+    targets = fleet.weight_targets()
+    workers = {target.name: target.weights_places() for target in targets}
+    here = {"host": host_name(), "device": device_name(mesh.device)}
+    built = build_transport(transport, targets, workers, ranks=[here], rank=0, device=mesh.device, folder=folder)
+    return WeightSync(
+        source,
+        built,
+        manifest,
+        places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+        bucket_bytes=options.bucket_mib * 2**20,
+        cpu_group=mesh.cpu_group,
+    )
+
+
+def _model(options: argparse.Namespace, scratch: Path, mesh: Mesh) -> Path:
+    if not (options.layers or options.text_layers) and any((options.model / "transformer").glob("*.safetensors")):
+        return options.model
+    write_random_pipeline(
+        options.model,
+        scratch / "model",
+        device=str(mesh.device),
+        num_layers=options.layers,
+        text_layers=options.text_layers,
+    )
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return scratch / "model"
+
+
+def _replica(options: argparse.Namespace, model: Path, scratch: Path, mesh: Mesh, stack: ExitStack) -> Fleet:
+    on_gpu = mesh.device.type == "cuda"
+    process = ReplicaProcess(
+        ReplicaSpec(
+            name="replica",
+            model=model,
+            dtype=options.dtype,
+            device=mesh.device.type,
+            gpus=tuple(range(options.gpu, options.gpu + options.tp)) if on_gpu else (),
+            log=scratch / "replica.log",
+            num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+            sleep_mode=False,
+            tp=options.tp,
+            weights=scratch / "weights",
+        ),
+        scratch / "registry",
+    )
+    stack.callback(process.stop)
+    (entry,) = wait_until_announced(scratch / "registry", count=1, timeout_s=START_TIMEOUT_S, processes=[process])
+    client = ReplicaClient(entry["url"], entry["name"], timeout_s=600)
+    return stack.enter_context(Fleet([client], batch_size=1, processes=[process]))
+
+
+def _show(row: dict) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", nargs="+", default=["http", "shm", "nccl", "disk"])
+    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough")
+    parser.add_argument("--layers", type=int, default=0, help="of the random transformer; 0: as its config says")
+    parser.add_argument("--text-layers", type=int, default=0, help="of the random text encoder; 0: as its config says")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--gpu", type=int, default=0, help="first GPU of the replica; the trainer has GPU 0")
+    parser.add_argument("--tp", type=int, default=1, help="workers of the replica")
+    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--lora-rank", type=int, default=0, help="also push LoRA tensors of this rank alone")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, help="folder for random weights and transport disk")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
