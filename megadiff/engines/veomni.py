@@ -53,6 +53,7 @@ LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not us
     "causal_conv1d",
     "chunk_gated_delta_rule",
 )
+COMPILED_VARIANTS = 32
 UNSHARDED_SHARE = 0.25  # of the device's memory, that whole weights and gradients may take between microbatches
 
 
@@ -206,7 +207,12 @@ def _build_transformer(
 
 
 def _compile_blocks(model: nn.Module, plan: ParallelPlan) -> None:
-    """Each block's forward, one compiled code for all of them. FSDP2's hooks and recomputation stay around it."""
+    """Each block's forward, the same code for all blocks of a kind. FSDP2's hooks and recomputation stay around it.
+
+    torch keeps 8 variants of a function and runs what comes after them uncompiled, with a warning only. Here there are up
+    to 32: with and without gradient, text mask and adapter; the last block; a text length seen once and any.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
     for name, module in model.named_modules():
         if plan.is_block(name):
             module.forward = torch.compile(module.forward)
