@@ -75,60 +75,62 @@ class StreamingFingerprint:
 def _totals(flats: Sequence[Tensor], *, first_row: int = 0) -> Tensor:
     """[len(flats)] int64, the sum of each tensor's hashed rows. first_row: the place of each one's first row."""
     device = flats[0].device
-    pieces: list[tuple[int, int, Tensor]] = []  # owner, place of the first row, bytes
-    rests: list[tuple[int, int, Tensor]] = []
+    pieces: list[tuple[int, int, int]] = []  # owner, place of the first row, number of rows
+    rests: list[tuple[int, int, int]] = []
+    sums: list[Tensor] = []
+    packed: list[Tensor] = []
     for owner, flat in enumerate(flats):
-        in_place = len(flat) - len(flat) % ROW_BYTES
-        if (
-            in_place < IN_PLACE_BYTES[device.type] or flat.data_ptr() % 16
-        ):  # what a GPU's matrix product reads is aligned
-            in_place = 0
-        if in_place:
-            pieces.append((owner, first_row, flat[:in_place]))
-        if in_place < len(flat):
-            rests.append((owner, first_row + in_place // ROW_BYTES, flat[in_place:]))
-    sums = [_row_sums(data.view(-1, ROW_BYTES)) for _, _, data in pieces]
-    if rests:
-        sums.append(_row_sums(_packed([data for _, _, data in rests])))
+        size = flat.numel()  # far cheaper than len()
+        whole = size // ROW_BYTES
+        if whole * ROW_BYTES < IN_PLACE_BYTES[device.type] or not _is_aligned(flat):
+            whole = 0
+        if whole:
+            pieces.append((owner, first_row, whole))
+            sums.append(_row_sums(flat[: whole * ROW_BYTES].view(whole, ROW_BYTES)))
+        rest = size - whole * ROW_BYTES
+        if rest:
+            rests.append((owner, first_row + whole, -(-rest // ROW_BYTES)))
+            packed.append(flat[whole * ROW_BYTES :] if whole else flat)
+    if packed:
+        sums.append(_row_sums(_packed(packed)))
     totals = torch.zeros(len(flats), dtype=torch.int64, device=device)
     if not sums:
         return totals
-    parts = [*pieces, *rests]
+    columns = list(zip(*pieces, *rests, strict=True))
     owners, firsts, lengths = (
-        torch.tensor(column, dtype=torch.int64).to(device, non_blocking=True)
-        for column in zip(*((owner, first, _num_rows(data)) for owner, first, data in parts), strict=True)
+        torch.tensor(column, dtype=torch.int64).to(device, non_blocking=True) for column in columns
     )
-    sums_RS = torch.cat(sums)
-    ends = lengths.cumsum(0)
-    num_rows = sum(_num_rows(data) for _, _, data in parts)
+    ends, num_rows = lengths.cumsum(0), sum(columns[2])
     place_R = torch.arange(num_rows, device=device)
     place_R += (firsts - ends + lengths).repeat_interleave(lengths, output_size=num_rows)
-    totals_of_parts = _hashed(sums_RS[:num_rows], place_R).cumsum(0)[ends - 1].diff(prepend=ends.new_zeros(1))
+    totals_of_parts = _hashed(torch.cat(sums), place_R).cumsum(0)[ends - 1].diff(prepend=ends.new_zeros(1))
     return totals.index_add_(0, owners, totals_of_parts)
+
+
+def _is_aligned(flat: Tensor) -> bool:
+    """As a GPU's matrix product reads it; a CPU's takes any place, as in a file's pages."""
+    return flat.device.type == "cpu" or flat.data_ptr() % 16 == 0
 
 
 def _row_sums(rows_RB: Tensor) -> Tensor:
     """[R, ROW_BYTES] uint8 → [R, NUM_SUMS] int32."""
-    factors_BS = _factors(rows_RB.device)
-    chunks = rows_RB.view(torch.int8).split(ROWS_AT_ONCE[rows_RB.device.type])
-    if len(chunks[-1]) >= LEAST_ROWS or rows_RB.device.type == "cpu":
-        return torch.cat([torch._int_mm(chunk, factors_BS) for chunk in chunks])
-    *chunks, last = chunks
-    padded = torch.cat([last, last.new_zeros(LEAST_ROWS - len(last), ROW_BYTES)])
-    return torch.cat(
-        [*(torch._int_mm(chunk, factors_BS) for chunk in chunks), torch._int_mm(padded, factors_BS)[: len(last)]]
-    )
+    factors_BS, num_rows, at_once = _factors(rows_RB.device), rows_RB.shape[0], ROWS_AT_ONCE[rows_RB.device.type]
+    rows_RB = rows_RB.view(torch.int8)
+    if num_rows < LEAST_ROWS and rows_RB.device.type != "cpu":
+        padding = rows_RB.new_zeros(LEAST_ROWS - num_rows, ROW_BYTES)
+        return torch._int_mm(torch.cat([rows_RB, padding]), factors_BS)[:num_rows]
+    if num_rows <= at_once:
+        return torch._int_mm(rows_RB, factors_BS)
+    whole = num_rows - num_rows % at_once
+    products = [torch._int_mm(chunk, factors_BS) for chunk in rows_RB[:whole].split(at_once)]
+    return torch.cat([*products, *([_row_sums(rows_RB[whole:].view(torch.uint8))] if whole < num_rows else [])])
 
 
 def _packed(flats: Sequence[Tensor]) -> Tensor:
     """[rows, ROW_BYTES]: the tensors one after another, each from the start of a row, filled up with zeros."""
     zeros = flats[0].new_zeros(ROW_BYTES)
-    filled = [part for flat in flats for part in (flat, zeros[: -len(flat) % ROW_BYTES])]
+    filled = [part for flat in flats for part in (flat, zeros[: -flat.numel() % ROW_BYTES])]
     return torch.cat(filled).view(-1, ROW_BYTES)
-
-
-def _num_rows(flat: Tensor) -> int:
-    return -(-len(flat) // ROW_BYTES)
 
 
 def _hashed(sums_RS: Tensor, place_R: Tensor) -> Tensor:
