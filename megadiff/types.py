@@ -29,7 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """A low-rank adapter of one component: y = W x + (alpha / rank) · B (A x) in each module of `modules`.
+    """A low-rank adapter of each trained component: y = W x + (alpha / rank) · B (A x) in each module of `modules`.
 
     modules: full diffusers module names, sorted, without the component (`transformer_blocks.0.attn.to_q`). A is the
     tensor `<component>.<module>.lora_A.weight` [rank, in], B `<component>.<module>.lora_B.weight` [out, rank].

@@ -25,24 +25,31 @@ def linears(base: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def random_lora(base: Mapping[str, Tensor], spec: LoraSpec, *, seed: int = 0) -> Tensors:
+    """Of every component in base."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for module in spec.modules:
-        weight = base[f"transformer.{module}.weight"]
+    for component, module in _places(base, spec):
+        weight = base[f"{component}.{module}.weight"]
         num_outputs, num_inputs = weight.shape
         for suffix, shape in ((LORA_A, (spec.rank, num_inputs)), (LORA_B, (num_outputs, spec.rank))):
             values = 0.2 * torch.randn(shape, generator=generator)
-            tensors[f"transformer.{module}{suffix}"] = values.to(weight.dtype)
+            tensors[f"{component}.{module}{suffix}"] = values.to(weight.dtype)
     return tensors
 
 
 def merged(base: Mapping[str, Tensor], lora: Mapping[str, Tensor], spec: LoraSpec) -> Tensors:
     products = {
-        f"transformer.{module}.weight": spec.scale
-        * (lora[f"transformer.{module}{LORA_B}"] @ lora[f"transformer.{module}{LORA_A}"])
-        for module in spec.modules
+        f"{component}.{module}.weight": spec.scale
+        * (lora[f"{component}.{module}{LORA_B}"] @ lora[f"{component}.{module}{LORA_A}"])
+        for component, module in _places(base, spec)
     }
     return {name: tensor + products.get(name, 0) for name, tensor in base.items()}
+
+
+def _places(base: Mapping[str, Tensor], spec: LoraSpec) -> list[tuple[str, str]]:
+    """(component, module) of all low-rank pairs."""
+    components = sorted({name.partition(".")[0] for name in base})
+    return [(component, module) for component in components for module in spec.modules]
 
 
 def expected_prints(base: Mapping[str, Tensor], lora: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, str]:

@@ -82,7 +82,8 @@ def measure(folder: Path, *, gib: float, rounds: int, sync: bool) -> dict:
             run = {"cp_s": time_cp(src, copy, sync=sync), **time_convert(src, dst, options, sync=sync)}
             runs[key].append(run)
         same &= filecmp.cmp(source / WEIGHTS_NAME, back / WEIGHTS_NAME, shallow=False)
-    meta = {name: meta for file in open_model(source).opened.values() for name, meta in file.tensors.items()}
+    files = [file for component in open_model(source).components.values() for file in component.opened.values()]
+    meta = {name: meta for file in files for name, meta in file.tensors.items()}
     largest = max(each.num_bytes for each in meta.values())
     num_bytes = sum(each.num_bytes for each in meta.values())
     machine = {"cpu": cpu_name(), "versions": versions()}

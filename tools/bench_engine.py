@@ -126,7 +126,8 @@ def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: 
     shape = (rows, 2, *adapter.latents_shape(sampling))
     mine = slice(mesh.dp_rank, None, mesh.dp)
     latents_NSLC = torch.randn(shape, generator=generator)[mine]
-    text_dim = adapter.empty_transformer().config.joint_attention_dim
+    sizes = adapter.empty_transformer().config
+    text_dim = sizes.get("joint_attention_dim") or sizes.text_dim
     return TrainBatch(
         latents_NSLC=latents_NSLC,
         old_log_probs_NW=torch.zeros(len(latents_NSLC), 1, dtype=torch.float64),

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class RandomSource:
 
     def __init__(self, manifest: Manifest, lora: LoraSpec | None, device: torch.device) -> None:
         self.lora, self.version = lora, 0
+        self.changed = {name.partition(".")[0] for name in manifest}  # every version is another in all components
         generator = torch.Generator(device).manual_seed(0)
         self._tensors, self._lora_tensors = (
             {
@@ -60,10 +61,12 @@ class RandomSource:
             for rows in (manifest, lora_manifest(lora, manifest) if lora else {})
         )
 
-    def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def mark_pushed(self) -> None: ...
+
+    def named_weights(self, bucket_bytes: int, components: Collection[str]) -> Iterator[list[tuple[str, Tensor]]]:
         return self._buckets(self._tensors, bucket_bytes)
 
-    def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_lora(self, bucket_bytes: int, components: Collection[str]) -> Iterator[list[tuple[str, Tensor]]]:
         return self._buckets(self._lora_tensors, bucket_bytes)
 
     def _buckets(self, tensors: dict[str, Tensor], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -90,7 +93,7 @@ def main(argv: list[str]) -> int:
         fleet = _replica(options, model, Path(scratch), mesh, stack)
         adapter = build_adapter(model)
         manifest = folder_manifest(model, adapter.components, dtype=options.dtype)
-        names = [name.partition(".")[2] for name in manifest]
+        names = dict.fromkeys(name.partition(".")[2] for name in manifest)
         spec = lora_spec(LoraConfig(rank=options.lora_rank), adapter.plan, names)
         _show({"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name(), "versions": versions()})
         for lora in [None, spec] if spec else [None]:

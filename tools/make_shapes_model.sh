@@ -15,7 +15,7 @@ start=$SECONDS
 printf 'start model: %s s\n' $((SECONDS - start))
 "$python" -m megadiff.cli.main train configs/shapes/sft.yaml "$@"
 printf 'pretrained: %s s\n' $((SECONDS - start))
-"$python" tools/convert_ckpt.py runs/shapes_sft "$out"
+"$python" tools/convert_ckpt.py runs/shapes_sft "$out" --dtype bfloat16
 cp assets/shapes/evaluate.yaml "$out/evaluate.yaml"
 printf 'written to %s: %s s\n' "$out" $((SECONDS - start))
 "$python" -m megadiff.cli.main evaluate "$out"

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 DESCRIPTION = """Convert weights, tensor by tensor: memory stays below 1 GiB whatever the size of the model.
 
 SRC   a diffusers pipeline folder, its transformer's folder or one .safetensors file of that; a run or one of its
-      checkpoints, of either engine and any layout; a peft folder or a diffusers LoRA file
+      checkpoints, of either engine and any layout; a peft folder or a diffusers LoRA file, for a model of several
+      trained components (Wan2.2's experts) a folder of such folders, each named as its component
 DST   a folder to create. It appears when it is whole. SRC is only read."""
 FORMATS = """formats:
   diffusers   a pipeline folder where SRC or its base is one, else a component's; of LoRA weights diffusers' LoRA file
@@ -60,7 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="read DST back before it appears, and compare fingerprints"
     )
     parser.add_argument("--force", action="store_true", help="replace what DST holds, once the new one is whole")
-    parser.add_argument("--sync", action="store_true", help="wait until DST is on the disk, which cp does not do either")
+    parser.add_argument(
+        "--sync", action="store_true", help="wait until DST is on the disk, which cp does not do either"
+    )
     return parser
 
 

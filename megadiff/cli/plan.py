@@ -18,7 +18,7 @@ from pathlib import Path
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
-from megadiff.engines.memory import GIB, Placing
+from megadiff.engines.memory import GIB, ModelShape, Placing
 from megadiff.models.registry import build_adapter
 from megadiff.train.memory_plan import PHASES, USABLE_GIB, Estimate, Machine, MemoryPlan, make_plan
 from megadiff.train.rollout import sampling_of
@@ -115,7 +115,7 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
     work = plan.estimates[0].work
     recompute = f"every {config.engine.recompute_every} blocks" if config.engine.recompute_every > 1 else "all blocks"
     lines = [
-        f"{plan.model.num_parameters / 1e9:.2f} B parameters in {config.engine.dtype} on {machine.world_size} x {gpu}, "
+        f"{_size(plan.model)} parameters in {config.engine.dtype} on {machine.world_size} x {gpu}, "
         f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB",
         *_lora_lines(plan, config),
         f"a microbatch: {config.train.microbatch_size} x ({work.image_tokens} image + {work.text_tokens} text tokens), "
@@ -128,6 +128,12 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
         "",
     ]
     return "\n".join([*lines, *_advice(plan, config)])
+
+
+def _size(model: ModelShape) -> str:
+    """Of every component that is trained."""
+    times = f"{model.num_components} x " if model.num_components > 1 else ""
+    return f"{times}{model.num_parameters / 1e9:.2f} B"
 
 
 def _lora_lines(plan: MemoryPlan, config: Config) -> list[str]:

@@ -35,6 +35,8 @@ class TrainConfig:
     prompts_per_step: int = MISSING  # global (sft: captioned images); × algorithm.group_size samples a step
     updates_per_step: int = 1  # optimizer steps per rollout batch
     microbatch_size: int = 8  # (sample, window step) pairs per forward and rank
+    components: list[str] = field(default_factory=list)  # of the model, e.g. [transformer_2]; empty: all
+    expert_balance: str = "share"  # share: an expert's gradient counts by its pairs | equal: each by its own mean
 
 
 @dataclass
@@ -58,10 +60,12 @@ class RolloutConfig:
     num_inference_steps: int = 10
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0
+    guidance_scale_2: float = 0.0  # of the second expert; 0: guidance_scale
     sde_type: str = "flow_sde"
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: list[int] = field(default_factory=lambda: [0, 5])
+    expert_windows: str = "any"  # any: anywhere in the range | balanced: within one expert's steps, experts by turns
     batch_size: int = 16  # samples per engine call of a replica: whole groups, and at least one
     num_replicas: int = 0  # 0: one per tp GPUs of the trainer, one on CPU
     compile: bool = False  # GPU: torch.compile of the replicas' blocks: a quarter faster, a minute at the start
@@ -88,6 +92,7 @@ class EngineConfig:
     recompute_every: int = 1  # megatron: of every this many blocks, one is recomputed
     compile: bool = False  # veomni: torch.compile of the blocks; their first two microbatches take a minute
     fp8: str = "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
+    offload_idle: bool = True  # several experts on GPUs: the optimizer state of those that do not work is on the host
 
 
 @dataclass
@@ -99,6 +104,7 @@ class LoraConfig:
 @dataclass
 class OptimConfig:
     lr: float = MISSING
+    component_lr: dict[str, float] = field(default_factory=dict)  # component → its own, e.g. {transformer_2: 1e-5}
     weight_decay: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.999

@@ -17,7 +17,9 @@ CHOICES = {
     "algorithm.name": ("flow_grpo", "sft"),
     "algorithm.old_log_prob": ("rollout", "recompute"),
     "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
+    "rollout.expert_windows": ("any", "balanced"),
     "rollout.mode": ("colocated", "separate"),
+    "train.expert_balance": ("share", "equal"),
     "sync.transport": ("auto", "http", "shm", "nccl", "disk"),
     "parity.mode": ("refuse", "warn", "off"),
 }

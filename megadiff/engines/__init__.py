@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Engine
+from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 
 
-def _veomni(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
+def _veomni(config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> ShardedEngine:
     from megadiff.engines.veomni import VeOmniEngine
 
-    algorithm = config.algorithm
-    return VeOmniEngine(config, mesh, adapter, keep_reference=algorithm.kl_coef > 0, average_decay=algorithm.ema_decay)
+    return VeOmniEngine(config, mesh, adapter, component=component, **_kept(config))
 
 
-def _megatron(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
+def _megatron(config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> ShardedEngine:
     from megadiff.engines.megatron import MegatronEngine
 
+    return MegatronEngine(config, mesh, adapter, component=component, **_kept(config))
+
+
+def _kept(config: Config) -> dict[str, Any]:
+    """Which weights beside the policy's the algorithm needs."""
     algorithm = config.algorithm
-    return MegatronEngine(
-        config, mesh, adapter, keep_reference=algorithm.kl_coef > 0, average_decay=algorithm.ema_decay
-    )
+    return {"keep_reference": algorithm.kl_coef > 0, "average_decay": algorithm.ema_decay}
 
 
-ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter], Engine]] = {"veomni": _veomni, "megatron": _megatron}
+ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter, str], ShardedEngine]] = {
+    "veomni": _veomni,
+    "megatron": _megatron,
+}
 
 
 def check_engine_installed(config: Config) -> None:
@@ -35,8 +42,9 @@ def check_engine_installed(config: Config) -> None:
     importlib.import_module(f"megadiff.engines.{config.engine.backend}").check_installed(config)
 
 
-def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
-    """The engine named by engine.backend, with the checkpoint's weights loaded. Collective over the world."""
+def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> ExpertsEngine:
+    """The model's engine on engine.backend, with the checkpoint's weights loaded. Collective over the world."""
     if config.engine.backend not in ENGINES:
         raise ValueError(f"engine.backend={config.engine.backend!r} is not one of {', '.join(sorted(ENGINES))}")
-    return ENGINES[config.engine.backend](config, mesh, adapter)
+    build = ENGINES[config.engine.backend]
+    return ExpertsEngine(config, mesh, adapter, build=lambda component: build(config, mesh, adapter, component))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +17,12 @@ Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
 class Engine(Protocol):
     """Owns the policy's weights and optimizer on this rank. Every method is collective: all ranks call it, in the same order.
 
-    lora: the low-rank adapter that is trained beside frozen weights; None where all weights are trained.
+    lora: the low-rank adapter that is trained beside frozen weights; None where all weights are trained. changed: components
+    whose trained weights an update has changed since mark_pushed(), all of them at the start; the same on every rank.
     """
 
     lora: LoraSpec | None
+    changed: set[str]
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """log_prob of each stored window step under the current policy, without gradient."""
@@ -32,12 +34,19 @@ class Engine(Protocol):
         by batch.denominator. The gradient is the same for every (dp, sp, tp) of the same global batch.
         """
 
-    def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_weights(
+        self, bucket_bytes: int, components: Collection[str] | None = None
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors under diffusers names with the component in front (`transformer.…`), in the rollout dtype, in
         buckets of at most bucket_bytes (one tensor may be larger), same order on every rank. All ranks iterate to the end.
-        With LoRA these are the frozen weights, without it."""
+        With LoRA these are the frozen weights, without it. components: of which to give; None: of all."""
 
-    def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def mark_pushed(self) -> None:
+        """Replicas hold all weights as they are now: `changed` is empty until the next update."""
+
+    def named_lora(
+        self, bucket_bytes: int, components: Collection[str] | None = None
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         """The low-rank tensors `transformer.<module>.lora_{A,B}.weight` in the same way, unscaled; none without LoRA."""
 
     def reference(self) -> AbstractContextManager[None]:

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,14 @@ from torch import Tensor, nn
 
 from megadiff.config.schema import Config
 from megadiff.engines.lora import build_adapters, fill_start
-from megadiff.engines.sharded import (
-    ShardedEngine,
-    build_adamw,
-    check_one_component,
-    check_version,
-)
+from megadiff.engines.sharded import ShardedEngine, build_adamw, check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters, lora_parameters
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import is_lora
 from megadiff.types import DTYPES
-from megadiff.weights.shards import Shard, SourceFolder, flat_shards
+from megadiff.weights.shards import TRAINED, Shard, ShardFolder, SourceFolder, flat_shards
 
 TESTED_VERSIONS = ("0.16.1",)
 
@@ -64,11 +58,12 @@ class MegatronEngine(ShardedEngine):
         mesh: Mesh,
         adapter: ModelAdapter,
         *,
+        component: str,
         keep_reference: bool = False,
         average_decay: float = 0.0,
     ) -> None:
-        """Builds the sharded module and loads model.path into it; each rank reads its own pieces only. The last two
-        arguments are as in ShardedEngine."""
+        """Builds the sharded module and loads the component of model.path into it; each rank reads its own pieces only.
+        The last two arguments are as in ShardedEngine."""
         check_installed(config)
         _check(mesh, adapter)
         _prepare_import()
@@ -79,8 +74,8 @@ class MegatronEngine(ShardedEngine):
         init_parallel_state(mesh)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._is_first_tp, self._is_first_data = mesh.rank % mesh.tp == 0, mesh.rank // mesh.tp == 0
-        source = SourceFolder(adapter.model_folder / adapter.components[0])
-        empty = adapter.empty_transformer()
+        source = SourceFolder(adapter.model_folder / component)
+        empty = adapter.empty_transformer(component)
         source.check_names({name: tuple(parameter.shape) for name, parameter in empty.named_parameters()})
         adapters = build_adapters(config, adapter.plan, (name for name, _ in empty.named_parameters()))
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
@@ -98,6 +93,7 @@ class MegatronEngine(ShardedEngine):
             config,
             mesh,
             adapter,
+            component=component,
             transformer=transformer,
             optimizer=self._distributed.optimizer,
             optimized={
@@ -109,22 +105,22 @@ class MegatronEngine(ShardedEngine):
             average_decay=average_decay,
         )
 
-    def load(self, folder: Path) -> None:
-        super().load(folder)
+    def load(self, source: ShardFolder) -> None:
+        super().load(source)
         for name in self._pieces.keys() - self._optimized.keys():  # never trained, so only now another
             self._pieces[name].model.copy_(self._pieces[name].held)
 
     def offload(self) -> None:
         """Also frees the gradient buffers, which hold every local weight's gradient in float32."""
         self._publish()
-        if self.mesh.device.type != "cpu":
+        if self._can_offload and not self._is_offloaded:
             self._ddp.offload_grad_buffers()
         super().offload()
 
     def onload(self) -> None:
-        super().onload()
-        if self.mesh.device.type != "cpu":
+        if self._is_offloaded:
             self._ddp.restore_grad_buffers()
+        super().onload()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -178,9 +174,12 @@ class MegatronEngine(ShardedEngine):
     def _masters_changed(self) -> None:
         self._outdated = True
 
-    def _offloadable(self) -> list[Tensor]:
-        masters = [held.detach() for held in self._optimized.values()] if self._is_mixed else []
-        return super()._offloadable() + masters
+    def _offloadable(self) -> dict[str, Tensor]:
+        """Under bfloat16 also the masters, which lie beside the weights."""
+        if not self._is_mixed:
+            return super()._offloadable()
+        masters = {f"{TRAINED}/{self.component}.{name}": held.detach() for name, held in self._optimized.items()}
+        return super()._offloadable() | masters
 
     def _publish(self) -> None:
         """Masters → this rank's part of the weights → all-gather over dp·sp. Collective; nothing when they are current."""
@@ -218,7 +217,6 @@ def check_installed(config: Config) -> None:
 
 
 def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
-    check_one_component(adapter)
     if mesh.dp_replicate > 1:
         raise ValueError(
             f"parallel.dp_replicate={mesh.dp_replicate}: this engine holds whole weights on every dp rank and splits the "

@@ -60,14 +60,18 @@ KEPT_WITH_LORA = Kept(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """shapes: name → shape of every parameter of the trained component, without LoRA's. width: features of a token. lora:
-    name → shape of every low-rank tensor, which then alone is trained; empty where all weights are."""
+    """shapes: name → shape of every parameter of a trained component, without LoRA's. width: features of a token. lora:
+    name → shape of every low-rank tensor, which then alone is trained; empty where all weights are. num_components: of
+    this shape, which work one after another. idle_offloaded: whether several of them have what only an update needs on the
+    host until it is their turn. Sizes below are of one component."""
 
     shapes: Mapping[str, tuple[int, ...]]
     plan: ParallelPlan
     width: int
     num_heads: int
     lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    num_components: int = 1
+    idle_offloaded: bool = False
 
     @cached_property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -179,8 +183,18 @@ class Static:
 
 
 def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
-    """What lives from step to step. Raises ValueError for a tp that does not divide a sharded parameter."""
-    return STATIC[placing.backend](model, placing, work)
+    """What lives from step to step, while a component is updated. Raises ValueError for a tp that does not divide a sharded
+    parameter."""
+    one = STATIC[placing.backend](model, placing, work)
+    count, awake = model.num_components, 1 if model.idle_offloaded else model.num_components
+    return Static(
+        reference=count * one.reference,
+        parameters=count * one.parameters,
+        gradients=(awake if one.permanent_gradients else 1) * one.gradients,
+        optimizer=awake * one.optimizer,
+        average=count * one.average,
+        permanent_gradients=one.permanent_gradients,
+    )
 
 
 def gathered_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:

@@ -1,8 +1,13 @@
-"""Cutting a batch into the pieces that one forward takes, the same for every engine."""
+"""Cutting a batch into the pieces that one forward takes, the same for every engine.
+
+A piece is of one component: rows of two experts never share a forward. Ranks may have different numbers of an expert's
+rows, as every prompt group has a window of its own, but all of them must make the same collectives. So a rank that has
+fewer pieces than another makes up for them with fillers, whose results are thrown away.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -44,26 +49,91 @@ class FlowMicrobatch:
     conditioning: Conditioning
 
 
-def num_microbatches(batch: Batch, size: int) -> int:
-    return -(-batch.num_rows // size)
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a component has of a batch. rows_R: int64, its rows on this rank, rising. num_microbatches: what every rank
+    makes of them, as many as the rank that has most; 0: no rank has any. num_pairs: weighted rows over all dp ranks."""
+
+    rows_R: Tensor
+    num_microbatches: int
+    num_pairs: float
+
+
+def num_microbatches(num_rows: int, size: int) -> int:
+    return -(-num_rows // size)
+
+
+def pieces(
+    batch: Batch, share: Share, size: int, device: torch.device
+) -> Iterator[tuple[Microbatch | FlowMicrobatch, bool]]:
+    """share.num_microbatches pieces, each with whether it counts: a filler is one row of this rank, of whichever
+    component."""
+    for piece in microbatches(batch, share.rows_R, size, device):
+        yield piece, True
+    for _ in range(share.num_microbatches - num_microbatches(len(share.rows_R), size)):
+        (filler,) = microbatches(batch, torch.zeros(1, dtype=torch.int64), 1, device)
+        yield filler, False
+
+
+def component_rows(batch: Batch, component_of: Callable[[float], str]) -> dict[str, Tensor]:
+    """component → its rows [R] int64, rising; without the components that have none. On the CPU."""
+    rows: dict[str, list[int]] = {}
+    for row, component in enumerate(_components(batch, component_of)):
+        rows.setdefault(component, []).append(row)
+    return {component: torch.tensor(each) for component, each in rows.items()}
 
 
 @singledispatch
-def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Microbatch] | Iterator[FlowMicrobatch]:
-    """All rows of the batch, at most `size` in a piece; the last may be smaller."""
+def _components(batch: Batch, component_of: Callable[[float], str]) -> list[str]:
+    """Of each row, by the sigma at which its velocity is taken."""
+    raise TypeError(f"a {type(batch).__name__} is no batch")
+
+
+@_components.register
+def _(batch: TrainBatch, component_of: Callable[[float], str]) -> list[str]:
+    by_step = [component_of(sigma) for sigma in batch.schedule[:-1].tolist()]
+    index_NW = batch.window_start_N.cpu()[:, None] + torch.arange(batch.num_window_steps)
+    return [by_step[index] for index in index_NW.flatten().tolist()]
+
+
+@_components.register
+def _(batch: FlowBatch, component_of: Callable[[float], str]) -> list[str]:
+    return [component_of(sigma) for sigma in batch.sigma_N.tolist()]
+
+
+@singledispatch
+def row_weights(batch: Batch) -> Tensor:
+    """[rows] of a batch."""
+    raise TypeError(f"a {type(batch).__name__} is no batch")
+
+
+@row_weights.register
+def _(batch: TrainBatch) -> Tensor:
+    return batch.weights_N.repeat_interleave(batch.num_window_steps)
+
+
+@row_weights.register
+def _(batch: FlowBatch) -> Tensor:
+    return batch.weights_N
+
+
+@singledispatch
+def microbatches(
+    batch: Batch, rows_R: Tensor, size: int, device: torch.device
+) -> Iterator[Microbatch] | Iterator[FlowMicrobatch]:
+    """These rows of the batch, at most `size` in a piece; the last may be smaller."""
     raise TypeError(f"a {type(batch).__name__} is no batch")
 
 
 @microbatches.register
-def _(batch: TrainBatch, size: int, device: torch.device) -> Iterator[Microbatch]:
+def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Iterator[Microbatch]:
     """Rows are (sample, window step) pairs.
 
     A sample's steps follow each other: rows of one prompt stay together, so its text is seldom padded for another's.
     """
-    num_pairs, num_steps = batch.num_samples * batch.num_window_steps, batch.num_window_steps
-    for start in range(0, num_pairs, size):
-        pair_B = torch.arange(start, min(start + size, num_pairs))
-        sample_B, step_B = pair_B // num_steps, pair_B % num_steps
+    num_steps = batch.num_window_steps
+    for row_B in _chunks(rows_R, size):
+        sample_B, step_B = row_B // num_steps, row_B % num_steps
         index_B = batch.window_start_N.cpu()[sample_B] + step_B
         group_B = batch.group_index_N.cpu()[sample_B]
         yield Microbatch(
@@ -78,10 +148,11 @@ def _(batch: TrainBatch, size: int, device: torch.device) -> Iterator[Microbatch
 
 
 @microbatches.register
-def _(batch: FlowBatch, size: int, device: torch.device) -> Iterator[FlowMicrobatch]:
-    """Noised on the device: one pass over each tensor there, none on the CPU."""
-    for start in range(0, batch.num_rows, size):
-        rows = slice(start, min(start + size, batch.num_rows))
+def _(batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device) -> Iterator[FlowMicrobatch]:
+    """Noised on the device: one pass over each tensor there, none on the CPU where rows follow each other."""
+    for row_B in _chunks(rows_R, size):
+        first, last = int(row_B[0]), int(row_B[-1])
+        rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
         latents_BLC, noise_BLC = _on(device, batch.latents_NLC[rows]), _on(device, batch.noise_NLC[rows])
         sigma_B = _on(device, batch.sigma_N[rows])
         yield FlowMicrobatch(
@@ -91,6 +162,11 @@ def _(batch: FlowBatch, size: int, device: torch.device) -> Iterator[FlowMicroba
             weight_B=_on(device, batch.weights_N[rows]),
             conditioning={name: value_P[batch.group_index_N[rows]] for name, value_P in batch.conditioning.items()},
         )
+
+
+def _chunks(rows_R: Tensor, size: int) -> tuple[Tensor, ...]:
+    """torch splits nothing into one empty piece."""
+    return rows_R.split(size) if len(rows_R) else ()
 
 
 @singledispatch

@@ -1,6 +1,6 @@
-"""What training engines share: the passes over a batch, clipping, learning rate, averages, buckets and checkpoints.
+"""What the engines of one component share: passes over its rows, clipping, learning rate, averages, buckets, state.
 
-An engine holds its policy as float32 master weights, of which each rank has a piece, and AdamW's state of those. How a
+An engine holds its component as float32 master weights, of which each rank has a piece, and AdamW's state of those. How a
 piece lies in its tensor, and what has to happen before and after weights are used, is the engine's own.
 """
 
@@ -10,7 +10,7 @@ import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,28 @@ from torch.distributed.tensor import DTensor
 from megadiff.config.schema import Config, OptimConfig
 from megadiff.diffusion import sde
 from megadiff.engines.base import Loss
-from megadiff.engines.lora import check_lora, lora_values
-from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, loss_inputs, microbatches, num_microbatches
+from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, Share, loss_inputs, pieces
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.collectives import all_reduce_sums
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.types import DTYPES, LogProbs, LoraSpec, TrainBatch
-from megadiff.weights.shards import AVERAGED, TRAINED, Shard, ShardFolder, write_shards
+from megadiff.weights.shards import AVERAGED, TRAINED, Shard, ShardFolder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an update did. sums: this rank's, of the loss's figures. grad_norm: before clipping, over all ranks."""
+
+    sums: Mapping[str, Tensor]
+    grad_norm: float
+    lr: float
+
+
 class ShardedEngine(ABC):
-    """Fulfils engines.base.Engine for models with one trained component. Collective: all ranks make the same calls.
+    """Trains one component of a model, for engines.experts. Collective: all ranks make the same calls.
 
     gradient_scale: what the backend's reduction of gradients over ranks must be multiplied by to be their sum over dp.
     """
@@ -47,6 +54,7 @@ class ShardedEngine(ABC):
         mesh: Mesh,
         adapter: ModelAdapter,
         *,
+        component: str,
         transformer: nn.Module,
         optimizer: torch.optim.AdamW,
         optimized: Mapping[str, Tensor],
@@ -63,12 +71,14 @@ class ShardedEngine(ABC):
         adapters. average_decay: of the running average of the weights, which is sharded as they are; 0 keeps none.
         """
         self.config, self.mesh, self.adapter = config, mesh, adapter
-        self.component = adapter.components[0]
+        self.component = component
         self.transformer, self.optimizer = transformer, optimizer
         self._optimized, self._masters = dict(optimized), dict(masters)
         self._adapters = adapters
-        self._offloaded: list[tuple[Tensor, Tensor]] = []
-        self._num_updates = 0
+        self._can_offload = mesh.device.type != "cpu"
+        self._is_offloaded = False
+        self._on_host: dict[str, tuple[Tensor, Tensor]] = {}  # name in a checkpoint → the emptied piece and its values
+        self.num_updates = 0
         self._reference: dict[str, Tensor] | None = None
         if keep_reference and not adapters:
             self._reference = {name: piece.to("cpu", copy=True) for name, piece in self._masters.items()}
@@ -110,40 +120,45 @@ class ShardedEngine(ABC):
         """What is trained beside the frozen weights; None where all weights are trained."""
         return self._adapters.spec if self._adapters else None
 
-    def log_probs(self, batch: TrainBatch) -> LogProbs:
+    @property
+    def keeps_average(self) -> bool:
+        return bool(self._average)
+
+    def log_probs(self, batch: TrainBatch, share: Share, into: LogProbs) -> None:
+        """Fills in what the component's rows have, without gradient."""
         sampling, size = batch.sampling, self.config.train.microbatch_size
-        log_probs_NW = torch.empty(batch.old_log_probs_NW.shape, dtype=torch.float64)
-        means_NWLC = torch.empty(*log_probs_NW.shape, *batch.latents_NSLC.shape[2:])
         with torch.no_grad(), self._in_use():
-            for piece in microbatches(batch, size, self.mesh.device):
+            for piece, counts in pieces(batch, share, size, self.mesh.device):
+                velocity_BLC = self._velocity(batch, piece)
+                if not counts:
+                    continue
                 sigmas = (piece.sigma_B, piece.sigma_next_B)
                 step = dict(schedule=batch.schedule, eta=sampling.eta)
-                velocity_BLC = self._velocity(batch, piece)
                 mean_BLC = sde.step_mean(sampling.sde_type, piece.latents_BLC, velocity_BLC, *sigmas, **step)
                 log_prob_B = sde.log_prob(sampling.sde_type, piece.prev_sample_BLC, mean_BLC, *sigmas, **step)
-                log_probs_NW[piece.sample_B, piece.step_B] = log_prob_B.cpu()
-                means_NWLC[piece.sample_B, piece.step_B] = mean_BLC.cpu()
-        return LogProbs(log_probs_NW=log_probs_NW, means_NWLC=means_NWLC)
+                into.log_probs_NW[piece.sample_B, piece.step_B] = log_prob_B.cpu()
+                into.means_NWLC[piece.sample_B, piece.step_B] = mean_BLC.cpu()
 
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """Raises FloatingPointError on every rank, with the weights as they were, when the gradient is not finite."""
-        denominator = batch.denominator or 1.0  # 0: every weight is 0, and so is every sum
+    def update(self, batch: Batch, loss: Loss, share: Share, *, denominator: float) -> Step:
+        """One optimizer step over the component's rows, of the gradient of the loss's sum over all ranks / denominator.
+
+        Raises FloatingPointError on every rank, with the weights as they were, when the gradient is not finite.
+        """
         try:
             with self._in_use():
-                totals = self._backward(batch, loss, self.gradient_scale / denominator)
+                sums = self._backward(batch, loss, share, self.gradient_scale / denominator)
                 grad_norm = self._clip_gradients(self.config.optim.max_grad_norm)
                 lr = self._set_learning_rate()
                 self.optimizer.step()
         finally:
             self._drop_gradients()
-        self._num_updates += 1
+        self.num_updates += 1
         self._update_average()
         self._masters_changed()
-        sums = all_reduce_sums({name: float(value) for name, value in totals.items()}, self.mesh.dp_group)
-        figures = {name: value / denominator for name, value in sums.items()}
-        return figures | {"optim/grad_norm": grad_norm, "optim/lr": lr}
+        return Step(sums=sums, grad_norm=grad_norm, lr=lr)
 
     def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """As engines.base.Engine says, of this component."""
         return self._buckets([name for name in self._names() if not is_lora(name)], bucket_bytes)
 
     def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -184,61 +199,69 @@ class ShardedEngine(ABC):
         with self._swapped(self._average):
             yield
 
-    def save(self, folder: Path) -> None:
-        """One file a rank: its pieces of the float32 weights and AdamW's moments. Replicas are written once."""
-        assert not self._offloaded, "save() while offloaded"
-        state = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
-        shards = {key: self._places(name, piece) for key, name, piece in state}
-        values: dict[str, object] = {"optimizer_steps": self._num_updates}
-        if self.lora:
-            values["lora"] = lora_values(self.lora)
-        write_shards(folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values)
+    def shards(self) -> dict[str, list[Shard]]:
+        """Name in a checkpoint → this rank's pieces of the float32 weights and AdamW's moments, wherever they are now. What
+        several ranks hold is the first one's."""
+        held = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
+        return {key: self._places(name, self._on_host.get(key, (None, piece))[1]) for key, name, piece in held}
 
-    def load(self, folder: Path) -> None:
+    def load(self, source: ShardFolder) -> None:
         """Bit exact under any layout, world size and engine. Raises ValueError that names what is torn: the file and
         tensor. Without collectives: a rank that finds a torn file leaves no other waiting."""
-        source = ShardFolder(folder)
-        check_lora(source, self.lora)
         self._check_average(source)
+        self.onload()
+        self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
         self._create_moments(source)
         for key, name, piece in self._state():
             for shard in self._places(name, piece):
                 source.read_into(key, shard)
-        self._num_updates = int(source.values["optimizer_steps"])
         self._masters_changed()
 
     def offload(self) -> None:
-        if self.mesh.device.type == "cpu" or self._offloaded:
+        """Move what only an update needs off the accelerator; nothing on CPU, and where it has been done."""
+        if not self._can_offload or self._is_offloaded:
             return
-        for piece in self._offloadable():
-            self._offloaded.append((piece, piece.to("cpu", copy=True)))
+        self._is_offloaded = True
+        for key, piece in self._offloadable().items():
+            self._on_host[key] = (piece, piece.to("cpu", copy=True))
             piece.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        for piece, host in self._offloaded:
+        """Undo offload()."""
+        for piece, host in self._on_host.values():
             piece.untyped_storage().resize_(host.untyped_storage().nbytes())
             piece.copy_(host)
-        self._offloaded.clear()
+        self._on_host.clear()
+        self._is_offloaded = False
 
-    def _offloadable(self) -> list[Tensor]:
-        """Pieces with a storage of their own that only an update needs."""
-        return list(self._moments().values())
+    def _offloadable(self) -> dict[str, Tensor]:
+        """Name in a checkpoint → piece, of those with a storage of their own that only an update needs."""
+        return {self._moment_key(*place): moment for place, moment in self._moments().items()}
 
     def _velocity(self, batch: Batch, piece: Microbatch | FlowMicrobatch) -> Tensor:
         return self.adapter.velocity(
-            self.transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling
+            self.transformer,
+            piece.latents_BLC,
+            piece.sigma_B,
+            piece.conditioning,
+            batch.sampling,
+            component=self.component,
         )
 
-    def _backward(self, batch: Batch, loss: Loss, scale: float) -> dict[str, Tensor]:
-        """Gradients of the whole batch, accumulated over microbatches; returns this rank's sums of the loss's figures."""
+    def _backward(self, batch: Batch, loss: Loss, share: Share, scale: float) -> dict[str, Tensor]:
+        """Gradients of the component's rows, accumulated over microbatches; returns this rank's sums of the loss's figures.
+
+        A filler's gradient is zero, whatever its loss is, which need not be finite.
+        """
         size, totals = self.config.train.microbatch_size, {}
-        for index, piece in enumerate(microbatches(batch, size, self.mesh.device)):
-            with self._microbatch(last=index == num_microbatches(batch, size) - 1):
-                output = loss(loss_inputs(batch, piece, self._velocity(batch, piece)))
-                (output.loss_sum * scale).backward()
+        for index, (piece, counts) in enumerate(pieces(batch, share, size, self.mesh.device)):
+            with self._microbatch(last=index == share.num_microbatches - 1):
+                velocity_BLC = self._velocity(batch, piece)
+                output = loss(loss_inputs(batch, piece, velocity_BLC if counts else velocity_BLC.detach()))
+                (output.loss_sum * scale if counts else velocity_BLC.sum() * 0).backward()
             for name, value in output.sums.items():
-                totals[name] = totals.get(name, 0) + value
+                totals[name] = totals.get(name, 0) + (value if counts else torch.zeros_like(value))
         return totals
 
     def _clip_gradients(self, max_norm: float) -> float:
@@ -259,18 +282,22 @@ class ShardedEngine(ABC):
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _set_learning_rate(self) -> float:
-        """Linear warm-up over optim.warmup_steps, then constant."""
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update: linear warm-up over the component's first optim.warmup_steps, then constant."""
         optim = self.config.optim
-        lr = optim.lr * min(1.0, (self._num_updates + 1) / max(optim.warmup_steps, 1))
+        lr = optim.component_lr.get(self.component, optim.lr)
+        return lr * min(1.0, (self.num_updates + 1) / max(optim.warmup_steps, 1))
+
+    def _set_learning_rate(self) -> float:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+            group["lr"] = self.learning_rate
+        return self.learning_rate
 
     def _update_average(self) -> None:
         """Decay rises to its value as (1 + n) / (10 + n), so that the start is soon forgotten."""
         if self._average:
-            decay = min(self._average_decay, (1 + self._num_updates) / (10 + self._num_updates))
+            decay = min(self._average_decay, (1 + self.num_updates) / (10 + self.num_updates))
             torch._foreach_lerp_(list(self._average.values()), list(self._masters.values()), 1 - decay)
 
     @contextmanager
@@ -283,7 +310,7 @@ class ShardedEngine(ABC):
 
     def _swap(self, held: Mapping[str, Tensor]) -> None:
         """Exchange the masters with held pieces (on any device) in place, one tensor at a time."""
-        assert not self._offloaded, "weights are exchanged while offloaded"
+        self.onload()
         for name, other in held.items():
             master = self._masters[name]
             policy = master.to(other.device, copy=True)
@@ -298,11 +325,14 @@ class ShardedEngine(ABC):
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(name in a checkpoint, parameter's name, this rank's piece) of all that a checkpoint holds."""
-        for kind, pieces in ((TRAINED, self._masters), (AVERAGED, self._average)):
-            for name, piece in pieces.items():
+        for kind, held in ((TRAINED, self._masters), (AVERAGED, self._average)):
+            for name, piece in held.items():
                 yield f"{kind}/{self.component}.{name}", name, piece
         for (kind, name), piece in self._moments().items():
-            yield f"optim/{kind}/{self.component}.{name}", name, piece
+            yield self._moment_key(kind, name), name, piece
+
+    def _moment_key(self, kind: str, name: str) -> str:
+        return f"optim/{kind}/{self.component}.{name}"
 
     def _check_average(self, source: ShardFolder) -> None:
         has_average = any(name.startswith(f"{AVERAGED}/") for name in source.shapes)
@@ -314,13 +344,11 @@ class ShardedEngine(ABC):
 
     def _create_moments(self, source: ShardFolder) -> None:
         """Empty optimizer state for just the parameters that the checkpoint has moments of."""
-        assert not self._offloaded, "load() while offloaded"
-        steps = float(source.values["optimizer_steps"])
         self.optimizer.state.clear()
         for name, held in self._optimized.items():
-            if f"optim/{MOMENTS[0]}/{self.component}.{name}" in source.shapes:
+            if self._moment_key(MOMENTS[0], name) in source.shapes:
                 moments = {kind: torch.zeros_like(held.detach()) for kind in MOMENTS}
-                step = torch.tensor(steps, dtype=torch.float32, device=self.mesh.device)
+                step = torch.tensor(float(self.num_updates), dtype=torch.float32, device=self.mesh.device)
                 self.optimizer.state[held] = {"step": step, **moments}
 
 
@@ -353,8 +381,3 @@ def check_version(package: str, *, tested: tuple[str, ...]) -> None:
         version = "(not installed)"
     if version not in tested:
         raise ValueError(f"{package} {version} is none of {', '.join(tested)}, on which this engine was tested")
-
-
-def check_one_component(adapter: ModelAdapter) -> None:
-    if len(adapter.components) != 1:
-        raise ValueError(f"this engine trains one component, the model has {adapter.components}")

@@ -1,11 +1,13 @@
 """The VeOmni engine: FSDP2 / HSDP over dp and Ulysses over sp, for all weights or for LoRA beside frozen ones.
 
-All that depends on VeOmni's version is in this file. Two of its habits matter to callers:
-- It replaces diffusers' `QwenImageTransformer2DModel.forward` in the whole process. A plain-diffusers reference belongs
-  in another process.
-- FSDP2 averages gradients over dp·sp ranks. Under Ulysses every sp rank computes the whole loss and the gather's
-  backward sums over sp, so that average is the mean over dp. Hence gradient_scale: the gradient is that of
-  loss_sum / denominator of the global batch for every layout.
+The module is VeOmni's own, or where that is wrong under Ulysses (ModelAdapter.veomni_splits_tokens) diffusers' own, with
+its tokens split by megadiff.parallel. All that depends on VeOmni's version is in this file. Two habits matter to callers:
+- VeOmni replaces diffusers' `QwenImageTransformer2DModel.forward` in the whole process. A plain-diffusers reference
+  belongs in another process.
+- FSDP2 averages gradients over dp·sp ranks. Under Ulysses every sp rank computes the whole loss. The backward of VeOmni's
+  gather sums over sp, so that the average is the mean over dp; that of ours takes a rank's own part, and the average is a
+  sum over sp as well. Hence gradient_scale: the gradient is that of loss_sum / denominator of the global batch for every
+  layout.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megadiff.config.schema import Config
 from megadiff.engines.lora import build_adapters, fill_start
-from megadiff.engines.sharded import (
-    ShardedEngine,
-    build_adamw,
-    check_one_component,
-    check_version,
-    local,
-)
+from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
+from megadiff.engines.sharded import ShardedEngine, build_adamw, check_version, local
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
@@ -38,9 +37,13 @@ from megadiff.parallel.plan import ParallelPlan, is_lora
 from megadiff.types import DTYPES
 from megadiff.weights.shards import Shard, SourceFolder
 
+if TYPE_CHECKING:  # needs megatron-core
+    from megadiff.parallel.attention import TokenAxes
+
 logger = logging.getLogger(__name__)
 
 TESTED_VERSIONS = ("0.1.12",)
+STREAMS = ("hidden_states", "encoder_hidden_states")  # of diffusers' transformers
 LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not use; VeOmni wants a choice for each
     "moe",
     "cross_entropy_loss",
@@ -67,25 +70,26 @@ class VeOmniEngine(ShardedEngine):
         mesh: Mesh,
         adapter: ModelAdapter,
         *,
+        component: str,
         keep_reference: bool = False,
         average_decay: float = 0.0,
     ) -> None:
-        """Builds the sharded module and loads model.path into it; each rank reads its own shards only. The last two
-        arguments are as in ShardedEngine."""
+        """Builds the sharded module and loads the component of model.path into it; each rank reads its own shards only.
+        The last two arguments are as in ShardedEngine."""
         check_installed(config)
         _check(mesh, adapter)
-        folder = adapter.model_folder / adapter.components[0]
-        transformer, adapters = _build_transformer(config, mesh, adapter.plan, folder)
+        transformer, adapters = _build_transformer(config, mesh, adapter, component)
         self._parameters: dict[str, DTensor] = dict(transformer.named_parameters())
-        _load_source(self._parameters, folder, seed=config.seed)
+        _load_source(self._parameters, adapter.model_folder / component, seed=config.seed)
         trained = {name: p for name, p in self._parameters.items() if is_lora(name)} if adapters else self._parameters
         self._fsdp_modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
         self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
-        self.gradient_scale = mesh.dp
+        self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
         super().__init__(
             config,
             mesh,
             adapter,
+            component=component,
             transformer=transformer,
             optimizer=build_adamw(config.optim, trained.values()),
             optimized=trained,
@@ -142,7 +146,8 @@ def check_installed(config: Config) -> None:
 
 
 def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
-    check_one_component(adapter)
+    if not adapter.veomni_splits_tokens:
+        check_version("megatron-core", tested=MEGATRON_VERSIONS)  # whose collectives megadiff.parallel splits tokens by
     if mesh.tp > 1:
         raise ValueError(
             f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it; "
@@ -154,18 +159,17 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
 
 
 def _build_transformer(
-    config: Config, mesh: Mesh, plan: ParallelPlan, folder: Path
+    config: Config, mesh: Mesh, adapter: ModelAdapter, component: str
 ) -> tuple[nn.Module, Adapters | None]:
-    """VeOmni's module under FSDP2 with uninitialised weights: float32 masters, compute in engine.dtype.
+    """The module under FSDP2 with uninitialised weights: float32 masters, compute in engine.dtype.
 
-    The plan's blocks are the units that FSDP2 gathers. Lengths that sp does not divide are padded and masked by VeOmni's
-    forward. A world of one takes the same path.
+    The plan's blocks are the units that FSDP2 gathers. Lengths that sp does not divide are padded and masked by the
+    module's forward. A world of one takes the same path.
     """
     _prepare_import(mesh)
-    from veomni.arguments import MixedPrecisionConfig, OpsImplementationConfig
+    from veomni.arguments import MixedPrecisionConfig
     from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
     from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
-    from veomni.models import build_foundation_model
 
     state = init_parallel_state(
         dp_size=mesh.dp,
@@ -177,25 +181,24 @@ def _build_transformer(
         name=None,
     )
     set_parallel_state(state)
-    ops = OpsImplementationConfig(
-        attn_implementation="eager", **{f"{name}_implementation": "eager" for name in LANGUAGE_MODEL_OPS}
-    )
-    model = build_foundation_model(
-        config_path=str(folder),
-        weights_path=str(folder),
-        torch_dtype="float32",
-        init_device="meta",
-        ops_implementation=ops,
-    )
+    plan, is_veomnis = adapter.plan, adapter.veomni_splits_tokens
+    model = _veomni_module(adapter.model_folder / component) if is_veomnis else adapter.empty_transformer(component)
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
     if adapters:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(DTYPES[config.engine.dtype])
         adapt_linears(model, adapters)
-    if config.engine.recompute:
+    if not is_veomnis:
+        _split_tokens(model, adapter, mesh, DTYPES[config.engine.dtype])
+    if config.engine.recompute and is_veomnis:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif config.engine.recompute:
+        model.enable_gradient_checkpointing()
     mixed = MixedPrecisionConfig(
-        enable=config.engine.dtype != "float32", param_dtype=config.engine.dtype, reduce_dtype="float32"
+        enable=config.engine.dtype != "float32",
+        param_dtype=config.engine.dtype,
+        reduce_dtype="float32",
+        cast_forward_inputs=is_veomnis,  # FSDP2 would also round timesteps, which go up to 1000: 978 to 976
     )
     units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
     sharded = parallelize_model_fsdp2(
@@ -204,6 +207,44 @@ def _build_transformer(
     if config.engine.compile:
         _compile_blocks(sharded, plan)
     return sharded.train(), adapters
+
+
+def _veomni_module(folder: Path) -> nn.Module:
+    """VeOmni's own class of the model, with its weights on the meta device."""
+    from veomni.arguments import OpsImplementationConfig
+    from veomni.models import build_foundation_model
+
+    ops = OpsImplementationConfig(
+        attn_implementation="eager", **{f"{name}_implementation": "eager" for name in LANGUAGE_MODEL_OPS}
+    )
+    return build_foundation_model(
+        config_path=str(folder),
+        weights_path=str(folder),
+        torch_dtype="float32",
+        init_device="meta",
+        ops_implementation=ops,
+    )
+
+
+def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Over sp. What FSDP2 would cast together with the timesteps is cast here: the streams of features."""
+    from megadiff.parallel.tokens import split_tokens
+
+    split_tokens(model, adapter.plan, _axes(mesh), adapter.attention)
+    split = model.forward
+
+    def forward(**inputs: Any) -> Any:
+        return split(**inputs | {name: inputs[name].to(dtype) for name in STREAMS if name in inputs})
+
+    model.forward = forward
+
+
+@cache
+def _axes(mesh: Mesh) -> TokenAxes:
+    """Its process groups are made once, for all components."""
+    from megadiff.parallel.tokens import ulysses_axes
+
+    return ulysses_axes(mesh)
 
 
 def _compile_blocks(model: nn.Module, plan: ParallelPlan) -> None:

@@ -66,6 +66,9 @@ class ModelAdapter(Protocol):
     def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
         """Sigmas in (0, 1], drawn without regard to size, shifted as the model's schedule is; the same shape."""
 
+    def num_passes(self, component: str, sampling: Sampling) -> int:
+        """Forward passes of one velocity: 2 where guidance needs the negative prompt as well, else 1."""
+
     def velocity(
         self,
         transformer: Callable[..., tuple[Tensor]],

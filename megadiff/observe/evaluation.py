@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
-from PIL import Image
 from torch import Tensor
 
-from megadiff.observe.samples import frame_strip
+from megadiff.observe.samples import IMAGE_SUFFIX, write_picture
 
 RECORD_NAME = "evaluation.json"
 IMAGES = "images"
@@ -54,10 +53,16 @@ class EvaluatedSample:
         return self.prompt_id, self.sample_index
 
 
+SETTINGS = (
+    *("seed", "num_inference_steps", "true_cfg_scale", "guidance_scale", "guidance_scale_2"),
+    *("height", "width", "num_frames"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """model: the pipeline folder or run; step: of the run's weights, 0 for a model. seed, num_inference_steps,
-    true_cfg_scale, height, width: how the ODE samples were drawn. samples: in the order of the plan, every one with the
+    """model: the pipeline folder or run; step: of the run's weights, 0 for a model. SETTINGS: how the ODE samples were
+    drawn, as in types.Sampling. samples: in the order of the plan, every one with the
     same rewards. diversity: figure → mean over the prompts that have one, None where none has."""
 
     model: str
@@ -69,6 +74,9 @@ class Evaluation:
     width: int
     samples: Sequence[EvaluatedSample]
     diversity: Mapping[str, float | None]
+    num_frames: int = 1
+    guidance_scale: float = 1.0
+    guidance_scale_2: float = 0.0
 
     @property
     def reward_names(self) -> list[str]:
@@ -129,7 +137,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         """ValueError when the two are not about the same noise."""
-        for key in ("seed", "num_inference_steps", "true_cfg_scale", "height", "width"):
+        for key in SETTINGS:
             ours, theirs = getattr(self.evaluation, key), getattr(self.baseline, key)
             if ours != theirs:
                 raise ValueError(f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and settings")
@@ -158,9 +166,9 @@ def _identities(evaluation: Evaluation) -> set[Identity]:
     return {sample.identity for sample in evaluation.samples}
 
 
-def image_name(prompt_id: str, sample_index: int) -> str:
-    """Path of a sample's image, relative to the record's folder."""
-    return f"{IMAGES}/{prompt_id}_{sample_index}.png"
+def image_name(prompt_id: str, sample_index: int, *, suffix: str = IMAGE_SUFFIX) -> str:
+    """Path of a sample's image or video, relative to the record's folder. suffix: see samples.picture_suffix."""
+    return f"{IMAGES}/{prompt_id}_{sample_index}{suffix}"
 
 
 def to_json(evaluation: Evaluation) -> dict[str, object]:
@@ -203,13 +211,14 @@ def comparison_to_json(comparison: Comparison) -> dict[str, object]:
 def write_evaluation(folder: Path, evaluation: Evaluation, images: Mapping[str, Tensor]) -> Path:
     """Writes images, then the record, each aside and renamed, and returns the record's path: a folder with a record is whole.
 
-    images: `file` of a sample → its pixels, uint8 [F, H, W, 3]. An older evaluation in the folder is replaced.
+    images: `file` of a sample → its pixels, uint8 [F, H, W, 3]; of videos, MP4 files are written. An older evaluation in
+    the folder is replaced.
     """
     aside = folder / f".{IMAGES}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for name, pixels in images.items():
-        Image.fromarray(frame_strip(pixels).numpy()).save(aside / Path(name).name)
+        write_picture(aside / Path(name).name, pixels)
     record = folder / RECORD_NAME
     record.unlink(missing_ok=True)
     shutil.rmtree(folder / IMAGES, ignore_errors=True)

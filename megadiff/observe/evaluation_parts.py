@@ -7,15 +7,12 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
-from PIL import Image
-
 from megadiff.observe.charts import Axis, Bar, bar_chart
 from megadiff.observe.evaluation import EvaluatedSample, Evaluation
 from megadiff.observe.evaluation_table import groups, value_text
 from megadiff.observe.metrics import pretty_number
-from megadiff.observe.report_samples import encode, frame, load_image
+from megadiff.observe.pictures import Picture, frame, load_pictures
 
-Pictures = dict[Path, tuple[bytes, tuple[int, int]]]  # file → (PNG, width and height of the original)
 MARKS = {1: ("good", "✓", "right"), 0: ("bad", "✗", "wrong")}  # verdict → class, sign, word
 
 
@@ -59,7 +56,7 @@ def wall(shown: Sequence[Evaluation], folders: Sequence[Path], *, series: Sequen
     pictured = (sample for sample in shown[-1].samples if sample.file)
     chosen = sorted(pictured, key=lambda sample: order.get(sample.task, -1))
     columns = [[samples[sample.identity] for samples in by_identity] for sample in chosen]
-    pictures = _pictures(
+    pictures = load_pictures(
         [folder / s.file for column in columns for s, folder in zip(column, folders, strict=True) if s.file]
     )
     if not pictures:
@@ -75,19 +72,12 @@ def wall(shown: Sequence[Evaluation], folders: Sequence[Path], *, series: Sequen
     return f'<div class="card"><ol class="wall n{len(shown)}">{cells}</ol></div>'
 
 
-def _pictures(paths: Sequence[Path]) -> Pictures:
-    loaded: dict[Path, Image.Image | None] = {path: load_image(path) for path in paths}
-    whole = {path: image for path, image in loaded.items() if image is not None}
-    pngs = encode(list(whole.values()))
-    return {path: (png, image.size) for (path, image), png in zip(whole.items(), pngs, strict=True)}
-
-
-def _look(sample: EvaluatedSample, picture: tuple[bytes, tuple[int, int]] | None, *, name: str) -> str:
+def _look(sample: EvaluatedSample, picture: Picture | None, *, name: str) -> str:
     if picture is None:
         return '<div class="gap"></div>'
     label = f"{sample.caption}, {name}" if name else sample.caption
     rewards = " · ".join(f"{reward} {pretty_number(value)}" for reward, value in sample.rewards.items())
-    return frame(*picture, title=f"{label}: {rewards}", alt=label)
+    return frame(picture, title=f"{label}: {rewards}", alt=label)
 
 
 def _cell(sample: EvaluatedSample, looks: Sequence[str]) -> str:

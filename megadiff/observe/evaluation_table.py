@@ -50,11 +50,21 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
 def settings_text(evaluation: Evaluation) -> str:
     """Which weights drew which samples, and how, in one line."""
     step = f"step {evaluation.step}, " if evaluation.step else ""
-    guidance = f", CFG {evaluation.true_cfg_scale:g}" if evaluation.true_cfg_scale > 1 else ""
+    frames = f"x{evaluation.num_frames}" if evaluation.num_frames > 1 else ""
     return (
-        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, "
-        f"{evaluation.width}x{evaluation.height}, {evaluation.num_inference_steps} steps{guidance}, seed {evaluation.seed}"
+        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, {evaluation.width}x"
+        f"{evaluation.height}{frames}, {evaluation.num_inference_steps} steps{_guidance(evaluation)}, seed {evaluation.seed}"
     )
+
+
+def _guidance(evaluation: Evaluation) -> str:
+    """The guidance scales, of a model with two experts both; "" where none is on."""
+    scale, second = evaluation.guidance_scale, evaluation.guidance_scale_2
+    if evaluation.true_cfg_scale > 1:
+        return f", CFG {evaluation.true_cfg_scale:g}"
+    if max(scale, second) <= 1:
+        return ""
+    return f", CFG {scale:g}" + (f" and {second:g}" if second and second != scale else "")
 
 
 def groups(evaluation: Evaluation) -> list[tuple[str, str | None]]:

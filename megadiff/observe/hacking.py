@@ -74,6 +74,7 @@ FALLS = {
         key="diversity/colour_entropy_bit", what="the colours of one prompt's samples", unit=" bit", least=0.2
     ),
     "spread": Fall(key="diversity/pixel_spread", what="the distance between one prompt's samples", unit="", least=0.02),
+    "motion": Fall(key="diversity/motion", what="the motion within videos", unit="", least=0.005),
 }
 RISES = {
     "saturation": Rise(key="diversity/saturation", what="the saturation of the samples", by=0.15, times=1.3),

@@ -1,6 +1,7 @@
 """What a step's metrics are: their keys, their file, and the small statistics that the report and the bar share.
 
-A metric's key is `area/quantity_unit`, e.g. `time/rollout_s`. A row is one step: its metrics and the key `step`.
+A metric's key is `area/quantity_unit`, e.g. `time/rollout_s`; what one component of a model has of it ends in its name
+(`optim/grad_norm/transformer_2`). A row is one step: its metrics and the key `step`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Row = Mapping[str, float | None]
 STAGES = ("data", "rollout", "reward", "train", "sync")  # of a step, in the order in which they run
 LOSS = "loss/flow_matching"  # of supervised training, which has no reward
 VERDICT_STEPS = 5  # steps averaged at each end of a run
-_KEY = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9_.\-]+")
+_KEY = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9_.\-]+(/[A-Za-z0-9_]+)?")
 
 
 def stage_key(stage: str) -> str:
@@ -32,7 +33,8 @@ def stage_key(stage: str) -> str:
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """ValueError for a key that is not `area/quantity_unit` (area lower case, quantity of letters, digits, _ . -)."""
+    """ValueError for a key that is not `area/quantity_unit` (area lower case, quantity of letters, digits, _ . -), with
+    `/component` behind it or not."""
     for key in keys:
         if not _KEY.fullmatch(key):
             raise ValueError(

@@ -1,4 +1,4 @@
-// Crosshair and values under the pointer, shared by all charts; a larger look at a sample; light and dark.
+// Crosshair and values under the pointer, shared by all charts; videos; a larger look at a sample; light and dark.
 "use strict";
 
 const charts = [...document.querySelectorAll(".chart")].map((figure) => {
@@ -59,11 +59,26 @@ const zoom = document.getElementById("zoom");
 for (const frame of document.querySelectorAll(".frame")) {
   frame.addEventListener("click", () => {
     const text = Object.assign(document.createElement("p"), { textContent: frame.title });
-    zoom.replaceChildren(frame.querySelector("img").cloneNode(), text);
+    const picture = frame.querySelector("img, video").cloneNode();
+    zoom.replaceChildren(picture, text);
     zoom.showModal();
+    picture.muted = true;
+    picture.play?.();
   });
 }
 zoom.addEventListener("click", () => zoom.close());
+zoom.addEventListener("close", () => zoom.replaceChildren());
+
+// Videos play while they are on screen. Whoever asked for less motion sees their first frame, and the video on a click.
+if (!matchMedia("(prefers-reduced-motion: reduce)").matches) {
+  const watcher = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) isIntersecting ? target.play().catch(() => {}) : target.pause();
+  });
+  for (const video of document.querySelectorAll(".frame video")) {
+    video.muted = true;
+    watcher.observe(video);
+  }
+}
 
 const theme = document.getElementById("theme");
 const root = document.documentElement;

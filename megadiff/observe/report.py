@@ -74,6 +74,7 @@ NAMES = {
     "diversity/colour_entropy_bit": ("Colours", "bit; among the samples of one prompt"),
     "diversity/pixel_spread": ("Pixel spread", "distance between one prompt's samples, 0 … 1"),
     "diversity/saturation": ("Saturation", "mean over all pixels; a lurid policy's rises"),
+    "diversity/motion": ("Motion", "mean change of a pixel from frame to frame, 0 … 1"),
     "diversity/clipped_share": ("Clipped values", "share of colour values at 0 or 255"),
     "eval/mean": ("Held-out reward", "weighted sum, as in training"),
     "eval/colour_entropy_bit": ("Held-out colours", "bit; among the samples of one prompt"),

@@ -1,4 +1,5 @@
-"""Sample images of a run: `samples/step_000010/*.png`, with captions and rewards in a `samples.jsonl` beside them."""
+"""Samples of a run: `samples/step_000010/*.png`, of videos `*.mp4`, with captions and rewards in a `samples.jsonl` beside
+them."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from megadiff.observe import video
+
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "samples.jsonl"
-MAX_FRAMES = 4  # of a video, side by side in its PNG
+IMAGE_SUFFIX = ".png"
+MAX_FRAMES = 4  # of a video, side by side where only images can be shown
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
@@ -73,7 +77,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
     with (aside / INDEX_NAME).open("w", encoding="utf-8") as index:
         for number, sample in enumerate(samples):
             name = _file_name(number, sample)
-            Image.fromarray(frame_strip(sample.pixels).numpy()).save(aside / name)
+            write_picture(aside / name, sample.pixels)
             index.write(json.dumps(_index_entry(name, sample), ensure_ascii=False) + "\n")
     if target.exists():
         shutil.rmtree(target)
@@ -83,7 +87,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
 def _file_name(number: int, sample: SampleRecord) -> str:
     """Unique by `number`, readable by its caption's first ASCII words, safe on every file system."""
     words = re.sub(r"[^a-z0-9]+", "-", sample.caption.lower()).strip("-")[:40].strip("-")
-    return f"{number:03d}_{words or 'prompt'}_{sample.sample_index}.png"
+    return f"{number:03d}_{words or 'prompt'}_{sample.sample_index}{picture_suffix(sample.pixels)}"
 
 
 def _index_entry(name: str, sample: SampleRecord) -> dict[str, object]:
@@ -103,10 +107,28 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def frame_strip(pixels: Tensor) -> Tensor:
-    """[F, H, W, 3] uint8 → [H, W·min(F, MAX_FRAMES), 3]: an image as it is, a video as frames in a row."""
+def picture_suffix(pixels: Tensor) -> str:
+    """Of the file that write_picture makes of them."""
+    return IMAGE_SUFFIX if len(pixels) == 1 else video.SUFFIX
+
+
+def write_picture(path: Path, pixels: Tensor) -> None:
+    """An image as PNG, more frames as MP4; path ends in picture_suffix. ValueError unless uint8 [F, H, W, 3]."""
+    _check_pixels(pixels)
+    if len(pixels) == 1:
+        Image.fromarray(pixels[0].detach().cpu().numpy()).save(path)
+    else:
+        video.write_video(path, pixels)
+
+
+def _check_pixels(pixels: Tensor) -> None:
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
         raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [F, H, W, 3]; convert them first")
+
+
+def frame_strip(pixels: Tensor) -> Tensor:
+    """[F, H, W, 3] uint8 → [H, W·min(F, MAX_FRAMES), 3]: an image as it is, a video as frames in a row."""
+    _check_pixels(pixels)
     num_frames = pixels.shape[0]
     picked = torch.linspace(0, num_frames - 1, min(num_frames, MAX_FRAMES)).round().long()
     return torch.cat(list(pixels.detach().cpu()[picked]), dim=1).contiguous()
@@ -129,7 +151,7 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
 
 
 def read_samples(run_folder: Path) -> list[SavedSample]:
-    """Every saved sample by rising step; torn lines and lines whose image is gone are skipped with a warning."""
+    """Every saved sample by rising step; torn lines and lines whose file is gone are skipped with a warning."""
     return [sample for step, folder in step_folders(run_folder) for sample in _read_index(folder, step)]
 
 

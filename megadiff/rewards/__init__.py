@@ -2,8 +2,11 @@
 
 REWARDS = {
     "color": "megadiff.rewards.color:ColorReward",
+    "frame": "megadiff.rewards.frame:FrameReward",
     "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
+    "motion": "megadiff.rewards.motion:MotionReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",
     "shapes": "megadiff.rewards.shapes:ShapesReward",
     "shapes_strict": "megadiff.rewards.shapes:ShapesStrictReward",
+    "temporal_consistency": "megadiff.rewards.motion:TemporalConsistencyReward",
 }

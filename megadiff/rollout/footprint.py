@@ -25,9 +25,10 @@ def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, 
     Sizes come from the safetensors headers; where only a component's config.json is there, from its empty module.
     """
     index = read_json(model_folder / "model_index.json")
-    weighted = next(family.weighted for family in FAMILIES if family.pipeline_class == index["_class_name"])
+    family = next(family for family in FAMILIES if family.pipeline_class == index["_class_name"])
+    optional = [name for name in family.optional if (index.get(name) or [None])[0]]
     elements, unknown = 0, []
-    for component in weighted:
+    for component in (*family.weighted, *optional):
         folder = model_folder / component
         if list(folder.glob("*.safetensors")):
             manifest = folder_manifest(model_folder, (component,), dtype=dtype)
@@ -42,7 +43,8 @@ def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, 
 
 
 def decoding_bytes(*, num_pixels: int, dtype: str) -> int:
-    """What the VAE's decoder takes beside its weights (an estimate). num_pixels: of all images of one engine call."""
+    """What the VAE's decoder takes beside its weights (an estimate). num_pixels: of all images of one engine call, of
+    videos those of all frames."""
     return min(num_pixels, DECODED_PIXELS) * BYTES_PER_DECODED_PIXEL * DTYPES[dtype].itemsize // 2
 
 

@@ -52,6 +52,4 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
     torn = sorted(name for name, value in stored.fingerprints.items() if found.get(name) != value)
     if torn:
         raise ValueError(f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; the folder is torn")
-    CommitCheck(stored.version, ledger, stored.lora.modules if stored.lora else ())(
-        replica, await replica.weights_commit(stored.version)
-    )
+    CommitCheck(stored.version, ledger)(replica, await replica.weights_commit(stored.version))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megadiff.types import LoraSpec
-from megadiff.weights.lora_names import is_lora_name, lora_manifest
+from megadiff.weights.lora_names import lora_manifest
 from megadiff.weights.manifest import Manifest, name_difference
+from megadiff.weights.parts import Part, by_part
 
 UNPUSHED = -1  # the version of the weights on disk, before any push
 
@@ -20,9 +21,9 @@ class Refused(Exception):
 class PolicyState:
     """ready → (begin) → updating → (commit) → ready, and ready ↔ asleep. It generates only when ready.
 
-    expected: every base tensor of the pipeline. A push brings all of them, or them and LoRA tensors, or LoRA tensors alone
-    over a base that was pushed whole. A push that fails on the way leaves the state at updating, because the weights are
-    then a mixture; a new begin starts over, with the base.
+    expected: every base tensor of the pipeline. A push brings whole parts: a component's base weights, or its LoRA tensors.
+    What it leaves out must have been committed before, and stays in use: the LoRA tensors only under an equal spec. A push
+    that fails on the way leaves the state at updating, because the weights are then a mixture; the next one brings all.
     """
 
     def __init__(self, expected: Manifest) -> None:
@@ -31,7 +32,7 @@ class PolicyState:
         self.state = "ready"
         self.pending_version: int | None = None
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
-        self._holds_base = False  # a base was pushed whole, and nothing was broken off since
+        self._holds_all = False  # every base weight was pushed, and nothing was broken off since
         self._pending: Manifest = {}
         self._received: set[str] = set()
 
@@ -49,20 +50,22 @@ class PolicyState:
             raise Refused(409, f"policy_version {asked_version} was asked for, this replica holds {self.version}")
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
-        """Enter updating. Raises Refused when asleep (409), or for tensors that this pipeline does not take (400)."""
+        """Enter updating. Raises Refused when asleep or when a part is left out that is not held (409), or for tensors that
+        this pipeline does not take (400)."""
         if self.state == "asleep":
             raise Refused(409, "the replica is asleep; POST /rl/wake before a push")
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
-        self._check_manifest(manifest, lora)
-        holds_base = self._holds_base and self.state == "ready"
-        if not manifest.keys() & self.expected.keys() and not holds_base:
+        parts = self._checked_parts(manifest, lora)
+        left_out = sorted(parts - by_part(manifest).keys())
+        lacking = [str(part) for part in left_out if not self._holds(part, lora)]
+        if lacking:
             raise Refused(
                 409,
-                "LoRA tensors alone, but this replica holds no base weights of a whole push; push the base with them",
+                f"the push leaves out {' and '.join(lacking)}, which this replica does not hold from pushes before it; push "
+                "everything",
             )
-        brings_base = bool(manifest.keys() & self.expected.keys())
-        self._holds_base = holds_base and not brings_base
+        self._holds_all = False
         self.state, self.pending_version, self.lora = "updating", version, lora
         self._pending, self._received = manifest, set()
 
@@ -92,7 +95,7 @@ class PolicyState:
         """The pending version is the policy."""
         assert self.pending_version is not None
         self.state, self.version, self.pending_version = "ready", self.pending_version, None
-        self._holds_base = True
+        self._holds_all = True
 
     def fall_asleep(self) -> None:
         self.require_ready()
@@ -104,23 +107,25 @@ class PolicyState:
             raise Refused(409, f"the replica is {self.state}, not asleep")
         self.state = "ready"
 
-    def _check_manifest(self, manifest: Manifest, lora: LoraSpec | None) -> None:
-        """Raises Refused(400) unless the manifest is the base's tensors, those of the LoRA, or both."""
+    def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[Part]:
+        """All parts that the replica uses after the push. Raises Refused(400) for a manifest that is not of whole ones."""
         try:
-            of_lora = lora_manifest(lora, self.expected) if lora else {}
+            known = self.expected | (lora_manifest(lora, self.expected) if lora else {})
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        adapters = {name for name in manifest if is_lora_name(name) and name not in self.expected}
-        parts = {"LoRA": (set(of_lora), adapters)}
-        if not of_lora or manifest.keys() - adapters:
-            parts["pipeline"] = (set(self.expected), manifest.keys() - adapters)
-        for kind, (expected, found) in parts.items():
+        whole = by_part(known)
+        for part, found in by_part(manifest).items():
+            expected = whole.get(part, set())
             difference = name_difference(expected, found)
             if difference:
-                raise Refused(400, f"the manifest differs from the {kind}'s {len(expected)} tensors: {difference}")
-        known = self.expected | of_lora
+                raise Refused(400, f"the manifest differs from the {len(expected)} tensors of {part}: {difference}")
         for name, row in manifest.items():
             _check_same(name, row, known[name])
+        return set(whole)
+
+    def _holds(self, part: Part, lora: LoraSpec | None) -> bool:
+        """Whether the part, of a policy with this LoRA, was committed before and is untouched."""
+        return self._holds_all and self.state == "ready" and (not part.is_lora or lora == self.lora)
 
     def _require_updating(self) -> None:
         if self.state != "updating":

@@ -18,7 +18,7 @@ from megadiff.models.rollout_base import REQUESTS_KEY, RESULT_KEY, assemble_grou
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.omni_app import call_worker, set_asleep
 from megadiff.rollout.policy import PolicyState, Refused
-from megadiff.rollout.requests import check_requests
+from megadiff.rollout.requests import ModelRule, check_requests
 from megadiff.rollout.wire import encode_groups
 from megadiff.types import LoraSpec, RolloutRequest
 from megadiff.weights.bucket import file_manifest
@@ -42,12 +42,14 @@ class Replica:
         expected: Manifest,
         places: Sequence[Mapping[str, Any]],
         limits: Limits,
+        model_rule: ModelRule,
         sleep_mode: bool,
         weights_folder: Path | None = None,
     ) -> None:
-        """expected: of the base weights. places: as the worker extension's policy_places() returns them. weights_folder:
-        the one from which buckets on disk are taken."""
+        """expected: of the base weights. places: as the worker extension's policy_places() returns them. model_rule: raises
+        ValueError for what the model cannot sample. weights_folder: the one from which buckets on disk are taken."""
         self.engine, self.name, self.limits, self.sleep_mode = engine, name, limits, sleep_mode
+        self.model_rule = model_rule
         self.places, self.weights_folder = list(places), weights_folder
         self.policy = PolicyState(expected)
         self.in_flight = 0
@@ -71,7 +73,7 @@ class Replica:
 
         Raises Refused, and ValueError for a bad request or for requests that do not go together.
         """
-        check_requests(requests, self.limits)
+        check_requests(requests, self.limits, self.model_rule)
         for request in requests:
             self.policy.require_ready(request.policy_version)
         async with self.generating() as version:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,17 +57,21 @@ class PolicyLora(DiffusionLoRAManager):
         self._set_aside = {}
 
     def bind(self, spec: LoraSpec | None, *, places: Mapping[str, ServedPlace]) -> None:
-        """Puts the tensors set aside in place of whatever was bound; None: the base model alone, from now on.
+        """Puts the tensors set aside in place of whatever was bound; None: the base model alone, from now on. A component of
+        which none were set aside keeps what it has, where an equal spec is bound.
 
         places: of the base weights. Raises ValueError that names tensors which are missing, extra, or of another shape
         or dtype, and modules that vllm-omni cannot wrap.
         """
-        pushed, self._set_aside, self.spec = self._set_aside, {}, None
-        self._reset_layers()
-        if spec is None:
-            return
+        pushed, self._set_aside = self._set_aside, {}
+        bound, self.spec = self.spec, None
         try:
-            self._bind(spec, pushed, self._module_places(spec, places))
+            brought = {_component(name) for name in pushed}
+            kept = set(self.pipeline.policy_components) - brought if spec and spec == bound else set()
+            self._reset_layers(but_of=kept)
+            if spec is not None:
+                modules = self._module_places(spec, places)
+                self._bind(spec, pushed, {name: at for name, at in modules.items() if _component(name) not in kept})
         except Exception:
             self._reset_layers()
             raise
@@ -94,10 +98,10 @@ class PolicyLora(DiffusionLoRAManager):
         return tensors
 
     def bound_modules(self, *, places: Mapping[str, ServedPlace]) -> list[str]:
-        """The modules that compute with an adapter, as LoraSpec.modules has them, sorted: read off the layers themselves,
-        those of other adapters than the policy's included."""
+        """The modules that compute with an adapter, with their component, sorted: read off the layers themselves, those of
+        other adapters than the policy's included."""
         return sorted(
-            module_of(name).partition(".")[2]
+            module_of(name)
             for name, place in places.items()
             if name.endswith(".weight")
             and (layer := self._lora_modules.get(module_of(place.parameter))) is not None
@@ -107,7 +111,9 @@ class PolicyLora(DiffusionLoRAManager):
     def _bind(self, spec: LoraSpec, pushed: Mapping[str, Tensor], modules: Mapping[str, ServedPlace]) -> None:
         difference = name_difference({name + suffix for name in modules for suffix in (LORA_A, LORA_B)}, set(pushed))
         if difference:
-            raise ValueError(f"the LoRA tensors pushed are not those of its {len(spec.modules)} modules: {difference}")
+            raise ValueError(f"the LoRA tensors pushed are not those of its {len(modules)} modules: {difference}")
+        if not modules:
+            return
         self._wrap(spec, modules)
         pairs: dict[str, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
         for name, place in modules.items():
@@ -154,29 +160,33 @@ class PolicyLora(DiffusionLoRAManager):
             layer.lora_a_stacked = tuple(a[:, :, : spec.rank].contiguous() for a in layer.lora_a_stacked)
             layer.lora_b_stacked = tuple(b[..., : spec.rank].contiguous() for b in layer.lora_b_stacked)
 
-    def _reset_layers(self) -> None:
-        for layer in self._lora_modules.values():
-            layer.reset_lora(SLOT)
+    def _reset_layers(self, *, but_of: Collection[str] = ()) -> None:
+        for name, layer in self._lora_modules.items():
+            if _component(name) not in but_of:
+                layer.reset_lora(SLOT)
 
     def _module_places(self, spec: LoraSpec, places: Mapping[str, ServedPlace]) -> dict[str, ServedPlace]:
-        """Module name with its component → where it lives; `parameter` is a module's name here. Raises ValueError for
-        modules that none of the pipeline's components has, or several have."""
+        """Module name with its component, of every component that has it → where it lives; `parameter` is a module's name
+        here. Raises ValueError for modules that none of the pipeline's components has."""
         components = self.pipeline.policy_components
-        names = {
-            module: [f"{component}.{module}" for component in components if f"{component}.{module}.weight" in places]
-            for module in spec.modules
-        }
-        wrong = {module: len(found) for module, found in names.items() if len(found) != 1}
+        found: dict[str, ServedPlace] = {}
+        wrong = []
+        for module in spec.modules:
+            names = [f"{component}.{module}" for component in components if f"{component}.{module}.weight" in places]
+            found |= {name: places[f"{name}.weight"] for name in names}
+            wrong += [] if names else [module]
         if wrong:
-            counts = ", ".join(f"{module} ({count})" for module, count in list(wrong.items())[:5])
             raise ValueError(
-                f"{len(wrong)} LoRA modules must each be in one of the replica's {' and '.join(components)}: {counts}"
+                f"{len(wrong)} LoRA modules are in none of the replica's {' and '.join(components)}: {', '.join(wrong[:5])}"
             )
-        found = {name: places[f"{name}.weight"] for (name,) in names.values()}
         return {
             name: ServedPlace(parameter=module_of(place.parameter), shard=place.shard, num_shards=place.num_shards)
             for name, place in found.items()
         }
+
+
+def _component(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def plain_name(parameter: str) -> str:

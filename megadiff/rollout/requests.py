@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megadiff.diffusion.schedule import check_window
 from megadiff.diffusion.sde import NOISE_SCALES
 from megadiff.rollout.limits import Limits
 from megadiff.types import DTYPES, RolloutRequest, Sampling
 
-SIZE_MULTIPLE = 16  # pixels per latent token
+ModelRule = Callable[[Sampling], None]  # ModelAdapter.validate: what the model cannot sample is its ValueError
 
 
-def check_requests(requests: Sequence[RolloutRequest], limits: Limits) -> None:
+def check_requests(requests: Sequence[RolloutRequest], limits: Limits, model_rule: ModelRule) -> None:
     """Raises ValueError unless all can be sampled in one batch; a fault of one request names its place and prompt."""
     if not requests:
         raise ValueError("the list of requests is empty; send at least one")
     for place, request in enumerate(requests):
         try:
-            check_request(request, limits)
+            check_request(request, limits, model_rule)
         except ValueError as error:
             raise ValueError(f"requests[{place}] (prompt {request.prompt.id[:64]}): {error}") from None
         _check_same_sampling(place, request.sampling, requests[0].sampling)
@@ -40,24 +40,29 @@ def _check_same_sampling(place: int, sampling: Sampling, first: Sampling) -> Non
             )
 
 
-def check_request(request: RolloutRequest, limits: Limits) -> None:
+def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule) -> None:
     """Raises ValueError for the first rule that the request breaks."""
     sampling = request.sampling
     for name, text in (("prompt", request.prompt.text), ("negative prompt", request.prompt.negative_text)):
         _check_text(name, text, limits.prompt_chars)
-    for name, size in (("height", sampling.height), ("width", sampling.width)):
-        if not 0 < size <= limits.side or size % SIZE_MULTIPLE:
-            raise ValueError(f"{name}={size} must be a positive multiple of {SIZE_MULTIPLE}, at most {limits.side}")
-    if sampling.num_frames != 1:
-        raise ValueError(f"num_frames={sampling.num_frames}; this replica serves an image model: set num_frames=1")
+    for name, limit in (("height", limits.side), ("width", limits.side), ("num_frames", limits.num_frames)):
+        if not 0 < getattr(sampling, name) <= limit:
+            raise ValueError(f"{name}={getattr(sampling, name)} must be positive, at most {limit}")
+    num_pixels = sampling.height * sampling.width * sampling.num_frames
+    if num_pixels > limits.pixels:
+        raise ValueError(
+            f"{sampling.num_frames} frames of {sampling.width}x{sampling.height} are {num_pixels} pixels, a sample has at "
+            f"most {limits.pixels}; ask for fewer or smaller frames"
+        )
     if not 1 <= sampling.num_inference_steps <= limits.num_inference_steps:
         raise ValueError(
             f"num_inference_steps={sampling.num_inference_steps} must be 1 to {limits.num_inference_steps}"
         )
-    for name in ("true_cfg_scale", "guidance_scale", "eta"):
+    for name in ("true_cfg_scale", "guidance_scale", "guidance_scale_2", "eta"):
         value = getattr(sampling, name)
         if not (math.isfinite(value) and 0 <= value <= 100):
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
+    model_rule(sampling)
     _check_sde(request)
     _check_samples(request.sample_indices, limits.group_size)
 

@@ -12,13 +12,17 @@ import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with, kill_children
 from megadiff.rollout.limits import Limits
+
+if TYPE_CHECKING:  # imports torch
+    from megadiff.types import Sampling
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight
@@ -60,13 +64,14 @@ def serve(config: ServeConfig) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(config.host, config.token)
     listener = bind(config.host, config.port)
-    from megadiff.models.registry import check_model_folder  # imports torch: a taken port is told before that
+    from megadiff.models.registry import build_adapter, check_model_folder  # imports torch: a taken port is told before
 
     try:
         family = check_model_folder(config.model)
+        adapter = build_adapter(config.model)
         check_device(config.device)
-        check_tensor_parallel(config)
-        asyncio.run(_serve(config, family.rollout_pipeline, listener))
+        check_tensor_parallel(config, num_heads=adapter.num_heads)
+        asyncio.run(_serve(config, family.rollout_pipeline, adapter.validate, listener))
     finally:
         listener.close()
         kill_children()  # vllm-omni's workers, when its own shutdown did not end them
@@ -107,16 +112,13 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}, but the installed vLLM runs on {built_for}; use --device auto")
 
 
-def check_tensor_parallel(config: ServeConfig) -> None:
+def check_tensor_parallel(config: ServeConfig, *, num_heads: int) -> None:
     """Raises ValueError when --tp does not divide the model's attention heads, or there are fewer GPUs."""
     import torch
 
-    from megadiff.models.registry import build_adapter
-
-    heads = build_adapter(config.model).num_heads
-    if config.tp < 1 or heads % config.tp:
+    if config.tp < 1 or num_heads % config.tp:
         raise ValueError(
-            f"--tp {config.tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
+            f"--tp {config.tp} does not divide the model's {num_heads} attention heads; give a divisor of {num_heads}"
         )
     if torch.cuda.is_available() and config.tp > torch.cuda.device_count():
         raise ValueError(f"--tp {config.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that")
@@ -145,7 +147,9 @@ def reachable_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) -> None:
+async def _serve(
+    config: ServeConfig, pipeline: str, model_rule: Callable[[Sampling], None], listener: socket.socket
+) -> None:
     import uvicorn
 
     from megadiff.rollout.late_join import load_newest
@@ -173,6 +177,7 @@ async def _serve(config: ServeConfig, pipeline: str, listener: socket.socket) ->
             expected=await call_worker(engine, "policy_manifest"),
             places=(await call_worker(engine, "policy_places"))["workers"],
             limits=config.limits,
+            model_rule=model_rule,
             sleep_mode=config.sleep_mode,
             weights_folder=config.weights,
         )

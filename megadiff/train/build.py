@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -31,6 +32,7 @@ from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, spread
+from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder
 from megadiff.train.rollout import sampling_of
@@ -62,6 +64,9 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     check_model_folder(model)
     adapter = build_adapter(model)
     adapter.validate(sampling)
+    for warning in check_experts(config, adapter, on_policy=on_policy):
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
     if adapter.num_heads % config.rollout.tp:
         raise ValueError(

@@ -12,11 +12,12 @@ from megadiff.config.load import to_dict
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
+from megadiff.train.experts import describe_experts
 from megadiff.train.rollout import sampling_of
 
 
 def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int) -> dict[str, object]:
-    """JSON values: sigmas, sde_window_range, samples_per_step, …, layout, config."""
+    """JSON values: sigmas, sde_window_range, experts, samples_per_step, …, layout, config."""
     sampling, train = sampling_of(config.rollout), config.train
     tokens, channels = adapter.latents_shape(sampling)
     samples = train.prompts_per_step * config.algorithm.group_size
@@ -25,6 +26,7 @@ def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_promp
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
         "sde_window_size": sampling.sde_window_size,
         "sde_window_range": list(sampling.sde_window_range),
+        "experts": describe_experts(config, adapter),
         "num_prompts": num_prompts,
         "prompts_per_step": train.prompts_per_step,
         "samples_per_step": samples,

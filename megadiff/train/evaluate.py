@@ -17,6 +17,7 @@ from torch import Tensor
 from megadiff.config.schema import Config
 from megadiff.observe import diversity
 from megadiff.observe.evaluation import EvaluatedSample, Evaluation, Identity, image_name
+from megadiff.observe.samples import picture_suffix
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
@@ -137,8 +138,11 @@ def evaluate(
         seed=seed,
         num_inference_steps=sampling.num_inference_steps,
         true_cfg_scale=sampling.true_cfg_scale,
+        guidance_scale=sampling.guidance_scale,
+        guidance_scale_2=sampling.guidance_scale_2,
         height=sampling.height,
         width=sampling.width,
+        num_frames=sampling.num_frames,
         samples=sorted(samples, key=lambda sample: order[sample.identity]),
         diversity={name: _mean_of_known(figures, name) for name in FIGURES},
     )
@@ -221,7 +225,8 @@ def _keep(share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]],
     prompt = group.prompt
     for sample, rewards in zip(group.trajectories, rewards_G, strict=True):
         is_wanted = (prompt.id, sample.sample_index) in wanted
-        file = image_name(prompt.id, sample.sample_index) if is_wanted else None
+        suffix = picture_suffix(sample.pixels)
+        file = image_name(prompt.id, sample.sample_index, suffix=suffix) if is_wanted else None
         share.samples.append(
             EvaluatedSample(
                 prompt_id=prompt.id,

@@ -16,9 +16,10 @@ from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.train import parity
 from megadiff.train.checkpoint import Checkpoints
+from megadiff.train.experts import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
 from megadiff.train.replicas import asleep
-from megadiff.train.rollout import group_requests, sample_and_score, sampling_of
+from megadiff.train.rollout import group_requests, sample_and_score
 from megadiff.train.update import update
 from megadiff.types import Progress
 from megadiff.weights.sync import WeightSync
@@ -45,7 +46,7 @@ class Run:
 def train(run: Run) -> None:
     """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
     config, engine, progress, timers = run.config, run.engine, run.progress, Timers()
-    sampling = sampling_of(config.rollout)
+    samplings = step_samplings(config, run.adapter)
     run.sync.push(progress.step)
     gate = parity.check(
         engine, run.adapter, run.fleet, run.prompts.peek().prompts, config=config, mesh=run.mesh, step=progress.step
@@ -58,7 +59,7 @@ def train(run: Run) -> None:
                 stats = run.sync.push(progress.step)
             requests = group_requests(
                 next(run.prompts).prompts,
-                sampling=sampling,
+                sampling=samplings[progress.step % len(samplings)],
                 group_size=config.algorithm.group_size,
                 seed=config.seed,
                 step=progress.step,

@@ -101,7 +101,12 @@ class MemoryPlan:
 def make_plan(config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int) -> MemoryPlan:
     """text_tokens: of the longest prompt. Raises ValueError for colocated replicas on several nodes."""
     _check_placement(config, machine)
-    model = model_shape(adapter, config.lora)
+    several = len(adapter.components) > 1
+    model = replace(
+        model_shape(adapter, config.lora),
+        num_components=len(adapter.components),
+        idle_offloaded=several and config.engine.offload_idle,
+    )
     replicas = _replicas(config, adapter, model, machine, text_tokens)
     own = _own_placing(config, machine)
     placings = {placing: None for placing in [*placings_of(machine), *([own] if own else [])]}
@@ -170,6 +175,8 @@ def _estimate(
     awake = replicas.weights * replicas.per_gpu
     reference = static.reference if build_algorithm(config.algorithm).needs_reference else 0
     host = {"reference": reference, "sleeping replica": awake if replicas.sleeps else 0}
+    if model.idle_offloaded:
+        host["idle optimizer"] = model.num_components * static.optimizer
     return Estimate(placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle)
 
 
@@ -180,6 +187,7 @@ def _phases(
     resident = {"parameters": static.parameters, "optimizer": static.optimizer, "average": static.average}
     gradients = {"gradients": static.gradients}
     resident |= gradients if static.permanent_gradients else {}
+    resting = resident | {"optimizer": 0, "gradients": 0} if model.idle_offloaded else resident
     awake = {"replica": replicas.weights * replicas.per_gpu}
     asleep = {"replica": 0} if replicas.sleeps else awake
     on_policy = build_algorithm(config.algorithm).on_policy
@@ -193,10 +201,10 @@ def _phases(
     phases = {"update": resident | gradients | asleep | passes(training=True)}
     if on_policy:  # the parity gate computes them beside replicas that are awake
         probed = awake if config.parity.mode != "off" else asleep
-        phases["log_probs"] = resident | probed | passes(training=False)
+        phases["log_probs"] = resting | probed | passes(training=False)
     if on_policy or config.eval.every:
-        phases["rollout"] = resident | awake | {"replica at work": replicas.working * replicas.per_gpu}
-        phases["sync"] = resident | awake | {"buckets": _bucket_bytes(config, model)}
+        phases["rollout"] = resting | awake | {"replica at work": replicas.working * replicas.per_gpu}
+        phases["sync"] = resting | awake | {"buckets": _bucket_bytes(config, model)}
     return phases
 
 
@@ -221,7 +229,7 @@ def work_of(
         rows=min(config.train.microbatch_size, rows),
         image_tokens=adapter.latents_shape(sampling)[0],
         text_tokens=text_tokens,
-        passes=2 if on_policy and sampling.true_cfg_scale > 1 else 1,
+        passes=max(adapter.num_passes(each, sampling) for each in adapter.components) if on_policy else 1,
         itemsize=itemsize,
         recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
         num_microbatches=num_microbatches,

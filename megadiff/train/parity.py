@@ -19,10 +19,12 @@ from megadiff.parallel.collectives import agreed, all_reduce_max, broadcast_byte
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
+from megadiff.train.experts import component_steps
 from megadiff.train.rollout import sampling_of, share
-from megadiff.types import DTYPES, Prompt, RolloutGroup, RolloutRequest, TrainBatch
+from megadiff.types import DTYPES, Prompt, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
+LOG_PROB_GAP = "parity/log_prob_gap_max"
 SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
 LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # other noise is off by 1 and more
 EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest entry
@@ -42,26 +44,31 @@ def check(
     mesh: Mesh,
     step: int,
 ) -> dict[str, float]:
-    """Collective. One group of every replica is recomputed: schedule, prompt embeddings, latents, log_probs.
+    """Collective. One group of every replica and component is recomputed: schedule, prompt embeddings, latents, log_probs.
 
     prompts: of the step to come. The group is of the first one, sampled in one call with as many of the others as a call
     of this run holds, so that what padding and batching do to it is in the gap.
 
-    Returns the gaps, each the maximum over replicas and ranks: parity/log_prob_gap_max, parity/schedule_gap_max,
-    parity/embedding_gap_max, parity/latents_gap_max. Raises AgreedError when log_probs differ by half the clip range or
-    more, or schedule or embeddings differ, unless parity.mode is warn; does nothing when it is off.
+    Returns the gaps, each the maximum over replicas, components and ranks: parity/log_prob_gap_max,
+    parity/schedule_gap_max, parity/embedding_gap_max, parity/latents_gap_max; of several components each one's
+    parity/log_prob_gap_max/<component>, too. Raises AgreedError when log_probs differ by half the clip range or more, or
+    schedule or embeddings differ, unless parity.mode is warn; does nothing when it is off.
     """
     if config.parity.mode == "off":
         return {}
     prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // _num_samples(config))], mesh)
     expected = _expected_conditioning(adapter, prompts[0], config=config, mesh=mesh)
+    samplings = component_samplings(adapter, sampling_of(config.rollout))
     rounds = math.ceil(len(fleet.replicas) / mesh.dp)
     gaps: dict[str, float] = {}
     for turn in range(rounds):
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
-        group = _probe(fleet, replica, prompts, config=config, mesh=mesh, step=step)
-        found = _gaps(engine, adapter, group, expected, config=config, mesh=mesh, step=step)
-        gaps = {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
+        for component, sampling in samplings.items():
+            group = _probe(fleet, replica, prompts, sampling, config=config, mesh=mesh, step=step)
+            found = _gaps(engine, adapter, group, expected, config=config, mesh=mesh, step=step)
+            if len(samplings) > 1:
+                found[f"{LOG_PROB_GAP}/{component}"] = found[LOG_PROB_GAP]
+            gaps |= {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     logger.info("parity with %d replicas: %s", len(fleet.replicas), "  ".join(f"{k} {v:.2e}" for k, v in gaps.items()))
     problem = verdict(gaps, clip_range=config.algorithm.clip_range, dtype=config.model.dtype)
@@ -74,13 +81,28 @@ def check(
     return gaps
 
 
+def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, Sampling]:
+    """component → the sampling with its window among the component's own steps: those of them that the run's windows may
+    cover, or where these leave it out, all. Without components that no stochastic step could be of."""
+    low, high = sampling.sde_window_range
+    samplings = {}
+    for component, steps in component_steps(adapter, sampling).items():
+        steps = [step for step in steps if step < sampling.num_inference_steps - 1]
+        steps = [step for step in steps if low <= step < high] or steps
+        if steps:
+            size = min(sampling.sde_window_size, len(steps))
+            within = (steps[0], steps[-1] + 1)
+            samplings[component] = replace(sampling, sde_window_size=size, sde_window_range=within)
+    return samplings
+
+
 def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
     """'' when the gaps are harmless, else what is wrong, with both numbers."""
     limits = {
         "parity/schedule_gap_max": (SCHEDULE_TOLERANCE, "the replica samples with another sigma schedule"),
         "parity/embedding_gap_max": (EMBEDDING_TOLERANCE[dtype], "the replica embeds the prompt differently"),
         "parity/latents_gap_max": (LATENTS_TOLERANCE[dtype], "the replica draws other noise, or takes other steps"),
-        "parity/log_prob_gap_max": (
+        LOG_PROB_GAP: (
             clip_range / 2,
             "half of algorithm.clip_range: rollout and trainer do not compute the same policy",
         ),
@@ -103,9 +125,9 @@ def _same_prompts(prompts: Sequence[Prompt], mesh: Mesh) -> list[Prompt]:
 
 def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """What every replica must answer as conditioning, encoded once, on global rank 0, and sent to all."""
-    texts = (
-        {"": prompt.text, "negative_": prompt.negative_text} if config.rollout.true_cfg_scale > 1 else {"": prompt.text}
-    )
+    sampling, texts = sampling_of(config.rollout), {"": prompt.text}
+    if any(adapter.num_passes(component, sampling) > 1 for component in adapter.components):
+        texts["negative_"] = prompt.negative_text
 
     def encode() -> bytes:
         tensors = {}
@@ -119,13 +141,13 @@ def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Con
 
 
 def _probe(
-    fleet: Fleet, replica: int, prompts: Sequence[Prompt], *, config: Config, mesh: Mesh, step: int
+    fleet: Fleet, replica: int, prompts: Sequence[Prompt], sampling: Sampling, *, config: Config, mesh: Mesh, step: int
 ) -> RolloutGroup:
     """The first prompt's group, sampled together with the others'."""
     requests = [
         RolloutRequest(
             prompt=prompt,
-            sampling=sampling_of(config.rollout),
+            sampling=sampling,
             sample_indices=tuple(range(_num_samples(config))),
             seed=config.seed,
             step=step,
@@ -155,7 +177,7 @@ def _gaps(
         "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
         "parity/embedding_gap_max": _conditioning_gap(expected, group),
         "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
-        "parity/log_prob_gap_max": _gap(log_probs_NW, batch.old_log_probs_NW),
+        LOG_PROB_GAP: _gap(log_probs_NW, batch.old_log_probs_NW),
     }
 
 

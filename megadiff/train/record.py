@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
 
@@ -118,8 +119,9 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
 
 def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float]:
     """Means over the groups of all ranks: how different the samples of one prompt are, and the looks of a hacked reward.
-    Of a video, its middle frame. Diversity of colour is that of prompts that name none, and missing without one."""
-    keys = ("pixel_spread", "saturation", "clipped_share", "count", "colour_entropy_bit", "open_count")
+    Of a video, its middle frame, and how much it moves. Diversity of colour is that of prompts that name none, and missing
+    without one."""
+    keys = ("pixel_spread", "saturation", "clipped_share", "count", "colour_entropy_bit", "open_count", "motion")
     sums = dict.fromkeys(keys, 0.0)
     for group in groups:
         pixels = torch.stack([sample.pixels[len(sample.pixels) // 2] for sample in group.trajectories])
@@ -131,11 +133,19 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float
         if not diversity.names_a_colour(group.prompt.text):
             sums["colour_entropy_bit"] += diversity.colour_entropy_bit([small])
             sums["open_count"] += 1
+        if _has_videos(group):
+            sums["motion"] += fmean(diversity.motion(sample.pixels) for sample in group.trajectories)
     sums = all_reduce_sums(sums, mesh.cpu_group)
     count, open_count, bits = sums.pop("count"), sums.pop("open_count"), sums.pop("colour_entropy_bit")
     means = {name: value / count for name, value in sums.items()}
     means |= {"colour_entropy_bit": bits / open_count} if open_count else {}
+    if not any(map(_has_videos, groups)):
+        del means["motion"]
     return {f"diversity/{name}": value for name, value in means.items()}
+
+
+def _has_videos(group: RolloutGroup) -> bool:
+    return len(group.trajectories[0].pixels) > 1
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -30,6 +30,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         num_inference_steps=config.num_inference_steps,
         true_cfg_scale=config.true_cfg_scale,
         guidance_scale=config.guidance_scale,
+        guidance_scale_2=config.guidance_scale_2,
         sde_type=config.sde_type,
         eta=config.eta,
         sde_window_size=config.sde_window_size,
@@ -93,14 +94,21 @@ def without_fields(request: RolloutRequest) -> RolloutRequest:
 
 
 def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
-    """Groups of the model group's first rank on all its peers."""
+    """Groups of the model group's first rank on all its peers, there with the middle frame alone of a video."""
     if mesh.sp * mesh.tp == 1:
         return groups
-    plain = [replace(group, prompt=replace(group.prompt, fields={})) for group in groups]
+    plain = [_for_peers(group) for group in groups]
     payloads = [encode_groups([group]) for group in plain] if mesh.is_model_group_source else [None] * count
     source, peers = mesh.model_group_source, mesh.cpu_model_group
     received = [broadcast_bytes(payload, source=source, group=peers) for payload in payloads]
     return groups if mesh.is_model_group_source else [decode_groups(payload)[0] for payload in received]
+
+
+def _for_peers(group: RolloutGroup) -> RolloutGroup:
+    """Less what only rewards and samples read: columns of the prompt, and all frames but that of the diversity figures."""
+    middle = len(group.trajectories[0].pixels) // 2
+    trajectories = tuple(replace(one, pixels=one.pixels[middle : middle + 1]) for one in group.trajectories)
+    return replace(group, prompt=replace(group.prompt, fields={}), trajectories=trajectories)
 
 
 def share_rewards(rewards: Rewards, *, mesh: Mesh) -> Rewards:

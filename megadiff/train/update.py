@@ -42,7 +42,8 @@ def update(
         engine.update(with_denominator(select(batch, part), mesh), algorithm.loss)
         for part in update_parts(batch, group_size=group_size, num_updates=num_updates)
     ]
-    return {key: sum(stat[key] for stat in stats) / len(stats) for key in stats[0]}
+    found = {key: [stat[key] for stat in stats if key in stat] for stat in stats for key in stat}
+    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

@@ -19,11 +19,10 @@ import yaml
 
 from megadiff.types import DTYPES, LoraSpec
 from megadiff.weights import lora_files
-from megadiff.weights.convert_sources import Prefixed, Source, open_source, parameter_order, state_order
+from megadiff.weights.convert_sources import Source, open_source, parameter_order, state_order
 from megadiff.weights.destination import check_destination, check_space, clear_up, sync_tree, whole_folder
-from megadiff.weights.layouts import Layout
+from megadiff.weights.layouts import Box, Layout
 from megadiff.weights.model_folders import (
-    COMPONENT,
     ModelFolder,
     copy_rest,
     file_metadata,
@@ -31,7 +30,7 @@ from megadiff.weights.model_folders import (
     open_model,
     write_index,
 )
-from megadiff.weights.row_sources import FileRows, MergedRows, RowSource, ShardRows
+from megadiff.weights.row_sources import FileRows, JoinedRows, MergedRows, RowSource, ShardRows
 from megadiff.weights.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.weights.shards import ShardFolder
 from megadiff.weights.streaming import Advance, FileSink, ShardSink, fingerprints_of, stream
@@ -134,10 +133,9 @@ def _job(source: Source, options: Options) -> Job:
     if to == "peft" or (to == "diffusers" and lora):
         return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
     base = _needed_base(source)
-    if to == "merged":
-        rows: RowSource = MergedRows(base.rows(), source.policy, scale=lora.scale)
-    else:
-        rows = source.policy
+    rows: dict[str, RowSource] = {name: component.rows() for name, component in base.components.items()}
+    for name, policy in source.policy.items():
+        rows[name] = MergedRows(rows[name], policy, scale=lora.scale) if to == "merged" else policy
     return ModelJob(rows, base, dtype=options.dtype)
 
 
@@ -150,24 +148,31 @@ def _needed_base(source: Source) -> ModelFolder:
 class ModelJob:
     """A diffusers folder like the base's, with other weights."""
 
-    def __init__(self, rows: RowSource, base: ModelFolder, *, dtype: str) -> None:
-        """dtype: `keep` is the base's, tensor by tensor."""
+    def __init__(self, rows: Mapping[str, RowSource], base: ModelFolder, *, dtype: str) -> None:
+        """rows: of every component. dtype: `keep` is the base's, tensor by tensor."""
         self._rows, self._base = rows, base
-        held = base.rows().tensors
-        self._files = file_tensors(base, {name: _kept(dtype, held[name].dtype) for name in rows.tensors})
-        self.num_bytes = sum(meta.num_bytes for tensors in self._files.values() for meta in tensors.values())
+        self._files: dict[str, dict[str, dict[str, TensorMeta]]] = {}  # component → its files → their tensors
+        for name, component in base.components.items():
+            held = component.rows().tensors
+            dtypes = {tensor: _kept(dtype, held[tensor].dtype) for tensor in rows[name].tensors}
+            self._files[name] = file_tensors(component, dtypes)
+        files = (tensors for of_component in self._files.values() for tensors in of_component.values())
+        self.num_bytes = sum(meta.num_bytes for tensors in files for meta in tensors.values())
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         copy_rest(self._base, folder)
-        component = folder / self._base.where
-        sink = FileSink(component, self._files, metadata=file_metadata(self._base, list(self._files)))
-        expected = stream(self._rows, sink, advance=advance, verify=verify)
-        write_index(self._base, component, self._files)
+        expected = {}
+        for name, component in self._base.components.items():
+            files, place = self._files[name], folder / component.where
+            sink = FileSink(place, files, metadata=file_metadata(component, list(files)))
+            found = stream(self._rows[name], sink, advance=advance, verify=verify)
+            expected |= {f"{name}.{tensor}": digits for tensor, digits in found.items()}
+            write_index(component, place, files)
         return expected
 
     def read_back(self, folder: Path) -> RowSource:
         _check_copies(self._base, folder)
-        return open_model(folder).rows()
+        return JoinedRows({f"{name}.": each.rows() for name, each in open_model(folder).components.items()})
 
 
 class CheckpointJob:
@@ -177,15 +182,14 @@ class CheckpointJob:
         self._source, self._layout = source, layout
         base = _needed_base(source)
         _check_lora_modules(source, base)
-        shapes = {**base.model.shapes, **{name: meta.shape for name, meta in source.policy.tensors.items()}}
         order = parameter_order(source)
-        names = sorted(source.state.tensors, key=lambda name: state_order(name, order))
         tensors = source.state.tensors
+        names = sorted(tensors, key=lambda name: state_order(name, order))
         self._tensors = {name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names}
-        parameters = {name: name.rpartition("/")[2].removeprefix(f"{COMPONENT}.") for name in names}
+        boxes = _boxes(source, base, layout)
         self._boxes = [
-            {name: of_rank[parameter] for name, parameter in parameters.items() if parameter in of_rank}
-            for of_rank in layout.boxes(shapes, base.model.plan, num_heads=base.model.num_heads)
+            {name: of_rank[parameter] for name in names if (parameter := name.rpartition("/")[2]) in of_rank}
+            for of_rank in boxes
         ]
         self.num_bytes = sum(meta.num_bytes for meta in self._tensors.values())
 
@@ -214,37 +218,76 @@ class CheckpointJob:
 
 
 class LoraJob:
-    """diffusers' LoRA file; with_peft: and peft's beside it, so that one folder is loaded by both."""
+    """diffusers' LoRA file; with_peft: and peft's beside it, so that one folder is loaded by both.
+
+    Of a model with several components each has a folder of its own, as both load one component at a time.
+    """
 
     def __init__(self, source: Source, *, with_peft: bool, dtype: str) -> None:
         self._source, self._with_peft = source, with_peft
         self._spec: LoraSpec = source.lora
-        metas = source.policy.tensors
         self._tensors = {
-            name: TensorMeta(dtype=_kept(dtype, meta.dtype), shape=meta.shape) for name, meta in metas.items()
+            component: {
+                name: TensorMeta(dtype=_kept(dtype, meta.dtype), shape=meta.shape)
+                for name, meta in rows.tensors.items()
+            }
+            for component, rows in source.policy.items()
         }
-        self.num_bytes = sum(meta.num_bytes for meta in self._tensors.values()) * (2 if with_peft else 1)
+        held = sum(meta.num_bytes for tensors in self._tensors.values() for meta in tensors.values())
+        self.num_bytes = held * len(self._formats())
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         expected = {}
-        for file, prefix, metadata in self._outputs():
-            tensors = lora_files.named_as(self._tensors, prefix)
-            sink = FileSink(folder, {file: tensors}, metadata={file: metadata})
-            expected |= stream(Prefixed(self._source.policy, prefix), sink, advance=advance, verify=verify)
-        if self._with_peft:
-            config = lora_files.peft_config(self._spec, base=self._source.base.path if self._source.base else None)
-            (folder / lora_files.PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for component, place in self._places(folder).items():
+            place.mkdir(exist_ok=True)
+            for file, prefix, metadata in self._formats():
+                tensors = lora_files.named_as(self._tensors[component], prefix)
+                sink = FileSink(place, {file: tensors}, metadata={file: metadata})
+                rows = JoinedRows({prefix: self._source.policy[component]})
+                found = stream(rows, sink, advance=advance, verify=verify)
+                expected |= {f"{component}/{name}": digits for name, digits in found.items()}
+            if self._with_peft:
+                config = lora_files.peft_config(self._spec, base=self._base_path(component))
+                (place / lora_files.PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return expected
 
     def read_back(self, folder: Path) -> RowSource:
-        files = [TensorFile(folder / name) for name, _, _ in self._outputs()]
-        return FileRows({name: (file, name) for file in files for name in file.tensors})
+        keys = {}
+        for component, place in self._places(folder).items():
+            files = [TensorFile(place / name) for name, _, _ in self._formats()]
+            keys |= {f"{component}/{name}": (file, name) for file in files for name in file.tensors}
+        return FileRows(keys)
 
-    def _outputs(self) -> list[tuple[str, str, dict[str, str]]]:
+    def _places(self, folder: Path) -> dict[str, Path]:
+        """Component → the folder that its LoRA goes to."""
+        known = self._source.base.components if self._source.base else self._source.policy
+        is_one = [*known] == [*self._source.policy] and len(known) == 1
+        return {component: folder if is_one else folder / component for component in self._source.policy}
+
+    def _base_path(self, component: str) -> Path | None:
+        base = self._source.base
+        if not base:
+            return None
+        return base.path if len(base.components) == 1 else base.components[component].folder
+
+    def _formats(self) -> list[tuple[str, str, dict[str, str]]]:
         """File, prefix of its tensors' names, metadata."""
-        diffusers = (lora_files.DIFFUSERS_WEIGHTS, f"{COMPONENT}.", lora_files.diffusers_metadata(self._spec))
+        diffusers = (
+            lora_files.DIFFUSERS_WEIGHTS, lora_files.DIFFUSERS_PREFIX, lora_files.diffusers_metadata(self._spec)
+        )  # fmt: skip
         peft = (lora_files.PEFT_WEIGHTS, lora_files.PEFT_PREFIX, {"format": "pt"})
         return [diffusers, peft] if self._with_peft else [diffusers]
+
+
+def _boxes(source: Source, base: ModelFolder, layout: Layout) -> list[dict[str, Box]]:
+    """Of each rank: parameter (`transformer.<name>`) → its box."""
+    ranks: list[dict[str, Box]] = [{} for _ in range(layout.num_ranks)]
+    for component, rows in source.policy.items():
+        model = base.components[component].model
+        shapes = {**model.shapes, **{name: meta.shape for name, meta in rows.tensors.items()}}
+        for held, of_rank in zip(ranks, layout.boxes(shapes, model.plan, num_heads=model.num_heads), strict=True):
+            held |= {f"{component}.{name}": box for name, box in of_rank.items()}
+    return ranks
 
 
 def _kept(dtype: str, held: torch.dtype) -> torch.dtype:
@@ -252,21 +295,29 @@ def _kept(dtype: str, held: torch.dtype) -> torch.dtype:
 
 
 def _check_lora_modules(source: Source, base: ModelFolder) -> None:
-    """Raises ValueError when the LoRA is of other modules than the engines wrap."""
+    """Raises ValueError when the LoRA is of other modules than the engines wrap, or not of all components."""
     if not source.lora:
         return
-    found, wanted = set(source.lora.modules), set(base.model.plan.lora_modules(base.model.shapes))
-    if found != wanted:
+    absent = [name for name in base.components if name not in source.policy]
+    if absent:
         raise ValueError(
-            f"{source.path} is a LoRA of {len(found)} modules, the engines wrap {len(wanted)} of this model: only there "
-            f"{sorted(found - wanted)[:4]}, only here {sorted(wanted - found)[:4]}; --to merged takes it as it is"
+            f"{source.path} has no LoRA of {', '.join(absent)}, and a checkpoint holds those of all components; --to merged "
+            "takes it as it is"
         )
+    for component in base.components.values():
+        found, wanted = set(source.lora.modules), set(component.model.plan.lora_modules(component.model.shapes))
+        if found != wanted:
+            raise ValueError(
+                f"{source.path} is a LoRA of {len(found)} modules, the engines wrap {len(wanted)} of this model: only there "
+                f"{sorted(found - wanted)[:4]}, only here {sorted(wanted - found)[:4]}; --to merged takes it as it is"
+            )
 
 
 def _check_copies(base: ModelFolder, folder: Path) -> None:
     """Raises ValueError when a file of the base that was copied is another."""
+    written = {folder / component.where for component in base.components.values()}
     for path in sorted(folder.rglob("*")):
         original = base.path / path.relative_to(folder)
-        is_written = path.parent == folder / base.where and path.name.endswith((".safetensors", ".index.json"))
+        is_written = path.parent in written and path.name.endswith((".safetensors", ".index.json"))
         if path.is_file() and not is_written and original.is_file() and not filecmp.cmp(path, original, shallow=False):
             raise ValueError(f"the copy of {original} is another file; the disk or the memory is at fault")

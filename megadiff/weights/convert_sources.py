@@ -11,10 +11,10 @@ import torch
 from megadiff.parallel.lora import lora_shapes
 from megadiff.parallel.plan import is_lora
 from megadiff.types import LoraSpec, Progress
-from megadiff.weights.lora_files import LoraFile, is_lora_file, is_lora_folder, lora_misfits, open_lora
+from megadiff.weights.lora_files import has_loras, lora_misfits, open_loras
 from megadiff.weights.lora_names import lora_from_json
-from megadiff.weights.model_folders import COMPONENT, ModelFolder, listed, misfits, open_model, open_single_file
-from megadiff.weights.row_sources import Finish, RowSource, ShardRows
+from megadiff.weights.model_folders import ModelFolder, listed, misfits, open_model, open_single_file
+from megadiff.weights.row_sources import JoinedRows, RowSource, ShardRows
 from megadiff.weights.run_folders import chosen_checkpoint, is_checkpoint, model_path, read_config, read_progress
 from megadiff.weights.shards import AVERAGED, TRAINED, ShardFolder, shard_file
 
@@ -23,7 +23,7 @@ from megadiff.weights.shards import AVERAGED, TRAINED, ShardFolder, shard_file
 class Source:
     """path: what is read. base: the model that it is, or that it was trained from; None of a LoRA alone.
 
-    lora: of weights that are low-rank pairs over the base; None of whole weights. policy: the component's tensors (the
+    lora: of weights that are low-rank pairs over the base; None of whole weights. policy: component → its tensors (the
     running average where there is one), by their own names. state: all that a checkpoint would hold, under its names
     (`model/transformer.<name>`). values, progress, config: of the checkpoint, or of a run that is yet to start.
     """
@@ -31,7 +31,7 @@ class Source:
     path: Path
     base: ModelFolder | None
     lora: LoraSpec | None
-    policy: RowSource
+    policy: Mapping[str, RowSource]
     state: RowSource
     values: Mapping[str, object]
     progress: Progress = field(default_factory=Progress)
@@ -59,8 +59,8 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
         return _open_checkpoint(chosen_checkpoint(path, step=step) if is_run else path, base=base, raw=raw)
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
-    if is_lora_folder(path) or (path.is_file() and is_lora_file(path)):
-        return _open_lora(open_lora(path), base=open_model(base) if base else None)
+    if has_loras(path):
+        return _open_lora(path, base=open_model(base) if base else None)
     if path.is_file():
         return _open_model(open_single_file(path, base=base))
     if (path / "model_index.json").is_file() or (path / "config.json").is_file():
@@ -70,52 +70,52 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
     raise ValueError(
         f"{path} is nothing that can be converted. Looked for: a run (checkpoints/step_…), a checkpoint (progress.json), a "
         "pipeline (model_index.json), a component (config.json), a LoRA (adapter_config.json or "
-        "pytorch_lora_weights.safetensors), one .safetensors file"
+        "pytorch_lora_weights.safetensors) or one for each component, one .safetensors file"
     )
 
 
-class Prefixed:
-    """Another source's tensors under names with a prefix."""
-
-    def __init__(self, rows: RowSource, prefix: str) -> None:
-        self._rows, self._prefix = rows, prefix
-        self.tensors = {f"{prefix}{name}": meta for name, meta in rows.tensors.items()}
-
-    def fetch(self, name: str, begin: int, rows: torch.Tensor) -> Finish:
-        return self._rows.fetch(name.removeprefix(self._prefix), begin, rows)
-
-    def file_of(self, name: str) -> str:
-        return self._rows.file_of(name.removeprefix(self._prefix))
-
-
 def _open_model(model: ModelFolder) -> Source:
-    rows = model.rows()
-    state = Prefixed(rows, f"{TRAINED}/{COMPONENT}.")
-    return Source(path=model.path, base=model, lora=None, policy=rows, state=state, values={"optimizer_steps": 0})
+    policy = {name: component.rows() for name, component in model.components.items()}
+    return Source(
+        path=model.path, base=model, lora=None, policy=policy, state=_trained(policy), values={"optimizer_steps": {}}
+    )
 
 
-def _open_lora(lora: LoraFile, *, base: ModelFolder | None) -> Source:
-    problems = lora_misfits(lora.rows, lora.spec, base.model.shapes) if base else []
-    if problems:
-        raise ValueError(f"{lora.path} does not fit {base.path}: {listed(problems)}")
-    state = Prefixed(lora.rows, f"{TRAINED}/{COMPONENT}.")
-    values = {"optimizer_steps": 0, "lora": asdict(lora.spec)}
-    return Source(path=lora.path, base=base, lora=lora.spec, policy=lora.rows, state=state, values=values)
+def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
+    loras = open_loras(path)
+    spec = next(iter(loras.values())).spec
+    policy: dict[str, RowSource] = {name: lora.rows for name, lora in loras.items()}
+    if base:
+        _check_components(path, policy, base)
+        for name, lora in loras.items():
+            component = base.components[name]
+            problems = lora_misfits(lora.rows, spec, component.model.shapes)
+            if problems:
+                raise ValueError(f"{lora.path} does not fit {component.folder}: {listed(problems)}")
+    values = {"optimizer_steps": {}, "lora": asdict(spec)}
+    return Source(path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values)
 
 
 def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
     progress, shards = read_progress(folder), ShardFolder(folder)
     model = open_model(base or model_path(folder))
     spec = lora_from_json(shards.values.get("lora"))
-    shapes = lora_shapes(spec, model.model.shapes) if spec else model.model.shapes
     state = ShardRows(shards, {name: name for name in shards.shapes})
+    shapes = {
+        name: lora_shapes(spec, component.model.shapes) if spec else component.model.shapes
+        for name, component in model.components.items()
+    }
     _check_state(state, shapes, folder=folder, base=model)
-    kind = TRAINED if raw or not any(name.startswith(f"{AVERAGED}/") for name in shards.shapes) else AVERAGED
+    averaged = set() if raw else {name.partition("/")[2] for name in shards.shapes if name.startswith(f"{AVERAGED}/")}
+    kinds = {name: AVERAGED if name in map(_component, averaged) else TRAINED for name in shapes}
     return Source(
         path=folder,
         base=model,
         lora=spec,
-        policy=ShardRows(shards, {name: f"{kind}/{COMPONENT}.{name}" for name in shapes}),
+        policy={
+            component: ShardRows(shards, {name: f"{kinds[component]}/{component}.{name}" for name in of_component})
+            for component, of_component in shapes.items()
+        },
         state=state,
         values=shards.values,
         progress=progress,
@@ -124,42 +124,65 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
     )
 
 
-def _check_state(state: ShardRows, shapes: Mapping[str, tuple[int, ...]], *, folder: Path, base: ModelFolder) -> None:
-    """Weights (and averages) of all the parameters, moments of some, float32, nothing else; all pieces there."""
+def _trained(policy: Mapping[str, RowSource]) -> JoinedRows:
+    """The state of a run that is yet to start from these weights."""
+    return JoinedRows({f"{TRAINED}/{component}.": rows for component, rows in policy.items()})
+
+
+def _check_components(path: Path, policy: Mapping[str, RowSource], base: ModelFolder) -> None:
+    unknown = [name for name in policy if name not in base.components]
+    if unknown:
+        raise ValueError(
+            f"{path} is of {', '.join(unknown)}, but {base.path} has {', '.join(base.components)}; give --base the model "
+            "that it was trained from"
+        )
+
+
+def _check_state(
+    state: ShardRows, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *, folder: Path, base: ModelFolder
+) -> None:
+    """Weights of all the parameters of all components, averages of all of some components, moments of some parameters,
+    float32, nothing else; all pieces there. shapes: component → parameter → shape."""
+    wanted_of_all = {f"{component}.{name}": shape for component, held in shapes.items() for name, shape in held.items()}
     of_kind: dict[str, dict] = {TRAINED: {}}
     for name, meta in state.tensors.items():
         kind, _, parameter = name.rpartition("/")
-        of_kind.setdefault(kind, {})[parameter.removeprefix(f"{COMPONENT}.")] = meta
+        of_kind.setdefault(kind, {})[parameter] = meta
     problems = []
     for kind, tensors in of_kind.items():
-        wanted = shapes if kind in (TRAINED, AVERAGED) else {name: shapes[name] for name in shapes if name in tensors}
+        whole = {TRAINED: set(shapes), AVERAGED: set(map(_component, tensors))}.get(kind, set())
+        wanted = {name: shape for name, shape in wanted_of_all.items() if name in tensors or _component(name) in whole}
         found = misfits(
-            tensors, wanted, file_of=lambda name, kind=kind: _file(state, kind, name), dtypes=(torch.float32,)
+            tensors, wanted, file_of=lambda name, kind=kind: state.file_of(f"{kind}/{name}"), dtypes=(torch.float32,)
         )
         problems += [f"{kind}: {problem}" for problem in found]
     if problems:
+        configs = ", ".join(f"{component.folder}/config.json" for component in base.components.values())
         raise ValueError(
-            f"{folder} does not fit {base.component}/config.json, the model it was trained from (name that with --base): "
-            f"{listed(problems)}"
+            f"{folder} does not fit {configs}, the model it was trained from (name that with --base): {listed(problems)}"
         )
 
 
-def _file(state: ShardRows, kind: str, name: str) -> str:
-    return state.file_of(f"{kind}/{COMPONENT}.{name}")
+def _component(parameter: str) -> str:
+    return parameter.partition(".")[0]
 
 
 def state_order(name: str, order: Mapping[str, int]) -> tuple[int, int, str]:
     """Sorts a checkpoint's names as the engines write them: weights, averages, then moments, each in the model's order."""
     kind, _, parameter = name.rpartition("/")
-    place = order[parameter.removeprefix(f"{COMPONENT}.")]
-    return (TRAINED, AVERAGED).index(kind) if kind in (TRAINED, AVERAGED) else 2, place, kind
+    return (TRAINED, AVERAGED).index(kind) if kind in (TRAINED, AVERAGED) else 2, order[parameter], kind
 
 
 def parameter_order(source: Source) -> dict[str, int]:
-    """Parameter → its place in the model."""
+    """Parameter (`transformer.<name>`) → its place in the model."""
+    names = [
+        f"{component}.{name}" for component, rows in source.policy.items() for name in _ordered(source, component, rows)
+    ]
+    return {name: place for place, name in enumerate(names)}
+
+
+def _ordered(source: Source, component: str, rows: RowSource) -> list[str]:
     if not source.base:
-        return {name: place for place, name in enumerate(sorted(source.policy.tensors))}
-    shapes = source.base.model.shapes
-    names = [name for name in source.policy.tensors if is_lora(name)]
-    whole = list(shapes) if not names else list(lora_shapes(source.lora, shapes))
-    return {name: place for place, name in enumerate(whole)}
+        return sorted(rows.tensors)
+    shapes = source.base.components[component].model.shapes
+    return list(lora_shapes(source.lora, shapes) if any(map(is_lora, rows.tensors)) else shapes)

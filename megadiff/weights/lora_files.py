@@ -26,6 +26,9 @@ PEFT_CONFIG, PEFT_WEIGHTS, DIFFUSERS_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
 )
 PEFT_PREFIX = "base_model.model."
+DIFFUSERS_PREFIX = (
+    "transformer."  # whichever component: diffusers loads a file into one transformer, asking for this name
+)
 METADATA_KEY = "lora_adapter_metadata"  # diffusers': JSON, keys with the component in front
 NEUTRAL = {  # settings of peft's LoraConfig that would change what A and B mean, with the values that do not
     "use_dora": False,
@@ -46,21 +49,50 @@ class LoraFile:
     rows: FileRows
 
 
-def is_lora_folder(path: Path) -> bool:
+def has_loras(path: Path) -> bool:
+    """Whether path is a LoRA: one file, a folder of one, or a folder of folders for a model's several components."""
+    if path.is_file():
+        return any(re.search(r"\.(lora_|lora\.)(A|B|up|down)\b", name) for name in TensorFile(path).tensors)
+    return _is_lora_folder(path) or bool(_component_folders(path))
+
+
+def open_loras(path: Path) -> dict[str, LoraFile]:
+    """Component → its LoRA: a peft folder, a folder with diffusers' file, or such a file; of several components a folder of
+    such folders, each named as its component.
+
+    Raises ValueError that names file, tensor and reason, or when the components' LoRAs are not of one kind.
+    """
+    if path.is_file() or _is_lora_folder(path):
+        return {COMPONENT: _open_lora(path)}
+    found = {folder.name: _open_lora(folder) for folder in _component_folders(path)}
+    (first, wanted), *others = ((name, lora.spec) for name, lora in found.items())
+    for name, spec in others:
+        if spec != wanted:
+            raise ValueError(
+                f"{path}: the LoRA of {name} (rank {spec.rank}, alpha {spec.alpha:g}, {len(spec.modules)} modules) is unlike "
+                f"that of {first} (rank {wanted.rank}, alpha {wanted.alpha:g}, {len(wanted.modules)} modules); convert each "
+                "folder by itself"
+            )
+    return found
+
+
+def _is_lora_folder(path: Path) -> bool:
     return any((path / name).is_file() for name in (PEFT_CONFIG, DIFFUSERS_WEIGHTS))
 
 
-def is_lora_file(path: Path) -> bool:
-    return any(re.search(r"\.(lora_|lora\.)(A|B|up|down)\b", name) for name in TensorFile(path).tensors)
+def _component_folders(path: Path) -> list[Path]:
+    """A model's own folder may hold LoRAs, but is none."""
+    if any((path / name).is_file() for name in ("model_index.json", "config.json")):
+        return []
+    return [folder for folder in sorted(path.iterdir()) if folder.is_dir() and _is_lora_folder(folder)]
 
 
-def open_lora(path: Path) -> LoraFile:
-    """A peft folder, a folder with diffusers' file, or such a file. Raises ValueError that names file, tensor and reason."""
+def _open_lora(path: Path) -> LoraFile:
     if (path / PEFT_CONFIG).is_file():
         file = TensorFile(_present(path / PEFT_WEIGHTS))
         return _lora(file, prefix=PEFT_PREFIX, config=read_json(path / PEFT_CONFIG), config_file=path / PEFT_CONFIG)
     file = TensorFile(path if path.is_file() else path / DIFFUSERS_WEIGHTS)
-    return _lora(file, prefix=f"{COMPONENT}.", config=_diffusers_config(file), config_file=file.path)
+    return _lora(file, prefix=DIFFUSERS_PREFIX, config=_diffusers_config(file), config_file=file.path)
 
 
 def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
@@ -84,7 +116,7 @@ def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
 def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
     """Of diffusers' file."""
     config = {"r": spec.rank, "lora_alpha": _plain(spec.alpha), "target_modules": list(spec.modules)}
-    packed = {f"{COMPONENT}.{key}": value for key, value in config.items()}
+    packed = {f"{DIFFUSERS_PREFIX}{key}": value for key, value in config.items()}
     return {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
@@ -160,7 +192,7 @@ def _diffusers_config(file: TensorFile) -> dict[str, object] | None:
         return None
     try:
         packed = json.loads(file.metadata[METADATA_KEY])
-        return {key.removeprefix(f"{COMPONENT}."): value for key, value in packed.items()}
+        return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in packed.items()}
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file.path}: the metadata {METADATA_KEY} is no JSON object") from error
 

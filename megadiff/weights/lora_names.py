@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -19,21 +19,25 @@ def is_lora_name(name: str) -> bool:
 
 
 def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
-    """The LoRA tensors over the modules of `base` (`transformer.<module>.weight` rows): A [rank, in], B [out, rank], in the
-    base weight's dtype. Raises ValueError for a module that is no matrix of the base."""
+    """The LoRA tensors over the modules of `base` (`<component>.<module>.weight` rows), of every component that has the
+    module: A [rank, in], B [out, rank], in the base weight's dtype. Raises ValueError for a module that is no matrix."""
     manifest: Manifest = {}
     components = sorted({name.partition(".")[0] for name in base})
     for module in lora.modules:
         found = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
-        if len(found) != 1:
-            raise ValueError(
-                f"lora module {module!r} is a matrix of {len(found)} of the components {components}, not of 1"
-            )
-        weight = base[f"{found[0]}.{module}.weight"]
-        rows, columns = weight["shape"]
-        for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
-            manifest[f"{found[0]}.{module}{suffix}"] = {"dtype": weight["dtype"], "shape": shape}
+        if not found:
+            raise ValueError(f"lora module {module!r} is a matrix of none of the components {', '.join(components)}")
+        for component in found:
+            weight = base[f"{component}.{module}.weight"]
+            rows, columns = weight["shape"]
+            for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
+                manifest[f"{component}.{module}{suffix}"] = {"dtype": weight["dtype"], "shape": shape}
     return manifest
+
+
+def lora_modules(names: Iterable[str]) -> set[str]:
+    """The modules, with their component, to which the LoRA tensors among `names` belong."""
+    return {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in names if is_lora_name(name)}
 
 
 def lora_from_json(value: object) -> LoraSpec | None:

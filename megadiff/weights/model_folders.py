@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from megadiff.models.files import read_json, weight_files
-from megadiff.models.registry import ComponentModel, check_model_folder, component_model
+from megadiff.models.registry import ComponentModel, build_adapter, check_model_folder, component_model
 from megadiff.weights.row_sources import FileRows
 from megadiff.weights.tensor_file import TensorFile, TensorMeta, canonical_order
 
-COMPONENT = "transformer"  # of a pipeline, that is trained and hence converted
+COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt", ".safetensors.index.json", ".bin.index.json")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,33 +24,28 @@ NUM_NAMED = 8  # problems that one message lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFolder:
-    """path: as it was named. component: the folder with the trained component's config.json. files: its weights.
+class Component:
+    """A trained component of a model. folder: with its config.json. files: its weights.
 
-    home: the folder of the model that they are of; path, but for a single file. is_pipeline: whether path is a whole
-    pipeline, with component in it.
+    name: its folder's in a pipeline. where: its place in a folder like the model's. is_single_file: it came as one file
+    without a folder around it.
     """
 
-    path: Path
-    home: Path
-    component: Path
-    is_pipeline: bool
+    name: str
+    folder: Path
+    where: Path
     files: tuple[Path, ...]
+    is_single_file: bool = False
 
     @cached_property
     def model(self) -> ComponentModel:
         """By config.json alone. Raises ValueError for an unknown kind of model."""
-        return component_model(self.component)
+        return component_model(self.folder)
 
     @cached_property
     def opened(self) -> dict[str, TensorFile]:
         """Name of a weight file → the file. Raises ValueError for one that is not whole."""
         return {path.name: TensorFile(path) for path in self.files}
-
-    @property
-    def where(self) -> Path:
-        """The component's place in a folder like this one."""
-        return Path(COMPONENT) if self.is_pipeline else Path()
 
     def rows(self) -> FileRows:
         """The weights, all there and as config.json wants them. Raises ValueError that names file and tensor otherwise."""
@@ -62,7 +57,7 @@ class ModelFolder:
                     problems.append(f"{file.path}: {name} is in {keys[name][0].path.name} as well")
                 keys[name] = (file, name)
         rows = FileRows(keys)
-        of = f"{self.component}/config.json"
+        of = f"{self.folder}/config.json"
         problems += misfits(rows.tensors, self.model.shapes, file_of=rows.file_of, dtypes=FLOATS)
         if problems:
             raise ValueError(f"{self._weights_place()} does not fit {of}: {listed(problems)}")
@@ -72,29 +67,52 @@ class ModelFolder:
         return self.files[0] if len(self.files) == 1 else self.files[0].parent
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """path: as it was named. home: the folder of the model that it is of; path, but for a single file.
+
+    components: those that are trained, by name, in the model's order.
+    """
+
+    path: Path
+    home: Path
+    components: Mapping[str, Component]
+
+
 def open_model(path: Path) -> ModelFolder:
     """A pipeline folder or a trained component's. Raises ValueError as check_model_folder does, or that says what it is not."""
     if (path / "model_index.json").is_file():
         check_model_folder(path)
-        component = path / COMPONENT
-        files = tuple(weight_files(component))
-        return ModelFolder(path=path, home=path, component=component, is_pipeline=True, files=files)
+        found = [
+            Component(name=name, folder=path / name, where=Path(name), files=tuple(weight_files(path / name)))
+            for name in build_adapter(path).components
+        ]
+        return ModelFolder(path=path, home=path, components={component.name: component for component in found})
     if (path / "config.json").is_file():
-        files = tuple(weight_files(path))
-        return ModelFolder(path=path, home=path, component=path, is_pipeline=False, files=files)
+        component = Component(name=COMPONENT, folder=path, where=Path(), files=tuple(weight_files(path)))
+        return ModelFolder(path=path, home=path, components={COMPONENT: component})
     raise ValueError(
         f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a component's (config.json)"
     )
 
 
 def open_single_file(path: Path, *, base: Path | None) -> ModelFolder:
-    """One file of all the component's weights; its config.json lies beside it, or in the base."""
-    component, home = (open_model(base).component, base) if base else (path.parent, path.parent)
-    if not (component / "config.json").is_file():
+    """One file of all a component's weights; its config.json lies beside it, or in the base."""
+    folder, home = (_only_component(base), base) if base else (path.parent, path.parent)
+    if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{component} holds no config.json, which says what {path.name} must hold; name a model folder with --base"
+            f"{folder} holds no config.json, which says what {path.name} must hold; name a model folder with --base"
         )
-    return ModelFolder(path=path, home=home, component=component, is_pipeline=False, files=(path,))
+    component = Component(name=COMPONENT, folder=folder, where=Path(), files=(path,), is_single_file=True)
+    return ModelFolder(path=path, home=home, components={COMPONENT: component})
+
+
+def _only_component(base: Path) -> Path:
+    components = open_model(base).components.values()
+    if len(components) > 1:
+        folders = " or ".join(str(component.folder) for component in components)
+        raise ValueError(f"{base} has {len(components)} components that one file may be of; give --base {folders}")
+    return next(iter(components)).folder
 
 
 def misfits(
@@ -122,7 +140,7 @@ def listed(problems: Sequence[str]) -> str:
     return "; ".join(problems[:NUM_NAMED]) + more
 
 
-def file_tensors(base: ModelFolder, dtypes: Mapping[str, torch.dtype]) -> dict[str, dict[str, TensorMeta]]:
+def file_tensors(base: Component, dtypes: Mapping[str, torch.dtype]) -> dict[str, dict[str, TensorMeta]]:
     """File name → its tensors in their order, as the base's files have them but for the dtypes.
 
     Where the dtypes are the base's, the order is too, so that the same weights give the same file.
@@ -130,25 +148,26 @@ def file_tensors(base: ModelFolder, dtypes: Mapping[str, torch.dtype]) -> dict[s
     files = {}
     for name, file in base.opened.items():
         tensors = {key: TensorMeta(dtype=dtypes[key], shape=meta.shape) for key, meta in file.tensors.items()}
-        is_single = base.files == (base.path,)
-        files[WEIGHTS_NAME if is_single else name] = tensors if tensors == file.tensors else canonical_order(tensors)
+        kept = tensors if tensors == file.tensors else canonical_order(tensors)
+        files[WEIGHTS_NAME if base.is_single_file else name] = kept
     return files
 
 
-def file_metadata(base: ModelFolder, files: Sequence[str]) -> dict[str, dict[str, str]]:
+def file_metadata(base: Component, files: Sequence[str]) -> dict[str, dict[str, str]]:
     """File name → its metadata, the base's."""
     return dict(zip(files, (file.metadata for file in base.opened.values()), strict=True))
 
 
 def copy_rest(base: ModelFolder, folder: Path) -> None:
-    """All of the base but the component's weights, and the index of those. Symbolic links are followed. Raises OSError."""
-    if base.files == (base.path,):
-        shutil.copyfile(base.component / "config.json", folder / "config.json")
+    """All of the base but its components' weights, and the index of those. Symbolic links are followed. Raises OSError."""
+    components = {component.folder: component for component in base.components.values()}
+    single = next((folder for folder, component in components.items() if component.is_single_file), None)
+    if single:
+        shutil.copyfile(single / "config.json", folder / "config.json")
         return
 
     def left_out(parent: str, names: list[str]) -> list[str]:
-        is_component = Path(parent) == base.component
-        return [name for name in names if is_component and name.endswith(WEIGHT_SUFFIXES)]
+        return [name for name in names if Path(parent) in components and name.endswith(WEIGHT_SUFFIXES)]
 
     try:
         shutil.copytree(base.path, folder, ignore=left_out, dirs_exist_ok=True)
@@ -156,7 +175,7 @@ def copy_rest(base: ModelFolder, folder: Path) -> None:
         raise OSError("; ".join(f"{source}: {reason}" for source, _, reason in error.args[0][:3])) from error
 
 
-def write_index(base: ModelFolder, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]) -> None:
+def write_index(base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]) -> None:
     """The index of a component in several files: the base's, with the size that the tensors have now."""
     if len(files) == 1 and not _index_file(base):
         return
@@ -169,12 +188,10 @@ def write_index(base: ModelFolder, folder: Path, files: Mapping[str, Mapping[str
     (folder / found.name).write_text(text, encoding="utf-8")
 
 
-def _index_file(base: ModelFolder) -> Path | None:
-    return (
-        next(iter(sorted(base.component.glob("*.safetensors.index.json"))), None)
-        if base.files != (base.path,)
-        else None
-    )
+def _index_file(base: Component) -> Path | None:
+    if base.is_single_file:
+        return None
+    return next(iter(sorted(base.folder.glob("*.safetensors.index.json"))), None)
 
 
 def _short(dtype: torch.dtype) -> str:

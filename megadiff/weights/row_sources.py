@@ -7,8 +7,9 @@ that what is read can be checked and hashed on the way, and a block is all that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -19,26 +20,8 @@ from megadiff.weights.fingerprint import StreamingFingerprint
 from megadiff.weights.shards import Piece, ShardFolder, incomplete
 from megadiff.weights.tensor_file import TensorFile, TensorMeta
 
+LEAST_MAPPED = 1 << 20  # bytes; less is sooner read than mapped
 BLOCK_BYTES = 32 << 20  # or one row; smaller blocks are hashed at half the speed
-
-
-Finish = Callable[[], None]
-
-
-class RowSource(Protocol):
-    """tensors: name → dtype and shape of the full tensor."""
-
-    tensors: Mapping[str, TensorMeta]
-
-    def fetch(self, name: str, begin: int, rows: Tensor) -> Finish:
-        """Read rows begin … begin + n of the tensor; what it returns, called later, completes rows [n, …] (contiguous).
-
-        So one thread can read while another computes. Both are called in the order of the rows, finish in one thread. Both
-        raise ValueError for damage, at the latest with the last row.
-        """
-
-    def file_of(self, name: str) -> str:
-        """The file or folder that a message about the tensor names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +35,64 @@ class Rows:
     is_last: bool
 
 
+class Room:
+    """Memory for one block's tensors, used again for a later block: fresh pages cost as much as a copy."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._used = 0
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, here where it fits."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > len(self._buffer):
+            return torch.empty(shape, dtype=dtype)
+        begin, self._used = self._used, self._used + -(-size // 64) * 64
+        return self._buffer[begin : begin + size].view(dtype).view(*shape)
+
+
+class RowSource(Protocol):
+    """tensors: name → dtype and shape of the full tensor."""
+
+    tensors: Mapping[str, TensorMeta]
+
+    def cuts(self, name: str) -> Sequence[int]:
+        """Rows at which a block had better begin."""
+
+    def read(self, block: Rows, room: Room) -> Tensor:
+        """The block's rows, contiguous, not to be written to; their memory may be the room's. Raises ValueError for damage,
+        at the latest with the tensor's last block."""
+
+    def file_of(self, name: str) -> str:
+        """The file or folder that a message about the tensor names."""
+
+
 def row_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A tensor's shape with at least one dimension."""
     return tuple(shape) or (1,)
 
 
-def row_blocks(name: str, shape: Sequence[int], *, itemsize: int) -> Iterator[Rows]:
-    """Blocks of at most BLOCK_BYTES, or of one row; none of a tensor without elements."""
+def row_blocks(name: str, shape: Sequence[int], *, itemsize: int, cuts: Sequence[int] = ()) -> Iterator[Rows]:
+    """Blocks of at most BLOCK_BYTES, or of one row; none of a tensor without elements. cuts: rows that begin a block."""
     num_rows, *rest = row_shape(shape)
     size = max(BLOCK_BYTES // (max(math.prod(rest), 1) * itemsize), 1)
     if not math.prod(shape):
         return
-    for begin in range(0, num_rows, size):
-        end = min(begin + size, num_rows)
-        yield Rows(name=name, begin=begin, end=end, shape=(end - begin, *rest), is_last=end == num_rows)
+    edges = sorted({0, num_rows, *(cut for cut in cuts if 0 < cut < num_rows)})
+    for start, stop in pairwise(edges):
+        for begin in range(start, stop, size):
+            end = min(begin + size, stop)
+            yield Rows(name=name, begin=begin, end=end, shape=(end - begin, *rest), is_last=end == num_rows)
 
 
 def whole(source: RowSource, name: str) -> Tensor:
-    """A small tensor in one piece."""
-    meta = source.tensors[name]
-    tensor = torch.empty(meta.shape, dtype=meta.dtype)
-    if tensor.numel():
-        source.fetch(name, 0, tensor.view(row_shape(meta.shape)))()
-    return tensor
+    """A small tensor in one piece, in memory of its own."""
+    shape = row_shape(source.tensors[name].shape)
+    block = Rows(name=name, begin=0, end=shape[0], shape=shape, is_last=True)
+    return source.read(block, Room()).clone().view(source.tensors[name].shape)
 
 
 class FileRows:
@@ -84,10 +102,12 @@ class FileRows:
         self._keys = dict(keys)
         self.tensors = {name: file.tensors[key] for name, (file, key) in self._keys.items()}
 
-    def fetch(self, name: str, begin: int, rows: Tensor) -> Finish:
-        file, key = self._keys[name]
-        file.read_into(key, rows, offset=begin * rows[0].nbytes)
-        return _nothing
+    def cuts(self, name: str) -> Sequence[int]:
+        return ()
+
+    def read(self, block: Rows, room: Room) -> Tensor:
+        file, key = self._keys[block.name]
+        return _read(file, key, first_row=block.begin, shape=block.shape, room=room)
 
     def file_of(self, name: str) -> str:
         return str(self._keys[name][0].path)
@@ -102,26 +122,27 @@ class ShardRows:
             name: TensorMeta(dtype=_dtype(folder.pieces[key]), shape=folder.shapes[key])
             for name, key in self._keys.items()
         }
-        self._current: list[_PieceReader] = []  # of the tensor whose rows are being fetched
+        self._current: list[_PieceReader] = []  # of the tensor whose blocks are being read
 
-    def fetch(self, name: str, begin: int, rows: Tensor) -> Finish:
-        if begin == 0:
-            self._current = [_PieceReader(piece) for piece in self._folder.pieces[self._keys[name]]]
-        readers, parts = self._current, []
-        for reader in readers:
-            parts += reader.fetch(begin, rows)
-        num_found = sum(part.data.numel() for part in parts)
-        if num_found != rows.numel():
-            raise incomplete(self._folder.folder, self._keys[name], found=num_found, wanted=rows.numel())
-        is_last = begin + len(rows) == row_shape(self.tensors[name].shape)[0]
+    def cuts(self, name: str) -> Sequence[int]:
+        return [_begin(piece)[0] for piece in self._folder.pieces[self._keys[name]]]
 
-        def finish() -> None:
-            for part in parts:
-                part.finish()
-            for reader in readers if is_last else ():
+    def read(self, block: Rows, room: Room) -> Tensor:
+        if block.begin == 0:
+            self._current = [_PieceReader(piece) for piece in self._folder.pieces[self._keys[block.name]]]
+        parts = [part for reader in self._current if (part := reader.read(block, room))]
+        num_found, wanted = sum(data.numel() for _, data in parts), math.prod(block.shape)
+        if num_found != wanted:
+            raise incomplete(self._folder.folder, self._keys[block.name], found=num_found, wanted=wanted)
+        if block.is_last:
+            for reader in self._current:
                 reader.check()
-
-        return finish
+        if len(parts) == 1:
+            return parts[0][1]
+        rows = room.take(block.shape, self.tensors[block.name].dtype)
+        for place, data in parts:
+            rows[place].copy_(data)
+        return rows
 
     def file_of(self, name: str) -> str:
         return str(self._folder.folder)
@@ -142,18 +163,15 @@ class MergedRows:
         }
         self._pair: tuple[str, Tensor, Tensor] | None = None
 
-    def fetch(self, name: str, begin: int, rows: Tensor) -> Finish:
-        if name not in self._merged:
-            return self._base.fetch(name, begin, rows)
-        held = torch.empty(rows.shape, dtype=self._base.tensors[name].dtype)
-        finish_base = self._base.fetch(name, begin, held)
-        a, b = self._read_pair(self._merged[name])
+    def cuts(self, name: str) -> Sequence[int]:
+        return self._base.cuts(name)
 
-        def finish() -> None:
-            finish_base()
-            torch.addmm(held.float(), b[begin : begin + len(rows)], a, alpha=self._scale, out=rows)
-
-        return finish
+    def read(self, block: Rows, room: Room) -> Tensor:
+        held = self._base.read(block, room)
+        if block.name not in self._merged:
+            return held
+        a, b = self._read_pair(self._merged[block.name])
+        return torch.addmm(held.float(), b[block.begin : block.end], a, alpha=self._scale)
 
     def file_of(self, name: str) -> str:
         return self._base.file_of(name)
@@ -163,6 +181,67 @@ class MergedRows:
             a, b = (whole(self._lora, f"{module}.{part}").float() for part in (LORA_A, LORA_B))
             self._pair = (module, a, b)
         return self._pair[1:]
+
+
+class JoinedRows:
+    """Several sources in one, each under its own prefix, which is put before its tensors' names."""
+
+    def __init__(self, sources: Mapping[str, RowSource]) -> None:
+        self._places = {f"{prefix}{name}": (rows, name) for prefix, rows in sources.items() for name in rows.tensors}
+        self.tensors = {name: rows.tensors[key] for name, (rows, key) in self._places.items()}
+
+    def cuts(self, name: str) -> Sequence[int]:
+        rows, key = self._places[name]
+        return rows.cuts(key)
+
+    def read(self, block: Rows, room: Room) -> Tensor:
+        rows, key = self._places[block.name]
+        return rows.read(replace(block, name=key), room)
+
+    def file_of(self, name: str) -> str:
+        rows, key = self._places[name]
+        return rows.file_of(key)
+
+
+class _PieceReader:
+    """One piece, read from its first row to its last."""
+
+    def __init__(self, piece: Piece) -> None:
+        self._piece = piece
+        self._digits = StreamingFingerprint(piece.file.tensors[piece.key].dtype, piece.place.local_shape)
+
+    def read(self, block: Rows, room: Room) -> tuple[tuple[slice, ...], Tensor] | None:
+        """What the piece has of the block: where it lies in the block's rows, and the data; None for nothing."""
+        (first, *columns_at), (num_rows, *columns) = _begin(self._piece), row_shape(self._piece.place.local_shape)
+        start, stop = max(first, block.begin), min(first + num_rows, block.end)
+        if start >= stop or not math.prod(columns):
+            return None
+        shape = (stop - start, *columns)
+        data = _read(self._piece.file, self._piece.key, first_row=start - first, shape=shape, room=room)
+        self._digits.update(data.view(-1).view(torch.uint8))
+        within = (slice(at, at + size) for at, size in zip(columns_at, columns, strict=True))
+        return (slice(start - block.begin, stop - block.begin), *within), data
+
+    def check(self) -> None:
+        self._piece.check(self._digits.digits())
+
+
+def _read(file: TensorFile, key: str, *, first_row: int, shape: Sequence[int], room: Room) -> Tensor:
+    """Rows of a tensor of a file: in the file's own pages where they can be mapped, which saves a copy, else in the room."""
+    dtype = file.tensors[key].dtype
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    offset, num_bytes = first_row * row_bytes, shape[0] * row_bytes
+    pages = file.mapped(key, offset=offset, num_bytes=num_bytes) if num_bytes >= LEAST_MAPPED else None
+    if pages is not None:
+        return pages.view(dtype).view(*shape)
+    rows = room.take(shape, dtype)
+    file.read_into(key, rows, offset=offset)
+    return rows
+
+
+def _begin(piece: Piece) -> tuple[int, ...]:
+    """Where the piece begins, with at least one dimension."""
+    return tuple(piece.place.offsets) or (0,)
 
 
 def _module(lora_name: str) -> str:
@@ -177,45 +256,3 @@ def _dtype(pieces: Sequence[Piece]) -> torch.dtype:
             f"{pieces[0].file.path}: {pieces[0].place.tensor!r} has pieces of {' and '.join(sorted(map(str, dtypes)))}"
         )
     return dtypes.pop()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Rows of a piece that were read. data: they, contiguous. target: where they belong; data itself where it can be."""
-
-    digits: StreamingFingerprint
-    data: Tensor
-    target: Tensor
-
-    def finish(self) -> None:
-        self.digits.update(self.data.view(-1).view(torch.uint8))
-        if self.data is not self.target:
-            self.target.copy_(self.data)
-
-
-class _PieceReader:
-    """One piece, read from its first row to its last."""
-
-    def __init__(self, piece: Piece) -> None:
-        self._piece = piece
-        self._digits = StreamingFingerprint(piece.file.tensors[piece.key].dtype, piece.place.local_shape)
-
-    def fetch(self, begin: int, rows: Tensor) -> list[_Part]:
-        """What the piece has of rows begin … of the full tensor: one part, or none."""
-        place = self._piece.place
-        (first, *columns_at), (num_rows, *columns) = tuple(place.offsets) or (0,), row_shape(place.local_shape)
-        start, stop = max(first, begin), min(first + num_rows, begin + len(rows))
-        if start >= stop or not math.prod(columns):
-            return []
-        within = (slice(at, at + size) for at, size in zip(columns_at, columns, strict=True))
-        target = rows[(slice(start - begin, stop - begin), *within)]
-        data = target if target.is_contiguous() else torch.empty(target.shape, dtype=rows.dtype)
-        self._piece.file.read_into(self._piece.key, data, offset=(start - first) * data[0].nbytes)
-        return [_Part(digits=self._digits, data=data, target=target)]
-
-    def check(self) -> None:
-        self._piece.check(self._digits.digits())
-
-
-def _nothing() -> None:
-    pass

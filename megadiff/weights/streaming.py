@@ -1,11 +1,10 @@
-"""Tensors from a source to a sink, block by block: one thread reads, one computes (casts, cuts, hashes), one writes.
+"""Tensors from a source to a sink, block by block: one thread reads, casts, cuts and hashes, the other writes.
 
 What is in memory is a few blocks, however large the tensors are.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from megadiff.weights.fingerprint import StreamingFingerprint
 from megadiff.weights.layouts import Box
-from megadiff.weights.row_sources import BLOCK_BYTES, Finish, Rows, RowSource, row_blocks, row_shape
+from megadiff.weights.row_sources import Room, Rows, RowSource, row_blocks, row_shape
 from megadiff.weights.shards import PiecePlace, ShardWriter, piece_keys
 from megadiff.weights.tensor_file import TensorMeta, TensorWriter
 
-AHEAD = 3  # blocks that may be read before one is written: as many as there are threads
+AHEAD = 2  # blocks that are read before they are written
 
 Advance = Callable[[int], object]  # is told the number of bytes written
 
@@ -42,7 +41,7 @@ class Sink(Protocol):
 
     tensors: Mapping[str, TensorMeta]
 
-    def parts(self, block: Rows, rows: Tensor) -> list[Part]:
+    def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
         """What to write of the rows, which have the sink's dtype. Called with all blocks of a tensor in their order."""
 
     def close(self) -> None:
@@ -58,44 +57,39 @@ def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> 
     Raises ValueError for a damaged source and OSError when the sink cannot be written.
     """
     expected = _Fingerprints(sink.tensors)
-    buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8) for _ in range(AHEAD + 1)]
+    rooms = [Room() for _ in range(AHEAD + 2)]
     pending: deque[Future[list[Part]]] = deque()
-    reader, computer = (ThreadPoolExecutor(1, name) for name in ("read", "compute"))
+    pool = ThreadPoolExecutor(1, "convert")
 
-    def compute(block: Rows, fetched: Future[tuple[Tensor, Finish]]) -> list[Part]:
-        rows, finish = fetched.result()
-        finish()
-        rows = rows.to(sink.tensors[block.name].dtype)
+    def prepare(block: Rows, room: Room) -> list[Part]:
+        room.clear()
+        rows = source.read(block, room).to(sink.tensors[block.name].dtype)
         if verify:
             expected.update(block, rows)
-        return sink.parts(block, rows)
+        return sink.parts(block, rows, room)
 
     try:
         for index, block in enumerate(_blocks(source, sink.tensors)):
-            if len(pending) == AHEAD:
+            pending.append(pool.submit(prepare, block, rooms[index % len(rooms)]))
+            if len(pending) > AHEAD:
                 _write(pending.popleft().result(), advance)
-            fetched = reader.submit(_fetch, source, block, buffers[index % len(buffers)])
-            pending.append(computer.submit(compute, block, fetched))
         while pending:
             _write(pending.popleft().result(), advance)
         sink.close()
     except BaseException:
-        for pool in (computer, reader):
-            pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
         sink.abandon()
         raise
-    finally:
-        for pool in (reader, computer):
-            pool.shutdown()
+    pool.shutdown()
     return expected.digits()
 
 
 def fingerprints_of(source: RowSource, *, advance: Advance) -> dict[str, str]:
     """name → fingerprint of the source's tensors, which are read to the end."""
-    found, buffer = _Fingerprints(source.tensors), torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    found, room = _Fingerprints(source.tensors), Room()
     for block in _blocks(source, source.tensors):
-        rows, finish = _fetch(source, block, buffer)
-        finish()
+        room.clear()
+        rows = source.read(block, room)
         found.update(block, rows)
         advance(rows.nbytes)
     return found.digits()
@@ -113,7 +107,7 @@ class FileSink:
         }
         self._file_of = {name: self._files[file] for file, tensors in files.items() for name in tensors}
 
-    def parts(self, block: Rows, rows: Tensor) -> list[Part]:
+    def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
         offset = block.begin * rows[0].nbytes
         return [Part(file=self._file_of[block.name], key=block.name, offset=offset, data=rows)]
 
@@ -160,7 +154,7 @@ class ShardSink:
             )
             self._writers.append(ShardWriter(folder, pieces, rank=rank, num_files=len(boxes), values=values))
 
-    def parts(self, block: Rows, rows: Tensor) -> list[Part]:
+    def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
         parts = []
         for rank, key, place in self._places[block.name]:
             (first, *at), (num_rows, *sizes) = tuple(place.offsets) or (0,), row_shape(place.local_shape)
@@ -168,7 +162,7 @@ class ShardSink:
             if start >= stop:
                 continue
             columns = (slice(begin, begin + size) for begin, size in zip(at, sizes, strict=True))
-            data = rows[(slice(start - block.begin, stop - block.begin), *columns)].contiguous()
+            data = _contiguous(rows[(slice(start - block.begin, stop - block.begin), *columns)], room)
             self._digits[rank][key].update(data.view(-1).view(torch.uint8))
             offset = (start - first) * data[0].nbytes
             parts.append(Part(file=self._writers[rank].file, key=key, offset=offset, data=data))
@@ -205,16 +199,11 @@ class _Fingerprints:
 def _blocks(source: RowSource, tensors: Mapping[str, TensorMeta]) -> Iterator[Rows]:
     for name in tensors:
         meta = source.tensors[name]
-        yield from row_blocks(name, meta.shape, itemsize=meta.dtype.itemsize)
+        yield from row_blocks(name, meta.shape, itemsize=meta.dtype.itemsize, cuts=source.cuts(name))
 
 
-def _fetch(source: RowSource, block: Rows, buffer: Tensor) -> tuple[Tensor, Finish]:
-    """The block's rows, in the buffer where they fit, and what completes them."""
-    dtype = source.tensors[block.name].dtype
-    num_bytes = math.prod(block.shape) * dtype.itemsize
-    data = buffer[:num_bytes] if num_bytes <= len(buffer) else torch.empty(num_bytes, dtype=torch.uint8)
-    rows = data.view(dtype).view(block.shape)
-    return rows, source.fetch(block.name, block.begin, rows)
+def _contiguous(rows: Tensor, room: Room) -> Tensor:
+    return rows if rows.is_contiguous() else room.take(rows.shape, rows.dtype).copy_(rows)
 
 
 def _write(parts: list[Part], advance: Advance) -> None:

@@ -1,15 +1,15 @@
 """Weights from the trainer to the replicas: begin(version, manifest, lora) → bounded buckets → commit with fingerprints.
 
-A push counts only when every replica answers, for every tensor that it now uses, the fingerprint of what was sent, and for
-LoRA the modules that it is bound to. A missing, extra or different name is an error that names it, and the replica refuses
-to generate until a whole push succeeded.
+A push counts only when every replica answers, for every tensor that it now uses, the fingerprint of what was sent, in this
+push or before, and for LoRA the modules that it is bound to. A missing, extra or different name is an error that names it,
+and the replica refuses to generate until a whole push succeeded.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -20,8 +20,9 @@ from megadiff.parallel.collectives import raise_together
 from megadiff.types import LoraSpec
 from megadiff.weights.bucket import Bucket
 from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.lora_names import Box, is_lora_name, lora_manifest, piece_box, used_tensor
+from megadiff.weights.lora_names import Box, lora_manifest, lora_modules, piece_box, used_tensor
 from megadiff.weights.manifest import Manifest, name_difference
+from megadiff.weights.parts import Part, by_part, of_parts, part_of
 from megadiff.weights.transports.base import SyncError, Transport
 
 logger = logging.getLogger(__name__)
@@ -29,21 +30,28 @@ Places = Mapping[str, Sequence[Mapping[str, Box]]]  # replica → of each worker
 
 
 class WeightSource(Protocol):
-    """An engine as the sync sees it. Both iterators are collective, and a tensor is the receiver's own."""
+    """An engine as the sync sees it. Both iterators are collective, and a tensor is the receiver's own.
+
+    changed: the components whose trained weights may differ from what they were at mark_pushed(), the same on every rank.
+    """
 
     lora: LoraSpec | None
+    changed: Set[str]
 
-    def named_weights(self, bucket_bytes: int) -> Iterator[Bucket]: ...
+    def named_weights(self, bucket_bytes: int, components: Collection[str]) -> Iterator[Bucket]: ...
 
-    def named_lora(self, bucket_bytes: int) -> Iterator[Bucket]: ...
+    def named_lora(self, bucket_bytes: int, components: Collection[str]) -> Iterator[Bucket]: ...
+
+    def mark_pushed(self) -> None: ...
 
 
 class WeightSync:
     """Every rank gathers bucket after bucket; those with replicas to send to send one while the next is gathered.
 
     transport: to this rank's replicas, which may be none. places: where their workers' pieces lie. manifest: of the base
-    weights. Base weights that LoRA leaves alone travel once, then LoRA tensors alone. seconds: of the last push on this
-    rank, `gather` (waiting for buckets), `send` (waiting for replicas), `fingerprint` and `commit`.
+    weights. After a whole push only what was trained since travels: of the engine's changed components the base weights, or
+    with LoRA its tensors. seconds: of the last push on this rank, `gather` (waiting for buckets), `send` (waiting for
+    replicas), `fingerprint` and `commit`.
     """
 
     def __init__(
@@ -61,7 +69,7 @@ class WeightSync:
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
         self._sent = 0
-        self._base: Ledger | None = None  # of the base weights that every replica holds
+        self._held: Ledger | None = None  # of what every replica uses
 
     def push(self, version: int) -> dict[str, float]:
         """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib`, the size
@@ -79,24 +87,26 @@ class WeightSync:
         self.transport.close()
 
     def _push(self, version: int) -> None:
-        base, self._base = self._base, None  # unknown, until the replicas have committed
-        if self.engine.lora is None:
-            base = None
-        ledger = Ledger(self.places, lora=self.engine.lora, base=base)
-        self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
-        error = self._send(version, ledger, with_base=base is None)
-        raise_together(error, self.cpu_group)
-        self._base, self._sent = ledger.of_base(), ledger.num_bytes
-
-    def _send(self, version: int, ledger: Ledger, *, with_base: bool) -> Exception | None:
-        """Every bucket is gathered to the end even after an error: the other ranks are in the same collectives."""
+        held, self._held = self._held, None  # unknown, until the replicas have committed
         lora = self.engine.lora
-        manifest = (self.manifest if with_base else {}) | (lora_manifest(lora, self.manifest) if lora else {})
+        whole = self.manifest | (lora_manifest(lora, self.manifest) if lora else {})
+        every = parts = set(by_part(whole))
+        if held:
+            parts = every & {Part(component, is_lora=lora is not None) for component in self.engine.changed}
+        ledger = Ledger(self.places, lora=lora, held=held.of(every - parts) if held else None)
+        self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
+        error = self._send(version, ledger, of_parts(whole, parts))
+        raise_together(error, self.cpu_group)
+        self.engine.mark_pushed()
+        self._held, self._sent = ledger, ledger.num_bytes
+
+    def _send(self, version: int, ledger: Ledger, manifest: Manifest) -> Exception | None:
+        """Every bucket is gathered to the end even after an error: the other ranks are in the same collectives."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
         error: Exception | None = None
         try:
-            sending = thread.submit(self.transport.begin, version, manifest, lora)
-            for bucket in self._timed(self._buckets(with_base)):
+            sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
+            for bucket in self._timed(self._buckets(manifest)):
                 error = error or self._outcome(sending, "send")
                 if error or not self.transport.targets:
                     continue
@@ -107,8 +117,7 @@ class WeightSync:
             if not error and self.transport.targets:
                 error = _names_error(set(manifest), ledger.sent)
             if not error:
-                modules = list(lora.modules) if lora else []
-                check = CommitCheck(version, ledger, modules)
+                check = CommitCheck(version, ledger)
                 error = self._outcome(thread.submit(self.transport.commit, version, check), "commit")
         except BaseException as failure:
             error = failure
@@ -127,11 +136,13 @@ class WeightSync:
             return error or failure
         return error
 
-    def _buckets(self, with_base: bool) -> Iterator[Bucket]:
-        if with_base:
-            yield from self.engine.named_weights(self.bucket_bytes)
-        if self.engine.lora:
-            yield from self.engine.named_lora(self.bucket_bytes)
+    def _buckets(self, manifest: Manifest) -> Iterator[Bucket]:
+        parts = sorted(by_part(manifest))
+        base, lora = ([part.component for part in parts if part.is_lora == is_lora] for is_lora in (False, True))
+        if base:
+            yield from self.engine.named_weights(self.bucket_bytes, base)
+        if lora:
+            yield from self.engine.named_lora(self.bucket_bytes, lora)
 
     def _timed(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
         while True:
@@ -151,14 +162,15 @@ class WeightSync:
 
 
 class Ledger:
-    """The fingerprints of what was sent, as workers use it: of every piece of a tensor that some worker has."""
+    """The fingerprints of what replicas are to use, as their workers use it: of every piece of a tensor that some worker
+    has, of this push and of what it leaves as it was."""
 
-    def __init__(self, places: Places, *, lora: LoraSpec | None, base: Ledger | None = None) -> None:
-        """base: of the base weights that travelled before, when this push brings none."""
+    def __init__(self, places: Places, *, lora: LoraSpec | None, held: Ledger | None = None) -> None:
+        """held: of what travelled before, when this push does not bring everything."""
         self.places, self.lora, self.lora_rank = places, lora, lora.rank if lora else 0
         self.num_bytes = 0
         self.sent: set[str] = set()
-        self._prints: dict[tuple[str, Box | None], str] = dict(base._prints) if base else {}
+        self._prints: dict[tuple[str, Box | None], str] = dict(held._prints) if held else {}
 
     def add(self, bucket: Bucket) -> None:
         for box, pieces in self._pieces(bucket).items():
@@ -173,11 +185,15 @@ class Ledger:
         names = {name for name, _ in self._prints}
         return {name: self._prints[name, piece_box(name, boxes, lora_rank=self.lora_rank)] for name in names}
 
-    def of_base(self) -> Ledger:
-        """Without the LoRA tensors."""
-        base = Ledger(self.places, lora=self.lora)
-        base._prints = {key: value for key, value in self._prints.items() if not is_lora_name(key[0])}
-        return base
+    def modules(self) -> set[str]:
+        """The modules, with their component, that a LoRA must be bound to."""
+        return lora_modules(name for name, _ in self._prints)
+
+    def of(self, parts: Collection[Part]) -> Ledger:
+        """With the tensors of these parts alone."""
+        rest = Ledger(self.places, lora=self.lora)
+        rest._prints = {key: value for key, value in self._prints.items() if part_of(key[0]) in parts}
+        return rest
 
     def _pieces(self, bucket: Bucket) -> dict[Box | None, dict[str, Tensor]]:
         """box → name → the piece of the tensor, over all workers."""
@@ -197,8 +213,8 @@ class Named(Protocol):
 class CommitCheck:
     """What a replica answers to a commit, against what was sent to it."""
 
-    def __init__(self, version: int, ledger: Ledger, modules: Sequence[str]) -> None:
-        self.version, self.ledger, self.modules = version, ledger, set(modules)
+    def __init__(self, version: int, ledger: Ledger) -> None:
+        self.version, self.ledger = version, ledger
 
     def __call__(self, target: Named, answer: Sequence[Mapping[str, Any]]) -> None:
         """Raises SyncError that names the replica and what differs."""
@@ -209,7 +225,7 @@ class CommitCheck:
             where = f"{target.name} at version {self.version}"
             where += f" (worker {worker} of {num_workers})" if num_workers > 1 else ""
             _check_prints(where, self.ledger.expected(target.name, worker), held["fingerprints"])
-            difference = name_difference(self.modules, set(held["bound_modules"]))
+            difference = name_difference(self.ledger.modules(), set(held["bound_modules"]))
             if difference:
                 raise SyncError(f"{where} has LoRA bound to other modules than were sent: {difference}")
 

@@ -1,14 +1,16 @@
-"""Safetensors files by plain reads and writes: any rows of a tensor, without mapping the file into memory.
+"""Safetensors files by parts: any bytes of a tensor, read or mapped, and written anywhere.
 
-Mapped pages count as the process's own memory, and a converter's memory has to stay small. A file that is written has its
-header first (`__metadata__` in front, compact JSON, padded with spaces to 8 bytes: as the safetensors library and hence
-diffusers write it), then the tensors, one after another.
+The safetensors library maps whole files, whose pages then count as the process's own memory; here only what is looked at
+is. A file that is written has its header first (`__metadata__` in front, compact JSON, padded with spaces to 8 bytes: as
+the safetensors library and hence diffusers write it), then the tensors, one after another.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
 import os
 import struct
 import weakref
@@ -35,6 +37,7 @@ DTYPES_BY_NAME = {  # in the order in which the safetensors library puts tensors
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses more
+MADV_POPULATE_READ = 22  # Linux 5.14; an error where a page cannot be read, which on touching it would kill the process
 LARGEST_READ = 1 << 30  # bytes in one call of the system, which takes 2 GiB at most
 
 
@@ -86,6 +89,28 @@ class TensorFile:
             if not num_read:
                 raise ValueError(f"{self.path} is truncated: tensor {name!r} was cut short while it was read")
             view, at = view[num_read:], at + num_read
+
+    def mapped(self, name: str, *, offset: int, num_bytes: int) -> Tensor | None:
+        """uint8 [num_bytes], a part of the tensor in the file's own pages, mapped for as long as the result lives; not to be
+        written to. None where the filesystem maps no files or the part begins at an odd place: read_into does it then."""
+        at = self._start + self._begins[name] + offset
+        within = at % mmap.ALLOCATIONGRANULARITY
+        if at % self.tensors[name].dtype.itemsize or not num_bytes:
+            return None
+        try:
+            pages = mmap.mmap(
+                self._descriptor, within + num_bytes, flags=mmap.MAP_PRIVATE, offset=at - within
+            )  # private and writable, as torch takes no other
+        except (OSError, ValueError):
+            return None
+        try:
+            pages.madvise(MADV_POPULATE_READ)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of an older kernel
+                raise ValueError(
+                    f"{self.path} is truncated or cannot be read: tensor {name!r}, {num_bytes} bytes from byte {at} on"
+                ) from error
+        return torch.frombuffer(pages, dtype=torch.uint8)[within:]
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, in memory of its own."""

@@ -16,8 +16,10 @@ from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
+from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.engines.sharded import ShardedEngine, local
+from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
 from megadiff.types import Sampling, TrainBatch
@@ -44,8 +46,12 @@ def build(
     recompute: bool = True,
     compiled: bool = False,
     device: str = "cpu",
-) -> ShardedEngine:
-    """An engine of this rank. sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha."""
+    adapter: ModelAdapter | None = None,
+    components: tuple[str, ...] = (),
+    balance: str = "share",
+) -> ExpertsEngine:
+    """An engine of this rank. sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha. adapter: of
+    another family than Qwen-Image. components: those that are trained, all by default."""
     from megatron.core import distributed
 
     # the default puts all of a small model into one bucket, 20 B are hundreds
@@ -59,8 +65,15 @@ def build(
     config.lora.rank, config.lora.alpha = lora
     config.parallel.sequence_parallel = bool(sizes.get("sequence_parallel", True))
     config.train.microbatch_size = microbatch_size
+    config.train.components, config.train.expert_balance = list(components), balance
     config.algorithm.kl_coef, config.algorithm.ema_decay = float(keep_reference), average_decay
-    return build_engine(config, init_mesh(layout_of(sizes), device), QwenImageAdapter(tiny_model))
+    return build_engine(config, init_mesh(layout_of(sizes), device), adapter or QwenImageAdapter(tiny_model))
+
+
+def only(engine: ExpertsEngine) -> ShardedEngine:
+    """What is inside the engine of a model with one component."""
+    (member,) = engine.members.values()
+    return member
 
 
 def layout_of(sizes: Mapping[str, int]) -> Layout:
@@ -120,7 +133,7 @@ def stock_transformer(tiny_model: Path, **options: object) -> QwenImageTransform
 
 def stock_backward(transformer: nn.Module, adapter: QwenImageAdapter, batch: TrainBatch) -> dict[str, Tensor]:
     """Gradients of the whole batch in one piece, left on the parameters; returns the loss's figures."""
-    (piece,) = microbatches(batch, 1000, torch.device("cpu"))
+    (piece,) = microbatches(batch, torch.arange(batch.num_rows), 1000, torch.device("cpu"))
     velocity_BLC = adapter.velocity(transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling)
     output = LOSS(loss_inputs(batch, piece, velocity_BLC))
     (output.loss_sum / batch.denominator).backward()

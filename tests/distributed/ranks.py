@@ -15,6 +15,7 @@ import torch.multiprocessing
 PRELOAD = [
     "torch._dynamo",  # imported by the first optimizer
     "diffusers.models.transformers.transformer_qwenimage",
+    "diffusers.models.transformers.transformer_wan",
     "veomni.models.diffusers.qwen_image.qwen_image_transformer.modeling_qwen_image_transformer",
     "veomni.distributed.torch_parallelize",
     "megadiff.engines.veomni",

@@ -17,8 +17,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.lora import lora_values
-from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.parallel.lora import lora_shapes, start_values
@@ -31,6 +31,7 @@ from tests.distributed.engines import (
     differing,
     gradient_shards,
     mine,
+    only,
     stock_backward,
     stock_transformer,
     train_batch,
@@ -69,7 +70,7 @@ def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         rank=0,
         num_files=1,
-        values={"optimizer_steps": 0, "lora": lora_values(spec)},
+        values={"optimizer_steps": {}, "lora": lora_values(spec)},
     )
     return folder
 
@@ -154,7 +155,9 @@ def _run_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> None:
     engine.load(start)
     for scale in (1.0, 4.0):
         captured: dict[str, list[Shard]] = {}
-        hook = engine.optimizer.register_step_pre_hook(lambda *_, into=captured: into.update(gradient_shards(engine)))
+        hook = only(engine).optimizer.register_step_pre_hook(
+            lambda *_, into=captured: into.update(gradient_shards(only(engine)))
+        )
         figures = engine.update(mine(engine, scale), LOSS)
         hook.remove()
         place = {"rank": engine.mesh.rank, "num_files": engine.mesh.world_size}
@@ -171,7 +174,7 @@ def _run_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> None:
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _check_start(engine: ShardedEngine, tiny_model: Path) -> None:
+def _check_start(engine: ExpertsEngine, tiny_model: Path) -> None:
     """A is what every layout draws, B is 0, and so the adapter changes nothing yet: not one bit."""
     spec, shapes = _lora(tiny_model)
     assert engine.lora == spec
@@ -184,7 +187,7 @@ def _check_start(engine: ShardedEngine, tiny_model: Path) -> None:
     assert torch.equal(policy.means_NWLC, reference.means_NWLC)
 
 
-def _check_end(engine: ShardedEngine, tiny_model: Path, end: ShardFolder, layout: str) -> None:
+def _check_end(engine: ExpertsEngine, tiny_model: Path, end: ShardFolder, layout: str) -> None:
     """Everything is where it belongs: LoRA tensors whole on every rank, the base as it was and equal to the reference."""
     shapes, source = (
         _lora(tiny_model)[1],
@@ -201,7 +204,7 @@ def _check_end(engine: ShardedEngine, tiny_model: Path, end: ShardFolder, layout
     assert base.keys() == {f"transformer.{name}" for name in source}
     assert all(torch.equal(base[f"transformer.{name}"], tensor) for name, tensor in source.items())
 
-    assert engine.optimizer.state.keys() == set(engine._optimized.values())
+    assert only(engine).optimizer.state.keys() == set(only(engine)._optimized.values())
     policy = engine.log_probs(mine(engine))
     with engine.reference():
         reference = engine.log_probs(mine(engine))
@@ -271,23 +274,23 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
         assert torch.equal(whole(fresh, f"model/transformer.{name}"), start_values(name, shape, seed=0)), name
     engine.load(start)
     dtypes = {"veomni": torch.float32, "megatron": torch.bfloat16}  # of the adapters that the module holds
-    for name, parameter in engine.transformer.named_parameters():
+    for name, parameter in only(engine).transformer.named_parameters():
         is_trained = ".lora_" in name
         assert parameter.requires_grad == is_trained
         backend, _, _, _ = LAYOUTS[layout]
         assert parameter.dtype == (dtypes[backend] if is_trained else torch.bfloat16), name
-    held = [*engine._masters.values(), *engine._optimized.values()]
+    held = [*only(engine)._masters.values(), *only(engine)._optimized.values()]
     assert {tensor.dtype for tensor in held} == {torch.float32}
-    assert all(".lora_" in name for name in [*engine._masters, *engine._optimized])
+    assert all(".lora_" in name for name in [*only(engine)._masters, *only(engine)._optimized])
 
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     base = _tensors(engine.named_weights(1 << 20))
     assert all(torch.equal(base[f"transformer.{name}"], full.bfloat16().float()) for name, full in source.items())
-    before = {name: piece.clone() for name, piece in engine._masters.items()}
+    before = {name: piece.clone() for name, piece in only(engine)._masters.items()}
     figures = [engine.update(mine(engine), LOSS) for _ in range(3)]
     assert all(each["optim/grad_norm"] > 0 for each in figures)
     moved = unrounded = 0
-    for name, piece in engine._masters.items():
+    for name, piece in only(engine)._masters.items():
         moved += int((piece != before[name]).sum())
         unrounded += int((piece.bfloat16() != before[name].bfloat16()).sum())
     assert unrounded < moved / 2, "updates too large to show what the masters are for"
@@ -298,7 +301,7 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     assert torch.equal(resumed.log_probs(mine(engine)).log_probs_NW, engine.log_probs(mine(engine)).log_probs_NW)
 
 
-def _updates(engine: ShardedEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+def _updates(engine: ExpertsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
     """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
     for step in range(first, stop):
         engine.config.train.microbatch_size = (7, 16)[step % 2]
@@ -309,10 +312,10 @@ def _tensors(buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
     return dict(pair for bucket in buckets for pair in bucket)
 
 
-def _trainer(tiny_model: Path, layout: str) -> ShardedEngine:
+def _trainer(tiny_model: Path, layout: str) -> ExpertsEngine:
     return _engine(tiny_model, layout, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM)
 
 
-def _engine(tiny_model: Path, layout: str, **options: object) -> ShardedEngine:
+def _engine(tiny_model: Path, layout: str, **options: object) -> ExpertsEngine:
     backend, _, sizes, recompute = LAYOUTS[layout]
     return build(tiny_model, sizes, backend=backend, recompute=recompute, lora=(RANK, ALPHA), **options)

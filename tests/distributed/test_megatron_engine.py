@@ -20,7 +20,7 @@ from torch import Tensor
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.sharded import ShardedEngine
+from megadiff.engines.experts import ExpertsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.weights.shards import Shard, ShardFolder, write_shards
@@ -32,6 +32,7 @@ from tests.distributed.engines import (
     gradient_shards,
     layout_of,
     mine,
+    only,
     stock_backward,
     stock_transformer,
     train_batch,
@@ -71,7 +72,9 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     engine = _engine(tiny_model, sizes, lr=0.0, keep_reference=True)
     for scale in (1.0, 4.0):
         captured: dict[str, list[Shard]] = {}
-        hook = engine.optimizer.register_step_pre_hook(lambda *_, into=captured: into.update(gradient_shards(engine)))
+        hook = only(engine).optimizer.register_step_pre_hook(
+            lambda *_, into=captured: into.update(gradient_shards(only(engine)))
+        )
         figures = engine.update(mine(engine, scale), LOSS)
         hook.remove()
         write_shards(
@@ -83,7 +86,7 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     _check_broken_gradient(engine)
 
 
-def _check_named_weights(engine: ShardedEngine, tiny_model: Path) -> None:
+def _check_named_weights(engine: ExpertsEngine, tiny_model: Path) -> None:
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     stock_order = [f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()]
     for dtype in (torch.float32, torch.bfloat16):
@@ -97,7 +100,7 @@ def _check_named_weights(engine: ShardedEngine, tiny_model: Path) -> None:
         tensor.zero_()  # the receiver's own
 
 
-def _check_reference(engine: ShardedEngine) -> None:
+def _check_reference(engine: ExpertsEngine) -> None:
     batch = mine(engine, 1.0)
     start = engine.log_probs(batch)
     for _ in range(2):
@@ -112,7 +115,7 @@ def _check_reference(engine: ShardedEngine) -> None:
         assert torch.equal(engine.log_probs(batch).log_probs_NW, policy.log_probs_NW)
 
 
-def _check_broken_gradient(engine: ShardedEngine) -> None:
+def _check_broken_gradient(engine: ExpertsEngine) -> None:
     """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is sound."""
     batch = mine(engine, 1.0)
     before = engine.log_probs(batch).log_probs_NW
@@ -234,7 +237,7 @@ def _precision_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> Non
         figures = [engine.update(batch, LOSS) for _ in range(4)]
         if engine.mesh.rank == 0:
             (out / f"{dtype}.json").write_text(json.dumps(figures))
-        assert {p.dtype for p in engine.transformer.parameters()} == {getattr(torch, dtype)}
+        assert {p.dtype for p in only(engine).transformer.parameters()} == {getattr(torch, dtype)}
         engine.save(out / dtype)
         dist.barrier()
         resumed = _engine(tiny_model, sizes, lr=1e-6, dtype=dtype)
@@ -264,7 +267,7 @@ def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> No
         build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(tiny_model))
 
 
-def _updates(engine: ShardedEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+def _updates(engine: ExpertsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
     """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
     for step in range(first, stop):
         engine.config.train.microbatch_size = (7, 16)[step % 2]
@@ -276,9 +279,9 @@ def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ShardedEngine:
+def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ExpertsEngine:
     return _engine(tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend)
 
 
-def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ShardedEngine:
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ExpertsEngine:
     return build(tiny_model, sizes, **{"backend": "megatron", **options})

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megadiff.config.schema import Config, LoraConfig
 from megadiff.engines import build_engine, memory
+from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.memory import Placing, kept_bytes, static_bytes
-from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.train.memory_plan import model_shape
 from megadiff.types import DTYPES
-from tests.distributed.engines import LOSS, train_batch
+from tests.distributed.engines import LOSS, only, train_batch
 from tests.distributed.ranks import run_ranks
 from tests.kept_activations import activation_work, kept_by_autograd
 
@@ -92,38 +92,40 @@ def _measure(
     config.algorithm.kl_coef, config.algorithm.ema_decay = 1.0, AVERAGE_DECAY
     engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), QwenImageAdapter(model))
     gradients: list[int] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: gradients.append(_bytes(_gradients(engine))))
+    only(engine).optimizer.register_step_pre_hook(lambda *_: gradients.append(_bytes(_gradients(engine))))
     dp = engine.mesh.dp if 4 % engine.mesh.dp == 0 else 1
     engine.update(train_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp), LOSS)
-    parameters = list(_plain(engine.transformer.parameters()))
+    parameters = list(_plain(only(engine).transformer.parameters()))
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    state = [value for state in engine.optimizer.state.values() for value in _plain(state.values())]
+    state = [value for state in only(engine).optimizer.state.values() for value in _plain(state.values())]
     held = [
-        tensor for tensor in _plain(engine._optimized.values()) if tensor.untyped_storage().data_ptr() not in weights
+        tensor
+        for tensor in _plain(only(engine)._optimized.values())
+        if tensor.untyped_storage().data_ptr() not in weights
     ]
     measured = {
         "parameters": _bytes(parameters),
         "gradients": gradients[0],
         "optimizer": _bytes([*state, *held]),
-        "average": _bytes(_plain(engine._average.values()), on_host=_host_pieces(engine)),
-        "reference": sum(tensor.nbytes for tensor in (engine._reference or {}).values()),
-        "kept": kept_by_autograd(engine.adapter, engine.transformer),
+        "average": _bytes(_plain(only(engine)._average.values()), on_host=_host_pieces(engine)),
+        "reference": sum(tensor.nbytes for tensor in (only(engine)._reference or {}).values()),
+        "kept": kept_by_autograd(engine.adapter, only(engine).transformer),
         "permanent_gradients": _bytes(_gradients(engine)) > 0,
     }
     (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measured))
 
 
-def _gradients(engine: ShardedEngine) -> list[Tensor]:
-    parameters = list(engine.transformer.parameters())
+def _gradients(engine: ExpertsEngine) -> list[Tensor]:
+    parameters = list(only(engine).transformer.parameters())
     found = [p.main_grad for p in parameters if hasattr(p, "main_grad")]
     return found + list(_plain(p.grad for p in parameters if p.grad is not None))
 
 
-def _host_pieces(engine: ShardedEngine) -> int:
+def _host_pieces(engine: ExpertsEngine) -> int:
     """Bytes of averages that are on the CPU also where the engine is on a GPU: of frozen weights under bfloat16."""
     if engine.config.engine.backend == "veomni" or engine.config.engine.dtype == "float32":
         return 0
-    return sum(average.nbytes for name, average in engine._average.items() if name not in engine._optimized)
+    return sum(average.nbytes for name, average in only(engine)._average.items() if name not in only(engine)._optimized)
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

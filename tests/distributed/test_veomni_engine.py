@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
+from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.microbatch import microbatches
-from megadiff.engines.sharded import ShardedEngine
 from megadiff.engines.veomni import COMPILED_VARIANTS
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import resolve_layout
-from tests.distributed.engines import LOSS, SAMPLING, build, mine, train_batch
+from tests.distributed.engines import LOSS, SAMPLING, build, mine, only, train_batch
 from tests.distributed.ranks import run_ranks
 
 ALONE = (1, {})
@@ -56,7 +56,7 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     engine = _engine(tiny_model, sizes, lr=0.0)
     for scale in (1.0, 4.0):
         captured: dict[str, Tensor] = {}
-        hook = engine.optimizer.register_step_pre_hook(
+        hook = only(engine).optimizer.register_step_pre_hook(
             lambda *_, captured=captured: captured.update(_full_gradients(engine))
         )
         engine_batch = mine(engine, scale)
@@ -154,7 +154,7 @@ def _stock_velocity(tiny_model: Path, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def _velocity(adapter: QwenImageAdapter, transformer: Callable) -> Tensor:
     """[16, L, C] float32: every pair of the batch, in the engine's own microbatches."""
-    pieces, sampling = microbatches(train_batch(adapter), 3, torch.device("cpu")), SAMPLING
+    pieces, sampling = microbatches(train_batch(adapter), torch.arange(16), 3, torch.device("cpu")), SAMPLING
     rows = [adapter.velocity(transformer, p.latents_BLC, p.sigma_B, p.conditioning, sampling) for p in pieces]
     return torch.cat(rows)
 
@@ -163,10 +163,10 @@ def _precision_worker(tiny_model: Path, stock: Path) -> None:
     """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing; refusals."""
     batch = train_batch(QwenImageAdapter(tiny_model))
     engine = _engine(tiny_model, {}, dtype="bfloat16")
-    torch.testing.assert_close(_velocity(engine.adapter, engine.transformer), load_file(stock)["velocity"])
+    torch.testing.assert_close(_velocity(engine.adapter, only(engine).transformer), load_file(stock)["velocity"])
     engine.update(batch, LOSS)
-    assert {p.dtype for p in engine.transformer.parameters()} == {torch.float32}
-    assert {s["exp_avg"].dtype for s in engine.optimizer.state.values()} == {torch.float32}
+    assert {p.dtype for p in only(engine).transformer.parameters()} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in only(engine).optimizer.state.values()} == {torch.float32}
 
     before = engine.log_probs(batch).log_probs_NW
     broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
@@ -232,18 +232,18 @@ def _weights_worker(tiny_model: Path, sizes: dict[str, int]) -> None:
 def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None) -> None:
     """Full weights, moments and figures, written by rank 0."""
     values = {name: torch.tensor(value) for name, value in (metrics or {}).items()}
-    for name, parameter in engine.transformer.named_parameters():
+    for name, parameter in only(engine).transformer.named_parameters():
         values[name] = parameter.detach().full_tensor().clone()
-        for kind, value in engine.optimizer.state.get(parameter, {}).items():
+        for kind, value in only(engine).optimizer.state.get(parameter, {}).items():
             values[f"{kind}/{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
     if engine.mesh.rank == 0:
         save_file(values, file)
 
 
-def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ShardedEngine:
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ExpertsEngine:
     return build(tiny_model, sizes, backend="veomni", microbatch_size=3, **options)
 
 
 def _full_gradients(engine: Engine) -> dict[str, Tensor]:
-    named = engine.transformer.named_parameters()
+    named = only(engine).transformer.named_parameters()
     return {name: p.grad.full_tensor() for name, p in named if p.grad is not None}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,13 +91,13 @@ def in_ranks(tmp_path_factory, tiny_model) -> Callable[..., Result]:
     """Runs `megadiff train` as torchrun does, in processes that have their imports behind them: (run's name, number of
     ranks, *overrides). Fails with the traceback of the rank that fails."""
     trainer = Trainer(tmp_path_factory.mktemp("ranks"), tiny_model)
+    return lambda name, num_processes, *overrides: train_in_ranks(trainer, name, num_processes, *overrides)
 
-    def run(name: str, num_processes: int, *overrides: str) -> Result:
-        arguments = trainer.command(*overrides, name=name)
-        run_ranks(_train, num_processes, arguments[arguments.index("megadiff.cli.train") + 1 :])
-        return Result(code=0, stderr="", folder=trainer.folder / name)
 
-    return run
+def train_in_ranks(trainer: Trainer, name: str, num_processes: int, *overrides: str) -> Result:
+    arguments = trainer.command(*overrides, name=name)
+    run_ranks(_train, num_processes, arguments[arguments.index("megadiff.cli.train") + 1 :])
+    return Result(code=0, stderr="", folder=trainer.folder / name)
 
 
 def _train(arguments: list[str]) -> None:
@@ -154,4 +155,19 @@ def registry(tmp_path_factory, tiny_model):
     command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
     servers = start_replicas(2, folder=folder, command=[*command, "--weights", str(folder / "weights")])
     yield folder / "registry"
+    stop(servers)
+
+
+@pytest.fixture(scope="session")
+def wan_registries(tmp_path_factory, tiny_wan):
+    """Kind (wan22.tiny.KINDS) → the registry of one float32 replica of that tiny Wan2.2, as `registry` above."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in tiny_wan}
+
+    def start(kind: str) -> list[subprocess.Popen]:
+        command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_wan[kind]), "--dtype", "float32"]
+        return start_replicas(1, folder=folders[kind], command=[*command, "--weights", str(folders[kind] / "weights")])
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        servers = [server for started in pool.map(start, folders) for server in started]
+    yield {kind: folder / "registry" for kind, folder in folders.items()}
     stop(servers)

@@ -308,7 +308,7 @@ def bound_lora_serves_and_sleeps(
     whole, whole_image = client.generate(REQUEST), image(client)
     answer = push_lora(client, weights, lora, spec, version=version + 1, model=model)
     assert answer["fingerprints"] == expected_prints(weights, lora, spec)
-    assert answer["bound_modules"] == list(spec.modules)
+    assert answer["bound_modules"] == [f"transformer.{module}" for module in spec.modules]
     for _ in range(2):
         assert image_gap(image(client), whole_image) <= 1
         for live, other in zip(client.generate(REQUEST).trajectories, whole.trajectories, strict=True):

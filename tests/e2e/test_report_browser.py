@@ -84,12 +84,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(write_run(tmp_path_factory.mktemp("runs") / "shapes", steps=60, evaluated=True))
 
 
-def look(report: Path, tmp_path: Path, *, width: int) -> dict:
-    """What the probe saw of the report in a window of this width."""
+def look(report: Path, tmp_path: Path, *, width: int, probe: str = PROBE, budget_ms: int = 5000) -> dict:
+    """What the probe saw of the report in a window of this width. budget_ms: how long its clock runs."""
     html = report.read_text("utf-8")
     page = tmp_path / "probed.html"
-    page.write_text(html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{PROBE}</body>"), "utf-8")
-    run = browse(page, tmp_path / "profile", "--virtual-time-budget=5000", f"--window-size={width},900", "--dump-dom")
+    page.write_text(html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{probe}</body>"), "utf-8")
+    run = browse(
+        page, tmp_path / "profile", f"--virtual-time-budget={budget_ms}", f"--window-size={width},900", "--dump-dom"
+    )
     assert ":CONSOLE" not in run.stderr, run.stderr
     return json.loads(unescape(re.search(r'data-probe="([^"]*)"', run.stdout)[1]))
 
@@ -135,6 +137,64 @@ def test_the_report_answers_its_reader(report: Path, tmp_path: Path) -> None:
     assert seen["themes"] == ["rgb(246, 246, 243)", "rgb(17, 19, 20)"]
     assert seen["zoomed"] == 64 and seen["closed"]
     assert "clip_range: 0.0001" in seen["config"]
+
+
+# Scrolls to the videos, lets them play, and leaves what it saw.
+WATCH_VIDEOS = """<script>
+addEventListener("load", async () => {
+  const videos = [...document.querySelectorAll(".strip video")];
+  // The page's clock jumps ahead while nothing runs, but a decoder needs real time: so every pause also works a little.
+  const work = () => { let sum = 0; for (let turn = 0; turn < 2e7; turn++) sum += turn; return sum; };
+  const pause = (milliseconds) => new Promise((resolve) => setTimeout(() => resolve(work()), milliseconds));
+  const seen = { paused: videos.map((video) => video.paused) };
+  document.querySelector(".strip").scrollIntoView();
+  const moments = videos.map(() => new Set());
+  for (let turn = 0; turn < 30; turn++) {
+    await pause(100);
+    videos.forEach((video, index) => moments[index].add(video.currentTime));
+  }
+  seen.moments = moments.map((each) => each.size);
+  seen.videos = videos.map((video) => ({
+    size: [video.videoWidth, video.videoHeight], ready: video.readyState, length: video.duration,
+    error: video.error ? video.error.message : null,
+    shown: video.getBoundingClientRect().width, label: video.ariaLabel, loops: video.loop, silent: video.muted,
+  }));
+  const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 64 });
+  canvas.getContext("2d").drawImage(videos[0], 0, 0);
+  seen.colours = new Set(canvas.getContext("2d").getImageData(0, 0, 64, 64).data).size;
+  videos[0].closest(".frame").click();
+  const zoomed = document.querySelector("dialog[open] video");
+  for (let turn = 0; turn < 150 && !(zoomed.videoWidth && zoomed.currentTime); turn++) await pause(100);
+  seen.zoomed = [zoomed.videoWidth, zoomed.paused, zoomed.getBoundingClientRect().width];
+  document.querySelector("dialog").click();
+  const left = () => document.querySelectorAll("dialog video").length;
+  for (let turn = 0; turn < 150 && left(); turn++) await pause(100);
+  seen.left = left();
+  scrollTo(0, 0);
+  const away = () => videos.filter((video) => video.getBoundingClientRect().top > innerHeight);
+  for (let turn = 0; turn < 150 && !away().every((video) => video.paused); turn++) await pause(100);
+  seen.away = away().length;
+  seen.playing = away().filter((video) => !video.paused).length;
+  seen.problems = problems;
+  document.documentElement.dataset.probe = JSON.stringify(seen);
+});
+</script>"""
+
+
+def test_videos_play_while_they_are_looked_at(tmp_path: Path) -> None:
+    report = write_report(write_run(tmp_path / "film", steps=20, num_frames=9))
+    seen = look(report, tmp_path, width=1280, probe=WATCH_VIDEOS, budget_ms=60_000)
+    assert seen["problems"] == []
+    assert len(seen["videos"]) == len(PROMPTS) * 3 and all(seen["paused"])
+    for video in seen["videos"]:
+        assert video["error"] is None and video["ready"] >= 2, video
+        assert video["size"] == [64, 64] and video["length"] == pytest.approx(9 / 16, abs=0.01), video
+        assert video["shown"] > 60 and video["loops"] and video["silent"], video
+    assert {video["label"].rsplit(", step ", 1)[0] for video in seen["videos"]} == set(PROMPTS)
+    assert min(seen["moments"][:3]) >= 3, seen["moments"]  # the first row is on screen
+    assert seen["colours"] > 20
+    assert seen["zoomed"][:2] == [64, False] and seen["zoomed"][2] > 300
+    assert (seen["left"], seen["playing"]) == (0, 0) and seen["away"] > 0
 
 
 @pytest.mark.parametrize("scheme, paper", [(1, (246, 246, 243)), (0, (17, 19, 20))], ids=["light", "dark"])

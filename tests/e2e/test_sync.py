@@ -8,30 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megadiff.config.schema import ParallelConfig
-from megadiff.models.files import weight_files
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.rollout.client import ReplicaClient, ReplicaError
-from megadiff.rollout.fleet import Fleet
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
-from megadiff.weights.manifest import folder_manifest
-from megadiff.weights.places import boxes_from_json, device_name, host_name
-from megadiff.weights.sync import WeightSync
-from megadiff.weights.transports.choose import build_transport
 from tests.e2e.conftest import start_replicas, stop
+from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
 from tests.lora_tensors import merged, random_lora
 
 TRANSPORTS = ("http", "shm", "nccl", "disk")
-CPU = torch.device("cpu")
 REQUEST = RolloutRequest(
     prompt=Prompt(text="a red cat", id="ab" * 8),
     sampling=Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5)),
@@ -41,71 +32,23 @@ REQUEST = RolloutRequest(
 )
 
 
-class Source:
-    """The model's weights times a factor, in buckets of about bucket_bytes; with `lora`, those of `adapter` beside them."""
-
-    lora: LoraSpec | None = None
-    adapter: dict[str, torch.Tensor] = {}
-
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.weights, self.factor, self.on_bucket = weights, 1.0, lambda number: None
-
-    def named_lora(self, bucket_bytes: int):
-        items = list(self.adapter.items())
-        yield from (items[first : first + 10] for first in range(0, len(items), 10))
-
-    def named_weights(self, bucket_bytes: int):
-        bucket, number = [], 0
-        for name, tensor in self.weights.items():
-            bucket.append((name, tensor * self.factor))
-            if sum(one.nbytes for _, one in bucket) >= bucket_bytes:
-                yield bucket
-                number, bucket = number + 1, []
-                self.on_bucket(number)
-        yield bucket
-
-
 @pytest.fixture(scope="module")
 def source(tiny_model) -> Source:
-    (file,) = weight_files(tiny_model / "transformer")
-    return Source({f"transformer.{name}": tensor for name, tensor in load_file(file).items()})
+    return Source(folder_weights(tiny_model, ("transformer",)))
 
 
 @pytest.fixture(scope="module")
 def sync_to(source, tiny_model, registry):
     """A context: the sync of a transport to replicas, name → url."""
-    parallel = ParallelConfig()
-    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=parallel.dp_replicate, world_size=1)
-    mesh = init_mesh(layout, "cpu")
-
-    @contextmanager
-    def sync(transport: str, urls: dict[str, str]) -> Iterator[tuple[WeightSync, Fleet]]:
-        clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
-        with Fleet(clients, batch_size=4) as fleet:
-            targets = fleet.weight_targets()
-            workers = {target.name: target.weights_places() for target in targets}
-            sync = WeightSync(
-                source,
-                build_transport(
-                    transport, targets, workers, ranks=[{"host": host_name(), "device": device_name(CPU)}], rank=0,
-                    device=CPU, folder=registry.parent / "weights",
-                ),
-                folder_manifest(tiny_model, ("transformer",), dtype="float32"),
-                places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
-                bucket_bytes=1 << 20,
-                cpu_group=mesh.cpu_group,
-            )  # fmt: skip
-            yield sync, fleet
-            sync.close()
-
-    return sync
+    return lambda transport, urls: sync_between(
+        source, urls, transport, model=tiny_model, folder=registry.parent / "weights"
+    )
 
 
 @pytest.fixture(scope="module")
 def singles(registry) -> dict[str, str]:
     """name → url of the shared replicas."""
-    found = [json.loads(path.read_text()) for path in sorted(registry.glob("*.json"))]
-    return {entry["name"]: entry["url"] for entry in found}
+    return urls_of(registry)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +134,9 @@ def test_a_replica_that_lost_its_base_gets_it_again(sync_to, urls, source, adapt
     with sync_to("http", urls) as (sync, fleet):
         sync.push(1)
         ReplicaClient(urls["replica_1"], "replica_1").weights_begin(7, sync.manifest)  # another push, broken off
-        with pytest.raises(AgreedError, match="replica_1 .*holds no base weights of a whole push"):
+        with pytest.raises(
+            AgreedError, match="replica_1 .*the push leaves out transformer, which this replica does not hold"
+        ):
             sync.push(2)
         sizes = sync.push(3)
         assert sizes["sync/gib"] * 2**30 > sum(tensor.nbytes for tensor in source.weights.values())

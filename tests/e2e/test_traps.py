@@ -53,6 +53,10 @@ def used(engine: TrapEngine) -> dict[str, str]:
     return fingerprints(engine.call("used"))
 
 
+def with_component(modules: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"transformer.{module}" for module in modules)
+
+
 def test_pushed_lora_computes_as_merged_weights_do(engine: TrapEngine, base: Tensors, spec: LoraSpec) -> None:
     """Ranks up and down, alpha above, below and equal to the rank, fewer modules: each push replaces the one before, for
     every request from then on, none of which names an adapter."""
@@ -64,7 +68,7 @@ def test_pushed_lora_computes_as_merged_weights_do(engine: TrapEngine, base: Ten
         assert engine.call("bound") == ()
         whole = engine.sample()
         engine.call("push", base | lora, asdict(one))
-        assert engine.call("bound") == modules
+        assert engine.call("bound") == with_component(modules)
         assert used(engine) == expected_prints(base, lora, one)
         live, again = engine.sample(), engine.sample()
         assert torch.equal(live["latents"], again["latents"])
@@ -106,12 +110,10 @@ def test_3_no_name_is_dropped(engine: TrapEngine, base: Tensors, spec: LoraSpec)
     assert dropped and all(name.endswith("attn.to_out.0") for name in dropped)  # the trap
     lora = random_lora(base, spec)
     engine.call("push", lora, asdict(spec))
-    assert engine.call("bound") == spec.modules
+    assert engine.call("bound") == with_component(spec.modules)
 
     strange = replace(spec, modules=(*spec.modules, "transformer_blocks.9.attn.to_q"))
-    with pytest.raises(
-        RuntimeError, match=r"1 LoRA modules must each be in one .* transformer_blocks.9.attn.to_q \(0\)"
-    ):
+    with pytest.raises(RuntimeError, match="1 LoRA modules are in none of .*: transformer_blocks.9.attn.to_q"):
         engine.call("push", lora, asdict(strange))
     missing = f"transformer.{spec.modules[0]}{LORA_B}"
     with pytest.raises(RuntimeError, match=f"1 missing: {missing}"):
@@ -178,7 +180,7 @@ def test_what_is_not_used_as_it_was_sent_is_found(
         engine.call("damage", damage, module)
     ledger = Ledger({"one": [{}]}, lora=spec)
     ledger.add(list((base | lora).items()))
-    check = CommitCheck(1, ledger, spec.modules)
+    check = CommitCheck(1, ledger)
     with pytest.raises(SyncError, match="one at version 1 holds " + found.format(module=module)):
         check(SimpleNamespace(name="one"), engine.call("fingerprints")["workers"])
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megadiff.rollout.client import ReplicaClient
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
-from tests.distributed.engines import LOSS, build, mine
+from tests.distributed.engines import LOSS, build, mine, only
 from tests.distributed.ranks import run_ranks
 from tests.lora_tensors import expected_prints, linears, push_lora, random_lora
 
@@ -32,14 +32,14 @@ def _offload_worker(pipeline, backend, rank):
     engine = build(pipeline, {}, dtype="bfloat16", backend=backend, device="cuda", lora=(rank, 2.0 * rank))
     batch = mine(engine)
     engine.update(batch, LOSS)
-    before = {key: piece.clone() for key, _, piece in engine._state()}
+    before = {key: piece.clone() for key, _, piece in only(engine)._state()}
     log_probs = engine.log_probs(batch).log_probs_NW
     used = torch.cuda.memory_allocated()
     engine.offload()
     assert torch.cuda.memory_allocated() < used
     assert torch.equal(engine.log_probs(batch).log_probs_NW, log_probs)
     engine.onload()
-    for key, _, piece in engine._state():
+    for key, _, piece in only(engine)._state():
         assert torch.equal(piece, before[key]), key
     assert engine.update(batch, LOSS)["optim/grad_norm"] > 0
 

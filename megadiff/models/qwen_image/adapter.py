@@ -81,6 +81,10 @@ class QwenImageAdapter:
                 f"rollout.guidance_scale={sampling.guidance_scale}, but Qwen-Image's guidance is true CFG; "
                 "set rollout.true_cfg_scale instead and leave guidance_scale at 1"
             )
+        if sampling.guidance_scale_2:
+            raise ValueError(
+                f"rollout.guidance_scale_2={sampling.guidance_scale_2}, but this model has no second expert; set it to 0"
+            )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """A token is at least one byte, so that only texts of more bytes than that are tokenised at all."""
@@ -116,6 +120,9 @@ class QwenImageAdapter:
 
     def _scheduler_config(self) -> dict[str, object]:
         return read_json(self.model_folder / "scheduler" / "scheduler_config.json")
+
+    def num_passes(self, component: str, sampling: Sampling) -> int:
+        return 2 if sampling.true_cfg_scale > 1 else 1
 
     def velocity(
         self,

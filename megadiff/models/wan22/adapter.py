@@ -80,6 +80,9 @@ class WanAdapter:
     def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
         return self.checkpoint.shift(sigmas)
 
+    def num_passes(self, component: str, sampling: Sampling) -> int:
+        return 2 if self.checkpoint.guidance_scale(component, sampling) > 1 else 1
+
     def velocity(
         self,
         transformer: Callable[..., tuple[Tensor]],
@@ -158,5 +161,5 @@ class WanAdapter:
         feed_forward = 4 * s * d * self.checkpoint.ffn_width
         one_pass = self.checkpoint.num_layers * (own_attention + text_attention + feed_forward)
         sigmas = self.schedule(sampling)[:-1].tolist()
-        scales = [self.checkpoint.guidance_scale(self.component_of(sigma), sampling) for sigma in sigmas]
-        return float(one_pass * sum(2 if scale > 1 else 1 for scale in scales) / len(scales))
+        passes = [self.num_passes(self.component_of(sigma), sampling) for sigma in sigmas]
+        return float(one_pass * sum(passes) / len(passes))

@@ -46,15 +46,13 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         return BatchSampler(requests, schedule=schedule, token_shape=token_shape, device=self.device)
 
     def draw(self, req: Any) -> DiffusionOutput:
-        """The groups' videos [N, 3, F, H, W] in [-1, 1]."""
+        """The groups' videos, as _decoded has them."""
         sampler = self._sampler
         self._encode_texts(sampler)
         return DiffusionOutput(output=self._decoded(self._denoised(sampler)))
 
     def to_pixels(self, images: Tensor) -> Tensor:
-        """[N, 3, F, H, W] in [-1, 1] → [N, F, H, W, 3] uint8, rounded as the stock frames are."""
-        scaled = (images.float() * 0.5 + 0.5).clamp(0, 1) * 255
-        return scaled.round().to(torch.uint8).permute(0, 2, 3, 4, 1)
+        return images
 
     def _encode_texts(self, sampler: BatchSampler) -> None:
         """Each distinct text once, as the groups' conditioning."""
@@ -89,7 +87,8 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         return unpack(latents_NLC, grid)
 
     def _decoded(self, latents_NCFHW: Tensor) -> Tensor:
-        """A few rows at a time: the VAE's activations take hundreds of times a video's memory."""
+        """[N, F, H, W, 3] uint8 on the CPU, rounded as the stock frames are. A few rows at a time: the VAE's activations take
+        hundreds of times a video's memory, and all videos in the decoder's dtype would take more than the latents."""
         vae = self.vae
         mean, std = (
             torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1).to(self.device) for name in ("mean", "std")
@@ -98,7 +97,7 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         num_pixels = frames * self.checkpoint.temporal * height * width * self.checkpoint.spatial**2
         num_rows = max(1, DECODED_PIXELS[self.device.type] // num_pixels)
         rows = (latents_NCFHW.float() * std + mean).to(vae.dtype).split(num_rows)
-        return torch.cat([vae.decode(each, return_dict=False)[0] for each in rows])
+        return torch.cat([_to_uint8(vae.decode(each, return_dict=False)[0]).cpu() for each in rows])
 
     def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises ValueError that names the request whose text is too long: the stock pipeline would cut it off."""
@@ -113,3 +112,9 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
                         f"requests[{place}] (prompt {request.prompt.id}): the {name} is too long, {count} tokens, the "
                         f"model takes {TEXT_TOKENS}; shorten {text[:60]!r}…"
                     )
+
+
+def _to_uint8(videos_N3FHW: Tensor) -> Tensor:
+    """[N, 3, F, H, W] in [-1, 1] → [N, F, H, W, 3]."""
+    scaled = (videos_N3FHW.float() * 0.5 + 0.5).clamp(0, 1) * 255
+    return scaled.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()

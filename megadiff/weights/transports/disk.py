@@ -2,8 +2,9 @@
 
     version_00000012/bucket_00000.safetensors … manifest.json
 
-manifest.json: version, base (the version whose base weights go with it, when it holds LoRA tensors alone), lora, and for
-every tensor its file, dtype, shape and fingerprint. A version is written aside and renamed when every replica holds it.
+manifest.json: version, lora, for every tensor of this push its file, dtype, shape and fingerprint, and parts: of each part of
+the weights the version that holds it, an earlier one for what this push left as it was. A version is written aside and
+renamed when every replica holds it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from megadiff.models.files import read_json
 from megadiff.types import LoraSpec
 from megadiff.weights.bucket import Bucket, bucket_manifest, host_tensors
 from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.lora_names import is_lora_name, lora_from_json
+from megadiff.weights.lora_names import lora_from_json
 from megadiff.weights.manifest import Manifest
+from megadiff.weights.parts import Part, by_part, part_of
 from megadiff.weights.transports.base import Transport, WeightTarget
 
 KEPT = 2  # newest versions: a late joiner may be reading the one before
@@ -42,19 +44,21 @@ class DiskTransport(Transport):
         super().__init__(targets)
         self.folder = folder
         self._part = folder
+        self._pending: dict[Part, int] = {}  # of the push that is open
         self._manifest: dict[str, Any] = {}
-        self._base: int | None = None  # the version that holds the base weights
+        self._held: dict[Part, int] = {}  # the version that holds each part
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
-        brings_base = any(not is_lora_name(name) for name in manifest)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._base is None:
+        if not self._held:
             clear(self.folder)  # what an earlier run, or a trainer that was killed, left there
         self._part = self.folder / f"version_{version:08d}.part"
         self._part.mkdir()
+        kept = {part: held for part, held in self._held.items() if lora or not part.is_lora}
+        self._pending = kept | dict.fromkeys(by_part(manifest), version)
         self._manifest = {
             "version": version,
-            "base": None if brings_base else self._base,
+            "parts": {str(part): held for part, held in self._pending.items()},
             "lora": dataclasses.asdict(lora) if lora else None,
             "tensors": {},
         }
@@ -81,15 +85,14 @@ class DiskTransport(Transport):
 
     def _publish(self) -> None:
         """The version becomes visible, and older ones go."""
-        version = self._manifest["version"]
         (self._part / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
         whole = self._part.with_suffix("")
         shutil.rmtree(whole, ignore_errors=True)
         self._part.rename(whole)
-        self._base = version if self._manifest["base"] is None else self._manifest["base"]
+        self._held = self._pending
         newest = versions(self.folder)[-KEPT:]
-        bases = {read_json(_place(self.folder, held) / MANIFEST)["base"] for held in newest}
-        for held in set(versions(self.folder)) - set(newest) - bases - {self._base}:
+        used = {held for one in newest for held in read_json(_place(self.folder, one) / MANIFEST)["parts"].values()}
+        for held in set(versions(self.folder)) - set(newest) - used:
             shutil.rmtree(_place(self.folder, held))
 
 
@@ -125,12 +128,11 @@ def newest(folder: Path) -> StoredVersion:
             f"{folder} holds no whole version of weights; is it the sync.folder of a run with sync.transport=disk?"
         )
     top = read_json(_place(folder, held[-1]) / MANIFEST)
-    parts = [top] if top["base"] is None else [read_json(_place(folder, top["base"]) / MANIFEST), top]
     rows = {
-        name: (_place(folder, part["version"]) / row["file"], row)
-        for part in parts
-        for name, row in part["tensors"].items()
-        if part is top or not is_lora_name(name)
+        name: (_place(folder, version) / row["file"], row)
+        for version in sorted(set(top["parts"].values()))
+        for name, row in read_json(_place(folder, version) / MANIFEST)["tensors"].items()
+        if top["parts"].get(str(part_of(name))) == version
     }
     return StoredVersion(
         version=top["version"],

@@ -39,8 +39,8 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
         group_index_N=torch.tensor([1, 0, 0, 1, 1]), conditioning={"prompt_embeds": torch.tensor([[3.0], [4.0]])},
         sampling=Sampling(height=32, width=32, num_inference_steps=4),
     )  # fmt: skip
-    pieces = list(microbatches(batch, 2, torch.device("cpu")))
-    assert len(pieces) == num_microbatches(batch, 2) == 3 and [len(piece.sigma_B) for piece in pieces] == [2, 2, 1]
+    pieces = list(microbatches(batch, torch.arange(5), 2, torch.device("cpu")))
+    assert len(pieces) == num_microbatches(5, 2) == 3 and [len(piece.sigma_B) for piece in pieces] == [2, 2, 1]
     inputs = [loss_inputs(batch, piece, piece.latents_BLC) for piece in pieces]
     expected = (1 - sigma)[:, None, None] * clean + sigma[:, None, None] * noise
     torch.testing.assert_close(torch.cat([piece.latents_BLC for piece in pieces]), expected)

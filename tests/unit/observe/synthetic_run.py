@@ -113,12 +113,18 @@ def picture(hue: float, *, sharpness: float, size: int = 64) -> Tensor:
     return ((sharpness * clean + (1 - sharpness) * noise) * 255).byte()[None]
 
 
-def samples_of(step: int, *, num_steps: int, size: int = 64) -> list[SampleRecord]:
+def moving_picture(hue: float, *, sharpness: float, num_frames: int, size: int = 64) -> Tensor:
+    """uint8 [num_frames, size, size, 3]: the disc on its way to the right, two pixels a frame."""
+    still = picture(hue, sharpness=sharpness, size=size)[0]
+    return torch.stack([still.roll(2 * frame, dims=1) for frame in range(num_frames)])
+
+
+def samples_of(step: int, *, num_steps: int, size: int = 64, num_frames: int = 1) -> list[SampleRecord]:
     """Two samples of each of PROMPTS."""
     sharpness = step / num_steps
     return [
         SampleRecord(
-            pixels=picture(number / len(PROMPTS), sharpness=sharpness, size=size),
+            pixels=moving_picture(number / len(PROMPTS), sharpness=sharpness, num_frames=num_frames, size=size),
             caption=prompt,
             rewards={"color": 0.3 + 0.6 * sharpness, "jpeg_size": 0.5},
             reward=0.3 + 0.5 * sharpness - 0.1 * index,
@@ -132,10 +138,17 @@ def samples_of(step: int, *, num_steps: int, size: int = 64) -> list[SampleRecor
 
 
 def write_run(
-    folder: Path, *, steps: int, num_steps: int = 60, sample_every: int = 10, size: int = 64, evaluated: bool = False
+    folder: Path,
+    *,
+    steps: int,
+    num_steps: int = 60,
+    sample_every: int = 10,
+    size: int = 64,
+    evaluated: bool = False,
+    num_frames: int = 1,
 ) -> Path:
     """A run that finished `steps` of `num_steps` steps. evaluated: with an evaluation before the first step and each
-    10th, in its metrics and its folder."""
+    10th, in its metrics and its folder. num_frames: of its samples; more than one are videos."""
 
     def evaluate(step: int) -> None:
         evaluation, images = evaluation_of(step, num_steps=num_steps, size=size)
@@ -151,5 +164,5 @@ def write_run(
                 evaluate(step)
             trackers.log(step, metrics_of(step, num_steps=num_steps))
             if sample_every and (step == 1 or step % sample_every == 0):
-                trackers.images(step, samples_of(step, num_steps=num_steps, size=size))
+                trackers.images(step, samples_of(step, num_steps=num_steps, size=size, num_frames=num_frames))
     return folder

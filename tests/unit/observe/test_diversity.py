@@ -10,6 +10,7 @@ from megadiff.observe.diversity import (
     colour_entropy_bit,
     hue_histogram,
     latent_spread,
+    motion,
     names_a_colour,
     pixel_spread,
     saturation,
@@ -125,3 +126,12 @@ def test_figures_hold_at_another_resolution():
 def test_what_is_no_image_is_refused(pixels):
     with pytest.raises(ValueError, match="not uint8"):
         saturation(pixels)
+
+
+def test_motion_is_the_change_from_frame_to_frame():
+    levels = torch.tensor([0, 51, 102, 153], dtype=torch.uint8)[:, None, None, None].expand(4, 64, 48, 3)
+    assert motion(levels) == pytest.approx(0.2)
+    assert motion(levels[:1].expand(30, -1, -1, -1)) == 0.0
+    assert math.isnan(motion(levels[:1]))
+    late = torch.cat([levels[:1].expand(20, -1, -1, -1), levels])  # only the middle is looked at
+    assert motion(late) == 0.0

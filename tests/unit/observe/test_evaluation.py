@@ -14,11 +14,15 @@ from megadiff.observe.evaluation import (
     estimate,
     evaluation_folder,
     evaluation_folders,
+    image_name,
     read_evaluation,
     to_json,
     write_evaluation,
     write_json,
 )
+from megadiff.observe.evaluation_page import write_evaluation_page
+from megadiff.observe.evaluation_table import settings_text
+from megadiff.observe.video import read_frames
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,8 @@ def test_the_record_holds_every_figure_and_comes_back_as_it_was(tmp_path):
     assert read_evaluation(tmp_path) == found
     record = json.loads((tmp_path / "evaluation.json").read_text("utf-8"))
     assert record.keys() == {
-        *("model", "step", "seed", "num_inference_steps", "true_cfg_scale", "height", "width"),
+        *("model", "step", "seed", "num_inference_steps", "height", "width", "num_frames"),
+        *("true_cfg_scale", "guidance_scale", "guidance_scale_2"),
         *("num_samples", "num_prompts", "rewards", "diversity", "samples"),
     }
     assert (record["num_samples"], record["num_prompts"]) == (140, 70)
@@ -135,7 +140,11 @@ def test_only_rewards_of_both_are_compared():
     assert comparison.reward_names == ["shapes"]
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_inference_steps": 20}, {"height": 128}, {"true_cfg_scale": 4.0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"num_inference_steps": 20}, {"height": 128}, {"true_cfg_scale": 4.0}, {"guidance_scale_2": 3.0}]
+    + [{"num_frames": 5}],
+)
 def test_other_noise_or_settings_are_no_baseline(change):
     with pytest.raises(ValueError, match=f"{next(iter(change))}="):
         Comparison(evaluation=evaluation(0.5), baseline=replace(evaluation(0.5), **change))
@@ -149,3 +158,20 @@ def test_other_noise_or_settings_are_no_baseline(change):
 def test_to_json_without_tasks_has_none():
     untasked = [replace(sample, task="") for sample in evaluation(0.5).samples]
     assert to_json(replace(evaluation(0.5), samples=untasked))["rewards"]["shapes"]["by_task"] == {}
+
+
+def test_settings_tell_of_videos_and_of_both_experts_guidance():
+    video = replace(evaluation(0.5), num_frames=9, guidance_scale=4.0, guidance_scale_2=3.0)
+    assert "64x64x9, 10 steps, CFG 4 and 3, seed" in settings_text(video)
+    assert "64x64x9, 10 steps, CFG 4, seed" in settings_text(replace(video, guidance_scale_2=0.0))
+    assert "64x64, 10 steps, seed" in settings_text(evaluation(0.5))
+
+
+def test_videos_are_kept_as_videos(tmp_path):
+    before = evaluation(0.5)
+    file = image_name(before.samples[0].prompt_id, 0, suffix=".mp4")
+    samples = [replace(each, file=file if number == 0 else None) for number, each in enumerate(before.samples)]
+    write_evaluation(tmp_path, replace(before, samples=samples), {file: torch.zeros(5, 16, 16, 3, dtype=torch.uint8)})
+    assert len(list(read_frames(tmp_path / file))) == 5
+    page = write_evaluation_page(tmp_path, read_evaluation(tmp_path)).read_text("utf-8")
+    assert page.count("<video ") == 1 and "media-src data:" in page

@@ -15,7 +15,7 @@ from megadiff.observe.metrics import (
 )
 
 
-@pytest.mark.parametrize("key", ["reward", "Reward/mean", "reward/", "reward/a b", "reward/a/b", "step"])
+@pytest.mark.parametrize("key", ["reward", "Reward/mean", "reward/", "reward/a b", "reward/a/b/c", "step"])
 def test_a_key_that_is_not_area_and_quantity_is_named(key):
     with pytest.raises(ValueError, match=f"'{key}'"):
         check_keys(["reward/mean", key])

@@ -8,7 +8,7 @@ from PIL import Image
 from synthetic_run import metrics_of, samples_of, write_run
 
 from megadiff.cli.report import main
-from megadiff.observe import report_samples
+from megadiff.observe import pictures
 from megadiff.observe.health import findings
 from megadiff.observe.report import section_keys, write_report
 from megadiff.observe.report_samples import evenly_spaced, pick_rows
@@ -130,7 +130,7 @@ def test_writing_it_again_replaces_the_page_and_leaves_nothing_else(tmp_path):
 
 
 def test_large_images_are_made_smaller_until_the_page_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_samples, "IMAGE_BYTES", 200_000)
+    monkeypatch.setattr(pictures, "PICTURE_BYTES", 200_000)
     for step in (1, 2):
         save_samples(tmp_path, step=step, samples=samples_of(1, num_steps=50, size=400))
     (tmp_path / "config.yaml").write_text("seed: 0\n")

@@ -2,13 +2,18 @@ import dataclasses
 import json
 import math
 
+import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from synthetic_run import PROMPTS, picture, samples_of
 
-from megadiff.observe.samples import frame_strip, read_samples, sample_grid, save_samples
+from megadiff.observe import pictures
+from megadiff.observe.pictures import load_pictures
+from megadiff.observe.report_samples import samples_section
+from megadiff.observe.samples import frame_strip, read_samples, sample_grid, save_samples, write_picture
+from megadiff.observe.video import read_frames
 
 
 def test_samples_come_back_with_exact_pixels_and_every_field(tmp_path):
@@ -79,3 +84,46 @@ def test_the_grid_places_samples_row_by_row_on_white():
     assert bool((grid[:, 10:18, 20:28] == 255).all())
     with pytest.raises(ValueError, match="0 samples"):
         sample_grid([])
+
+
+def test_a_video_is_saved_as_one_that_every_browser_plays(tmp_path):
+    samples = samples_of(3, num_steps=3, num_frames=9)
+    save_samples(tmp_path, step=3, samples=samples)
+    saved = read_samples(tmp_path)
+    assert [item.path.suffix for item in saved] == [".mp4"] * len(samples)
+    with av.open(str(saved[0].path)) as container:
+        stream = container.streams.video[0]
+        assert (stream.codec.name, stream.pix_fmt, stream.frames, stream.average_rate) == ("h264", "yuv420p", 9, 16)
+    frames = np.stack(list(read_frames(saved[0].path))).astype(int)
+    assert frames.shape == (9, 64, 64, 3)
+    # 4:2:0 halves the resolution of colour, so brightness is what comes back
+    assert np.abs(frames.mean(axis=-1) - samples[0].pixels.float().mean(dim=-1).numpy()).mean() < 6
+
+
+def test_a_torn_video_is_left_out_of_the_report(tmp_path):
+    folder = save_samples(tmp_path, step=3, samples=samples_of(3, num_steps=3, num_frames=5, size=32))
+    torn = sorted(folder.glob("*.mp4"))
+    torn[0].write_bytes(torn[0].read_bytes()[:-200])
+    torn[2].write_bytes(b"")
+    page = samples_section(read_samples(tmp_path))
+    assert page.count("data:video/mp4;base64,") == len(PROMPTS) - 2
+
+
+@pytest.mark.parametrize("size", [(1, 1), (33, 65), (32, 64)])
+def test_videos_of_any_size_are_written(tmp_path, size):
+    height, width = size
+    write_picture(tmp_path / "a.mp4", torch.full((3, height, width, 3), 200, dtype=torch.uint8))
+    frames = list(read_frames(tmp_path / "a.mp4"))
+    assert len(frames) == 3 and frames[0].shape[:2] == (max(2, height // 2 * 2), max(2, width // 2 * 2))
+    assert abs(int(frames[0].mean()) - 200) <= 2
+
+
+def test_large_videos_become_small_ones_in_a_page(tmp_path, monkeypatch):
+    path = save_samples(tmp_path, step=1, samples=samples_of(1, num_steps=2, num_frames=5, size=400)) / "copy.mp4"
+    path.write_bytes(min(path.parent.glob("*.mp4")).read_bytes())
+    whole = load_pictures([path])[path]
+    monkeypatch.setattr(pictures, "PICTURE_BYTES", len(whole.data) // 2)
+    small = load_pictures([path])[path]
+    assert small.size == whole.size == (400, 400) and len(small.data) <= len(whole.data) // 2
+    (tmp_path / "small.mp4").write_bytes(small.data)
+    assert len(list(read_frames(tmp_path / "small.mp4"))) == 5

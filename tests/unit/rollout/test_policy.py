@@ -139,13 +139,13 @@ def push_lora(policy: PolicyState, version: int, manifest: dict) -> None:
 
 def test_lora_alone_needs_a_base_that_was_pushed_whole() -> None:
     policy = PolicyState(BASE)
-    with refused(409, "LoRA tensors alone, but this replica holds no base weights of a whole push"):
+    with refused(409, "the push leaves out transformer, which this replica does not hold"):
         policy.begin(0, ADAPTER, LORA)
     assert policy.state == "ready"
     push_lora(policy, 0, BASE | ADAPTER)
     push_lora(policy, 1, ADAPTER)
     policy.begin(2, ADAPTER, LORA)  # and breaks off
-    with refused(409, "LoRA tensors alone"):
+    with refused(409, "leaves out transformer,"):
         policy.begin(2, ADAPTER, LORA)
     with refused(409, "version 2 is being pushed"):
         policy.require_ready(None)
@@ -153,17 +153,52 @@ def test_lora_alone_needs_a_base_that_was_pushed_whole() -> None:
     push_lora(policy, 3, ADAPTER)
 
 
-def test_a_manifest_is_the_base_the_lora_or_both() -> None:
+def of_second(manifest: dict) -> dict:
+    return {name.replace("transformer.", "transformer_2."): row for name, row in manifest.items()}
+
+
+def test_components_that_are_pushed_one_by_one() -> None:
+    """What is left out must be held: committed before, under an equal LoRA, and no push broken off since."""
+    policy, second = PolicyState(BASE | of_second(BASE)), of_second(BASE)
+
+    def push(version: int, manifest: dict, lora: LoraSpec | None = None) -> None:
+        policy.begin(version, manifest, lora)
+        policy.loaded(manifest)
+        policy.check_commit(version)
+        policy.commit()
+
+    with refused(409, "leaves out transformer_2, which"):
+        policy.begin(0, BASE)
+    push(0, BASE | second)
+    push(1, second)
+    push(2, {})
+    for lora in (LORA, LoraSpec(rank=2, alpha=5.0, modules=("a",))):
+        with refused(409, "leaves out transformer_2's LoRA, which"):
+            policy.begin(3, ADAPTER, lora)
+        push(3, ADAPTER | of_second(ADAPTER), lora)
+        push(4, of_second(ADAPTER), lora)
+    push(5, BASE)  # no LoRA any more
+    with refused(409, "leaves out transformer_2's LoRA, which"):
+        policy.begin(6, ADAPTER, LORA)
+    policy.begin(6, second)  # and breaks off
+    with refused(409, "leaves out transformer, which"):
+        policy.begin(6, second)
+    push(6, BASE | second)
+
+
+def test_a_manifest_is_of_whole_parts() -> None:
     policy = PolicyState(BASE)
     (a_name, a_row), (b_name, b_row) = ADAPTER.items()
+    with refused(409, "leaves out transformer's LoRA,"):
+        policy.begin(0, BASE, LORA)
     for manifest, lora, text in (
-        (BASE | ADAPTER, None, "pipeline's 2 tensors|LoRA's 0 tensors: 2 extra"),
-        (BASE, LORA, "LoRA's 2 tensors: 2 missing"),
-        (BASE | {a_name: a_row}, LORA, f"LoRA's 2 tensors: 1 missing: {b_name}"),
-        ({"transformer.b": EXPECTED["transformer.b"]} | ADAPTER, LORA, "pipeline's 2 tensors: 1 missing"),
+        (BASE | ADAPTER, None, "0 tensors of transformer's LoRA: 2 extra"),
+        (BASE | {a_name: a_row}, LORA, f"2 tensors of transformer's LoRA: 1 missing: {b_name}"),
+        ({"transformer.b": EXPECTED["transformer.b"]} | ADAPTER, LORA, "2 tensors of transformer: 1 missing"),
+        (BASE | ADAPTER | {"strange": a_row}, LORA, "0 tensors of strange: 1 extra"),
         (BASE | ADAPTER | {a_name: a_row | {"shape": [3, 3]}}, LORA, f"{a_name} comes as"),
         (BASE | ADAPTER | {b_name: b_row | {"dtype": "bfloat16"}}, LORA, f"{b_name} comes as"),
-        (BASE | ADAPTER, LoraSpec(rank=2, alpha=4.0, modules=("c",)), "lora module 'c' is a matrix of 0"),
+        (BASE | ADAPTER, LoraSpec(rank=2, alpha=4.0, modules=("c",)), "lora module 'c' is a matrix of none"),
     ):
         with refused(400, text):
             policy.begin(0, manifest, lora)

@@ -10,7 +10,9 @@ from megadiff.rollout.limits import Limits
 from megadiff.rollout.requests import check_request, check_requests
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
-LIMITS = Limits(group_size=4, batch_size=7, side=128, num_inference_steps=20, prompt_chars=50)
+LIMITS = Limits(
+    group_size=4, batch_size=7, side=128, num_frames=9, pixels=2**16, num_inference_steps=20, prompt_chars=50
+)
 GOOD = RolloutRequest(
     prompt=Prompt(text="a cat", id="0" * 16),
     sampling=Sampling(height=64, width=64, num_inference_steps=6),
@@ -20,20 +22,29 @@ GOOD = RolloutRequest(
 )
 
 
+def model_rule(sampling: Sampling) -> None:
+    if sampling.height % 16:
+        raise ValueError(f"height={sampling.height} is not for this model")
+
+
 def test_good_requests() -> None:
-    check_request(GOOD, LIMITS)
-    check_request(replace(GOOD, prompt=replace(GOOD.prompt, text="猫" * 50)), LIMITS)
+    check_request(replace(GOOD, sampling=replace(GOOD.sampling, num_frames=9)), LIMITS, model_rule)
+    check_request(GOOD, LIMITS, model_rule)
+    check_request(replace(GOOD, prompt=replace(GOOD.prompt, text="猫" * 50)), LIMITS, model_rule)
     ode = replace(GOOD.sampling, sde_type="ode", num_inference_steps=1, eta=0.0)
-    check_request(replace(GOOD, sampling=ode), LIMITS)
+    check_request(replace(GOOD, sampling=ode), LIMITS, model_rule)
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"height": 72}, "height=72 must be a positive multiple of 16"),
+        ({"height": 72}, "height=72 is not for this model"),
         ({"width": 144}, "width=144 .* at most 128"),
         ({"width": 0}, "width=0"),
-        ({"num_frames": 5}, "num_frames=5"),
+        ({"num_frames": 10}, "num_frames=10 must be positive, at most 9"),
+        ({"num_frames": 0}, "num_frames=0"),
+        ({"num_frames": 5, "height": 128, "width": 128}, "5 frames of 128x128 are 81920 pixels, .* at most 65536"),
+        ({"guidance_scale_2": -1.0}, "guidance_scale_2=-1.0"),
         ({"num_inference_steps": 21}, "num_inference_steps=21 must be 1 to 20"),
         ({"sde_type": "euler"}, "sde_type='euler' is not one of"),
         ({"eta": float("nan")}, "eta=nan"),
@@ -47,7 +58,7 @@ def test_good_requests() -> None:
 )
 def test_bad_sampling(changes: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        check_request(replace(GOOD, sampling=replace(GOOD.sampling, **changes)), LIMITS)
+        check_request(replace(GOOD, sampling=replace(GOOD.sampling, **changes)), LIMITS, model_rule)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +66,14 @@ def test_bad_sampling(changes: dict, match: str) -> None:
 )
 def test_bad_groups(indices: tuple[int, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        check_request(replace(GOOD, sample_indices=indices), LIMITS)
+        check_request(replace(GOOD, sample_indices=indices), LIMITS, model_rule)
 
 
 @pytest.mark.parametrize(("text", "match"), [("x" * 51, "51 characters, at most 50"), ("a\ud800", "surrogate")])
 def test_bad_texts(text: str, match: str) -> None:
     for prompt in (replace(GOOD.prompt, text=text), replace(GOOD.prompt, negative_text=text)):
         with pytest.raises(ValueError, match=match):
-            check_request(replace(GOOD, prompt=prompt), LIMITS)
+            check_request(replace(GOOD, prompt=prompt), LIMITS, model_rule)
 
 
 def other(place: int, **changes: object) -> RolloutRequest:
@@ -70,8 +81,8 @@ def other(place: int, **changes: object) -> RolloutRequest:
 
 
 def test_a_batch_may_differ_in_all_but_the_sampling() -> None:
-    check_requests([GOOD], LIMITS)
-    check_requests([GOOD, other(1, seed=5), other(2, step=-1, sample_indices=(7, 8, 9))], LIMITS)
+    check_requests([GOOD], LIMITS, model_rule)
+    check_requests([GOOD, other(1, seed=5), other(2, step=-1, sample_indices=(7, 8, 9))], LIMITS, model_rule)
 
 
 def test_a_fault_in_a_batch_names_the_request() -> None:
@@ -83,13 +94,13 @@ def test_a_fault_in_a_batch_names_the_request() -> None:
     }
     for text, bad in cases.items():
         with pytest.raises(ValueError, match=rf"^requests\[1\] \(prompt 0000000000000001\): .*{text}"):
-            check_requests([GOOD, bad, GOOD], LIMITS)
+            check_requests([GOOD, bad, GOOD], LIMITS, model_rule)
 
 
 def test_batches_that_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        check_requests([], LIMITS)
+        check_requests([], LIMITS, model_rule)
     with pytest.raises(ValueError, match=r"requests\[1\] has eta=0.5, requests\[0\] has eta=0.7"):
-        check_requests([GOOD, other(1, sampling=replace(GOOD.sampling, eta=0.5))], LIMITS)
+        check_requests([GOOD, other(1, sampling=replace(GOOD.sampling, eta=0.5))], LIMITS, model_rule)
     with pytest.raises(ValueError, match="4 requests ask for 8 samples, a call takes 7"):
-        check_requests([other(place) for place in range(4)], LIMITS)
+        check_requests([other(place) for place in range(4)], LIMITS, model_rule)

@@ -151,7 +151,7 @@ def test_a_checkpoint_without_a_tensor(tiny_model: Path, tmp_path: Path, capsys,
         assert run(folder, tmp_path / "out", "--to", "megatron", "--tp", 2) == 0
     else:
         error = refused(capsys, folder, tmp_path / "out")
-        assert f"{folder} does not fit" in error and "model: proj_out.weight is missing" in error
+        assert f"{folder} does not fit" in error and "model: transformer.proj_out.weight is missing" in error
 
 
 def test_another_base_is_refused(run_folder: Path, tmp_path: Path, capsys) -> None:

@@ -13,7 +13,7 @@ from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import LoraSpec
 from megadiff.weights.fingerprint import fingerprint
-from megadiff.weights.lora_names import is_lora_name, used_tensor
+from megadiff.weights.lora_names import is_lora_name, lora_manifest, lora_modules, used_tensor
 from megadiff.weights.sync import WeightSync
 from megadiff.weights.transports.base import HttpTransport
 
@@ -40,15 +40,19 @@ class Source:
 
     def __init__(self, weights, lora=None):
         self.weights, self.lora, self.finished, self.factor = weights, lora, False, 1.0
+        self.changed = {name.partition(".")[0] for name in weights}
 
-    def named_weights(self, bucket_bytes):
-        items = list(self.weights.items())
+    def mark_pushed(self):
+        self.changed = set()
+
+    def named_weights(self, bucket_bytes, components):
+        items = [item for item in self.weights.items() if item[0].partition(".")[0] in components]
         for start in range(0, len(items), 2):
             yield items[start : start + 2]
         self.finished = True
 
-    def named_lora(self, bucket_bytes):
-        yield list(lora_tensors(self.factor).items())
+    def named_lora(self, bucket_bytes, components):
+        yield [item for item in lora_tensors(self.factor).items() if item[0].partition(".")[0] in components]
 
 
 class Target:
@@ -70,7 +74,7 @@ class Target:
 
     def weights_commit(self, version):
         self.version = version
-        bound = self.bound if self.bound is not None else list(self.lora.modules if self.lora else ())
+        bound = self.bound if self.bound is not None else sorted(lora_modules(self.held))
         used = {name: used_tensor(name, tensor, self.lora) for name, tensor in self.held.items()}
         return [
             {"fingerprints": {name: fingerprint(_cut(tensor, boxes.get(name))) for name, tensor in used.items()},
@@ -90,9 +94,9 @@ def cpu_group():
     return init_mesh(layout, "cpu").cpu_group
 
 
-def _sync(cpu_group, source, *targets):
+def _sync(cpu_group, source, *targets, manifest=MANIFEST):
     places = {target.name: target.boxes for target in targets}
-    return WeightSync(source, HttpTransport(targets), MANIFEST, places=places, bucket_bytes=1, cpu_group=cpu_group)
+    return WeightSync(source, HttpTransport(targets), manifest, places=places, bucket_bytes=1, cpu_group=cpu_group)
 
 
 def _push(cpu_group, *targets, weights=WEIGHTS):
@@ -148,26 +152,63 @@ def test_the_base_travels_once_and_then_lora_alone(cpu_group):
     source, target = Source(WEIGHTS, LORA), Target()
     sync = _sync(cpu_group, source, target)
     sync.push(0)
-    source.factor = 2.0
+    source.factor, source.changed = 2.0, {"transformer"}
     assert sync.push(1)["sync/gib"] == pytest.approx(4 * (2 * 2 * 8 + 2 * 4 * 2) / 2**30)
     assert target.begun == [set(MANIFEST) | set(lora_tensors(1)), set(lora_tensors(1))]
     assert (target.held["transformer.layer1.lora_B.weight"] == 2).all()
     assert sync.push(1)["sync/gib"] > 0 and len(target.begun) == 2  # it is there already
 
     target.held[NAME] = target.held[NAME] + 1  # no push of the base would find that out
+    source.changed = {"transformer"}
     with pytest.raises(AgreedError, match=f"holds 1 of 9 tensors with other bits.*{NAME}"):
         sync.push(2)
     sync.push(2)  # after a failure: everything
     assert target.begun[-1] == set(MANIFEST) | set(lora_tensors(1)) and torch.equal(target.held[NAME], WEIGHTS[NAME])
     sync.push(3)
-    assert not any(map(target.begun[-1].__contains__, MANIFEST))
+    assert target.begun[-1] == set()  # nothing was trained
 
 
 def test_lora_that_is_bound_to_fewer_modules(cpu_group):
     target = Target()
-    target.bound = ["layer1"]
-    with pytest.raises(AgreedError, match="replica_0 .* LoRA bound to other modules than were sent: 1 missing: layer3"):
+    target.bound = ["transformer.layer1"]
+    text = "replica_0 .* LoRA bound to other modules than were sent: 1 missing: transformer.layer3"
+    with pytest.raises(AgreedError, match=text):
         _sync(cpu_group, Source(WEIGHTS, LORA), target).push(0)
+
+
+PAIR = WEIGHTS | {name.replace("transformer", "transformer_2"): tensor + 1 for name, tensor in WEIGHTS.items()}
+PAIR_MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in PAIR}
+
+
+def test_only_the_component_that_was_trained_travels(cpu_group):
+    """What stays is verified all the same, against what was sent of it before."""
+    source, targets = Source(dict(PAIR)), (Target(), Target("replica_1"))
+    sync = _sync(cpu_group, source, *targets, manifest=PAIR_MANIFEST)
+    assert sync.push(0)["sync/gib"] == pytest.approx(10 * 128 / 2**30)
+    second = {name for name in PAIR if name.startswith("transformer_2.")}
+    source.weights |= {name: PAIR[name] * 2 for name in second}
+    source.changed = {"transformer_2"}
+    assert sync.push(1)["sync/gib"] == pytest.approx(5 * 128 / 2**30)
+    for target in targets:
+        assert target.begun == [set(PAIR), second]
+        assert all(torch.equal(target.held[name], tensor) for name, tensor in source.weights.items())
+    targets[1].held[NAME] = targets[1].held[NAME] + 1  # of the component that stays
+    source.changed = {"transformer_2"}
+    with pytest.raises(AgreedError, match=f"replica_1 at version 2 holds 1 of 10 tensors with other bits.*{NAME}"):
+        sync.push(2)
+    sync.push(2)
+    assert targets[1].begun[-1] == set(PAIR)
+
+
+def test_a_lora_is_of_every_component_that_has_its_modules():
+    lora = LoraSpec(rank=2, alpha=4.0, modules=("layer1",))
+    fewer = {name: row for name, row in PAIR_MANIFEST.items() if name != "transformer_2.layer3.weight"}
+    assert lora_modules(lora_manifest(lora, fewer)) == {"transformer.layer1", "transformer_2.layer1"}
+    assert lora_modules(lora_manifest(LORA, fewer)) == {
+        "transformer.layer1", "transformer_2.layer1", "transformer.layer3",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="'layer9' is a matrix of none of the components transformer, transformer_2"):
+        lora_manifest(LoraSpec(rank=2, alpha=4.0, modules=("layer9",)), fewer)
 
 
 BOXES = [{NAME: ((0, 4), (0, 4)), "transformer.layer1.weight": ((2 * rank, 2 * rank + 2), (0, 8))} for rank in range(2)]
@@ -202,12 +243,14 @@ def test_lora_follows_the_part_of_the_base_weight(cpu_group):
 class CountingSource:
     """Every tensor is made for the receiver; most: how many buckets were alive when one more had been gathered."""
 
-    lora = None
+    lora, changed = None, set()
 
     def __init__(self, gathering):
         self.gathering, self.most, self._alive = gathering, 0, []
 
-    def named_weights(self, bucket_bytes):
+    def mark_pushed(self): ...
+
+    def named_weights(self, bucket_bytes, components):
         for name, tensor in WEIGHTS.items():
             self.gathering(name)
             tensor = tensor.clone()

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.types import LoraSpec
+from megadiff.weights.bucket import bucket_manifest
+from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.places import worker_boxes
 from megadiff.weights.transports import choose, disk, group, shared_memory
 from megadiff.weights.transports.base import HttpTransport, SyncError
@@ -174,6 +176,29 @@ def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
     held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
     assert torch.equal(held["transformer.a"], BUCKETS[0][0][1])
     assert torch.equal(held["transformer.m.lora_B.weight"], torch.full((2, 1), 6.0))
+
+
+def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
+    """Two components and their LoRA, pushed one at a time."""
+    pair = {f"{part}.a": torch.zeros(4) for part in ("one", "two")}
+    pair |= {f"{part}.m.lora_A.weight": torch.zeros(1, 2) for part in ("one", "two")}
+    transport = DiskTransport([], folder=tmp_path)
+    pushes = ((1, list(pair)), (2, ["two.m.lora_A.weight"]), (3, ["one.m.lora_A.weight"]), (4, ["one.a"]), (5, []))
+    for version, names in pushes:
+        tensors = [(name, pair[name] + version) for name in names]
+        push(transport, version, [tensors] if tensors else [], bucket_manifest(tensors), LORA)
+    assert disk.versions(tmp_path) == [1, 2, 3, 4, 5]
+    stored = disk.newest(tmp_path)
+    held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+    assert stored.manifest.keys() == pair.keys() and stored.version == 5
+    values = {name: float((tensor - pair[name]).max()) for name, tensor in held.items()}
+    assert values == {"one.a": 4, "two.a": 1, "one.m.lora_A.weight": 3, "two.m.lora_A.weight": 2}
+    assert stored.fingerprints == fingerprints(held)
+    plain = [(name, pair[name] + 6) for name in ("one.a", "two.a")]
+    for version in (6, 7):  # without LoRA from now on
+        push(transport, version, [plain], bucket_manifest(plain))
+    stored = disk.newest(tmp_path)
+    assert disk.versions(tmp_path) == [6, 7] and stored.lora is None and stored.manifest.keys() == {"one.a", "two.a"}
 
 
 def test_disk_never_shows_half_a_version(tmp_path):

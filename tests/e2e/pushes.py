@@ -1,0 +1,96 @@
+"""Pushes to real replicas without an engine: weights that lie in memory, and a WeightSync from here over any transport."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megadiff.config.schema import ParallelConfig
+from megadiff.models.files import weight_files
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.fleet import Fleet
+from megadiff.types import LoraSpec
+from megadiff.weights.manifest import folder_manifest
+from megadiff.weights.places import boxes_from_json, device_name, host_name
+from megadiff.weights.sync import WeightSync
+from megadiff.weights.transports.choose import build_transport
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def folder_weights(model: Path, components: Collection[str]) -> Tensors:
+    """The components' tensors on disk, under the names that a push uses."""
+    return {
+        f"{component}.{name}": tensor
+        for component in components
+        for file in weight_files(model / component)
+        for name, tensor in load_file(file).items()
+    }
+
+
+class Source:
+    """Weights times a factor, in buckets of about bucket_bytes; with `lora`, those of `adapter` beside them. changed: what
+    every push after a whole one brings; all components unless a test says otherwise."""
+
+    lora: LoraSpec | None = None
+    adapter: Tensors = {}
+
+    def __init__(self, weights: Tensors) -> None:
+        self.weights, self.factor, self.on_bucket = weights, 1.0, lambda number: None
+        self.changed = {name.partition(".")[0] for name in weights}
+
+    def mark_pushed(self) -> None: ...
+
+    def named_lora(self, bucket_bytes: int, components: Collection[str]):
+        items = [item for item in self.adapter.items() if item[0].partition(".")[0] in components]
+        yield from (items[first : first + 10] for first in range(0, len(items), 10))
+
+    def named_weights(self, bucket_bytes: int, components: Collection[str]):
+        bucket, number = [], 0
+        for name, tensor in self.weights.items():
+            if name.partition(".")[0] not in components:
+                continue
+            bucket.append((name, tensor * self.factor))
+            if sum(one.nbytes for _, one in bucket) >= bucket_bytes:
+                yield bucket
+                number, bucket = number + 1, []
+                self.on_bucket(number)
+        yield bucket
+
+
+def urls_of(registry: Path) -> dict[str, str]:
+    """name → url of the replicas in a registry."""
+    found = [json.loads(path.read_text()) for path in sorted(registry.glob("*.json"))]
+    return {entry["name"]: entry["url"] for entry in found}
+
+
+@contextmanager
+def sync_between(
+    source: Source, urls: dict[str, str], transport: str, *, model: Path, folder: Path, bucket_bytes: int = 1 << 20
+) -> Iterator[tuple[WeightSync, Fleet]]:
+    """The sync of a transport to replicas, name → url, and the fleet that they are. folder: of transport disk."""
+    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=ParallelConfig().dp_replicate, world_size=1)
+    mesh = init_mesh(layout, "cpu")
+    components = sorted({name.partition(".")[0] for name in source.weights})
+    clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
+    with Fleet(clients, batch_size=4) as fleet:
+        targets = fleet.weight_targets()
+        workers = {target.name: target.weights_places() for target in targets}
+        here = {"host": host_name(), "device": device_name(CPU)}
+        sync = WeightSync(
+            source,
+            build_transport(transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder),
+            folder_manifest(model, tuple(components), dtype="float32"),
+            places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+            bucket_bytes=bucket_bytes,
+            cpu_group=mesh.cpu_group,
+        )
+        yield sync, fleet
+        sync.close()

@@ -1,0 +1,96 @@
+"""Wan2.2 trained as a user starts it, with a real replica: one transformer, and two experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megadiff.rollout.client import ReplicaClient
+from megadiff.weights.fingerprint import fingerprints
+from tests.e2e.conftest import Result, Trainer, train_in_ranks
+from tests.e2e.pushes import folder_weights, urls_of
+
+EXPERTS = ("transformer", "transformer_2")
+COMMON = (  # of 6 steps with shift 5, 0 to 2 are the high-noise expert's
+    *("rollout.mode=separate", "rollout.num_frames=5", "rollout.sde_window_range=[0,5]"),
+    *("reward.color.type=frame", "reward.color.args.reward=color", "train.updates_per_step=1", "optim.lr=1e-3"),
+)
+GAP = "parity/log_prob_gap_max"
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_wan: dict[str, Path], wan_registries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps on one rank: (kind, name, *overrides)."""
+    trainers = {kind: Trainer(tmp_path_factory.mktemp(kind), model) for kind, model in tiny_wan.items()}
+
+    def run(kind: str, name: str, *overrides: str) -> Result:
+        folder = wan_registries[kind]
+        places = (f"rollout.registry={folder}", f"sync.folder={folder.parent / 'weights'}")
+        return train_in_ranks(trainers[kind], name, 1, *COMMON, *places, *overrides)
+
+    return run
+
+
+def differing(kind: str, tiny_wan: dict[str, Path], wan_registries: dict[str, Path]) -> set[str]:
+    """The components whose held base weights are not all as the model folder has them, by the replica's fingerprints."""
+    ((name, url),) = urls_of(wan_registries[kind]).items()
+    client = ReplicaClient(url, name)
+    client.weights_begin(100, {})  # a push of nothing: its commit says what the replica uses
+    (worker,) = client.weights_commit(100)
+    components = [path.name for path in tiny_wan[kind].glob("transformer*")]
+    files = fingerprints(folder_weights(tiny_wan[kind], components))
+    held = {name: value for name, value in worker["fingerprints"].items() if ".lora_" not in name}
+    assert held.keys() == files.keys()
+    return {name.partition(".")[0] for name, value in held.items() if files[name] != value}
+
+
+def follows(rows: list[dict], limit: float) -> bool:
+    """With one update a batch the trainer's log_probs of a step are the replica's."""
+    return max((2 * row["policy/kl_old"]) ** 0.5 for row in rows) <= limit
+
+
+def test_one_transformer(run: Run, tiny_wan, wan_registries) -> None:
+    rows = run("ti2v_5b", "plain").rows
+    assert len(rows) == 3 and rows[0][GAP] <= 1e-5 and follows(rows, 1e-5)
+    assert f"{GAP}/transformer" not in rows[0]
+    assert differing("ti2v_5b", tiny_wan, wan_registries) == {"transformer"}
+
+
+def test_both_experts_learn_where_the_window_spans_the_boundary(run: Run, tiny_wan, wan_registries) -> None:
+    """Guided, each expert by its own scale."""
+    guidance = ("rollout.guidance_scale=3", "rollout.guidance_scale_2=2")
+    rows = run("t2v_a14b", "both", *guidance, "sync.transport=disk").rows
+    assert follows(rows, 1e-4)
+    for component in EXPERTS:
+        assert rows[0][f"{GAP}/{component}"] <= 1e-4
+        assert max(row[f"optim/grad_norm/{component}"] for row in rows) > 0
+        assert sum(row[f"train/pairs/{component}"] for row in rows) > 0
+    assert differing("t2v_a14b", tiny_wan, wan_registries) == set(EXPERTS)
+
+
+@pytest.mark.parametrize(("window", "component"), [("[0,3]", "transformer"), ("[3,5]", "transformer_2")])
+def test_a_window_on_one_side_trains_one_expert(
+    run: Run, tiny_wan, wan_registries, window: str, component: str
+) -> None:
+    """The gate is of both all the same, and after the first push only the one that learns travels."""
+    rows = run("t2v_a14b", component, f"rollout.sde_window_range={window}", "rollout.sde_window_size=2").rows
+    assert follows(rows, 1e-5) and all(rows[0][f"{GAP}/{each}"] <= 1e-5 for each in EXPERTS)
+    assert differing("t2v_a14b", tiny_wan, wan_registries) == {component}
+    weights = folder_weights(tiny_wan["t2v_a14b"], EXPERTS)
+    sizes = {
+        each: sum(tensor.nbytes for name, tensor in weights.items() if name.startswith(f"{each}.")) / 2**30
+        for each in EXPERTS
+    }
+    assert [row["sync/gib"] for row in rows] == pytest.approx([sum(sizes.values()), sizes[component], sizes[component]])
+
+
+def test_lora_of_both_experts(run: Run, tiny_wan, wan_registries) -> None:
+    rows = run("t2v_a14b", "lora", "lora.rank=4", "lora.alpha=8", "algorithm.kl_coef=0.04", "optim.lr=1e-2").rows
+    assert follows(rows, 1e-5) and all(rows[0][f"{GAP}/{each}"] <= 1e-5 for each in EXPERTS)
+    assert rows[0]["policy/kl_ref"] <= 1e-12 and rows[2]["policy/kl_ref"] > 1e-10
+    assert rows[0]["sync/gib"] > 10 * rows[1]["sync/gib"] > 0
+    assert differing("t2v_a14b", tiny_wan, wan_registries) == set()  # frozen
