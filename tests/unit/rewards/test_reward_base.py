@@ -29,7 +29,8 @@ def my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("reward_type", sorted(REWARDS))
 def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -> None:
-    reward = build_reward("mine", RewardConfig(type=reward_type))
+    args = {"reward": "color"} if reward_type == "frame" else {}
+    reward = build_reward("mine", RewardConfig(type=reward_type, args=args))
     assert isinstance(reward, Reward) and reward.name == "mine"
 
 
@@ -41,7 +42,7 @@ def test_dotted_path_with_args(my_module: str) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RewardConfig(type="colour"), ["reward.r.type=colour", "did you mean 'color'", "jpeg_size, ocr"]),
+        (RewardConfig(type="colour"), ["reward.r.type=colour", "did you mean 'color'", "jpeg_size, motion, ocr"]),
         (RewardConfig(type="no_such_pkg.mod:X"), ["reward.r.type", "no_such_pkg", "PYTHONPATH"]),
         (RewardConfig(type="my_test_rewards:Goood"), ["Goood", "did you mean 'Good'"]),
         (
