@@ -20,11 +20,10 @@ from megadiff.models.served_names import ServedPlace, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with
-from megadiff.parallel.plan import module_of
+from megadiff.parallel.plan import is_lora, module_of
 from megadiff.rollout.replica_lora import WRAPPED, PolicyLora, plain_name
 from megadiff.types import LoraSpec
 from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.lora_names import is_lora_name
 from megadiff.weights.manifest import Manifest, folder_manifest
 from megadiff.weights.places import device_name, host_name, worker_boxes
 from megadiff.weights.transports.receive import Receiver
@@ -111,7 +110,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """
         places = self._places()
         for name, tensor in pairs:
-            if is_lora_name(name):
+            if is_lora(name):
                 self.lora_manager.set_aside(name, tensor)
             elif name not in places:
                 raise ValueError(f"the replica's model has no tensor {name}")

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from megadiff.parallel import plan
 from megadiff.parallel.lora import scaled
+from megadiff.parallel.plan import is_lora, module_of
 from megadiff.types import LoraSpec
 from megadiff.weights.manifest import Manifest
 
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A, LORA_B = f".{plan.LORA_A}", f".{plan.LORA_B}"
 Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
-
-
-def is_lora_name(name: str) -> bool:
-    return name.endswith((LORA_A, LORA_B))
 
 
 def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
@@ -37,7 +35,7 @@ def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
 
 def lora_modules(names: Iterable[str]) -> set[str]:
     """The modules, with their component, to which the LoRA tensors among `names` belong."""
-    return {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in names if is_lora_name(name)}
+    return {module_of(name) for name in names if is_lora(name)}
 
 
 def lora_from_json(value: object) -> LoraSpec | None:
@@ -64,9 +62,9 @@ def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -
 
     A LoRA's A is cut along the inputs that the worker has of the base weight, its B along the outputs.
     """
-    if not is_lora_name(name):
+    if not is_lora(name):
         return base_boxes.get(name)
-    box = base_boxes.get(f"{name.removesuffix(LORA_A).removesuffix(LORA_B)}.weight")
+    box = base_boxes.get(f"{module_of(name)}.weight")
     if box is None:
         return None
     rank = (0, lora_rank)

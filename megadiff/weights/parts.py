@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megadiff.weights.lora_names import is_lora_name
+from megadiff.parallel.plan import is_lora
 
 Row = TypeVar("Row")
 
@@ -23,7 +23,7 @@ class Part:
 
 def part_of(name: str) -> Part:
     """Of a tensor's name, which has its component in front."""
-    return Part(name.partition(".")[0], is_lora_name(name))
+    return Part(name.partition(".")[0], is_lora(name))
 
 
 def by_part(names: Iterable[str]) -> dict[Part, set[str]]:

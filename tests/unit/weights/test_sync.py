@@ -11,9 +11,10 @@ from safetensors.torch import load
 from megadiff.config.schema import ParallelConfig
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.parallel.plan import is_lora
 from megadiff.types import LoraSpec
 from megadiff.weights.fingerprint import fingerprint
-from megadiff.weights.lora_names import is_lora_name, lora_manifest, lora_modules, used_tensor
+from megadiff.weights.lora_names import lora_manifest, lora_modules, used_tensor
 from megadiff.weights.sync import WeightSync
 from megadiff.weights.transports.base import HttpTransport
 
@@ -291,5 +292,5 @@ def test_a_gather_that_fails_ends_the_push(cpu_group):
     assert target.version is None
 
 
-def test_is_lora_name():
-    assert is_lora_name("transformer.a.lora_A.weight") and not is_lora_name("transformer.a.weight")
+def test_is_lora():
+    assert is_lora("transformer.a.lora_A.weight") and not is_lora("transformer.a.weight")
