@@ -3,7 +3,8 @@
     python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] [--text-layers N] [--device cuda]
 
 writes a whole pipeline folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4 B (and 14 GB of text
-encoder, unless --text-layers says otherwise). Images of it are noise; times and memory are the real model's.
+encoder, unless --text-layers says otherwise), 10 GB for Wan2.2 TI2V-5B (and 11 GB). What it draws is noise; times and memory
+are the real model's.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from safetensors.torch import save_file
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, UMT5Config, UMT5EncoderModel
 
+from megadiff.models.adapter import ModelAdapter
 from megadiff.models.files import read_json
-from megadiff.models.qwen_image.tiny import SCHEDULER_CONFIG, SPECIAL_TOKENS, build_tokenizer
+from megadiff.models.qwen_image import tiny as qwen_image
 from megadiff.models.registry import build_adapter
+from megadiff.models.wan22 import tiny as wan22
 
 SHARD_BYTES = 4 << 30
 GAIN = 0.25  # of a linear layer: with 1 the network amplifies rounding to a fifth of its output
@@ -32,52 +36,81 @@ GATE = 0.5  # spread of the modulations' biases: with none, gates are shut and t
 def write_random_transformer(source: Path, out: Path, *, device: str, num_layers: int = 0) -> int:
     """The model of source's config.json files, with random bfloat16 weights; returns the number of its parameters.
 
-    source: a pipeline folder, of which model_index.json and transformer/config.json are enough. num_layers: 0 keeps the
+    source: a pipeline folder, of which model_index.json and the config.json files are enough. num_layers: 0 keeps the
     config's. device: on which numbers are drawn. Weights are normal, those of norms around 1: output and gradients are
-    finite and not zero. One shard of 4 GiB is in memory at a time.
+    finite and not zero. Of several experts each has its own. One shard of 4 GiB is in memory at a time.
     """
-    folder = out / "transformer"
-    folder.mkdir(parents=True)
-    config = read_json(source / "transformer" / "config.json")
-    (folder / "config.json").write_text(json.dumps(config | ({"num_layers": num_layers} if num_layers else {})))
+    out.mkdir(parents=True)
     shutil.copy(source / "model_index.json", out)
+    for name in build_adapter(source).components:
+        (out / name).mkdir()
+        config = read_json(source / name / "config.json") | ({"num_layers": num_layers} if num_layers else {})
+        (out / name / "config.json").write_text(json.dumps(config))
     (out / "scheduler").mkdir()
-    (out / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER_CONFIG))
+    config = source / "scheduler" / "scheduler_config.json"
+    values = read_json(config) if config.is_file() else qwen_image.SCHEDULER_CONFIG
+    (out / "scheduler" / config.name).write_text(json.dumps(values))
+    if (source / "vae" / "config.json").is_file():  # some families take sizes from it
+        (out / "vae").mkdir()
+        shutil.copy(source / "vae" / "config.json", out / "vae")
     adapter = build_adapter(out)
-    shapes = {name: p.shape for name, p in adapter.empty_transformer().named_parameters()}
-    kinds = adapter.plan.kinds(shapes)
     generator = torch.Generator(device).manual_seed(0)
-    shard: dict[str, torch.Tensor] = {}
+    return sum(_write_component(adapter, name, out / name, generator) for name in adapter.components)
+
+
+def _write_component(adapter: ModelAdapter, component: str, folder: Path, generator: torch.Generator) -> int:
+    shapes = {name: p.shape for name, p in adapter.empty_transformer(component).named_parameters()}
+    kinds = adapter.plan.kinds(shapes)
+    shard: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for place, (name, shape) in enumerate(shapes.items()):
-        is_gate = kinds[name] == "modulation" and name.endswith("bias")
+        is_gate = (kinds[name] == "modulation" and name.endswith("bias")) or name.endswith("scale_shift_table")
         spread = GATE if is_gate else GAIN * shape[-1] ** -0.5
-        tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * spread
+        tensor = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16) * spread
         shard[name] = (tensor + 1 if name.endswith("weight") and len(shape) == 1 else tensor).cpu()
         if sum(each.nbytes for each in shard.values()) > SHARD_BYTES or place == len(shapes) - 1:
             file = f"diffusion_pytorch_model-{len(set(places.values())):05d}.safetensors"
             save_file(shard, folder / file)
             places |= dict.fromkeys(shard, file)
             shard = {}
-    index = {"metadata": {"total_size": 2 * sum(map(torch.Size.numel, shapes.values()))}, "weight_map": places}
+    num_parameters = sum(map(torch.Size.numel, shapes.values()))
+    index = {"metadata": {"total_size": 2 * num_parameters}, "weight_map": places}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    return sum(map(torch.Size.numel, shapes.values()))
+    return num_parameters
 
 
 def write_random_pipeline(source: Path, out: Path, *, device: str, num_layers: int = 0, text_layers: int = 0) -> int:
     """write_random_transformer, and beside it all that a replica needs: a tokenizer of few words, a text encoder and VAE
     of source's configs with random bfloat16 weights. text_layers: 0 keeps the config's."""
     num_parameters = write_random_transformer(source, out, device=device, num_layers=num_layers)
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(out / "tokenizer")
+    text_config = read_json(source / "text_encoder" / "config.json")
+    vae_config = read_json(source / "vae" / "config.json")
+    build = BUILDERS[read_json(source / "model_index.json")["_class_name"]]
     torch.manual_seed(0)
-    config = _text_config(read_json(source / "text_encoder" / "config.json"), tokenizer, text_layers)
     with torch.device(device):
-        text_encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
-        vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(source / "vae"))
+        tokenizer, text_encoder, vae = build(text_config, vae_config, text_layers)
+    tokenizer.save_pretrained(out / "tokenizer")
     text_encoder.save_pretrained(out / "text_encoder")
     vae.to(torch.bfloat16).save_pretrained(out / "vae")
     return num_parameters
+
+
+def _qwen_image(text: dict, vae: dict, text_layers: int) -> tuple[object, nn.Module, nn.Module]:
+    tokenizer = qwen_image.build_tokenizer()
+    config = _text_config(text, tokenizer, text_layers)
+    text_encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    return tokenizer, text_encoder, AutoencoderKLQwenImage.from_config(vae)
+
+
+def _wan(text: dict, vae: dict, text_layers: int) -> tuple[object, nn.Module, nn.Module]:
+    config = UMT5Config(**text | ({"num_layers": text_layers} if text_layers else {}))
+    channels = vae["z_dim"]  # the class's own means and spreads are those of 16 channels
+    vae = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels} | vae
+    text_encoder = UMT5EncoderModel._from_config(config, dtype=torch.bfloat16)
+    return wan22.build_tokenizer(), text_encoder, AutoencoderKLWan.from_config(vae)
+
+
+BUILDERS = {"QwenImagePipeline": _qwen_image, "WanPipeline": _wan}
 
 
 def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
@@ -86,7 +119,7 @@ def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
     text = dict(values["text_config"])
     head_dim = text["hidden_size"] // text["num_attention_heads"]
     rope = {"rope_type": "default", "mrope_section": [head_dim // 8, *[3 * head_dim // 16] * 2], "rope_theta": 1e6}
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in qwen_image.SPECIAL_TOKENS}
     text |= {"rope_parameters": rope, "rope_scaling": dict(rope, type="mrope"), "pad_token_id": ids["<|endoftext|>"]}
     text |= {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
     if num_layers:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import QwenImagePipeline, WanPipeline
 
 from megadiff.models.registry import check_model_folder
+from megadiff.models.wan22.tiny import write_tiny_pipeline
 
 
 def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
@@ -23,3 +24,19 @@ def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
     assert torch.isfinite(latents).all() and latents.std() > 0
     with pytest.raises(SystemExit):
         random_weights.main(arguments)
+
+
+def test_two_experts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tools")
+    import random_weights
+
+    write_tiny_pipeline(tmp_path / "tiny", kind="t2v_a14b")
+    out = tmp_path / "random"
+    random_weights.write_random_pipeline(tmp_path / "tiny", out, device="cpu", num_layers=1, text_layers=1)
+    check_model_folder(out)
+    pipeline = WanPipeline.from_pretrained(out, torch_dtype=torch.bfloat16)
+    first, second = (dict(each.named_parameters()) for each in (pipeline.transformer, pipeline.transformer_2))
+    assert all(not torch.equal(weight, second[name]) for name, weight in first.items())
+    sampling = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "latent"}
+    latents = pipeline("a red star", guidance_scale=1.0, **sampling).frames
+    assert torch.isfinite(latents).all() and latents.std() > 0

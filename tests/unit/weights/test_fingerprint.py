@@ -36,8 +36,8 @@ def test_chunks_do_not_matter(monkeypatch):
     several = {"whole": tensor, "none": tensor[:0], "few": tensor[:3], "odd": tensor[1:], "half": tensor.half()}
     values = fingerprints(several)
     assert values == {name: fingerprint(each) for name, each in several.items()}
-    monkeypatch.setitem(module.ROWS_AT_ONCE, "cpu", 7)
-    monkeypatch.setitem(module.IN_PLACE_BYTES, "cpu", 1 << 30)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(module, "IN_PLACE_BYTES", 1 << 30)
     assert fingerprint(tensor) == whole and fingerprints(several) == values
 
 
@@ -82,5 +82,11 @@ def test_golden():
 
 @pytest.mark.gpu
 def test_gpu_gives_the_same_digits():
-    tensor = torch.randn(1 << 20).bfloat16()
-    assert fingerprint(tensor.cuda()) == fingerprint(tensor)
+    """Of all sizes at once, around those of rows and tiles, empty, at an odd address, and laid out in another order."""
+    rows = module.ROW_BYTES
+    sizes = [0, 1, rows - 1, rows, rows + 1, 128 * rows, 129 * rows + 5, 1_000_003, 1 << 24]
+    tensors = {str(size): torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes}
+    tensors |= {"half": torch.randn(1 << 20).bfloat16(), "turned": torch.randn(300, 700).t()}
+    on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+    tensors["odd"], on_gpu["odd"] = tensors["1000003"][1:], on_gpu["1000003"][1:]
+    assert fingerprints(on_gpu) == fingerprints(tensors)
