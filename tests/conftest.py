@@ -1,19 +1,20 @@
-"""What all tests share: the tiny pipelines, and the reason why `gpu` tests are skipped."""
+"""What all tests share: the tiny pipelines, the reason why `gpu` tests are skipped, and how pytest-xdist spreads them.
+
+Heavy libraries are imported in functions: the process that only tells the workers what to run needs none.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
-
-from megadiff.models.qwen_image.tiny import write_tiny_pipeline
-from megadiff.models.wan22 import tiny as wan_tiny
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 tiny Qwen-Image pipeline folder, made once. Read-only by agreement: copy it before changing it."""
+    from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+
     folder = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_pipeline(folder)
     return folder
@@ -22,15 +23,31 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind (wan22.tiny.KINDS) → a float32 tiny Wan2.2 folder, made once. Read-only by agreement."""
-    folders = {kind: tmp_path_factory.mktemp("models") / kind for kind in wan_tiny.KINDS}
+    from megadiff.models.wan22.tiny import KINDS, write_tiny_pipeline
+
+    folders = {kind: tmp_path_factory.mktemp("models") / kind for kind in KINDS}
     for kind, folder in folders.items():
-        wan_tiny.write_tiny_pipeline(folder, kind=kind)
+        write_tiny_pipeline(folder, kind=kind)
     return folders
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if hasattr(config, "workerinput"):
+        from tests.spread import place
+
+        items.sort(key=lambda item: place(item.nodeid))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from tests.spread import Spread
+
+    config.option.loadscopereorder = False  # the order is place()'s
+    return Spread(config, log)

@@ -83,15 +83,17 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
     return resolve_layout(**axes, world_size=int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def train_batch(adapter: QwenImageAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0) -> TrainBatch:
+def train_batch(
+    adapter: ModelAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0, *, text_dim: int = 64
+) -> TrainBatch:
     """This rank's part of 4 groups of 2 samples that differ in window start, prompt width, advantage and weight."""
     generator = torch.Generator().manual_seed(7)
     num_tokens, channels = adapter.latents_shape(SAMPLING)
     widths_P = torch.tensor([5, 7, 4, 7])
     conditioning = {
-        "prompt_embeds": torch.randn(4, 7, 64, generator=generator),
+        "prompt_embeds": torch.randn(4, 7, text_dim, generator=generator),
         "prompt_mask": torch.arange(7) < widths_P[:, None],
-        "negative_prompt_embeds": torch.randn(4, 7, 64, generator=generator),
+        "negative_prompt_embeds": torch.randn(4, 7, text_dim, generator=generator),
         "negative_prompt_mask": torch.arange(7) < torch.tensor([3, 3, 3, 7])[:, None],
     }
     groups_N, mine_N = torch.arange(8) // 2, slice(8 // dp * dp_rank, 8 // dp * (dp_rank + 1))

@@ -1,13 +1,19 @@
-"""Run a function on several gloo processes of this machine and report the first rank that fails, with its traceback."""
+"""Processes that have their imports behind them: a function on several gloo ranks of this machine, and a command as a
+user gives it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.multiprocessing
@@ -20,14 +26,18 @@ PRELOAD = [
     "veomni.distributed.torch_parallelize",
     "megadiff.engines.veomni",
     "megadiff.parallel.tensor_parallel",
+    "megadiff.cli.train",
 ]
+PORTS = range(
+    20_000, 32_000
+)  # below those that the system gives out, so that no one else takes one between probe and use
 
 
 def run_ranks(
     worker: Callable[..., None],
     world_size: int,
     *args: Any,
-    timeout_s: float = 180.0,
+    timeout_s: float = 300.0,
     start_method: str = "forkserver",  # "spawn" where CUDA is used, which does not survive a fork
 ) -> None:
     """Call worker(*args) on every rank, with torchrun's variables set; a world of one gets none, as without torchrun.
@@ -37,8 +47,7 @@ def run_ranks(
     ended, and TimeoutError when they hang. Processes are forked from a server that has imported the heavy libraries
     once, but has run nothing.
     """
-    os.environ["VEOMNI_VERBOSITY"] = "ERROR"  # before the server imports it
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    _prepare_server()
     context = torch.multiprocessing.start_processes(
         _rank_main, (world_size, _free_port(), worker, args), nprocs=world_size, join=False, start_method=start_method
     )
@@ -66,6 +75,76 @@ def _rank_main(rank: int, world_size: int, port: int, worker: Callable[..., None
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port of {PORTS} is free")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: its exit code (of a signal, minus its number), and what it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run_command(
+    main: Callable[[list[str]], int],
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    prepare: Callable[[], object] | None = None,
+    timeout_s: float = 300.0,
+) -> Done:
+    """What a process in `folder` does whose way out is `leave(main(arguments))`, without the 4 to 8 s of its imports.
+
+    prepare: called in it first. main and prepare: of a module. Raises TimeoutError when it hangs.
+    """
+    _prepare_server()
+    with tempfile.TemporaryDirectory() as written:
+        out, err = Path(written, "out"), Path(written, "err")
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_command_main, args=(main, list(arguments), folder, dict(environment), prepare, out, err)
+        )
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutError(f"{arguments} did not end within {timeout_s} s:\n{err.read_text()[-3000:]}")
+        return Done(code=process.exitcode, stdout=out.read_text("utf-8"), stderr=err.read_text("utf-8"))
+
+
+def _command_main(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    prepare: Callable[[], object] | None,
+    out: Path,
+    err: Path,
+) -> NoReturn:
+    for target, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(target, os.O_WRONLY | os.O_CREAT, 0o644), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+    code = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _prepare_server() -> None:
+    os.environ["VEOMNI_VERBOSITY"] = "ERROR"  # before the server imports it
+    multiprocessing.set_forkserver_preload(PRELOAD)

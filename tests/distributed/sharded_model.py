@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megadiff.diffusion import sde
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.weights.shards import Shard, SourceFolder
@@ -24,6 +25,49 @@ TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float64: (1e-12, 1e-12)}  # of 
 # They are relative to a tensor's largest element; of gradients, to at least this share of the largest of all, as some
 # are zero (the last block's text queries, which nobody reads).
 FLOOR = 1e-4
+NUM_SAMPLES, TEXT_LENGTHS, NEGATIVE_LENGTHS = 4, (9, 6, 7, 5), (3, 3, 3, 3)
+SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
+STEPS = torch.tensor([0, 1, 2, 1])  # of the samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Of some of NUM_SAMPLES samples, the same numbers in every dtype. weight_BLC: of a weighted sum of outputs."""
+
+    latents_BLC: Tensor
+    prev_BLC: Tensor
+    weight_BLC: Tensor
+    sigma_B: Tensor
+    sigma_next_B: Tensor
+    conditioning: dict[str, Tensor]
+
+    def log_probs(self, velocity_BLC: Tensor) -> Tensor:
+        """Of prev_BLC, [B]."""
+        sigmas, step = (self.sigma_B, self.sigma_next_B), dict(schedule=SIGMAS, eta=0.7)
+        mean_BLC = sde.step_mean("flow_sde", self.latents_BLC, velocity_BLC, *sigmas, **step)
+        return sde.log_prob("flow_sde", self.prev_BLC, mean_BLC, *sigmas, **step)
+
+
+def draw_inputs(shape: tuple[int, int], *, text_dim: int, dtype: torch.dtype, samples: slice) -> Inputs:
+    """shape: of one sample's latents. Texts have TEXT_LENGTHS, for the second pass of guidance NEGATIVE_LENGTHS."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(NUM_SAMPLES, *shape, generator=generator, dtype=torch.float64)[samples].to(dtype)
+
+    latents_BLC, prev_BLC, weight_BLC = (draw(*shape) for _ in range(3))
+    conditioning = {}
+    for prefix, lengths in (("", TEXT_LENGTHS), ("negative_", NEGATIVE_LENGTHS)):
+        conditioning[f"{prefix}prompt_embeds"] = draw(max(lengths), text_dim)
+        conditioning[f"{prefix}prompt_mask"] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])[samples]
+    return Inputs(
+        latents_BLC=latents_BLC,
+        prev_BLC=prev_BLC,
+        weight_BLC=weight_BLC,
+        sigma_B=SIGMAS[STEPS][samples],
+        sigma_next_B=SIGMAS[STEPS + 1][samples],
+        conditioning=conditioning,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +96,16 @@ class Result(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """adapter: of a pipeline folder. num_samples: that result() has. A log_prob is of float32 velocities always."""
+    """adapter: of a pipeline folder. A log_prob is of float32 velocities always."""
 
     adapter: Callable[[Path], ModelAdapter]
     result: Result
-    num_samples: int
 
 
 def write_references(transformer: nn.Module, case: Case, folder: Path, *, dtypes: list[torch.dtype]) -> None:
     """What the module answers unsharded, and its gradients: folder/reference_DTYPE.safetensors."""
     for dtype in dtypes:
-        result = case.result(transformer.to(dtype), case.adapter(folder), dtype, slice(0, case.num_samples))
+        result = case.result(transformer.to(dtype), case.adapter(folder), dtype, slice(0, NUM_SAMPLES))
         gradients = {f"gradient/{name}": p.grad for name, p in transformer.named_parameters() if p.grad is not None}
         transformer.zero_grad()
         save_file({**result, **gradients}, _reference_file(folder, dtype))
@@ -140,7 +183,7 @@ class Ranks:
             sequence_parallel=layout.sequence_parallel,
             recompute_every=layout.recompute_every,
         )
-        size = self.case.num_samples // mesh.dp
+        size = NUM_SAMPLES // mesh.dp
         self.samples = range(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
         self.parameters = dict(self.module.named_parameters())
         with torch.no_grad():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.lora import lora_values
@@ -193,7 +194,10 @@ def _check_end(engine: ExpertsEngine, tiny_model: Path, end: ShardFolder, layout
         _lora(tiny_model)[1],
         load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors"),
     )
-    buckets = list(engine.named_lora(5_000))
+    list(engine.named_lora(5_000))  # after which the weights in use are the last update's
+    with CommDebugMode() as collectives:
+        buckets = list(engine.named_lora(5_000))
+    assert collectives.get_total_counts() <= len(buckets) < len(shapes) / 2  # of many tensors at once
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 5_000 for bucket in buckets)
     lora = _tensors(iter(buckets))
     assert list(lora) == [f"transformer.{name}" for name in shapes]

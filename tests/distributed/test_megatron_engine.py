@@ -50,7 +50,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # world size, sizes of the a
     "tp4": (4, {"tp": 4}),
     "tp2_sp2": (4, {"tp": 2, "sp": 2}),
 }
-STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 20, 18, 5e-4, 1e-1, 0.05
+LONG = ("megatron", "tp2_dp2")
+LONG_STEPS, STEPS = 20, 6  # of that run, and of others; the last two come after the checkpoint
+LR, WEIGHT_DECAY, MAX_NORM = 5e-4, 1e-1, 0.05
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,39 +131,43 @@ def _check_broken_gradient(engine: ExpertsEngine) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(engine, layout) → the folder of a run of STEPS updates: checkpoint at SAVED_STEP, all figures, last weights."""
+    """(engine, layout) → the folder of a run: a checkpoint two updates before its end, all figures, last weights."""
 
     @cache
     def save(backend: str, layout: str) -> Path:
         world_size, sizes = LAYOUTS[layout]
         out = tmp_path_factory.mktemp(f"{backend}_{layout}")
-        run_ranks(_run_worker, world_size, tiny_model, out, backend, sizes)
+        run_ranks(_run_worker, world_size, tiny_model, out, backend, sizes, _num_steps(backend, layout))
         return out
 
     return save
 
 
-def _run_worker(tiny_model: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
+def _num_steps(*run: str) -> int:
+    return LONG_STEPS if run == LONG else STEPS
+
+
+def _run_worker(tiny_model: Path, out: Path, backend: str, sizes: dict[str, int], num_steps: int) -> None:
     engine = _trainer(tiny_model, sizes, backend)
-    figures = list(_updates(engine, 0, SAVED_STEP))
+    figures = list(_updates(engine, 0, num_steps - 2))
     engine.save(out / "checkpoint")
-    _write_figures(out, engine, figures + list(_updates(engine, SAVED_STEP, STEPS)))
+    _write_figures(out, engine, figures + list(_updates(engine, num_steps - 2, num_steps)))
     engine.save(out / "end")
 
 
 def test_twenty_steps_follow_stock_diffusers_and_adamw(tiny_model, saved):
-    figures = json.loads((saved("megatron", "tp2_dp2") / "figures.json").read_text())
+    figures = json.loads((saved(*LONG) / "figures.json").read_text())
     expected, weights = _stock_run(tiny_model)
     norms = [each["optim/grad_norm"] for each in figures]
     assert norms == pytest.approx(expected, rel=1e-4)
     assert min(norms[1:]) < MAX_NORM < max(norms), "the clipping must act, but not always"
-    end = ShardFolder(saved("megatron", "tp2_dp2") / "end")
+    end = ShardFolder(saved(*LONG) / "end")
     for name, weight in weights.items():
         torch.testing.assert_close(whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Gradient norms before clipping of STEPS updates by torch's AdamW in one process, and the last weights."""
+    """Gradient norms before clipping of LONG_STEPS updates by torch's AdamW in one process, and the last weights."""
     transformer, adapter = stock_transformer(tiny_model), QwenImageAdapter(tiny_model)
     parameters = dict(transformer.named_parameters())
     groups = [
@@ -170,7 +176,7 @@ def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     norms = []
-    for step in range(STEPS):
+    for step in range(LONG_STEPS):
         stock_backward(transformer, adapter, at_step(train_batch(adapter), step))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)))
         optimizer.step()
@@ -191,9 +197,10 @@ def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
 def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, tiny_model, saved, tmp_path):
     backend, layout = reader
     world_size, sizes = LAYOUTS[layout]
-    run_ranks(_resume_worker, world_size, tiny_model, saved(*writer) / "checkpoint", tmp_path, backend, sizes)
+    first = _num_steps(*writer) - 2
+    run_ranks(_resume_worker, world_size, tiny_model, saved(*writer) / "checkpoint", tmp_path, backend, sizes, first)
     assert differing(saved(*writer) / "checkpoint", tmp_path / "again") == []
-    uninterrupted = json.loads((saved(*writer) / "figures.json").read_text())[SAVED_STEP:]
+    uninterrupted = json.loads((saved(*writer) / "figures.json").read_text())[first:]
     resumed = json.loads((tmp_path / "figures.json").read_text())
     for found, expected in zip(resumed, uninterrupted, strict=True):
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-4 * 1e-3)
@@ -202,11 +209,13 @@ def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, tiny_
         assert differing(saved(*writer) / "end", tmp_path / "end") == []
 
 
-def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, backend: str, sizes: dict[str, int]) -> None:
+def _resume_worker(
+    tiny_model: Path, checkpoint: Path, out: Path, backend: str, sizes: dict[str, int], first: int
+) -> None:
     engine = _trainer(tiny_model, sizes, backend)
     engine.load(checkpoint)
     engine.save(out / "again")
-    _write_figures(out, engine, list(_updates(engine, SAVED_STEP, STEPS)))
+    _write_figures(out, engine, list(_updates(engine, first, first + 2)))
     engine.save(out / "end")
 
 

@@ -16,7 +16,7 @@ from megadiff.config.schema import Config, LoraConfig
 from megadiff.engines import build_engine, memory
 from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.memory import Placing, kept_bytes, static_bytes
-from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.train.memory_plan import model_shape
 from megadiff.types import DTYPES
@@ -24,7 +24,7 @@ from tests.distributed.engines import LOSS, only, train_batch
 from tests.distributed.ranks import run_ranks
 from tests.kept_activations import activation_work, kept_by_autograd
 
-CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
+QWEN_CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
     "veomni_dp1": ("veomni", "bfloat16", 1, {}, False, 0, 0),
     "veomni_dp2": ("veomni", "float32", 2, {}, False, 0, 0),
     "veomni_dp3": ("veomni", "bfloat16", 3, {}, False, 0, 0),  # divides few of the sizes: chunks are padded
@@ -41,21 +41,30 @@ CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Meg
     "megatron_tp2_lora": ("megatron", "float32", 2, {"tp": 2}, False, 0, 2),
     "megatron_sp2_tp2_SP": ("megatron", "float32", 4, {"sp": 2, "tp": 2}, True, 50_000, 0),
 }
+WAN_CASES = {
+    "wan_veomni_sp2": ("veomni", "bfloat16", 2, {"sp": 2}, False, 0, 0),
+    "wan_veomni_dp1_lora": ("veomni", "bfloat16", 1, {}, False, 0, 8),
+    "wan_megatron_tp2": ("megatron", "float32", 2, {"tp": 2}, False, 0, 0),
+    "wan_megatron_sp2_tp2_SP_lora": ("megatron", "bfloat16", 4, {"sp": 2, "tp": 2}, True, 50_000, 8),
+}
+CASES = QWEN_CASES | WAN_CASES
 AVERAGE_DECAY = 0.9
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plan_is_what_the_engine_allocates(case, tiny_model, tmp_path, monkeypatch):
+def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path, monkeypatch):
     """What stays to the byte, on the rank that holds most of each part; what a forward keeps within bounds."""
     backend, dtype, world_size, sizes, sequence_parallel, bucket_size, rank = CASES[case]
     if bucket_size:  # the default puts all of a small model into one bucket
         monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE", bucket_size)
         monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE_PER_RANK", 0)
-    run_ranks(_measure, world_size, tiny_model, tmp_path, *CASES[case])
+    folder = tiny_wan["ti2v_5b"] if case in WAN_CASES else tiny_model
+    run_ranks(_measure, world_size, folder, tmp_path, *CASES[case])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
     placing = Placing(backend=backend, layout=_layout(world_size, sizes), sequence_parallel=sequence_parallel)
-    model = model_shape(QwenImageAdapter(tiny_model), LoraConfig(rank=rank))
-    work = activation_work(DTYPES[dtype].itemsize, recompute_every=0)
+    adapter = build_adapter(folder)
+    model = model_shape(adapter, LoraConfig(rank=rank))
+    work = activation_work(adapter, DTYPES[dtype].itemsize)
     planned = static_bytes(model, placing, work)
     for part in ("parameters", "gradients", "optimizer", "average", "reference"):
         fullest = max(measured[part] for measured in ranks)
@@ -90,11 +99,12 @@ def _measure(
     config.parallel.sequence_parallel, config.engine.recompute = sequence_parallel, False
     config.lora.rank = rank
     config.algorithm.kl_coef, config.algorithm.ema_decay = 1.0, AVERAGE_DECAY
-    engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), QwenImageAdapter(model))
+    engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), build_adapter(model))
     gradients: list[int] = []
     only(engine).optimizer.register_step_pre_hook(lambda *_: gradients.append(_bytes(_gradients(engine))))
     dp = engine.mesh.dp if 4 % engine.mesh.dp == 0 else 1
-    engine.update(train_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp), LOSS)
+    text_dim = getattr(only(engine).transformer.config, "text_dim", 64)
+    engine.update(train_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp, text_dim=text_dim), LOSS)
     parameters = list(_plain(only(engine).transformer.parameters()))
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     state = [value for state in only(engine).optimizer.state.values() for value in _plain(state.values())]

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megadiff.diffusion import sde
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.tiny import TEXT_DIM, write_tiny_pipeline
 from megadiff.parallel.mesh import init_mesh, resolve_layout
@@ -26,26 +25,24 @@ from megadiff.types import Sampling
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_model import (
     FLOOR,
+    NUM_SAMPLES,
     TOLERANCES,
     Case,
     Layout,
     Omission,
     check_omissions,
     check_parity,
+    draw_inputs,
     patched,
     write_references,
 )
 
 SAMPLING = Sampling(height=96, width=160, num_frames=9, num_inference_steps=4, guidance_scale=2.0)
-NUM_SAMPLES, TEXT_LENGTHS, NEGATIVE_LENGTHS = 4, (9, 6, 7, 5), (3, 3, 3, 3)
 TEXT_TOKENS = (
     17  # not 512: among hundreds of equal padding tokens the gradients of single ones drown in rounding errors
 )
 # the default kernel's backward on CPU is off by 1e-5 where gradients of keys cancel, and differs with the batch's size
 EXACT_ATTENTION = partial(sdpa_kernel, SDPBackend.MATH)
-SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
-STEPS = torch.tensor([0, 1, 2, 1])  # of the samples
-
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES[torch.float32]
 
 LAYOUTS = {
@@ -195,29 +192,16 @@ def _result(
     transformer: nn.Module, adapter: WanAdapter, dtype: torch.dtype, samples: slice, *, backward: bool = True
 ) -> dict[str, Tensor]:
     """Velocities with guidance, of a whole video and of all frames but a given first; log_probs of the first."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(NUM_SAMPLES, *shape, generator=generator, dtype=torch.float64)[samples].to(dtype)
-
-    num_tokens, channels = adapter.latents_shape(SAMPLING)
+    inputs = draw_inputs(adapter.latents_shape(SAMPLING), text_dim=TEXT_DIM, dtype=dtype, samples=samples)
+    latents_BLC, sigma_B = inputs.latents_BLC, inputs.sigma_B
     num_first = adapter.checkpoint.grid(SAMPLING).tokens_per_frame
-    latents_BLC, prev_BLC, weight_BLC = (draw(num_tokens, channels) for _ in range(3))
-    conditioning = {}
-    for prefix, lengths in (("", TEXT_LENGTHS), ("negative_", NEGATIVE_LENGTHS)):
-        conditioning[f"{prefix}prompt_embeds"] = draw(max(lengths), TEXT_DIM)
-        conditioning[f"{prefix}prompt_mask"] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])[samples]
-    sigma_B, sigma_next_B = SIGMAS[STEPS][samples], SIGMAS[STEPS + 1][samples]
-
-    with_first = conditioning | {"first_frame": latents_BLC[:, :num_first]}
+    with_first = inputs.conditioning | {"first_frame": latents_BLC[:, :num_first]}
     with patch("megadiff.models.wan22.velocity.TEXT_TOKENS", TEXT_TOKENS), EXACT_ATTENTION():  # recomputation included
-        velocity_BLC = adapter.velocity(transformer, latents_BLC, sigma_B, conditioning, SAMPLING)
+        velocity_BLC = adapter.velocity(transformer, latents_BLC, sigma_B, inputs.conditioning, SAMPLING)
         given_BLC = adapter.velocity(transformer, latents_BLC[:, num_first:], sigma_B, with_first, SAMPLING)
-        step = dict(schedule=SIGMAS, eta=0.7)
-        mean_BLC = sde.step_mean("flow_sde", latents_BLC, velocity_BLC, sigma_B, sigma_next_B, **step)
-        log_prob_B = sde.log_prob("flow_sde", prev_BLC, mean_BLC, sigma_B, sigma_next_B, **step)
+        log_prob_B = inputs.log_probs(velocity_BLC)
         if backward:
-            outputs = (velocity_BLC * weight_BLC).sum() + (given_BLC * weight_BLC[:, num_first:]).sum()
+            outputs = (velocity_BLC * inputs.weight_BLC).sum() + (given_BLC * inputs.weight_BLC[:, num_first:]).sum()
             (log_prob_B.sum() + outputs).backward()
     return {"velocity": velocity_BLC.detach(), "given": given_BLC.detach(), "log_prob": log_prob_B.detach()}
 
@@ -246,4 +230,4 @@ def _random_transformer() -> WanTransformer3DModel:
     return transformer
 
 
-CASE = Case(adapter=WanAdapter, result=_result, num_samples=NUM_SAMPLES)
+CASE = Case(adapter=WanAdapter, result=_result)

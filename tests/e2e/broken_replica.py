@@ -53,16 +53,14 @@ def _shift_noise(initial_latents_rows):
 def _damage_bucket(load_weights):
     """One tensor of each push is skipped, or loaded with one bit flipped, and nobody is told."""
 
-    def broken(self, weights):
-        pairs = list(weights)
-        name = "transformer.proj_out.weight"
-        if fault() == "skip":
-            pairs = [(key, tensor) for key, tensor in pairs if key != name]
-        if fault() == "flip":
-            pairs = [(key, _flip(tensor) if key == name else tensor) for key, tensor in pairs]
-        return load_weights(self, iter(pairs))
+    def damaged(weights):
+        for name, tensor in weights:
+            if name != "transformer.proj_out.weight":
+                yield name, tensor
+            elif fault() != "skip":
+                yield name, _flip(tensor) if fault() == "flip" else tensor
 
-    return broken
+    return lambda self, weights: load_weights(self, damaged(weights))
 
 
 def _flip(tensor):

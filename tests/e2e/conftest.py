@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,17 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
+from megadiff.cli.train import main
+from tests.distributed.ranks import run_command, run_ranks
+from tests.e2e.servers import ENVIRONMENT, ROOT, Forked, start_replicas, stop
 
-ROOT = Path(__file__).parents[2]
-SEARCH_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for rewards of the tests' own
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 CONFIG = """
 run: {device: cpu}
 model: {dtype: float32}
 train: {num_steps: 3, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
 algorithm: {group_size: 4, clip_range: 1e-4}
-rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], start_timeout_s: 120}
+rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], start_timeout_s: 240}
 engine: {dtype: float32}
 optim: {lr: 1e-4}
 parallel: {dp: 0}
@@ -73,12 +71,25 @@ class Trainer:
         rewards = [] if any(override.startswith("reward.") for override in overrides) else ["reward.color.type=color"]
         return [*launcher, str(base), *fixed, *prompts, *rewards, *overrides]
 
-    def run(self, *overrides: str, num_processes: int = 1, name: str = "run", timeout_s: float = 180) -> Result:
-        done = subprocess.run(
-            self.command(*overrides, num_processes=num_processes, name=name),
-            capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, cwd=self.folder,
-        )  # fmt: skip
-        return Result(code=done.returncode, stderr=done.stderr, folder=self.folder / name)
+    def run(
+        self,
+        *overrides: str,
+        num_processes: int = 1,
+        name: str = "run",
+        timeout_s: float = 300,
+        prepare: Callable[[], object] | None = None,
+    ) -> Result:
+        """In a process that is forked, and for several, in ranks that torchrun starts. prepare: see run_command."""
+        command = self.command(*overrides, num_processes=num_processes, name=name)
+        if num_processes > 1:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, cwd=self.folder
+            )
+            return Result(code=done.returncode, stderr=done.stderr, folder=self.folder / name)
+        done = run_command(
+            main, command[3:], folder=self.folder, environment=ENVIRONMENT, prepare=prepare, timeout_s=timeout_s
+        )
+        return Result(code=done.code, stderr=done.stderr, folder=self.folder / name)
 
 
 @pytest.fixture
@@ -101,50 +112,9 @@ def train_in_ranks(trainer: Trainer, name: str, num_processes: int, *overrides: 
 
 
 def _train(arguments: list[str]) -> None:
-    from megadiff.cli.train import main
-
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+    if "WORLD_SIZE" in os.environ:  # else one thread: two, on cores that others use too, wait for each other
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     assert main(arguments) == 0
-
-
-def start_replicas(count: int, *, folder: Path, command: list[str]) -> list[subprocess.Popen]:
-    """Starts `count` servers that announce themselves in folder/registry and waits until all have."""
-    registry = folder / "registry"
-    servers = []
-    for index in range(count):
-        with (folder / f"replica_{index}.log").open("wb") as log:
-            servers.append(
-                subprocess.Popen(
-                    [
-                        *command,
-                        "--name",
-                        f"replica_{index}",
-                        "--port",
-                        "0",
-                        "--registry",
-                        str(registry),
-                        "--parent-pid",
-                        str(os.getpid()),
-                    ],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=ENVIRONMENT,
-                )  # fmt: skip
-            )
-    deadline = time.monotonic() + 120
-    while len(list(registry.glob("*.json"))) < count:
-        for index, server in enumerate(servers):
-            assert server.poll() is None, (folder / f"replica_{index}.log").read_text()[-3000:]
-        assert time.monotonic() < deadline, "replicas did not start in 120 s"
-        time.sleep(0.2)
-    return servers
-
-
-def stop(servers: list[subprocess.Popen]) -> None:
-    for server in servers:
-        server.terminate()
-    for server in servers:
-        server.wait(30)
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +122,7 @@ def registry(tmp_path_factory, tiny_model):
     """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them; disk pushes go by `weights`
     beside the registry."""
     folder = tmp_path_factory.mktemp("replicas")
-    command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
+    command = ["-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
     servers = start_replicas(2, folder=folder, command=[*command, "--weights", str(folder / "weights")])
     yield folder / "registry"
     stop(servers)
@@ -163,8 +133,8 @@ def wan_registries(tmp_path_factory, tiny_wan):
     """Kind (wan22.tiny.KINDS) → the registry of one float32 replica of that tiny Wan2.2, as `registry` above."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in tiny_wan}
 
-    def start(kind: str) -> list[subprocess.Popen]:
-        command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_wan[kind]), "--dtype", "float32"]
+    def start(kind: str) -> list[Forked]:
+        command = ["-m", "megadiff.cli.serve", str(tiny_wan[kind]), "--dtype", "float32"]
         return start_replicas(1, folder=folders[kind], command=[*command, "--weights", str(folders[kind] / "weights")])
 
     with ThreadPoolExecutor(len(folders)) as pool:

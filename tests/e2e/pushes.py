@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -19,6 +21,7 @@ from megadiff.types import LoraSpec
 from megadiff.weights.manifest import folder_manifest
 from megadiff.weights.places import boxes_from_json, device_name, host_name
 from megadiff.weights.sync import WeightSync
+from megadiff.weights.transports import shared_memory
 from megadiff.weights.transports.choose import build_transport
 
 CPU = torch.device("cpu")
@@ -94,3 +97,10 @@ def sync_between(
         )
         yield sync, fleet
         sync.close()
+
+
+def buckets_left() -> list[str]:
+    """In shared memory, of this process and all that it started: other tests push at the same time."""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    files = (path.name for path in shared_memory.FOLDER.glob(f"{shared_memory.PREFIX}*"))
+    return [name for name in files if int(name.split("-")[-2]) in own]

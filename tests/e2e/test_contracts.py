@@ -1,11 +1,10 @@
 """A replica that breaks a contract is found before step 1, and named."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import start_replicas, stop
+from tests.e2e.servers import start_replicas, stop
 
 BROKEN = Path(__file__).with_name("broken_replica.py")
 
@@ -16,7 +15,7 @@ def broken(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("broken")
     fault = folder / "fault"
     fault.write_text("none")
-    command = [sys.executable, str(BROKEN), str(fault), str(tiny_model), "--dtype", "float32", "--device", "cpu"]
+    command = [str(BROKEN), str(fault), str(tiny_model), "--dtype", "float32", "--device", "cpu"]
     servers = start_replicas(1, folder=folder, command=command)
     yield fault, folder / "registry"
     stop(servers)

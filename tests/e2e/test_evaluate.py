@@ -1,12 +1,12 @@
 """Evaluation through real replicas: inside a run, of a run, of a model, and of one against the other."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from megadiff.cli.evaluate import main
 from megadiff.observe.evaluation import evaluation_folders, read_evaluation
+from tests.distributed.ranks import run_command
 from tests.e2e.conftest import ENVIRONMENT, Trainer
 
 FIGURES = {"eval/mean", "eval/color", "eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
@@ -22,19 +22,25 @@ def prompts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, tiny_model, prompts):
+def keys(prompts, registry):
+    return [
+        *("eval.every=2", f"eval.prompts={prompts}", "eval.num_samples=10", "eval.num_inference_steps=4"),
+        *("optim.lr=1e-3", "rollout.mode=separate", f"rollout.registry={registry}"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_model, keys):
     """Three steps, evaluated before them, every second and at the end."""
-    keys = ["eval.every=2", f"eval.prompts={prompts}", "eval.num_samples=10", "eval.num_inference_steps=4"]
-    result = Trainer(tmp_path_factory.mktemp("run"), tiny_model).run(*keys, "optim.lr=1e-3")
+    result = Trainer(tmp_path_factory.mktemp("run"), tiny_model).run(*keys)
     assert result.code == 0, result.stderr
     return result
 
 
-def evaluate(*arguments):
+def evaluate(*arguments, folder):
     """`megadiff evaluate … --json`: what it prints."""
-    command = [sys.executable, "-m", "megadiff.cli.evaluate", *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
-    assert done.returncode == 0, done.stderr
+    done = run_command(main, [*map(str, arguments), "--json"], folder=folder, environment=ENVIRONMENT)
+    assert done.code == 0, done.stderr
     return json.loads(done.stdout)
 
 
@@ -53,9 +59,8 @@ def test_a_run_evaluates_before_its_first_step_when_due_and_at_the_end(trained):
     assert all((folder / sample.file).is_file() for _, folder in folders for sample in found[0].samples)
 
 
-def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, prompts):
-    keys = ["eval.every=2", f"eval.prompts={prompts}", "eval.num_samples=10", "eval.num_inference_steps=4"]
-    again = Trainer(trained.folder.parent, tiny_model).run(*keys, "optim.lr=1e-3", "train.num_steps=4")
+def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, keys):
+    again = Trainer(trained.folder.parent, tiny_model).run(*keys, "train.num_steps=4")
     assert again.code == 0, again.stderr
     assert [row["step"] for row in again.rows] == [0, 1, 2, 3, 4]
     assert "eval/color" in again.rows[4]
@@ -64,7 +69,7 @@ def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, prompts):
 
 def test_the_command_finds_what_the_run_found(trained, tiny_model, tmp_path):
     """The run's last checkpoint against the model it started from: both as the run itself evaluated them."""
-    printed = evaluate(trained.folder, "--baseline", tiny_model, "--out", tmp_path)
+    printed = evaluate(trained.folder, "--baseline", tiny_model, "--out", tmp_path, folder=tmp_path)
     inside = dict(evaluation_folders(trained.folder))
     for folder, step in ((tmp_path, printed["step"]), (tmp_path / "baseline", 0)):
         ours, theirs = read_evaluation(folder), read_evaluation(inside[step])

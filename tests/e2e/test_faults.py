@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -103,13 +104,9 @@ def test_full_disk_while_saving(trainer, registry):
     """A file-size limit stands for the full disk: the write fails with an OSError half-way."""
     shared = ["rollout.mode=separate", f"rollout.registry={registry}", "train.num_steps=1"]
     assert trainer.run(*shared).code == 0
-    command = trainer.command(*shared[:2], "train.num_steps=2")
-    limit = 1 << 20
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=trainer.folder, timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert done.returncode == 1
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    done = trainer.run(*shared[:2], "train.num_steps=2", prepare=limit)
+    assert done.code == 1
     assert "step_000002 could not be written" in done.stderr and "File too large" in done.stderr
     (kept,) = whole_looking(trainer.folder / "run" / "checkpoints")
     assert kept.name == "step_000001"
@@ -123,8 +120,8 @@ def test_two_runs_in_one_folder(trainer, registry, start):
     assert second.code == 2 and "is in use by another run" in second.stderr
 
 
-def test_a_dead_replica_is_named_and_nothing_is_lost(trainer, start):
-    """kill -9 of a colocated replica in the middle of training."""
+def test_a_dead_replica_is_named_and_nothing_is_lost(trainer, registry, start):
+    """kill -9 of a colocated replica in the middle of training; others take its place."""
     process = start("train.num_steps=1000")
     metrics = trainer.folder / "run" / "metrics.jsonl"
     _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
@@ -137,17 +134,17 @@ def test_a_dead_replica_is_named_and_nothing_is_lost(trainer, start):
     assert f"replica_0 (pid {replica.pid}) was killed by SIGKILL" in stderr and "the end of" in stderr
     finished = metrics.read_text().count("\n")
     assert whole_looking(trainer.folder / "run" / "checkpoints")[-1].name == f"step_{finished:06d}"
-    again = trainer.run(f"train.num_steps={finished + 1}")
+    again = trainer.run(f"train.num_steps={finished + 1}", "rollout.mode=separate", f"rollout.registry={registry}")
     assert again.code == 0, again.stderr
     assert [row["step"] for row in again.rows] == list(range(1, finished + 2))
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_orphan_is_left(trainer, start, how):
-    process = start("train.num_steps=1000", "rollout.num_replicas=2")
+@pytest.mark.parametrize(("how", "num_replicas"), [(signal.SIGTERM, 2), (signal.SIGKILL, 1)])
+def test_no_orphan_is_left(trainer, start, how, num_replicas):
+    process = start("train.num_steps=1000", f"rollout.num_replicas={num_replicas}")
     _wait_for(lambda: (trainer.folder / "run" / "metrics.jsonl").exists())
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(_replicas(process.pid)) == 2
+    assert len(_replicas(process.pid)) == num_replicas
     process.send_signal(how)
     process.wait(30)
     assert process.returncode == (143 if how == signal.SIGTERM else -signal.SIGKILL)
@@ -185,7 +182,7 @@ def _replicas(pid: int) -> list[psutil.Process]:
     return [child for child in children if os.getpgid(child.pid) == child.pid]
 
 
-def _wait_for(condition, timeout_s: float = 90) -> None:
+def _wait_for(condition, timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"

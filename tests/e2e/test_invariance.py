@@ -41,8 +41,8 @@ def test_layout_does_not_matter(in_ranks, shared, reference, name):
 
 
 def test_colocated_under_torchrun(trainer, reference):
-    """The trainer starts its replicas itself, from a process that torchrun started: they are worlds of their own."""
-    result = trainer.run("parallel.dp=2", "rollout.num_replicas=2", "algorithm.kl_coef=0.04", num_processes=2)
+    """The trainer starts its replica itself, from a process that torchrun started: it is a world of its own."""
+    result = trainer.run("parallel.dp=2", "algorithm.kl_coef=0.04", num_processes=2)
     assert result.code == 0, result.stderr
     _close(result.rows, reference[:3])
 

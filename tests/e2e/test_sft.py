@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -235,26 +237,29 @@ def test_a_cut_image_ends_the_run_and_its_replica(trainer):
     write_images(folder)
     (folder / "4.png").write_bytes((folder / "4.png").read_bytes()[:2000])
     evaluation = ["eval.every=10", f"eval.prompts={trainer.folder / 'held_out.txt'}"]
-    before = set(_servers())
     result = trainer.run(*SETTINGS, f"data.images={folder}", *evaluation, name="of_cut")
     assert result.code == 1
     assert "metadata.jsonl:5 (4.png): 2000 bytes that are no readable image" in result.stderr
     assert "Traceback" not in result.stderr
-    assert set(_servers()) <= before
+    assert _servers(trainer.folder / "of_cut") == []
     assert not list((trainer.folder / "cache").glob(".writing_*"))
+
+
+def test_a_video_model_learns_from_images_whatever_its_evaluations_sample(tiny_wan, tmp_path):
+    trainer = Trainer(tmp_path, tiny_wan["t2v_a14b"])
+    asked = ["rollout.num_frames=5", "rollout.guidance_scale=3", "rollout.guidance_scale_2=2"]
+    result = trainer.run(*SETTINGS, "data.images=shapes:4", "train.num_steps=1", *asked)
+    assert result.code == 0, result.stderr
+    assert result.rows[-1]["step"] == 1 and result.rows[-1]["optim/grad_norm"] > 0
 
 
 def test_a_full_disk_while_encoding(trainer):
     """A file-size limit stands for the full disk. What was there before stays, and half a cache does not."""
     cache = trainer.folder / "cache"
     before = sorted(cache.iterdir()) if cache.exists() else []
-    limit = 20_000
-    done = subprocess.run(
-        trainer.command(*SETTINGS, "data.images=shapes:20", name="full"),
-        capture_output=True, text=True, env=ENVIRONMENT, cwd=trainer.folder, timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert done.returncode == 1
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    done = trainer.run(*SETTINGS, "data.images=shapes:20", name="full", prepare=limit)
+    assert done.code == 1
     assert "latents_00000_00000.safetensors could not be written" in done.stderr and "MiB are free" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(cache.iterdir()) == before
@@ -272,9 +277,10 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
     assert "data.images holds others than before; restore it, or start a new run" in result.stderr
 
 
-def _servers() -> list[int]:
+def _servers(run: Path) -> list[int]:
+    """Of a run: they announce themselves in a folder of its."""
     names = ((process.pid, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
-    return [pid for pid, command in names if "megadiff.cli.serve" in command]
+    return [pid for pid, command in names if "megadiff.cli.serve" in command and str(run) in " ".join(command)]
 
 
 def _wait_for(condition, timeout_s: float = 120) -> None:

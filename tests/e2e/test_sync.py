@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,8 +16,8 @@ import torch
 from megadiff.parallel.collectives import AgreedError
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
-from tests.e2e.conftest import start_replicas, stop
-from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
+from tests.e2e.pushes import Source, buckets_left, folder_weights, sync_between, urls_of
+from tests.e2e.servers import start_replicas, stop
 from tests.lora_tensors import merged, random_lora
 
 TRANSPORTS = ("http", "shm", "nccl", "disk")
@@ -58,7 +56,7 @@ def pair(tmp_path_factory, tiny_model, registry, singles, sync_to, source) -> It
     with sync_to("disk", singles) as (sync, _):
         sync.push(5)
     folder = tmp_path_factory.mktemp("pair")
-    command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
+    command = ["-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
     command += ["--tp", "2", "--weights", str(registry.parent / "weights")]
     servers = start_replicas(1, folder=folder, command=command)
     yield servers, json.loads((folder / "registry" / "replica_0.json").read_text())["url"]
@@ -95,7 +93,7 @@ def test_a_push_by_every_transport(sync_to, urls, source, transport):
             assert (left.latents_SLC - cut.latents_SLC).abs().max() <= 1e-5
             assert (left.log_probs - cut.log_probs).abs().max() <= 1e-5
     assert not torch.equal(groups[1][0].trajectories[0].latents_SLC, groups[2][0].trajectories[0].latents_SLC)
-    assert not list(Path("/dev/shm").glob("megadiff-bucket-*"))
+    assert not buckets_left()
 
 
 @pytest.fixture
@@ -197,7 +195,7 @@ def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
         groups = [fleet.generate_on(place, [REQUEST])[0] for place in (0, 1)]
         assert torch.equal(groups[0].trajectories[1].latents_SLC, groups[1].trajectories[1].latents_SLC)
     proxy.listener.close()
-    assert not list(Path("/dev/shm").glob("megadiff-bucket-*"))
+    assert not buckets_left()
 
 
 def test_a_replica_that_is_killed_in_a_push(sync_to, urls, singles, pair, source):

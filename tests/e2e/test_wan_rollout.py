@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers.pipelines.wan import pipeline_wan_i2v
+from PIL import Image
 from torch import Tensor
 
 from megadiff.diffusion import sde
+from megadiff.diffusion.noise import initial_latents
+from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.packing import unpack
+from megadiff.models.wan22.text import cleaned
 from megadiff.models.wan22.tiny import KINDS
+from megadiff.models.wan22.vae import latent_statistics
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.train.batch import stack_conditioning
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
@@ -39,6 +46,7 @@ REQUESTS = [
 ]
 GROUP_OF_ROW = [place for place, request in enumerate(REQUESTS) for _ in request.sample_indices]
 GAP = {"plain": 1e-5, "guided": 1e-4}
+FROM_IMAGE = dataclasses.replace(PLAIN, guidance_scale=3.0, first_frame=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Drawn:
 
 def sampling_of(name: str, adapter: WanAdapter) -> Sampling:
     second = 2.0 if name == "guided" and len(adapter.components) == 2 else 0.0
-    return dataclasses.replace(SAMPLINGS[name], guidance_scale_2=second)
+    return FROM_IMAGE if name == "image" else dataclasses.replace(SAMPLINGS[name], guidance_scale_2=second)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +123,85 @@ def test_pixels_are_the_decoded_latents(drawn: dict[str, Drawn], kind: str) -> N
     assert pixels.float().std() > 5
 
 
+@torch.no_grad()
+def test_from_a_first_frame_as_diffusers_image_to_video(
+    drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups in one call, two of them of one image: the latents of the stock pipeline with Euler's steps."""
+    monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", cleaned)  # its own needs a package to mend broken texts
+    one = drawn["ti2v_5b"]
+    pixels_2HWC = torch.randint(0, 256, (2, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image_of_group, sampling = (0, 1, 0), dataclasses.replace(FROM_IMAGE, sde_type="ode")
+    requests = [
+        dataclasses.replace(request, sampling=sampling, first_frame=pixels_2HWC[image].numpy().tobytes())
+        for request, image in zip(REQUESTS, image_of_group, strict=True)
+    ]
+    groups = one.client.generate_batch(requests)
+    with one.adapter.image_encoder(dtype=torch.float32, device="cpu") as encode:
+        first_2LC = encode(pixels_2HWC)
+    grid = one.adapter.checkpoint.grid(sampling)
+    pipeline = WanImageToVideoPipeline.from_pretrained(
+        one.adapter.model_folder, image_encoder=None, image_processor=None, scheduler=None, expand_timesteps=True
+    )
+    pipeline.scheduler = Euler(one.adapter.schedule(sampling))
+    pipeline.set_progress_bar_config(disable=True)
+    for group, request, image in zip(groups, requests, image_of_group, strict=True):
+        given_1LC = group.conditioning[FIRST_FRAME]
+        assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
+        sample = group.trajectories[-1]
+        identity = dict(seed=0, step=0, prompt_id=request.prompt.id, sample_index=sample.sample_index)
+        noise_LC = initial_latents(one.adapter.latents_shape(sampling), **identity)
+        expected = pipeline(
+            Image.fromarray(pixels_2HWC[image].numpy()),
+            request.prompt.text,
+            request.prompt.negative_text,
+            latents=unpack(torch.cat([torch.zeros_like(given_1LC), noise_LC[None]], dim=1), grid),
+            guidance_scale=sampling.guidance_scale,
+            num_inference_steps=sampling.num_inference_steps,
+            height=64,
+            width=96,
+            num_frames=5,
+            output_type="latent",
+        ).frames
+        found = unpack(torch.cat([given_1LC, sample.latents_SLC[-1:]], dim=1), grid)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        mean, std = latent_statistics(pipeline.vae, torch.device("cpu"))
+        frames = (pipeline.vae.decode(found * std + mean).sample[0].clamp(-1, 1) + 1) * 127.5
+        assert sample.pixels.shape == (5, 64, 96, 3)
+        assert (frames.permute(1, 2, 3, 0) - sample.pixels.float()).abs().max() <= 0.51
+
+
+def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> None:
+    one, transformers = drawn["ti2v_5b"], _transformers(drawn["ti2v_5b"].adapter)
+    image = bytes(range(256)) * (64 * 96 * 3 // 256)
+    requests = [dataclasses.replace(each, sampling=FROM_IMAGE, first_frame=image) for each in REQUESTS]
+    found = dataclasses.replace(one, groups={"image": one.client.generate_batch(requests)})
+    assert found.column("image", "latents_SLC").shape[2:] == one.adapter.latents_shape(FROM_IMAGE) == (6, 192)
+    recomputed_NW, _ = _log_probs(found, transformers, "image")
+    assert (recomputed_NW - found.column("image", "log_probs")).abs().max() <= 1e-5
+    other = {FIRST_FRAME: -found.conditioning("image")[FIRST_FRAME]}
+    others = [dataclasses.replace(each, conditioning={**each.conditioning, **other}) for each in found.groups["image"]]
+    wrong_NW, _ = _log_probs(dataclasses.replace(found, groups={"image": others}), transformers, "image")
+    assert (wrong_NW - recomputed_NW).abs().max() > 1e-3
+
+
+class Euler:
+    """What WanImageToVideoPipeline needs of a scheduler: these sigmas, and the plain step between them."""
+
+    order = 1
+    config = SimpleNamespace(num_train_timesteps=1000)
+
+    def __init__(self, sigmas: Tensor) -> None:
+        self.sigmas, self.timesteps = sigmas, 1000 * sigmas[:-1]
+
+    def set_timesteps(self, num_steps: int, device: object) -> None:
+        assert num_steps == len(self.timesteps)
+
+    def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool) -> tuple[Tensor]:
+        place = int((self.timesteps == timestep).nonzero())
+        return (latents + velocity * (self.sigmas[place + 1] - self.sigmas[place]),)
+
+
 def test_what_the_model_cannot_draw_is_refused(drawn: dict[str, Drawn]) -> None:
     """By the replica, before its engine sees it, and in the model's own words."""
     cases = [
@@ -124,6 +211,10 @@ def test_what_the_model_cannot_draw_is_refused(drawn: dict[str, Drawn]) -> None:
         (dict(num_frames=1021, height=4096, width=4096), "1021 frames of 4096x4096 are .* pixels"),
         (dict(guidance_scale_2=0.5), "guidance_scale_2=0.5"),
         (dict(true_cfg_scale=2.0), "true_cfg_scale=2.0"),
+        (
+            dict(first_frame=True),
+            "the first frame has 0 bytes, .* needs 18432|first_frame=true, but this model draws from",
+        ),
     ]
     for one in drawn.values():
         for changes, text in cases:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from megadiff.models.wan22.plan import PLAN
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.lora import lora_spec
 from megadiff.types import LoraSpec, Prompt, RolloutGroup, RolloutRequest, Sampling
-from tests.e2e.conftest import start_replicas, stop
-from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
+from tests.e2e.pushes import Source, buckets_left, folder_weights, sync_between, urls_of
+from tests.e2e.servers import start_replicas, stop
 from tests.lora_tensors import merged, random_lora
 
 TRANSPORTS = ("http", "shm", "nccl", "disk")
@@ -65,7 +64,7 @@ def urls(
         source.factor, source.changed = 1.5, {"transformer_2"}
         sync.push(6)
     place = tmp_path_factory.mktemp("pair")
-    command = [sys.executable, "-m", "megadiff.cli.serve", str(model), "--dtype", "float32", "--tp", "2"]
+    command = ["-m", "megadiff.cli.serve", str(model), "--dtype", "float32", "--tp", "2"]
     servers = start_replicas(1, folder=place, command=[*command, "--weights", str(folder)])
     yield {**single, "pair": urls_of(place / "registry")["replica_0"]}
     stop(servers)
@@ -110,7 +109,7 @@ def test_only_the_expert_that_changed_travels(urls, source, model, folder, trans
     first, low, high = (one for one, _ in groups)
     assert gap(first, low, steps=slice(4)) == 0 and gap(first, low, steps=slice(4, 5)) > 1e-4
     assert gap(low, high, steps=slice(1)) == 0 and gap(low, high, steps=slice(1, 2)) > 1e-4
-    assert not list(Path("/dev/shm").glob("megadiff-bucket-*"))
+    assert not buckets_left()
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from megadiff.data.prompts import prompt_id
+from megadiff.observe.evaluation import evaluation_folder, read_evaluation
 from megadiff.rollout.client import ReplicaClient
 from megadiff.weights.fingerprint import fingerprints
 from tests.e2e.conftest import Result, Trainer, train_in_ranks
@@ -24,13 +28,13 @@ Run = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def run(tiny_wan: dict[str, Path], wan_registries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps on one rank: (kind, name, *overrides)."""
+    """Three steps: (kind, name, *overrides)."""
     trainers = {kind: Trainer(tmp_path_factory.mktemp(kind), model) for kind, model in tiny_wan.items()}
 
-    def run(kind: str, name: str, *overrides: str) -> Result:
+    def run(kind: str, name: str, *overrides: str, num_processes: int = 1) -> Result:
         folder = wan_registries[kind]
         places = (f"rollout.registry={folder}", f"sync.folder={folder.parent / 'weights'}")
-        return train_in_ranks(trainers[kind], name, 1, *COMMON, *places, *overrides)
+        return train_in_ranks(trainers[kind], name, num_processes, *COMMON, *places, *overrides)
 
     return run
 
@@ -58,6 +62,26 @@ def test_one_transformer(run: Run, tiny_wan, wan_registries) -> None:
     assert len(rows) == 3 and rows[0][GAP] <= 1e-5 and follows(rows, 1e-5)
     assert f"{GAP}/transformer" not in rows[0]
     assert differing("ti2v_5b", tiny_wan, wan_registries) == {"transformer"}
+
+
+def test_image_to_video(run: Run, tmp_path: Path) -> None:
+    """The gate, rewards, samples and an evaluation from first frames, the drawn tokens split over two ranks."""
+    colours = ["red", "green", "blue", "yellow"]
+    for colour in colours:
+        Image.new("RGB", (64, 64), colour).save(tmp_path / f"{colour}.png")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"a {colour} circle", "image": f"{colour}.png"}) for colour in colours]
+    prompts.write_text("\n".join(lines))
+    asked = ("rollout.first_frame=true", f"data.prompts={prompts}", f"eval.prompts={prompts}", "eval.every=2")
+    two_steps = ("train.num_steps=2", "parallel.sp=2")
+    result = run("ti2v_5b", "image", *asked, "rollout.guidance_scale=2", *two_steps, num_processes=2)
+    rows = [row for row in result.rows if row["step"]]
+    assert len(rows) == 2 and follows(rows, 1e-5) and max(row["optim/grad_norm"] for row in rows) > 0
+    assert rows[0][GAP] <= 1e-5 and rows[0]["parity/embedding_gap_max"] <= 1e-5
+    evaluated = read_evaluation(evaluation_folder(result.folder, 2)).samples
+    assert {sample.prompt_id for sample in evaluated} == {
+        prompt_id(f"a {colour} circle", " ", f"{colour}.png") for colour in colours
+    }
 
 
 def test_both_experts_learn_where_the_window_spans_the_boundary(run: Run, tiny_wan, wan_registries) -> None:

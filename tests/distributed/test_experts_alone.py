@@ -1,0 +1,160 @@
+"""A model of two experts on one rank of both engines: bfloat16, LoRA, members that are not trained, and that rest on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file
+
+from megadiff.diffusion import sde
+from megadiff.engines.microbatch import component_rows, microbatches
+from megadiff.engines.sharded import local
+from megadiff.models.wan22.adapter import WanAdapter
+from megadiff.parallel.plan import LORA_B
+from megadiff.types import LogProbs, TrainBatch
+from megadiff.weights.shards import ShardFolder
+from tests.distributed.engines import LOSS, build, differing
+from tests.distributed.ranks import run_ranks
+from tests.distributed.two_experts import HIGH, LOW, batch_of, exact, held
+
+
+def test_one_rank_bfloat16_lora_and_chosen_components(tiny_wan, tmp_path):
+    run_ranks(_alone_worker, 1, tiny_wan["t2v_a14b"], tmp_path)
+
+
+def _alone_worker(model: Path, out: Path) -> None:
+    adapter = WanAdapter(model)
+    batch = batch_of(adapter, "mixed")
+    with exact():
+        _check_bfloat16(model, adapter, batch)
+        _check_lora(model, batch, out)
+        _check_components(model, batch)
+        _check_frozen_lora(model, batch)
+        for backend in ("veomni", "megatron"):
+            _check_frozen(model, batch, out, backend)
+            _check_offloaded(model, batch, out, backend)
+
+
+def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
+    """What rests on the host between updates changes nothing, in bfloat16, where masters rest there too."""
+    engines = [build(model, {}, backend=backend, dtype="bfloat16", adapter=WanAdapter(model)) for _ in range(2)]
+    for member in engines[1].members.values():
+        member._can_offload = True  # as on a GPU
+    for index, engine in enumerate(engines):
+        for windows in ("mixed", "low", "mixed"):
+            engine.update(batch_of(engine.adapter, windows), LOSS)
+        assert all(member._is_offloaded == bool(index) for member in engine.members.values())
+        engine.save(out / f"{backend}_{index}")
+    assert differing(out / f"{backend}_0", out / f"{backend}_1") == []
+    moments = [moment for member in engines[1].members.values() for moment in member._moments().values()]
+    assert moments and all(moment.untyped_storage().nbytes() == 0 for moment in moments)
+    assert torch.equal(engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC)
+    engines[1].load(out / f"{backend}_0")
+    figures = [engine.update(batch, LOSS) for engine in engines]
+    assert figures[0] == figures[1]
+
+
+def _check_bfloat16(model: Path, adapter: WanAdapter, batch: TrainBatch) -> None:
+    """The engines compute what the stock module in bfloat16 does. A timestep rounded to bfloat16 would be off by up to 4."""
+    experts = {name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components}
+    for parameter in (each for expert in experts.values() for each in expert.parameters()):
+        parameter.data = parameter.data.bfloat16()  # and no buffer: rotary tables stay as they are
+    with torch.no_grad():
+        expected = _stock_log_probs(experts, adapter, batch)
+    for backend in ("veomni", "megatron"):
+        engine = build(model, {}, backend=backend, dtype="bfloat16", adapter=adapter)
+        found = engine.log_probs(batch)
+        gap = float((found.means_NWLC - expected.means_NWLC).abs().max())
+        assert gap <= 2e-3, f"{backend}: {gap}"
+        assert engine.update(batch, LOSS)["optim/grad_norm"] > 0
+
+
+def _stock_log_probs(experts: dict, adapter: WanAdapter, batch: TrainBatch) -> LogProbs:
+    means_NWLC = torch.empty(8, 2, *batch.latents_NSLC.shape[2:])
+    step = dict(schedule=batch.schedule, eta=batch.sampling.eta)
+    for component, rows_R in component_rows(batch, adapter.component_of).items():
+        for piece in microbatches(batch, rows_R, 3, torch.device("cpu")):
+            velocity_BLC = adapter.velocity(
+                experts[component], piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling,
+                component=component,
+            )  # fmt: skip
+            sigmas = (piece.sigma_B, piece.sigma_next_B)
+            means_NWLC[piece.sample_B, piece.step_B] = sde.step_mean(
+                "flow_sde", piece.latents_BLC, velocity_BLC, *sigmas, **step
+            )
+    return LogProbs(log_probs_NW=batch.old_log_probs_NW, means_NWLC=means_NWLC)
+
+
+def _check_lora(model: Path, batch: TrainBatch, out: Path) -> None:
+    """Both experts have adapters, which alone move, and of an idle one they do not."""
+    engine = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model))
+    start = engine.log_probs(batch)
+    figures = engine.update(batch, LOSS)
+    assert figures[f"optim/grad_norm/{HIGH}"] > 0 and figures[f"optim/grad_norm/{LOW}"] > 0
+    engine.update(batch_of(engine.adapter, "low"), LOSS)
+    names = {name for bucket in engine.named_lora(1 << 20) for name, _ in bucket}
+    assert {name.partition(".")[0] for name in names} == {HIGH, LOW}
+    assert len(names) == 2 * 2 * len(engine.lora.modules)
+    with engine.reference():
+        assert torch.equal(engine.log_probs(batch).means_NWLC, start.means_NWLC)
+    engine.save(out / "lora")
+    saved = ShardFolder(out / "lora")
+    assert saved.values["optimizer_steps"] == {HIGH: 1, LOW: 2}
+    assert {name for name in saved.shapes if name.startswith("model/")} == {f"model/{name}" for name in names}
+    resumed = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model))
+    resumed.load(out / "lora")
+    assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
+
+
+def _check_components(model: Path, batch: TrainBatch) -> None:
+    """train.components leaves the other expert as it is, and the mean is over the trained one's pairs."""
+    engine = build(model, {}, backend="megatron", adapter=WanAdapter(model), components=(LOW,))
+    before = held(engine, HIGH)
+    figures = engine.update(batch, LOSS)
+    assert all(torch.equal(value, before[key]) for key, value in held(engine, HIGH).items())
+    assert engine.members[LOW].num_updates == 1 and f"optim/lr/{HIGH}" not in figures
+    alone = build(model, {}, backend="megatron", adapter=WanAdapter(model), balance="equal")
+    assert figures[f"optim/grad_norm/{LOW}"] == alone.update(batch, LOSS)[f"optim/grad_norm/{LOW}"]
+    with pytest.raises(FloatingPointError, match="the weights were left as they were"):
+        alone.update(replace(batch, advantages_N=torch.full((8,), torch.nan)), LOSS)
+
+
+def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
+    """What is not trained is held in engine.dtype, without masters and moments, computes and is sent as it would be, and is
+    in checkpoints, which load whether more or fewer components are trained."""
+    sizes = dict(backend=backend, dtype="bfloat16", adapter=WanAdapter(model))
+    engine, whole_engine = build(model, {}, components=(LOW,), **sizes), build(model, {}, **sizes)
+    frozen = engine.members[HIGH]
+    parameters = list(frozen.transformer.parameters())
+    assert {each.dtype for each in (*parameters, *frozen._masters.values())} == {torch.bfloat16}
+    assert not any(each.requires_grad for each in parameters) and not frozen.optimizer.state
+    storages = {local(each.detach()).untyped_storage().data_ptr() for each in parameters}
+    assert {each.untyped_storage().data_ptr() for each in frozen._masters.values()} <= storages
+    assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+    engine.update(batch, LOSS)
+    sent = {name: tensor for bucket in engine.named_weights(1 << 20) for name, tensor in bucket}
+    source = {
+        f"{HIGH}.{name}": tensor for name, tensor in load_file(next((model / HIGH).glob("*.safetensors"))).items()
+    }
+    assert all(torch.equal(sent[name], tensor.bfloat16().float()) for name, tensor in source.items())
+    engine.save(out / f"{backend}_frozen")
+    whole_engine.load(out / f"{backend}_frozen")
+    assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+    whole_engine.update(batch, LOSS)
+    whole_engine.save(out / f"{backend}_both")
+    engine.load(out / f"{backend}_both")
+    assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+
+
+def _check_frozen_lora(model: Path, batch: TrainBatch) -> None:
+    """Adapters of what is not trained stay zero, and have no moments."""
+    engine = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model), components=(LOW,), lr=1e-2)
+    engine.update(batch, LOSS)
+    assert not engine.members[HIGH].optimizer.state and engine.members[LOW].optimizer.state
+    sent = {name: tensor for bucket in engine.named_lora(1 << 20) for name, tensor in bucket}
+    moved = {name.partition(".")[0] for name, tensor in sent.items() if name.endswith(LORA_B) and tensor.any()}
+    assert moved == {LOW}

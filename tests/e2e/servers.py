@@ -1,0 +1,109 @@
+"""Replica processes for tests, which start in seconds: forked from one that has vllm-omni's imports behind it, 14 s of a
+core, and has run nothing. What test_replica.py starts, and what a run starts itself, is started as a user does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SEARCH_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for rewards of the tests' own
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
+START_TIMEOUT_S = 240
+
+
+class Zygote:
+    """tests/e2e/zygote.py as a process, which lives as long as this one. For threads: an order at a time."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.zygote", str(theirs.fileno())],
+            stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT, pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+        theirs.close()  # so that a dead zygote is an end of file here
+        self._lines, self._lock = ours.makefile("rw"), threading.Lock()
+
+    def order(self, **order: object) -> int | None:
+        with self._lock:
+            self._lines.write(json.dumps(order) + "\n")
+            self._lines.flush()
+            answer = self._lines.readline()
+        assert answer, f"the process that forks replicas is gone, exit code {self._process.wait(10)}"
+        return json.loads(answer)
+
+
+zygote = cache(Zygote)
+
+
+class Forked:
+    """A process of the zygote's, with what the tests use of subprocess.Popen. command: without the interpreter."""
+
+    def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
+        self.pid = zygote().order(command=list(command), log=str(log), environment=dict(environment))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = zygote().order(pid=self.pid)
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} did not end within {timeout_s} s")
+            time.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, signal_number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal_number)
+
+    def terminate(self) -> None:
+        self.send_signal(15)
+
+    def kill(self) -> None:
+        self.send_signal(9)
+
+
+def wait_for_announcements(registry: Path, servers: Mapping[Path, Forked | subprocess.Popen]) -> None:
+    """Until all of them, log → process, are in the registry; else they are killed, and AssertionError with a log's end."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    try:
+        while len(list(registry.glob("*.json"))) < len(servers):
+            for log, server in servers.items():
+                assert server.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline, f"not within {START_TIMEOUT_S} s: {log.read_text()[-3000:]}"
+            time.sleep(0.05)
+    except BaseException:
+        for server in servers.values():
+            server.kill()
+        raise
+
+
+def start_replicas(count: int, *, folder: Path, command: Sequence[str]) -> list[Forked]:
+    """Starts `count` servers that announce themselves in folder/registry and waits until all have. command: `-m
+    megadiff.cli.serve` or a script, and the arguments that they share."""
+    registry, servers = folder / "registry", {}
+    for index in range(count):
+        own = ["--name", f"replica_{index}", "--port", "0", "--registry", str(registry)]
+        log, arguments = folder / f"replica_{index}.log", [*command, *own, "--parent-pid", str(os.getpid())]
+        servers[log] = Forked(arguments, log=log, environment=ENVIRONMENT)
+    wait_for_announcements(registry, servers)
+    return list(servers.values())
+
+
+def stop(servers: Sequence[Forked]) -> None:
+    for server in servers:
+        server.terminate()
+    for server in servers:
+        server.wait(30)

@@ -1,0 +1,38 @@
+"""The rollout benchmark as it is called, on the tiny model: diffusers and a real replica, a line for each way."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megadiff.rollout.client import ReplicaClient
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def bench_rollout(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    import bench_rollout
+
+    return bench_rollout
+
+
+def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, capfd, monkeypatch):
+    """With a replica that runs already, as any other would take half a minute to start."""
+    client = ReplicaClient(json.loads((registry / "replica_0.json").read_text())["url"], "replica_0")
+    monkeypatch.setattr(bench_rollout, "start_replica", lambda *_, **__: (None, client))
+    arguments = ["--model", str(tiny_model), "--device", "cpu", "--dtype", "float32", "--images", "12", "--size", "64"]
+    arguments += ["--steps", "6", "--repeat", "1", "--scratch", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    assert bench_rollout.main(arguments) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["way"] for row in report["rows"]] == ["diffusers", "images", "images, one a request", "rollout"]
+    assert all(row["images_per_s"] > 0 and row["first_s"] > 0 for row in report["rows"])
+    assert report["command"].startswith("python tools/bench_rollout.py --model") and report["versions"]["torch"]
+    table = capfd.readouterr().out.splitlines()[-5:]
+    assert table[2].startswith("| images |") and table[2].endswith("| 1.00 |")
+
+
+def test_shares(bench_rollout):
+    assert bench_rollout._shares(16, 10) == [8, 8] and bench_rollout._shares(7, 10) == [7]
+    assert bench_rollout._shares(25, 10) == [9, 8, 8]

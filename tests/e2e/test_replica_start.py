@@ -1,0 +1,102 @@
+"""How a replica starts and ends: settings that cannot work, other addresses, SIGTERM, and vllm-omni 0.26 in place of the
+installed version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.weights.fingerprint import fingerprint
+from tests.e2e.pushes import folder_weights
+from tests.e2e.recompute import gap
+from tests.e2e.replica import PROMPT, REQUEST, SAMPLING, bound_lora_serves_and_sleeps, image, push, start
+from tests.e2e.servers import ENVIRONMENT, ROOT
+
+
+def serve_and_fail(*arguments: object, **environment: str) -> tuple[int, str, float]:
+    start_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "megadiff.cli.serve", *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, env={**ENVIRONMENT, **environment},
+    )  # fmt: skip
+    return done.returncode, done.stderr, time.monotonic() - start_s
+
+
+def test_settings_that_cannot_work_end_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text, seconds = serve_and_fail(tiny_model, "--port", port)
+    assert code == 2 and f"port {port} on 127.0.0.1 is in use" in text and seconds < 5
+    code, text, _ = serve_and_fail(tiny_model, "--port", 0, "--host", "0.0.0.0", MEGADIFF_TOKEN="")
+    assert code == 2 and "give --token" in text
+    code, text, _ = serve_and_fail(tmp_path / "nowhere", "--port", 0)
+    assert code == 2 and "does not exist" in text and "Traceback" not in text
+
+
+def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
+    """Another address needs the token; SIGTERM ends it within seconds and takes its registry entry back."""
+    server = start(tiny_model, tmp_path, "--host", "0.0.0.0", "--token", "secret", fresh=True)
+    url = server.client.url.replace("0.0.0.0", "127.0.0.1")
+    try:
+        assert httpx.get(f"{url}/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for path in ("/rl/generate", "/v1/images/generations", "/metrics"):
+                assert httpx.post(f"{url}{path}", headers=headers, json={}).status_code == 401
+        client = ReplicaClient(url, "replica-7", token="secret")
+        assert len(client.generate(REQUEST).trajectories) == 4
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert not list(server.registry.iterdir())
+    finally:
+        server.end()
+
+
+def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
+    """The GPU host's version, laid over the installed one. Its worker is a process of its own, and must not be left."""
+    overlay = os.environ.get("MEGADIFF_OVERLAY026", "")
+    if not Path(overlay, "vllm_omni").is_dir():
+        pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26 (see docs: pip install --target)")
+    weights = folder_weights(tiny_model, ("transformer",))
+    server = start(tiny_model, tmp_path, "--sleep-mode", fresh=True, overlay=overlay)
+    client, workers = server.client, []
+    try:
+        assert client.health()["vllm_omni"].startswith("0.26.")
+        group = client.generate(REQUEST)
+        assert gap(tiny_model, group) <= 1e-6
+        assert (
+            gap(tiny_model, client.generate(replace(REQUEST, sampling=replace(SAMPLING, true_cfg_scale=4.0)))) <= 1e-4
+        )
+        longer = replace(
+            REQUEST, prompt=replace(PROMPT, text="a much longer prompt", id="cd" * 8), sample_indices=(0, 1)
+        )
+        batched, other = client.generate_batch([REQUEST, longer])
+        assert batched.conditioning["prompt_embeds"].shape == group.conditioning["prompt_embeds"].shape
+        assert max(gap(tiny_model, batched), gap(tiny_model, other)) <= 1e-6
+        before = image(client)
+        changed = {name: tensor * 1.1 for name, tensor in weights.items()}
+        held = push(client, changed, version=1, model=tiny_model)
+        assert held == {name: fingerprint(tensor) for name, tensor in changed.items()}
+        assert image(client) != before
+        client.sleep()
+        client.wake()
+        with pytest.raises(ReplicaError, match=r"requests\[1\] .* too long"):
+            client.generate_batch([REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))])
+        assert client.generate(replace(REQUEST, policy_version=1)).policy_version == 1
+        bound_lora_serves_and_sleeps(client, tiny_model, weights, version=2)
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        assert workers
+    finally:
+        server.end()
+    gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
