@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megadiff serve", description=__doc__)
     parser.add_argument("model", type=Path, help="a diffusers pipeline folder")
-    parser.add_argument("--name", default="replica-0", help="how logs, the registry and the OpenAI routes call it")
+    parser.add_argument("--name", help="how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT")
     parser.add_argument("--host", default="127.0.0.1", help="any but loopback needs --token")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free one")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -16,19 +16,21 @@ from megadiff.parallel.mesh import Mesh
 def _veomni(config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> ShardedEngine:
     from megadiff.engines.veomni import VeOmniEngine
 
-    return VeOmniEngine(config, mesh, adapter, component=component, **_kept(config))
+    return VeOmniEngine(config, mesh, adapter, component=component, **_kept(config, component))
 
 
 def _megatron(config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> ShardedEngine:
     from megadiff.engines.megatron import MegatronEngine
 
-    return MegatronEngine(config, mesh, adapter, component=component, **_kept(config))
+    return MegatronEngine(config, mesh, adapter, component=component, **_kept(config, component))
 
 
-def _kept(config: Config) -> dict[str, Any]:
-    """Which weights beside the policy's the algorithm needs."""
-    algorithm = config.algorithm
-    return {"keep_reference": algorithm.kl_coef > 0, "average_decay": algorithm.ema_decay}
+def _kept(config: Config, component: str) -> dict[str, Any]:
+    """Which weights beside the policy's the algorithm needs, and whether the component's are trained at all. Under LoRA all
+    have adapters, so that replicas bind one set of modules; those of a component that is left out stay zero."""
+    algorithm, chosen = config.algorithm, config.train.components
+    frozen = bool(chosen) and component not in chosen and not config.lora.rank
+    return {"frozen": frozen, "keep_reference": algorithm.kl_coef > 0, "average_decay": algorithm.ema_decay}
 
 
 ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter, str], ShardedEngine]] = {

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
+from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.sharded import ShardedEngine, build_adamw, check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters, lora_parameters
 from megadiff.parallel.mesh import Mesh, check_heads
-from megadiff.parallel.plan import is_lora
+from megadiff.parallel.plan import Placement, is_lora
 from megadiff.types import DTYPES
 from megadiff.weights.shards import TRAINED, Shard, ShardFolder, SourceFolder, flat_shards
 
@@ -41,7 +41,7 @@ class Piece:
 
     held: 1-D float32, what the optimizer updates. model: the same elements of the weight that forward uses, in
     engine.dtype; they share memory when that is float32. Of an unused weight the piece is all of it, and where they are
-    two, `held` is on the CPU. Of what LoRA leaves frozen there is none.
+    two, `held` is on the CPU. Of what LoRA leaves frozen there is none; of a frozen component they are one, in engine.dtype.
     """
 
     start: int
@@ -59,11 +59,12 @@ class MegatronEngine(ShardedEngine):
         adapter: ModelAdapter,
         *,
         component: str,
+        frozen: bool = False,
         keep_reference: bool = False,
         average_decay: float = 0.0,
     ) -> None:
         """Builds the sharded module and loads the component of model.path into it; each rank reads its own pieces only.
-        The last two arguments are as in ShardedEngine."""
+        The last three arguments are as in ShardedEngine."""
         check_installed(config)
         _check(mesh, adapter)
         _prepare_import()
@@ -80,13 +81,18 @@ class MegatronEngine(ShardedEngine):
         adapters = build_adapters(config, adapter.plan, (name for name, _ in empty.named_parameters()))
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())
-        self._ddp = _build_ddp(transformer, mesh)
-        with megatron_cpu.making_optimizer(mesh.device):
-            self._distributed = _build_optimizer(config, self._ddp, self._parameters)
-        concerned = lora_parameters(transformer) if adapters else self._parameters
-        self._pieces = _pieces(self._distributed, concerned)
-        self._outdated = False
-        self._is_mixed = config.engine.dtype != "float32"
+        self._outdated, self._is_frozen = False, frozen
+        self._is_mixed = config.engine.dtype != "float32" and not frozen
+        if frozen:
+            transformer.requires_grad_(False)
+            self._pieces = {name: _whole_piece(parameter) for name, parameter in self._parameters.items()}
+            optimizer = build_adamw(config.optim, [])
+        else:
+            self._ddp = _build_ddp(transformer, mesh)
+            with megatron_cpu.making_optimizer(mesh.device):
+                self._distributed = _build_optimizer(config, self._ddp, self._parameters)
+            self._pieces = _pieces(self._distributed, lora_parameters(transformer) if adapters else self._parameters)
+            optimizer = self._distributed.optimizer
         if self._is_mixed:
             self._read_masters(source, seed=config.seed)
         super().__init__(
@@ -95,12 +101,13 @@ class MegatronEngine(ShardedEngine):
             adapter,
             component=component,
             transformer=transformer,
-            optimizer=self._distributed.optimizer,
+            optimizer=optimizer,
             optimized={
                 name: piece.held for name, piece in self._pieces.items() if self._parameters[name].requires_grad
             },
             masters={name: piece.held.detach() for name, piece in self._pieces.items()},
             adapters=adapters,
+            frozen=frozen,
             keep_reference=keep_reference,
             average_decay=average_decay,
         )
@@ -113,12 +120,12 @@ class MegatronEngine(ShardedEngine):
     def offload(self) -> None:
         """Also frees the gradient buffers, which hold every local weight's gradient in float32."""
         self._publish()
-        if self._can_offload and not self._is_offloaded:
+        if self._can_offload and not self._is_offloaded and not self._is_frozen:
             self._ddp.offload_grad_buffers()
         super().offload()
 
     def onload(self) -> None:
-        if self._is_offloaded:
+        if self._is_offloaded and not self._is_frozen:
             self._ddp.restore_grad_buffers()
         super().onload()
 
@@ -146,17 +153,21 @@ class MegatronEngine(ShardedEngine):
                 group.per_param_grad_ready_counts, group.grad_reduce_handle = {}, None
         self._ddp.zero_grad_buffer()
 
-    def _full_weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Under bfloat16 the rounded weight, in any dtype. Cast before the gather."""
-        parameter = self._parameters[name]
-        local, dim = parameter.detach().to(dtype, copy=True), parameter.placement.sharded_dim
-        return local if dim is None or self.mesh.tp == 1 else self._gathered(local, dim)
+    def _full_shape(self, name: str) -> Sequence[int]:
+        return self._parameters[name].placement.shape
 
-    def _gathered(self, local: Tensor, dim: int) -> Tensor:
-        flat = torch.empty(self.mesh.tp * local.numel(), dtype=local.dtype, device=local.device)
-        dist.all_gather_into_tensor(flat, local.view(-1), group=self._tp_group)
-        parts = flat.view(self.mesh.tp, *local.shape)
-        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+    def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        """Under bfloat16 the rounded weights, in any dtype. Cast before the gather."""
+        cut = {name for name in names if self.mesh.tp > 1 and self._parameters[name].placement.sharded_dim is not None}
+        order = [name for name in names if name in cut]
+        pieces = [self._parameters[name].detach().reshape(-1) for name in order]
+        gathered = dict(zip(order, gather_flat(pieces, dtype, self._tp_group) if order else [], strict=True))
+        return [
+            _joined(gathered[name], self._parameters[name].placement)
+            if name in cut
+            else self._parameters[name].detach().to(dtype, copy=True)
+            for name in names
+        ]
 
     def _places(self, name: str, piece: Tensor) -> list[Shard]:
         placement = self._parameters[name].placement
@@ -172,7 +183,7 @@ class MegatronEngine(ShardedEngine):
         return (is_split_over_data or self._is_first_data) and (is_split_over_tp or self._is_first_tp)
 
     def _masters_changed(self) -> None:
-        self._outdated = True
+        self._outdated = not self._is_frozen  # whose masters are the weights
 
     def _offloadable(self) -> dict[str, Tensor]:
         """Under bfloat16 also the masters, which lie beside the weights."""
@@ -200,6 +211,14 @@ class MegatronEngine(ShardedEngine):
                 continue
             for shard in shards:
                 source.read_into(name, shard)
+
+
+def _joined(pieces_TN: Tensor, placement: Placement) -> Tensor:
+    """The whole tensor of what each tp rank has of it."""
+    parts = pieces_TN.reshape(-1, *placement.local_shape)
+    if placement.sharded_dim == 0:
+        return parts.flatten(0, 1)
+    return torch.cat(parts.unbind(), placement.sharded_dim)
 
 
 def check_installed(config: Config) -> None:
@@ -309,6 +328,12 @@ def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
     )
 
 
+def _whole_piece(parameter: nn.Parameter) -> Piece:
+    """All of a local weight, not copied."""
+    flat = parameter.detach().view(-1)
+    return Piece(start=0, held=flat, model=flat)
+
+
 def _pieces(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, Piece]:
     """name → this rank's piece, in the order of the parameters; those that lie in other ranks' ranges are left out."""
     groups = (
@@ -323,11 +348,12 @@ def _pieces(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, Piece
     }
     pieces = {}
     for name, parameter in parameters.items():
-        flat = parameter.detach().view(-1)
         if not parameter.requires_grad:
-            master = flat if flat.dtype == torch.float32 else flat.to("cpu", torch.float32)
-            pieces[name] = Piece(start=0, held=master, model=flat)
+            piece = _whole_piece(parameter)
+            is_master = piece.held.dtype == torch.float32
+            pieces[name] = piece if is_master else replace(piece, held=piece.held.to("cpu", torch.float32))
         elif parameter in held:
+            flat = parameter.detach().view(-1)
             start = distributed._get_model_param_range_map(parameter)["param"].start
             shard = held[parameter]
             shard.placement = parameter.placement

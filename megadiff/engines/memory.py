@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megadiff.models.activations import Activations, Kept, Part
 from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import LORA_A, ParallelPlan, shard_box
 
@@ -20,10 +21,7 @@ FLOAT32 = 4
 MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
 STEP_COUNTER = FLOAT32  # AdamW's, one a parameter tensor
 
-BACKWARD_TOKENWISE = 2  # gradients that are alive at once beside what was kept
-BACKWARD_MLP = 8
-FORWARD_TOKENWISE = 4  # alive at once without autograd
-FORWARD_MLP = 8
+MLP_TENSORS = 2  # of its width: before and after the activation, kept or alive at once
 GATHERED_FORWARD = 2  # blocks whose weights FSDP2 holds whole at once: the one at work and the next
 GATHERED_COPY = 1  # and a gathered buffer, before it is copied into parameters
 
@@ -34,43 +32,22 @@ MEGATRON_BUCKET_SIZE_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What autograd keeps of a two-stream block (attention, MLP of four times the width, modulation): elements a token and
-    block, in units of the model's width. Upper bounds over the engines: tests hold them against PyTorch's bookkeeping.
-
-    tokenwise: around norms and modulations, split over tokens. gathered: read by projections, of all tokens of the
-    tensor-parallel group. heads: q and k around their norms, q, k, v and the output of attention, the output projection's
-    input. heads_float32: q and k within their norms, where engine.dtype is another. mlp: four times the width before and
-    after the activation. outside: tokenwise, before and after all blocks.
-    """
-
-    tokenwise: int
-    gathered: int
-    heads: int
-    heads_float32: int
-    mlp: int
-    outside: int
-
-
-KEPT = Kept(tokenwise=8, gathered=1, heads=10, heads_float32=2, mlp=8, outside=4)
-KEPT_WITH_LORA = Kept(
-    tokenwise=2, gathered=2, heads=8, heads_float32=2, mlp=8, outside=1
-)  # frozen factors keep nothing
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """shapes: name → shape of every parameter of a trained component, without LoRA's. width: features of a token. lora:
-    name → shape of every low-rank tensor, which then alone is trained; empty where all weights are. num_components: of
-    this shape, which work one after another. idle_offloaded: whether several of them have what only an update needs on the
-    host until it is their turn. Sizes below are of one component."""
+    name → shape of every low-rank tensor, which then alone is trained; empty where all weights are. mlp_ratio: of an MLP's
+    width to that. num_components: of this shape, which work one after another; num_frozen: of these, those that are
+    never updated. idle_offloaded: whether several of them have what only an update needs on the host until it is their turn.
+    Sizes below are of one component."""
 
     shapes: Mapping[str, tuple[int, ...]]
     plan: ParallelPlan
     width: int
     num_heads: int
+    mlp_ratio: float
+    activations: Activations
     lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     num_components: int = 1
+    num_frozen: int = 0
     idle_offloaded: bool = False
 
     @cached_property
@@ -111,14 +88,15 @@ class ModelShape:
 
     @property
     def kept(self) -> Kept:
-        return KEPT_WITH_LORA if self.lora else KEPT
+        return self.activations.lora if self.lora else self.activations.whole
 
     @cached_property
     def lora_ranks(self) -> int:
-        """Features of all low-rank products that a token goes through in a block; each stream has layers of its own."""
+        """Features of all low-rank products that a token goes through in a block; where text is a stream of the blocks, it
+        has layers of its own."""
         firsts = {name: shape for name, shape in self.lora.items() if name.endswith(LORA_A)}
         ranks = self._units({name: shape[:1] for name, shape in firsts.items()})
-        return math.ceil(max(ranks.values(), default=0) / len(self.plan.token_inputs))
+        return math.ceil(max(ranks.values(), default=0) / (2 if self.activations.text_is_stream else 1))
 
     @cached_property
     def root_elements(self) -> int:
@@ -152,8 +130,9 @@ class Placing:
 class Work:
     """What a rank computes, as far as its memory depends on it.
 
-    rows: samples of a forward. image_tokens, text_tokens: of one row. passes: forwards whose graphs exist at once, 2 under
-    true CFG. itemsize: bytes of a number of engine.dtype. recompute_every: every n-th block is recomputed, 0: none.
+    rows: samples of a forward. image_tokens, text_tokens: of one row. modulates_tokens: whether each token has a timestep
+    of its own. passes: forwards whose graphs exist at once, 2 under
+    guidance. itemsize: bytes of a number of engine.dtype. recompute_every: every n-th block is recomputed, 0: none.
     num_microbatches: of an update. accumulates: whether gradients stay whole on each rank between microbatches.
     keeps_average: whether the engine keeps a running average of the weights.
     """
@@ -161,6 +140,7 @@ class Work:
     rows: int
     image_tokens: int
     text_tokens: int
+    modulates_tokens: bool = False
     passes: int
     itemsize: int
     recompute_every: int
@@ -186,10 +166,12 @@ def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
     """What lives from step to step, while a component is updated. Raises ValueError for a tp that does not divide a sharded
     parameter."""
     one = STATIC[placing.backend](model, placing, work)
-    count, awake = model.num_components, 1 if model.idle_offloaded else model.num_components
+    count = model.num_components - model.num_frozen
+    awake = 1 if model.idle_offloaded else count
+    frozen = model.num_frozen * work.itemsize * WHOLE[placing.backend](model, placing)
     return Static(
         reference=count * one.reference,
-        parameters=count * one.parameters,
+        parameters=count * one.parameters + frozen,
         gradients=(awake if one.permanent_gradients else 1) * one.gradients,
         optimizer=awake * one.optimizer,
         average=count * one.average,
@@ -204,47 +186,73 @@ def gathered_bytes(model: ModelShape, placing: Placing, work: Work, *, training:
 
 def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
     """Kept for the backward, and of the one block at work (an estimate for eager PyTorch with a fused attention)."""
-    split, heads, tp = _tokens(placing, work), _tokens(placing, work, gathered=True), placing.layout.tp
+    use, tokens = model.activations, _tokens(model, placing, work)
+    at_once = _mlp_bytes(model, placing, work)
     if not training:
-        return model.width * work.itemsize * (FORWARD_TOKENWISE * split + FORWARD_MLP * heads // tp)
-    backward = model.width * work.itemsize * (BACKWARD_TOKENWISE * split + BACKWARD_MLP * heads // tp)
+        return round(model.width * tokens.split * use.forward.num_bytes(work.itemsize)) + at_once
+    backward = round(model.width * tokens.split * use.backward.num_bytes(work.itemsize)) + at_once
     again = _kept_by_block(model, placing, work) if work.recompute_every else 0
     return kept_bytes(model, placing, work) + again + backward
 
 
 def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     """What autograd keeps of the forward passes before a backward; of a recomputed block that is its input."""
-    tokenwise = model.width * work.itemsize * _tokens(placing, work)
+    kept, tokens = model.kept, _tokens(model, placing, work)
+    outside = model.width * (
+        tokens.split * _with_modulation(kept.outside, kept.outside_modulation, work)
+        + tokens.context * kept.outside_context.num_bytes(work.itemsize)
+    )
     recomputed = math.ceil(model.num_blocks / work.recompute_every) if work.recompute_every else 0
+    inputs = recomputed * model.width * work.itemsize * tokens.split
     whole = (model.num_blocks - recomputed) * _kept_by_block(model, placing, work)
-    return work.passes * ((recomputed + model.kept.outside) * tokenwise + whole)
+    return work.passes * (round(outside) + inputs + whole)
 
 
 def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
-    split, heads, tp = _tokens(placing, work), _tokens(placing, work, gathered=True), placing.layout.tp
-    kept = model.kept
-    elements = kept.tokenwise * split + kept.gathered * heads + (kept.heads + kept.mlp) * heads // tp
-    casts = kept.heads_float32 * heads // tp if work.itemsize < FLOAT32 else 0
-    products = model.lora_ranks * heads  # A x
-    return model.width * (work.itemsize * elements + FLOAT32 * casts) + work.itemsize * products
+    kept, tokens, tp = model.kept, _tokens(model, placing, work), placing.layout.tp
+    per_width = (
+        tokens.split * _with_modulation(kept.tokenwise, kept.modulation, work)
+        + tokens.gathered * kept.gathered.num_bytes(work.itemsize)
+        + tokens.gathered * kept.heads.num_bytes(work.itemsize) / tp
+        + tokens.context * kept.context.num_bytes(work.itemsize) / (1 if placing.sequence_parallel else tp)
+    )
+    products = work.itemsize * model.lora_ranks * (tokens.gathered + tokens.context)  # A x
+    return round(model.width * per_width) + _mlp_bytes(model, placing, work) + products
 
 
-def _tokens(placing: Placing, work: Work, *, gathered: bool = False) -> int:
-    """Tokens of a rank: padded to what splits evenly, and split over sp, under sequence parallelism over tp as well.
+def _with_modulation(part: Part, modulation: Part, work: Work) -> float:
+    return part.num_bytes(work.itemsize) + (modulation.num_bytes(work.itemsize) if work.modulates_tokens else 0)
 
-    gathered: those that its attention projections and its MLP see, which tp does not split.
-    """
+
+def _mlp_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
+    tokens = _tokens(model, placing, work)
+    return round(MLP_TENSORS * model.mlp_ratio * model.width * work.itemsize * tokens.gathered / placing.layout.tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTokens:
+    """Of a rank's rows, padded to what splits evenly. split: over sp, under sequence parallelism over tp as well. gathered:
+    those that attention projections and MLPs see, which tp does not split. context: of the text that cross attention reads,
+    which nothing splits; under sequence parallelism each part of the image reads its own copy of k and v."""
+
+    split: int
+    gathered: int
+    context: int
+
+
+def _tokens(model: ModelShape, placing: Placing, work: Work) -> RankTokens:
     sp, tp = placing.layout.sp, placing.layout.tp if placing.sequence_parallel else 1
-    streams = (math.ceil(tokens / (sp * tp)) for tokens in (work.image_tokens, work.text_tokens))
-    return work.rows * sum(streams) * (tp if gathered else 1)
+    is_stream = model.activations.text_is_stream
+    streams = (work.image_tokens, work.text_tokens) if is_stream else (work.image_tokens,)
+    split = work.rows * sum(math.ceil(tokens / (sp * tp)) for tokens in streams)
+    return RankTokens(split=split, gathered=split * tp, context=0 if is_stream else work.rows * work.text_tokens)
 
 
 def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     """FSDP2 splits dimension 0 into equal chunks, the last ones padded; masters, gradients and moments are float32, what
     LoRA leaves frozen is in engine.dtype."""
-    base, lora = (
-        sum(_fsdp_piece(shape, placing.shards) for shape in shapes.values()) for shapes in (model.shapes, model.lora)
-    )
+    base = _fsdp_elements(model, placing)
+    lora = sum(_fsdp_piece(shape, placing.shards) for shape in model.lora.values())
     trained = [_fsdp_piece(shape, placing.shards) for shape in model.trained.values()]
     masters = FLOAT32 * (lora or base)
     return Static(
@@ -255,6 +263,11 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
         average=masters if work.keeps_average else 0,
         permanent_gradients=False,
     )
+
+
+def _fsdp_elements(model: ModelShape, placing: Placing) -> int:
+    """Of a rank's pieces of a component, without LoRA's."""
+    return sum(_fsdp_piece(shape, placing.shards) for shape in model.shapes.values())
 
 
 def _fsdp_piece(shape: tuple[int, ...], shards: int) -> int:
@@ -276,11 +289,7 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     """Whole tp shards in engine.dtype and float32 gradients, both in padded buffers; each bucket of them is cut into dp·sp
     equal ranges, and a rank's optimizer holds what lies in its own: moments, and under bfloat16 float32 masters."""
     layout = placing.layout
-    shapes = {**model.shapes, **model.lora}
-    sizes = {
-        name: math.prod(shard_box(kind, name, shapes[name], tp=layout.tp, tp_rank=0)[1])
-        for name, kind in model.kinds.items()
-    }
+    sizes = _tp_sizes(model, placing)
     trained = {name: sizes[name] for name in model.trained}
     frozen = sum(sizes.values()) - sum(trained.values())
     ranks = layout.dp * layout.sp
@@ -301,6 +310,20 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
         average=FLOAT32 * (elements + (0 if has_masters else unused)) if work.keeps_average else 0,
         permanent_gradients=True,
     )
+
+
+def _tp_sizes(model: ModelShape, placing: Placing) -> dict[str, int]:
+    """Elements of each parameter, LoRA's included, on the first of the tensor-parallel ranks."""
+    shapes = {**model.shapes, **model.lora}
+    return {
+        name: math.prod(shard_box(kind, name, shapes[name], tp=placing.layout.tp, tp_rank=0)[1])
+        for name, kind in model.kinds.items()
+    }
+
+
+def _tp_elements(model: ModelShape, placing: Placing) -> int:
+    """Of a rank's part of a component, without LoRA's."""
+    return sum(size for name, size in _tp_sizes(model, placing).items() if name not in model.lora)
 
 
 def _megatron_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
@@ -358,4 +381,5 @@ STATIC: dict[str, Callable[[ModelShape, Placing, Work], Static]] = {
     "veomni": _veomni_static,
     "megatron": _megatron_static,
 }
+WHOLE: dict[str, Callable[[ModelShape, Placing], int]] = {"veomni": _fsdp_elements, "megatron": _tp_elements}
 GATHERED: dict[str, Callable[..., int]] = {"veomni": _veomni_gathered, "megatron": _megatron_gathered}

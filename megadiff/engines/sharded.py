@@ -7,8 +7,9 @@ piece lies in its tensor, and what has to happen before and after weights are us
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from megadiff.config.schema import Config, OptimConfig
 from megadiff.diffusion import sde
 from megadiff.engines.base import Loss
+from megadiff.engines.gathering import GATHERED_AT_ONCE, runs
 from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, Share, loss_inputs, pieces
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
@@ -60,6 +62,7 @@ class ShardedEngine(ABC):
         optimized: Mapping[str, Tensor],
         masters: Mapping[str, Tensor],
         adapters: Adapters | None,
+        frozen: bool,
         keep_reference: bool,
         average_decay: float,
     ) -> None:
@@ -67,7 +70,8 @@ class ShardedEngine(ABC):
 
         optimized: name → what the optimizer holds of the parameter on this rank. masters: name → this rank's piece of the
         float32 weights, also of those that are never trained. adapters: LoRA; then both are of its tensors alone, and all
-        else is frozen. keep_reference: hold the weights of step 0 on the CPU, which reference() needs where there are no
+        else is frozen. frozen: no update will come; then masters are the weights themselves, in engine.dtype, and stand for
+        what else would be kept. keep_reference: hold the weights of step 0 on the CPU, which reference() needs where there are no
         adapters. average_decay: of the running average of the weights, which is sharded as they are; 0 keeps none.
         """
         self.config, self.mesh, self.adapter = config, mesh, adapter
@@ -81,11 +85,12 @@ class ShardedEngine(ABC):
         self.num_updates = 0
         self._reference: dict[str, Tensor] | None = None
         if keep_reference and not adapters:
-            self._reference = {name: piece.to("cpu", copy=True) for name, piece in self._masters.items()}
+            held = {} if frozen else self._masters
+            self._reference = {name: piece.to("cpu", copy=True) for name, piece in held.items()}
         self._average_decay = average_decay
         self._average: dict[str, Tensor] = {}
         if average_decay:
-            self._average = {name: piece.clone() for name, piece in self._masters.items()}
+            self._average = {name: piece if frozen else piece.clone() for name, piece in self._masters.items()}
 
     @abstractmethod
     def _in_use(self) -> AbstractContextManager[None]:
@@ -100,8 +105,12 @@ class ShardedEngine(ABC):
         """name → this rank's piece of the gradient, reduced over all ranks, where AdamW reads it."""
 
     @abstractmethod
-    def _full_weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole tensor that forward uses of a parameter, the receiver's own. Collective."""
+    def _full_shape(self, name: str) -> Sequence[int]:
+        """Of the whole tensor."""
+
+    @abstractmethod
+    def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        """The whole tensors that forward uses of these parameters, the receiver's own. Collective."""
 
     @abstractmethod
     def _places(self, name: str, piece: Tensor) -> list[Shard]:
@@ -170,17 +179,14 @@ class ShardedEngine(ABC):
 
     def _buckets(self, names: Iterable[str], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         dtype = DTYPES[self.config.model.dtype]
-        bucket: list[tuple[str, Tensor]] = []
-        num_bytes = 0
+        num_bytes = {name: math.prod(self._full_shape(name)) * dtype.itemsize for name in names}
         with self._in_use():
-            for name in names:
-                tensor = self._full_weight(name, dtype)
-                if bucket and num_bytes + tensor.nbytes > bucket_bytes:
-                    yield bucket
-                    bucket, num_bytes = [], 0
-                bucket.append((f"{self.component}.{name}", tensor))
-                num_bytes += tensor.nbytes
-            if bucket:
+            for bucket_names in runs(num_bytes, bucket_bytes):
+                bucket: list[tuple[str, Tensor]] = []  # without the one before
+                for run in runs({name: num_bytes[name] for name in bucket_names}, GATHERED_AT_ONCE):
+                    tensors = self._full_weights(run, dtype)
+                    bucket += [(f"{self.component}.{name}", one) for name, one in zip(run, tensors, strict=True)]
+                    del tensors
                 yield bucket
 
     @contextmanager
@@ -201,9 +207,14 @@ class ShardedEngine(ABC):
 
     def shards(self) -> dict[str, list[Shard]]:
         """Name in a checkpoint → this rank's pieces of the float32 weights and AdamW's moments, wherever they are now. What
-        several ranks hold is the first one's."""
+        several ranks hold is the first one's. Frozen weights are copied to the host in float32, so that a checkpoint is the
+        same whichever components were trained."""
         held = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
-        return {key: self._places(name, self._on_host.get(key, (None, piece))[1]) for key, name, piece in held}
+        pieces = {key: (name, self._on_host.get(key, (None, piece))[1]) for key, name, piece in held}
+        return {
+            key: self._places(name, piece if piece.dtype == torch.float32 else piece.to("cpu", torch.float32))
+            for key, (name, piece) in pieces.items()
+        }
 
     def load(self, source: ShardFolder) -> None:
         """Bit exact under any layout, world size and engine. Raises ValueError that names what is torn: the file and
@@ -213,8 +224,11 @@ class ShardedEngine(ABC):
         self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
         self._create_moments(source)
         for key, name, piece in self._state():
-            for shard in self._places(name, piece):
+            whole = piece if piece.dtype == torch.float32 else torch.empty_like(piece, dtype=torch.float32)
+            for shard in self._places(name, whole):
                 source.read_into(key, shard)
+            if whole is not piece:
+                piece.copy_(whole)
         self._masters_changed()
 
     def offload(self) -> None:

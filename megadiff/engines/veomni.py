@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadiff.config.schema import Config
+from megadiff.engines.gathering import gather_rows
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.sharded import ShardedEngine, build_adamw, check_version, local
@@ -62,7 +64,7 @@ UNSHARDED_SHARE = 0.25  # of the device's memory, that whole weights and gradien
 
 class VeOmniEngine(ShardedEngine):
     """The masters are FSDP2's own shards, which it gathers, cast to engine.dtype, around each forward and backward. What
-    LoRA leaves frozen is held in engine.dtype."""
+    LoRA leaves frozen, or train.components does, is held in engine.dtype."""
 
     def __init__(
         self,
@@ -71,17 +73,19 @@ class VeOmniEngine(ShardedEngine):
         adapter: ModelAdapter,
         *,
         component: str,
+        frozen: bool = False,
         keep_reference: bool = False,
         average_decay: float = 0.0,
     ) -> None:
         """Builds the sharded module and loads the component of model.path into it; each rank reads its own shards only.
-        The last two arguments are as in ShardedEngine."""
+        The last three arguments are as in ShardedEngine."""
         check_installed(config)
         _check(mesh, adapter)
-        transformer, adapters = _build_transformer(config, mesh, adapter, component)
+        transformer, adapters = _build_transformer(config, mesh, adapter, component, frozen=frozen)
         self._parameters: dict[str, DTensor] = dict(transformer.named_parameters())
         _load_source(self._parameters, adapter.model_folder / component, seed=config.seed)
-        trained = {name: p for name, p in self._parameters.items() if is_lora(name)} if adapters else self._parameters
+        masters = {name: p for name, p in self._parameters.items() if is_lora(name)} if adapters else self._parameters
+        trained = {} if frozen else masters
         self._fsdp_modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
         self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
         self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
@@ -93,8 +97,9 @@ class VeOmniEngine(ShardedEngine):
             transformer=transformer,
             optimizer=build_adamw(config.optim, trained.values()),
             optimized=trained,
-            masters={name: local(parameter.detach()) for name, parameter in trained.items()},
+            masters={name: local(parameter.detach()) for name, parameter in masters.items()},
             adapters=adapters,
+            frozen=frozen,
             keep_reference=keep_reference,
             average_decay=average_decay,
         )
@@ -116,12 +121,16 @@ class VeOmniEngine(ShardedEngine):
     def _reduced_gradients(self) -> dict[str, Tensor]:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
-    def _full_weight(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _full_shape(self, name: str) -> Sequence[int]:
+        return self._parameters[name].shape
+
+    def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Cast before the gather, which then moves half the bytes."""
-        parameter = self._parameters[name]
-        tensor = parameter.detach().to(dtype).full_tensor()
-        is_policy = tensor.data_ptr() == local(parameter).data_ptr()  # not sharded and not cast
-        return tensor.clone() if is_policy else tensor
+        parameters = [self._parameters[name] for name in names]
+        if len(parameters) > 1 and (group := _row_group(parameters)):
+            pieces = [local(parameter.detach()) for parameter in parameters]
+            return gather_rows(pieces, [parameter.shape for parameter in parameters], dtype, group)
+        return [_full_weight(parameter, dtype) for parameter in parameters]
 
     def _places(self, name: str, piece: Tensor) -> list[Shard]:
         return [_shard(self._parameters[name], piece)]
@@ -138,6 +147,22 @@ class VeOmniEngine(ShardedEngine):
         """Free gathered weights. FSDP2 keeps the root's after a forward without backward, stale or not."""
         for module in self._fsdp_modules:
             module.reshard()
+
+
+def _full_weight(parameter: DTensor, dtype: torch.dtype) -> Tensor:
+    tensor = parameter.detach().to(dtype).full_tensor()
+    is_policy = tensor.data_ptr() == local(parameter).data_ptr()  # not sharded and not cast
+    return tensor.clone() if is_policy else tensor
+
+
+def _row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
+    """The ranks that share the rows of all these parameters; None where they do so in different ways, or one has all."""
+    mesh, placements = parameters[0].device_mesh, parameters[0].placements
+    dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
+    alike = all(one.device_mesh == mesh and one.placements == placements for one in parameters)
+    if not alike or len(dims) != 1 or not placements[dims[0]].is_shard(0) or mesh.size(dims[0]) == 1:
+        return None
+    return mesh.get_group(dims[0])
 
 
 def check_installed(config: Config) -> None:
@@ -159,7 +184,7 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
 
 
 def _build_transformer(
-    config: Config, mesh: Mesh, adapter: ModelAdapter, component: str
+    config: Config, mesh: Mesh, adapter: ModelAdapter, component: str, *, frozen: bool
 ) -> tuple[nn.Module, Adapters | None]:
     """The module under FSDP2 with uninitialised weights: float32 masters, compute in engine.dtype.
 
@@ -184,9 +209,11 @@ def _build_transformer(
     plan, is_veomnis = adapter.plan, adapter.veomni_splits_tokens
     model = _veomni_module(adapter.model_folder / component) if is_veomnis else adapter.empty_transformer(component)
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
-    if adapters:
+    if adapters or frozen:
+        model.requires_grad_(not frozen)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(DTYPES[config.engine.dtype])
+    if adapters:
         adapt_linears(model, adapters)
     if not is_veomnis:
         _split_tokens(model, adapter, mesh, DTYPES[config.engine.dtype])

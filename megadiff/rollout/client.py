@@ -10,10 +10,12 @@ import httpx
 
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
+from megadiff.weights.bucket import BucketBody
 from megadiff.weights.manifest import Manifest
 
 CONNECT_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
+TIMED_OUT = 504  # the status of an answer that did not come: the replica may be alive, and busy
 
 
 class ReplicaError(RuntimeError):
@@ -29,6 +31,10 @@ class ReplicaClient:
 
     def __init__(self, url: str, name: str, *, token: str | None = None, timeout_s: float = 1800.0) -> None:
         self.url, self.name = url, name
+        self._patience = (
+            f"{timeout_s:.0f} s, time in its queue included; raise rollout.request_timeout_s, or use a smaller "
+            "rollout.batch_size or more replicas"
+        )
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -44,12 +50,11 @@ class ReplicaClient:
         return self._call("GET", "/health", timeout=HEALTH_TIMEOUT_S).json()
 
     def is_healthy(self) -> bool:
-        """Whether it answers /health within HEALTH_TIMEOUT_S; a replica that still loads does not."""
+        """Whether the replica of this name answers /health within HEALTH_TIMEOUT_S; one that still loads does not."""
         try:
-            self.health()
-        except ReplicaError:
+            return self.health()["name"] == self.name
+        except (ReplicaError, ValueError, KeyError, TypeError):  # something else listens there
             return False
-        return True
 
     def generate(self, request: RolloutRequest) -> RolloutGroup:
         """The group of one request. A 409 tells that the replica holds another policy version than asked."""
@@ -77,10 +82,14 @@ class ReplicaClient:
         value = {"version": version, "manifest": manifest, "lora": dataclasses.asdict(lora) if lora else None}
         self._call("POST", "/rl/weights/begin", json=value | {"transport": transport or {"name": "http"}})
 
-    def weights_bucket(self, bucket: bytes | Mapping[str, Any]) -> None:
-        """An encoded bucket, or where the replica finds it."""
-        kind = {"content": bucket} if isinstance(bucket, bytes) else {"json": bucket}
-        self._call("POST", "/rl/weights/bucket", **kind)
+    def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
+        """A bucket, or where the replica finds it. A body goes chunk by chunk: of a large one httpx would copy all the rest
+        for every piece that the socket takes."""
+        if isinstance(bucket, BucketBody):
+            body = {"content": bucket, "headers": {"Content-Length": str(len(bucket))}}
+        else:
+            body = {"json": bucket}
+        self._call("POST", "/rl/weights/bucket", **body)
 
     def weights_commit(self, version: int) -> list[dict[str, Any]]:
         """Of each worker: fingerprints (name → digits, of all that it now uses) and bound_modules (of the LoRA)."""
@@ -95,6 +104,10 @@ class ReplicaClient:
     def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **arguments)
+        except httpx.ReadTimeout as error:
+            raise ReplicaError(
+                self.name, TIMED_OUT, f"{method} {path} had no answer in time: {self._patience}"
+            ) from error
         except httpx.HTTPError as error:
             raise ReplicaError(self.name, None, f"{method} {self.url}{path} failed: {error!r}") from error
         if response.is_error:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.processes import ReplicaProcess, log_tail
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
+from megadiff.weights.bucket import BucketBody
 from megadiff.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class WeightTarget:
         begin = partial(ReplicaClient.weights_begin, lora=lora, transport=transport)
         self._call(self._client, lambda client: begin(client, version, manifest))
 
-    def weights_bucket(self, bucket: bytes | Mapping[str, Any]) -> None:
+    def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
         self._call(self._client, lambda client: client.weights_bucket(bucket))
 
     def weights_commit(self, version: int) -> list[dict[str, Any]]:
@@ -191,13 +192,23 @@ def wait_until_announced(
         elapsed = time.monotonic() - start
         if len(healthy) == count:
             logger.info("%d replicas healthy after %.1f s", count, elapsed)
+            if len(found) > count:
+                logger.warning(
+                    "%d replicas are announced in %s; rollout.num_replicas=%d of them are used",
+                    len(found),
+                    registry,
+                    count,
+                )
             return healthy
         if elapsed > timeout_s:
             tails = "\n".join(log_tail(process.spec.log) for process in processes)
+            silent = [f"{entry['name']} at {entry['url']}" for entry in found if entry not in healthy]
             raise ReplicaDied(
                 f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in {registry} after {elapsed:.0f} s, "
                 f"rollout.start_timeout_s={timeout_s:.0f}; raise it, or start more with `megadiff serve MODEL "
-                f"--registry {registry}`\n{tails}"
+                f"--registry {registry}` (on other nodes with --host ADDRESS)"
+                + (f"; announced, but no answer from here: {', '.join(silent[:8])}" if silent else "")
+                + f"\n{tails}"
             )
         if elapsed - last_line > PROGRESS_S:
             last_line = elapsed
@@ -212,6 +223,7 @@ def wait_until_announced(
 
 
 def _is_healthy(entry: dict[str, str]) -> bool:
+    """Whether the replica that announced itself answers: another may have its port by now, and would get two pushes."""
     with closing(ReplicaClient(entry["url"], entry["name"])) as client:
         return client.is_healthy()
 

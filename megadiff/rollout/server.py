@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,14 @@ EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """port 0: any free one. device: auto, cpu or cuda, a check against the vLLM build, which decides. token: needed
-    from clients when given, and must be given for a host that is not loopback. registry: folder to announce
-    `<name>.json` in. weights: the folder of sync.transport=disk, whose newest version is served. tp: workers (GPUs) that
-    share the transformer's weights. parent_pid: exit when that process does."""
+    """name: None takes the host's name and the port, so that no two replicas of a registry share one. port 0: any free one.
+    device: auto, cpu or cuda, a check against the vLLM build, which decides. token: needed from clients when given, and must
+    be given for a host that is not loopback. registry: folder to announce `<name>.json` in. weights: the folder of
+    sync.transport=disk, whose newest version is served. tp: workers (GPUs) that share the transformer's weights. parent_pid:
+    exit when that process does."""
 
     model: Path
-    name: str
+    name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "auto"
@@ -64,6 +65,7 @@ def serve(config: ServeConfig) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(config.host, config.token)
     listener = bind(config.host, config.port)
+    config = replace(config, name=config.name or f"{socket.gethostname()}-{listener.getsockname()[1]}")
     from megadiff.models.registry import build_adapter, check_model_folder  # imports torch: a taken port is told before
 
     try:
@@ -215,7 +217,8 @@ def _stop_engine(engine: Any) -> None:
 
 
 class Announcement:
-    """`registry/<name>.json` with name, url and pid, as long as the context lasts. Nothing when registry is None."""
+    """`registry/<name>.json` with name, url and pid, as long as the context lasts. Nothing when registry is None. Of two
+    replicas of one name the later one is announced, and stays so when the earlier one ends."""
 
     def __init__(self, registry: Path | None, *, name: str, url: str) -> None:
         self.path = registry / f"{name}.json" if registry is not None else None
@@ -230,5 +233,11 @@ class Announcement:
         os.replace(file.name, self.path)  # readers see a whole file or none
 
     def __exit__(self, *_: object) -> None:
-        if self.path is not None:
+        if self.path is not None and self._is_announced():
             self.path.unlink(missing_ok=True)
+
+    def _is_announced(self) -> bool:
+        try:
+            return json.loads(self.path.read_text(encoding="utf-8")) == self.entry
+        except (OSError, ValueError):
+            return False

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with
 from megadiff.parallel.plan import is_lora, module_of
 from megadiff.rollout.replica_lora import WRAPPED, PolicyLora, plain_name
+from megadiff.rollout.weight_feed import WeightFeed
 from megadiff.types import LoraSpec
 from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.manifest import Manifest, folder_manifest
@@ -32,6 +35,7 @@ from megadiff.weights.transports.receive import Receiver
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     lora_manager: PolicyLora
     _receiver: Receiver | None = None
+    _feed: WeightFeed | None = None
     _served_places: dict[str, ServedPlace] | None = None
 
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
@@ -73,6 +77,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def begin_push(self, transport: dict[str, Any]) -> None:
         """A push opens: what a broken-off one left is dropped. Joins the trainer's group where there is one."""
         self.lora_manager.drop_set_aside()
+        with suppress(Exception):  # what the loader says of weights that did not all come
+            self._close_feed()
         if self._receiver is None:
             self._receiver = Receiver(self.model_runner.pipeline.device, worker=_tensor_parallel()[0])
         self._receiver.begin(transport)
@@ -87,6 +93,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def bind_lora(self, spec: dict[str, Any] | None) -> None:
         """Puts the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""
+        self._close_feed()
         if self._receiver is not None:
             self._receiver.end()
         lora = LoraSpec(**{**spec, "modules": tuple(spec["modules"])}) if spec else None
@@ -100,7 +107,20 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self._gathered({"fingerprints": prints, "bound_modules": self.lora_manager.bound_modules(places=places)})
 
     def _load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
-        self.model_runner.pipeline.load_weights(self._base_tensors(pairs))
+        """One call of the loader takes all buckets of a push: it ends before LoRA wraps other layers."""
+        base = self._base_tensors(pairs)
+        first = next(base, None)
+        if first is None:
+            return
+        if self._feed is None:
+            pipeline = self.model_runner.pipeline
+            self._feed = WeightFeed(pipeline.load_weights, pipeline.device)
+        self._feed.give(chain([first], base))
+
+    def _close_feed(self) -> None:
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
 
     def _base_tensors(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Sets LoRA tensors aside, and hands the others on under the names by which the loader finds them now: it would

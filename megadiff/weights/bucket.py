@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from megadiff.types import DTYPES
 from megadiff.weights.manifest import Manifest
+from megadiff.weights.tensor_file import TensorMeta, canonical_order, header_bytes, tensor_bytes
 
 Bucket = Sequence[tuple[str, Tensor]]
 ALIGNMENT = 256  # bytes, of a tensor's start in a flat bucket: what vector loads on any device want
+CHUNK_BYTES = 1 << 18  # of a body on its way: an HTTP client copies what a socket did not take of a chunk at once
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def encode_bucket(tensors: Bucket) -> bytes:
-    """Named weights, on any device, as safetensors bytes. Raises ValueError for a name that comes twice."""
-    return save(host_tensors(tensors), metadata={"megadiff": json.dumps({})})
+class BucketBody:
+    """A bucket as the bytes of a safetensors file, read from where its tensors lie: on the CPU, contiguous, unchanged for as
+    long as the body is used. Iterating gives chunks of about CHUNK_BYTES, as often as it is asked."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        metas = {name: TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+        metas = canonical_order(metas)
+        self._parts = [memoryview(header_bytes(metas, metadata={})), *(tensor_bytes(tensors[name]) for name in metas)]
+        self._num_bytes = sum(map(len, self._parts))
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._parts)
+
+    def __iter__(self) -> Iterator[bytes]:
+        pieces, size = [], 0
+        for part in self._parts:
+            for begin in range(0, len(part), CHUNK_BYTES):
+                piece = part[begin : begin + CHUNK_BYTES]
+                if pieces and size + len(piece) > CHUNK_BYTES:
+                    yield b"".join(pieces)
+                    pieces, size = [], 0
+                pieces.append(piece)
+                size += len(piece)
+        if pieces:
+            yield b"".join(pieces)
+
+    def write(self, path: Path) -> None:
+        """Into a file, from its beginning. Raises OSError."""
+        with path.open("wb", buffering=0) as file:
+            for part in self._parts:
+                while len(part):
+                    part = part[file.write(part) :]
 
 
-def host_tensors(tensors: Bucket) -> dict[str, Tensor]:
-    """name → contiguous CPU tensor that shares its storage with nothing, as safetensors demands."""
+def encode_bucket(tensors: Bucket) -> BucketBody:
+    """Named weights on the CPU as a body. Raises ValueError for a name that comes twice."""
     names = [name for name, _ in tensors]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"weight bucket holds {', '.join(twice)} more than once; each name travels once")
-    return {name: own_host_tensor(tensor) for name, tensor in tensors}
+    return BucketBody({name: tensor.detach().contiguous() for name, tensor in tensors})
 
 
 def own_host_tensor(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from megadiff.weights.model_folders import (
     file_metadata,
     file_tensors,
     open_model,
+    rest_bytes,
     write_index,
 )
 from megadiff.weights.row_sources import FileRows, JoinedRows, MergedRows, RowSource, ShardRows
@@ -61,9 +62,10 @@ class Options:
 
 
 class Job(Protocol):
-    """num_bytes: of the tensors that are written."""
+    """num_bytes: of the tensors that are written. num_copied: bytes of the files that go along."""
 
     num_bytes: int
+    num_copied: int
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         """Returns name → fingerprint of what was to be written where verify is set. Raises ValueError and OSError."""
@@ -90,7 +92,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
     clear_up(dst)
     check_destination(dst, force=options.force, sources=[src, *source.read_from])
     job = _job(source, options)
-    check_space(dst, job.num_bytes)
+    check_space(dst, job.num_bytes + job.num_copied)
     try:
         with whole_folder(dst, force=options.force) as folder:
             start = time.perf_counter()
@@ -158,6 +160,7 @@ class ModelJob:
             self._files[name] = file_tensors(component, dtypes)
         files = (tensors for of_component in self._files.values() for tensors in of_component.values())
         self.num_bytes = sum(meta.num_bytes for tensors in files for meta in tensors.values())
+        self.num_copied = rest_bytes(base)
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         copy_rest(self._base, folder)
@@ -177,6 +180,8 @@ class ModelJob:
 
 class CheckpointJob:
     """A checkpoint as an engine would write it in a layout, that a run can start from."""
+
+    num_copied = 0
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source, self._layout = source, layout
@@ -222,6 +227,8 @@ class LoraJob:
 
     Of a model with several components each has a folder of its own, as both load one component at a time.
     """
+
+    num_copied = 0
 
     def __init__(self, source: Source, *, with_peft: bool, dtype: str) -> None:
         self._source, self._with_peft = source, with_peft

@@ -36,7 +36,6 @@ class Source:
     values: Mapping[str, object]
     progress: Progress = field(default_factory=Progress)
     config: Mapping[str, object] = field(default_factory=dict)
-    is_checkpoint: bool = False
 
     @property
     def read_from(self) -> list[Path]:
@@ -82,7 +81,7 @@ def _open_model(model: ModelFolder) -> Source:
 
 
 def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
-    loras = open_loras(path)
+    loras = open_loras(path, base=base)
     spec = next(iter(loras.values())).spec
     policy: dict[str, RowSource] = {name: lora.rows for name, lora in loras.items()}
     if base:
@@ -120,7 +119,6 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
         values=shards.values,
         progress=progress,
         config=read_config(folder) if (folder / "config.yaml").is_file() else {},
-        is_checkpoint=True,
     )
 
 

@@ -86,7 +86,7 @@ def _replace(aside: Path, dst: Path, *, force: bool) -> None:
     """aside becomes dst. An old dst goes last, and comes back when its place could not be taken."""
     if not dst.is_dir() or not any(dst.iterdir()):
         os.replace(aside, dst)  # takes the place of an empty folder too
-        _sync(dst.parent)
+        sync_entry(dst.parent)
         return
     if not force:
         raise ValueError(f"{dst} was filled by another process meanwhile; name another folder")
@@ -98,7 +98,7 @@ def _replace(aside: Path, dst: Path, *, force: bool) -> None:
         if not os.path.lexists(dst):
             replaced.rename(dst)
         raise
-    _sync(dst.parent)
+    sync_entry(dst.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -127,11 +127,12 @@ def sync_tree(folder: Path) -> None:
     """All of a folder is on the disk when this returns."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
+            sync_entry(Path(parent) / name)
+        sync_entry(Path(parent))
 
 
-def _sync(path: Path) -> None:
+def sync_entry(path: Path) -> None:
+    """Flush a file or a folder entry to the disk: a rename must never become durable before what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

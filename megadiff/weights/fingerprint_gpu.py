@@ -35,7 +35,7 @@ def totals(tensors: Sequence[Tensor], factors_BS: Tensor, *, multiplier: int, mi
         with torch.cuda.device(device):
             _hash_tiles[(len(owners),)](
                 table, owners, columns_BC, result, multiplier, mix, row_bytes, num_sums,
-                TILE_ROWS, TILE_BYTES, COLUMNS, num_warps=8, num_stages=4,
+                TILE_ROWS, TILE_BYTES, COLUMNS, num_warps=4, num_stages=4,
             )  # fmt: skip
     return result
 

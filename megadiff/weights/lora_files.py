@@ -16,7 +16,7 @@ from pathlib import Path
 from megadiff.models.files import read_json
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.types import LoraSpec
-from megadiff.weights.model_folders import COMPONENT, FLOATS, listed
+from megadiff.weights.model_folders import COMPONENT, FLOATS, ModelFolder, listed
 from megadiff.weights.row_sources import FileRows
 from megadiff.weights.tensor_file import TensorFile, TensorMeta, canonical_order
 
@@ -56,14 +56,15 @@ def has_loras(path: Path) -> bool:
     return _is_lora_folder(path) or bool(_component_folders(path))
 
 
-def open_loras(path: Path) -> dict[str, LoraFile]:
+def open_loras(path: Path, *, base: ModelFolder | None) -> dict[str, LoraFile]:
     """Component → its LoRA: a peft folder, a folder with diffusers' file, or such a file; of several components a folder of
-    such folders, each named as its component.
+    such folders, each named as its component. One alone is of the base's only component, or of that with its folder's name.
 
-    Raises ValueError that names file, tensor and reason, or when the components' LoRAs are not of one kind.
+    Raises ValueError that names file, tensor and reason, when the components' LoRAs are not of one kind, or when one alone
+    could be of several components.
     """
     if path.is_file() or _is_lora_folder(path):
-        return {COMPONENT: _open_lora(path)}
+        return {_component_of_one(path, base): _open_lora(path)}
     found = {folder.name: _open_lora(folder) for folder in _component_folders(path)}
     (first, wanted), *others = ((name, lora.spec) for name, lora in found.items())
     for name, spec in others:
@@ -74,6 +75,20 @@ def open_loras(path: Path) -> dict[str, LoraFile]:
                 "folder by itself"
             )
     return found
+
+
+def _component_of_one(path: Path, base: ModelFolder | None) -> str:
+    """Nothing in a LoRA's files says which of a model's components it is of."""
+    if base is None or len(base.components) == 1:
+        return COMPONENT
+    name = (path.parent if path.is_file() else path).resolve().name
+    if name not in base.components:
+        folders = " or ".join(str(component.folder) for component in base.components.values())
+        raise ValueError(
+            f"{path} may be of any of the {len(base.components)} components of {base.path}: give --base {folders}, or "
+            f"name its folder {' or '.join(base.components)}"
+        )
+    return name
 
 
 def _is_lora_folder(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,19 +161,35 @@ def file_metadata(base: Component, files: Sequence[str]) -> dict[str, dict[str, 
 
 def copy_rest(base: ModelFolder, folder: Path) -> None:
     """All of the base but its components' weights, and the index of those. Symbolic links are followed. Raises OSError."""
-    components = {component.folder: component for component in base.components.values()}
-    single = next((folder for folder, component in components.items() if component.is_single_file), None)
+    single = next((component for component in base.components.values() if component.is_single_file), None)
     if single:
-        shutil.copyfile(single / "config.json", folder / "config.json")
+        shutil.copyfile(single.folder / "config.json", folder / "config.json")
         return
 
-    def left_out(parent: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(parent) in components and name.endswith(WEIGHT_SUFFIXES)]
-
     try:
-        shutil.copytree(base.path, folder, ignore=left_out, dirs_exist_ok=True)
+        shutil.copytree(base.path, folder, ignore=_left_out(base), dirs_exist_ok=True)
     except shutil.Error as error:  # a list of what went wrong
         raise OSError("; ".join(f"{source}: {reason}" for source, _, reason in error.args[0][:3])) from error
+
+
+def rest_bytes(base: ModelFolder) -> int:
+    """Of the files that copy_rest copies."""
+    if any(component.is_single_file for component in base.components.values()):
+        return 0  # a config.json
+    left_out, paths = _left_out(base), []
+    for parent, _, names in os.walk(base.path, followlinks=True):
+        paths += [Path(parent) / name for name in {*names} - {*left_out(parent, names)}]
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _left_out(base: ModelFolder) -> Callable[[str, list[str]], list[str]]:
+    """(folder, names in it) → those that are the components' weights."""
+    folders = {component.folder for component in base.components.values()}
+
+    def left_out(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(parent) in folders and name.endswith(WEIGHT_SUFFIXES)]
+
+    return left_out
 
 
 def write_index(base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]) -> None:

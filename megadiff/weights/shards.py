@@ -20,7 +20,7 @@ from megadiff.weights.fingerprint import fingerprint
 from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter
 
 METADATA_KEY = "megadiff"
-FORMAT = 2  # of that JSON
+FORMAT = 3  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
 TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
 

@@ -79,7 +79,7 @@ class TensorFile:
 
     def read_into(self, name: str, data: Tensor, *, offset: int = 0) -> None:
         """Fill data (contiguous, any dtype) with the tensor's bytes from byte `offset` on."""
-        view = _bytes(data)
+        view = tensor_bytes(data)
         at = self._start + self._begins[name] + offset
         while len(view):
             try:
@@ -183,7 +183,7 @@ class TensorWriter:
 
     def write(self, name: str, data: Tensor, *, offset: int = 0) -> None:
         """data (contiguous) becomes the tensor's bytes from byte `offset` on."""
-        self._write_at(_bytes(data), self._begins[name] + offset)
+        self._write_at(tensor_bytes(data), self._begins[name] + offset)
 
     def close(self, *, metadata: Mapping[str, str] | None = None, sync: bool = False) -> None:
         """sync: the file is on the disk when this returns."""
@@ -228,7 +228,8 @@ def canonical_order(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
     return dict(sorted(tensors.items(), key=lambda item: (rank[item[1].dtype], item[0])))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, in its own memory."""
     flat = tensor.detach().reshape(-1)
     assert flat.data_ptr() == tensor.data_ptr() or not flat.numel(), "the tensor is not contiguous"
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -8,8 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from megadiff.types import LoraSpec
-from megadiff.weights.bucket import Bucket, encode_bucket
+from megadiff.weights.bucket import Bucket, BucketBody
 from megadiff.weights.manifest import Manifest
+from megadiff.weights.transports.host_memory import HostMemory
 
 POLL_S = 0.005  # between looks at a broadcast and at the answers of its requests
 
@@ -30,7 +31,7 @@ class WeightTarget(Protocol):
         self, version: int, manifest: Manifest, *, lora: LoraSpec | None, transport: Mapping[str, Any]
     ) -> None: ...
 
-    def weights_bucket(self, bucket: bytes | Mapping[str, Any]) -> None: ...
+    def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None: ...
 
     def weights_commit(self, version: int) -> list[dict[str, Any]]: ...
 
@@ -91,8 +92,12 @@ class HttpTransport(Transport):
 
     name = "http"
 
+    def __init__(self, targets: Sequence[WeightTarget]) -> None:
+        super().__init__(targets)
+        self._memory = HostMemory()
+
     def send(self, bucket: Bucket) -> None:
-        body = encode_bucket(bucket)
+        body = self._memory.body(bucket)
         self.wait(self.start(lambda target: target.weights_bucket(body)))
 
 

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from megadiff.models.files import read_json
 from megadiff.types import LoraSpec
-from megadiff.weights.bucket import Bucket, bucket_manifest, host_tensors
+from megadiff.weights.bucket import Bucket, bucket_manifest, encode_bucket
 from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.lora_names import lora_from_json
 from megadiff.weights.manifest import Manifest
 from megadiff.weights.parts import Part, by_part, part_of
 from megadiff.weights.transports.base import Transport, WeightTarget
+from megadiff.weights.transports.host_memory import HostMemory
 
 KEPT = 2  # newest versions: a late joiner may be reading the one before
 MANIFEST = "manifest.json"
@@ -44,6 +43,7 @@ class DiskTransport(Transport):
         super().__init__(targets)
         self.folder = folder
         self._part = folder
+        self._memory = HostMemory()
         self._pending: dict[Part, int] = {}  # of the push that is open
         self._manifest: dict[str, Any] = {}
         self._held: dict[Part, int] = {}  # the version that holds each part
@@ -65,13 +65,13 @@ class DiskTransport(Transport):
         super().begin(version, manifest, lora)
 
     def send(self, bucket: Bucket) -> None:
-        tensors, rows = host_tensors(bucket), bucket_manifest(bucket)
+        tensors, rows = self._memory.tensors(bucket), bucket_manifest(bucket)
         files = {row["file"] for row in self._manifest["tensors"].values()}
         path = self._part / f"bucket_{len(files):05d}.safetensors"
-        save_file(tensors, path)
+        encode_bucket(tensors).write(path)
         source = {"transport": self.name, "file": f"{self._part.name}/{path.name}"}
         requests = self.start(lambda target: target.weights_bucket(source))
-        prints = fingerprints(tensors)
+        prints = fingerprints(dict(tensors))
         self._manifest["tensors"] |= {
             name: {"file": path.name, **row, "fingerprint": prints[name]} for name, row in rows.items()
         }

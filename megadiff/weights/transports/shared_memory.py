@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import save
-
-from megadiff.weights.bucket import Bucket, host_tensors
+from megadiff.weights.bucket import Bucket
 from megadiff.weights.transports.base import SyncError, Transport, WeightTarget
+from megadiff.weights.transports.host_memory import HostMemory
 
 FOLDER = Path("/dev/shm")
 PREFIX = "megadiff-bucket-"
@@ -31,13 +30,14 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, targets: Sequence[WeightTarget]) -> None:
         super().__init__(targets)
+        self._memory = HostMemory()
         sweep()
 
     def send(self, bucket: Bucket) -> None:
         with bucket_file() as path:
-            body = save(host_tensors(bucket))
+            body = self._memory.body(bucket)
             try:
-                path.write_bytes(body)
+                body.write(path)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from diffusers import QwenImageTransformer2DModel
+from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 
 from megadiff.config.schema import LoraConfig
 from megadiff.engines.memory import (
@@ -20,6 +20,7 @@ from megadiff.engines.memory import (
     static_bytes,
 )
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.mesh import resolve_layout
 from megadiff.train.memory_plan import model_shape
 from megadiff.types import DTYPES
@@ -91,7 +92,21 @@ def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, recompute)
     if recompute:
         transformer.enable_gradient_checkpointing()
     found = kept_by_autograd(adapter, transformer.train())
-    work = activation_work(DTYPES[dtype].itemsize, recompute_every=int(recompute))
+    work = activation_work(adapter, DTYPES[dtype].itemsize, recompute_every=int(recompute))
+    assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("first_frame", [False, True])
+def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, recompute, first_frame):
+    """With 512 text tokens that cross attention reads, float32 norms and modulations, and a timestep for each token."""
+    adapter = WanAdapter(tiny_wan["ti2v_5b"])
+    transformer = WanTransformer3DModel.from_pretrained(adapter.model_folder / "transformer", torch_dtype=DTYPES[dtype])
+    if recompute:
+        transformer.enable_gradient_checkpointing()
+    found = kept_by_autograd(adapter, transformer.train(), first_frame=first_frame)
+    work = activation_work(adapter, DTYPES[dtype].itemsize, recompute_every=int(recompute), first_frame=first_frame)
     assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
 
 

@@ -61,6 +61,18 @@ def test_bad_sampling(changes: dict, match: str) -> None:
         check_request(replace(GOOD, sampling=replace(GOOD.sampling, **changes)), LIMITS, model_rule)
 
 
+def test_a_first_frame_has_the_samplings_size() -> None:
+    given = replace(GOOD, sampling=replace(GOOD.sampling, first_frame=True, num_frames=5))
+    check_request(replace(given, first_frame=bytes(64 * 64 * 3)), LIMITS, model_rule)
+    for bad, match in (
+        (given, "the first frame has 0 bytes, a sampling of 64x64 with first_frame=True needs 12288"),
+        (replace(given, first_frame=bytes(12289)), "has 12289 bytes"),
+        (replace(GOOD, first_frame=bytes(12288)), "12288 bytes, .* first_frame=False needs 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            check_request(bad, LIMITS, model_rule)
+
+
 @pytest.mark.parametrize(
     ("indices", "match"), [((), "0 sample_indices"), ((0, 1, 2, 3, 4), "5 sample_indices"), ((2, 2), "twice")]
 )

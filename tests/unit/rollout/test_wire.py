@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ def assert_same(arrived: RolloutGroup, group: RolloutGroup) -> None:
 
 def test_requests_round_trip() -> None:
     requests = [make_request(), make_request(policy_version=3), make_request(sample_indices=(1,), seed=9)]
+    requests.append(make_request(first_frame=bytes(range(256)), sampling=replace(SAMPLING, first_frame=True)))
     assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
 
 
@@ -85,6 +87,10 @@ def test_requests_round_trip() -> None:
         (("sampling", "sde_window_range"), [1], "must be a list of 2 integers"),
         (("sample_indices",), [1, "2"], "request.sample_indices"),
         (("prompt",), "a cat", "prompt is a str"),
+        (("sampling", "first_frame"), 1, "sampling.first_frame=1 is a int"),
+        (("first_frame",), "a*b=", "request.first_frame is 'a.b=', not bytes in base64"),
+        (("first_frame",), "ü", "request.first_frame is 'ü', not bytes in base64"),
+        (("first_frame",), [1], "request.first_frame is .1], not bytes in base64"),
     ],
 )
 def test_bad_request_names_its_place_and_key(path: tuple[str, ...], value: object, message: str) -> None:

@@ -70,7 +70,7 @@ def write_checkpoint(
     lora: LoraSpec | None = None,
 ) -> Path:
     """A checkpoint of named full tensors (`model/transformer.…`): matrices by rows over ranks, the rest on the first."""
-    values: dict[str, object] = {"optimizer_steps": step, **({"lora": asdict(lora)} if lora else {})}
+    values: dict[str, object] = {"optimizer_steps": {"transformer": step}, **({"lora": asdict(lora)} if lora else {})}
     for rank in range(num_ranks):
         shards = {
             name: [_part(tensor, rank, num_ranks)] for name, tensor in tensors.items() if rank == 0 or tensor.ndim > 1

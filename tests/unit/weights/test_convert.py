@@ -121,7 +121,7 @@ def test_optimizer_state_average_and_position_move_with_the_weights(tiny_model: 
         found = stored(folder)
         assert found.keys() == state.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-        assert ShardFolder(folder).values == {"optimizer_steps": 7}
+        assert ShardFolder(folder).values == {"optimizer_steps": {"transformer": 7}}
         progress, config = read_progress(folder), yaml.safe_load((folder / "config.yaml").read_text())
         assert (progress.step, progress.prompts) == (7, PROMPTS)
         assert config["seed"] == 3 and config["parallel"]["tp"] == tp and config["model"]["path"] == str(tiny_model)

@@ -152,8 +152,24 @@ def test_one_experts_lora_merges_into_that_one(model: Path, checkpoint: Path, tm
     assert changed == {"transformer_2"}
     assert run(tmp_path / "out", tmp_path / "again", "--to", "peft", "--base", model) == 0
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["transformer_2"]
+    alone = tmp_path / "out" / "transformer_2"  # its folder by itself, or a file in it, is of that component too
+    for number, source in enumerate((alone, alone / DIFFUSERS)):
+        assert run(source, tmp_path / f"one{number}", "--to", "merged", "--base", model) == 0
+        assert contents(tmp_path / f"one{number}") == contents(tmp_path / "merged")
     error = refused(capsys, tmp_path / "out", tmp_path / "no", "--to", "fsdp", "--dp", 2, "--base", model)
     assert "has no LoRA of transformer, and a checkpoint holds those of all components" in error
+
+
+@pytest.mark.parametrize("to", ["merged", "peft", "diffusers"])
+def test_a_lora_that_may_be_of_either_expert_is_refused(
+    model: Path, checkpoint: Path, tmp_path: Path, capsys, to: str
+) -> None:
+    assert run(checkpoint, tmp_path / "out", "--to", "peft") == 0
+    alone = (tmp_path / "out" / "transformer_2").rename(tmp_path / "some lora")
+    for source in (alone, alone / DIFFUSERS):
+        error = refused(capsys, source, tmp_path / "no", "--to", to, "--base", model)
+        assert f"may be of any of the 2 components of {model}: give --base {model}/transformer or " in error
+    assert run(alone, tmp_path / "chosen", "--to", to, "--base", model / "transformer_2") == 0
 
 
 def test_experts_that_do_not_belong_together_are_refused(

@@ -240,6 +240,11 @@ def test_too_little_space_is_said_before_anything_is_written(model: Path, tmp_pa
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 2_000_000))
     error = refused(capsys, model, tmp_path / "out", "--to", "megatron", "--tp", 2)
     assert "needs 0.00" in error and "GiB are free" in error and not (tmp_path / "out").exists()
+    sizes = {path: path.stat().st_size for path in model.rglob("*") if path.is_file()}
+    rest = sum(size for path, size in sizes.items() if path.parent.name != "transformer")
+    for free, code in ((sum(sizes.values()) - rest, 2), (sum(sizes.values()), 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: shutil._ntuple_diskusage(1 << 30, 1, free))
+        assert run(model, tmp_path / "out", "--to", "diffusers") == code
 
 
 def test_verify_finds_a_bit_that_changed_on_its_way_to_the_disk(

@@ -179,7 +179,7 @@ def test_a_checkpoint_of_lora_is_cut_anew_with_its_moments(
     assert same(stored(tmp_path / "other"), stored(checkpoint))
     values = ShardFolder(tmp_path / "other").values
     assert values == {
-        "optimizer_steps": 7,
+        "optimizer_steps": {"transformer": 7},
         "lora": {"rank": RANK, "alpha": ALPHA, "modules": list(spec.modules)},
     }
 

@@ -102,9 +102,9 @@ def test_ranges_written_by_some_ranks_are_read_by_others(tmp_path, cuts, wanted)
 def test_files_of_another_format_are_refused(tmp_path):
     _write(tmp_path)
     file = shard_file(tmp_path, 1)
-    file.write_bytes(file.read_bytes().replace(b'\\"format\\": 2', b'\\"format\\": 1'))
+    file.write_bytes(file.read_bytes().replace(b'\\"format\\": 3', b'\\"format\\": 2'))
     with pytest.raises(
-        ValueError, match="rank_00001.safetensors has format 1, this version of megadiff reads format 2"
+        ValueError, match="rank_00001.safetensors has format 2, this version of megadiff reads format 3"
     ):
         _read_all(tmp_path)
     save_file({"a": FULL["a"]}, file)

@@ -71,7 +71,7 @@ class Target:
         self.lora = lora
 
     def weights_bucket(self, bucket):
-        self.held |= dict(self.fault(sorted(load(bucket).items(), key=lambda item: item[0])))
+        self.held |= dict(self.fault(sorted(load(bytes(bucket)).items(), key=lambda item: item[0])))
 
     def weights_commit(self, version):
         self.version = version

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.types import LoraSpec
-from megadiff.weights.bucket import bucket_manifest
+from megadiff.weights.bucket import BucketBody, bucket_manifest
 from megadiff.weights.fingerprint import fingerprints
 from megadiff.weights.places import worker_boxes
 from megadiff.weights.transports import choose, disk, group, shared_memory
@@ -20,6 +20,7 @@ from megadiff.weights.transports.base import HttpTransport, SyncError
 from megadiff.weights.transports.choose import build_transport
 from megadiff.weights.transports.disk import DiskTransport
 from megadiff.weights.transports.group import GroupTransport, Member
+from megadiff.weights.transports.host_memory import HostMemory
 from megadiff.weights.transports.receive import Receiver, resolve
 from megadiff.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -100,6 +101,27 @@ def test_shared_memory_holds_a_bucket_only_while_it_travels(memory):
     assert not list(memory.iterdir())
 
 
+def test_buckets_from_a_gpu_travel_from_one_piece_of_host_memory(memory, monkeypatch, tmp_path):
+    """What is copied there is what travels; the memory grows to the largest bucket and is used again."""
+    held = HostMemory()
+    small, large = BUCKETS[1], [("transformer.c", torch.randn(40, 5).t()), ("transformer.d", torch.ones(3).bfloat16())]
+    places = []
+    for bucket in (small, large, small):
+        laid_out = held.laid_out(bucket, pinned=False)
+        assert [name for name, _ in laid_out] == [name for name, _ in bucket]
+        assert all(torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(laid_out, bucket, strict=True))
+        assert len({tensor.untyped_storage().data_ptr() for _, tensor in laid_out}) == 1
+        places.append(laid_out[0][1].data_ptr())
+    assert places[1] == places[2] and held.tensors(small) is small  # already on the host
+    monkeypatch.setattr(HostMemory, "tensors", lambda self, bucket: self.laid_out(bucket, pinned=False))
+    folder = tmp_path / "weights"
+    targets = [Target(), Target(folder=folder)]
+    for transport in (SharedMemoryTransport(targets[:1]), DiskTransport(targets[1:], folder=folder)):
+        push(transport)
+    for target in targets:
+        assert_held(target)
+
+
 def test_buckets_of_a_killed_trainer_are_swept(memory):
     """A process that is gone owned one; another container's, a living process's and foreign files stay."""
     gone = subprocess.Popen(["true"])
@@ -118,10 +140,10 @@ def test_buckets_of_a_killed_trainer_are_swept(memory):
 
 
 def test_shared_memory_that_is_full(memory, monkeypatch):
-    def full(path, data):
+    def full(body, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(BucketBody, "write", full)
     with pytest.raises(
         SyncError, match=r"no room for a bucket of \d+ bytes .*smaller sync.bucket_mib, or sync.transport=http"
     ):

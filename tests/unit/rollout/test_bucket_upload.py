@@ -1,0 +1,108 @@
+"""Buckets as bodies of requests, over a real socket: whole ones, too long ones, torn ones, and ones that nobody asked for."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from megadiff.rollout import replica as replica_module
+from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.limits import Limits
+from megadiff.rollout.replica import Replica
+from megadiff.rollout.routes import replica_app
+from megadiff.weights.bucket import CHUNK_BYTES, bucket_manifest, encode_bucket
+from megadiff.weights.transports import shared_memory
+from megadiff.weights.transports.receive import Receiver
+
+LIMIT = 12 << 20
+BUCKET = [("transformer.a", torch.randn(2 << 20)), ("transformer.b", torch.randn(1001, 3).t())]  # over 8 MiB
+LONG = [("transformer.c", torch.zeros(LIMIT // 4))]
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def served(memory, monkeypatch):
+    """(client, what the worker holds) of a replica whose worker is in this process."""
+    held, receiver = {}, Receiver(torch.device("cpu"), worker=0)
+
+    async def call(engine, method, *arguments):
+        if method == "load_bucket":
+            with receiver.tensors(arguments[0]) as pairs:
+                held.update({name: tensor.clone() for name, tensor in pairs})
+
+    monkeypatch.setattr(replica_module, "call_worker", call)
+    replica = Replica(
+        None, name="r", expected=bucket_manifest([*BUCKET, *LONG]), places=[], limits=Limits(bucket_bytes=LIMIT),
+        model_rule=None, sleep_mode=False,
+    )  # fmt: skip
+    app = replica_app(FastAPI(), replica, token=None)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    client = ReplicaClient(f"http://127.0.0.1:{listener.getsockname()[1]}", "r", timeout_s=60)
+    yield client, held
+    client.close()
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):
+    client, held = served
+    body = encode_bucket(BUCKET)
+    with pytest.raises(ReplicaError, match="no weight push is open") as error:
+        client.weights_bucket(body)
+    assert error.value.status == 409
+    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    with pytest.raises(ReplicaError, match=f"the bucket exceeds {LIMIT} bytes; send smaller buckets") as error:
+        client.weights_bucket(encode_bucket(LONG))
+    assert error.value.status == 413
+    _send_half(client, bytes(body))
+    assert not held and not list(memory.iterdir())
+    client.weights_bucket(body)
+    assert held.keys() == dict(BUCKET).keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in BUCKET)
+    assert not list(memory.iterdir())
+
+
+def _send_half(client: ReplicaClient, body: bytes) -> None:
+    """A body that is cut short while the replica reads it; returns when the replica has seen that."""
+    place = urlsplit(client.url)
+    with socket.create_connection((place.hostname, place.port)) as connection:
+        head = f"POST /rl/weights/bucket HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body[: len(body) // 2])
+        _wait_for(lambda: any(shared_memory.FOLDER.iterdir()))
+    _wait_for(lambda: not any(shared_memory.FOLDER.iterdir()))
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_client_hands_a_body_to_the_socket_in_small_pieces(served, monkeypatch):
+    """httpcore copies what is left of a piece after each send: of one piece of a bucket's size that is most of the time."""
+    from httpcore._backends.sync import SyncStream
+
+    pieces, write = [], SyncStream.write
+    monkeypatch.setattr(
+        SyncStream, "write", lambda self, data, timeout=None: (pieces.append(len(data)), write(self, data, timeout))
+    )
+    client, held = served
+    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    client.weights_bucket(encode_bucket(BUCKET))
+    assert max(pieces) <= CHUNK_BYTES and len(held) == 2
