@@ -17,13 +17,15 @@ from torch import Tensor
 class Prompt:
     """One row of the prompt source.
 
-    text: what the model is asked for. id: 16 hex digits, a hash of (text, negative_text), so that it is the same in
-    every run and layout. fields: the row's other columns (JSON values), read by rewards.
+    text: what the model is asked for. id: 16 hex digits, a hash of (text, negative_text) and of how the row names its
+    image, so that it is the same in every run and layout. image: the file that is the video's first frame, "" without one;
+    it is read where requests are made. fields: the row's other columns (JSON values), read by rewards.
     """
 
     text: str
     id: str
     negative_text: str = " "
+    image: str = ""
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -46,25 +48,22 @@ class LoraSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """The whole groups of one data-parallel rank for one step.
-
-    first_group: global index of the first of them within the step; num_groups: groups of the step over all ranks.
-    """
+    """The whole groups of one data-parallel rank for one step."""
 
     prompts: tuple[Prompt, ...]
-    first_group: int
-    num_groups: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How samples are drawn; equal for all groups of a run. height, width in pixels; sde_window_range is [low, high)
     in step indices; the other fields are as in the config's rollout section. window_size 0 means a pure ODE rollout.
+    first_frame: it is given by the request; what is drawn, recorded and trained are the other frames' latents.
     guidance_scale_2: of a model's second component (Wan2.2's low-noise expert); 0: guidance_scale."""
 
     height: int
     width: int
     num_frames: int = 1
+    first_frame: bool = False
     num_inference_steps: int
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0
@@ -80,7 +79,9 @@ class Sampling:
 class RolloutRequest:
     """One prompt group to be sampled. (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise.
 
-    policy_version: the version the replica must hold, or None to take any.
+    first_frame: RGB, height · width · 3 bytes row by row, where the sampling has one; else empty. It is in no identity, so
+    prompts of equal text with other images need other ids. policy_version: the version the replica must hold, or None to
+    take any.
     """
 
     prompt: Prompt
@@ -88,6 +89,7 @@ class RolloutRequest:
     sample_indices: tuple[int, ...]
     seed: int
     step: int
+    first_frame: bytes = b""
     policy_version: int | None = None
 
 
@@ -117,7 +119,8 @@ class RolloutGroup:
     """The samples of one prompt, with what they share.
 
     schedule: [T+1] float32 sigmas, 1 falling to 0. conditioning: name → tensor with a leading axis of 1, e.g.
-    prompt_embeds [1, tokens, D], prompt_mask [1, tokens] bool, and negative_* when true CFG is on.
+    prompt_embeds [1, tokens, D], prompt_mask [1, tokens] bool, negative_* when guidance is on, and first_frame
+    [1, tokens, C] float32, the clean latents of a given first frame.
     replica: name of the replica that sampled it.
     """
 

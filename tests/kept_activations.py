@@ -6,18 +6,33 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.engines.memory import Work
-from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
 from megadiff.types import Sampling
 
-ROWS, PIXELS, IMAGE_TOKENS, TEXT_TOKENS = 4, 256, 256, 64
+ROWS, PIXELS, TEXT_TOKENS = 4, 256, 64
 
 
-def activation_work(itemsize: int, *, recompute_every: int) -> Work:
+def sampling_of(adapter: ModelAdapter, *, first_frame: bool = False) -> Sampling:
+    """An image, or of a model of videos nine frames."""
+    sampling = Sampling(height=PIXELS, width=PIXELS, num_inference_steps=6)
+    try:
+        videos = Sampling(height=PIXELS, width=PIXELS, num_frames=9, first_frame=first_frame, num_inference_steps=6)
+        adapter.validate(videos)
+    except ValueError:
+        return sampling
+    return videos
+
+
+def activation_work(
+    adapter: ModelAdapter, itemsize: int, *, recompute_every: int = 0, first_frame: bool = False
+) -> Work:
     """Of the forward in kept_by_autograd."""
+    tokens = adapter.token_count(sampling_of(adapter, first_frame=first_frame), TEXT_TOKENS)
     return Work(
         rows=ROWS,
-        image_tokens=IMAGE_TOKENS,
-        text_tokens=TEXT_TOKENS,
+        image_tokens=tokens.image,
+        text_tokens=tokens.text,
+        modulates_tokens=tokens.is_modulated,
         passes=1,
         itemsize=itemsize,
         recompute_every=recompute_every,
@@ -27,7 +42,7 @@ def activation_work(itemsize: int, *, recompute_every: int) -> Work:
     )
 
 
-def kept_by_autograd(adapter: QwenImageAdapter, transformer: nn.Module) -> int:
+def kept_by_autograd(adapter: ModelAdapter, transformer: nn.Module, *, first_frame: bool = False) -> int:
     """Bytes of the distinct storages, without weights and without the table of rotary angles, which is complex."""
     kept: dict[int, Tensor] = {}
 
@@ -38,12 +53,17 @@ def kept_by_autograd(adapter: QwenImageAdapter, transformer: nn.Module) -> int:
             kept[storage] = tensor  # alive, so that no address comes twice
         return tensor
 
+    sampling = sampling_of(adapter, first_frame=first_frame)
+    num_tokens, channels = adapter.latents_shape(sampling)
+    text_dim = getattr(transformer.config, "joint_attention_dim", None) or transformer.config.text_dim
     conditioning = {
-        "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, transformer.config.joint_attention_dim),
+        "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, text_dim),
         "prompt_mask": torch.ones(ROWS, TEXT_TOKENS, dtype=torch.bool),
     }
-    latents_BLC = torch.randn(ROWS, IMAGE_TOKENS, adapter.channels)
-    sampling = Sampling(height=PIXELS, width=PIXELS, num_inference_steps=6)
+    if first_frame:
+        given = adapter.token_count(sampling, TEXT_TOKENS).image - num_tokens
+        conditioning[FIRST_FRAME] = torch.randn(ROWS, given, channels)
+    latents_BLC = torch.randn(ROWS, num_tokens, channels)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         velocity_BLC = adapter.velocity(transformer, latents_BLC, torch.rand(ROWS), conditioning, sampling)
     assert velocity_BLC.requires_grad

@@ -26,7 +26,6 @@ from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config, RewardConfig
 from megadiff.config.validate import validate
-from megadiff.data.prompts import load_prompts
 from megadiff.engines import build_engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
@@ -47,9 +46,10 @@ from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
-from megadiff.train.build import build_sync, run_folder
+from megadiff.train.build import build_sync, read_prompts, run_folder
 from megadiff.train.checkpoint import Checkpoints, whole_looking
-from megadiff.train.evaluate import Plan, eval_sampling, evaluate, spread
+from megadiff.train.evaluate import Plan, eval_sampling, evaluate, groups_in_a_call, spread
+from megadiff.train.rollout import check_call
 from megadiff.types import Sampling
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,10 @@ def _subject(options: argparse.Namespace, config_arguments: list[str]) -> tuple[
         raise ValueError("no reward to score with; give --reward NAME, e.g. --reward color, or reward.<name>.type=TYPE")
     validate(config, dp=1)
     adapter = _checked_adapter(config)
-    prompts = load_prompts(Path(config.eval.prompts), max_chars=config.data.max_prompt_chars)
-    plan = spread(prompts, config.eval.num_samples)
+    prompts = read_prompts(config, config.eval.prompts)
+    plan, sampling = spread(prompts, config.eval.num_samples), eval_sampling(config)
+    num_groups = groups_in_a_call(plan, sampling, batch_size=config.rollout.batch_size)
+    check_call(sampling, num_groups, what="the evaluation")
     adapter.check_prompts(prompts)
     with closing(Scorer(config.reward, num_workers=1)) as scorer:
         scorer.validate(prompts)
@@ -180,7 +182,7 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
     logger.info(
         "%s: %d samples, %.1f s with the start of its replica", subject.target, total, time.monotonic() - start_s
     )
-    write_evaluation(subject.folder, outcome.evaluation, outcome.images)
+    write_evaluation(subject.folder, outcome.evaluation, outcome.images, frames_per_s=subject.adapter.frames_per_s)
     return outcome.evaluation
 
 

@@ -119,7 +119,7 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
         f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB",
         *_lora_lines(plan, config),
         f"a microbatch: {config.train.microbatch_size} x ({work.image_tokens} image + {work.text_tokens} text tokens), "
-        f"{'two passes (true CFG)' if work.passes == 2 else 'one pass'}, "
+        f"{'two passes (guidance)' if work.passes == 2 else 'one pass'}, "
         f"recompute: {recompute if config.engine.recompute else 'off'}",
         _replica_line(plan),
         "",
@@ -254,7 +254,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200")
     parser.add_argument("--memory-gib", type=float, help="of one GPU, instead of what --gpu has")
     parser.add_argument("--headroom", type=float, default=0.1, help="share of the memory that is kept free")
-    parser.add_argument("--text-tokens", type=int, default=128, help="of the longest prompt")
+    parser.add_argument(
+        "--text-tokens",
+        type=int,
+        default=128,
+        help="of the longest prompt, unless all are padded",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object with every figure, in bytes")
     return parser
 

@@ -57,6 +57,7 @@ class RolloutConfig:
     height: int = MISSING
     width: int = MISSING
     num_frames: int = 1
+    first_frame: bool = False  # image to video: a video's first frame is its prompt's `image`, the others are drawn
     num_inference_steps: int = 10
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0

@@ -164,7 +164,7 @@ def _check_sft(config: Config) -> None:
         )
     if config.eval.every and not config.reward:
         raise ConfigError(f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color")
-    for key, only in (("algorithm.kl_coef", 0), ("train.updates_per_step", 1)):
+    for key, only in (("algorithm.kl_coef", 0), ("train.updates_per_step", 1), ("rollout.first_frame", False)):
         if _get(config, key) != only:
             raise ConfigError(
                 f"{key}={_get(config, key)} with algorithm.name=sft, which has no use for it; set it to {only}"

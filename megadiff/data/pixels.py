@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -28,6 +29,23 @@ def decode(data: bytes, *, where: str) -> np.ndarray:
         raise ValueError(
             f"{where}: {len(data)} bytes that are no readable image ({error}); replace or remove it"
         ) from error
+
+
+def read_first_frame(path: Path | str, *, height: int, width: int, where: str) -> np.ndarray:
+    """uint8 [height, width, 3] of a file, as decode() has it. where: names who asks for it, in errors. ValueError: no file,
+    not an image, cut short, or of another size: how to cut or scale it is for whoever chose it."""
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise ValueError(f"{where}: the image cannot be read ({error}); put it there, or mend the row") from error
+    pixels_HWC = decode(data, where=f"{where}: {path}")
+    rows, columns = pixels_HWC.shape[:2]
+    if (rows, columns) != (height, width):
+        raise ValueError(
+            f"{where}: the image {path} has {columns}x{rows} pixels, a first frame must have the video's {width}x{height}; "
+            "scale or crop the file, or set rollout.width and rollout.height"
+        )
+    return pixels_HWC
 
 
 def fit(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:

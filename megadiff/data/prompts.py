@@ -5,25 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megadiff.data.pixels import read_first_frame
+from megadiff.parallel.workers import share_of_cores
 from megadiff.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+IMAGE = "image"
+MAX_READERS = 16
 Row = tuple[str, dict[str, object]]  # where it stands ("file:line"), and its columns
 
 
-def load_prompts(path: str | Path, *, max_chars: int) -> list[Prompt]:
+def load_prompts(path: str | Path, *, max_chars: int, first_frame_size: tuple[int, int] | None = None) -> list[Prompt]:
     """All prompts of a file, in its order.
 
     .txt: a prompt a line (UTF-8; blank lines are skipped, a line that starts with # is a prompt like any other).
     .jsonl: an object a line with `prompt`, optionally `negative_prompt`; its other keys become Prompt.fields.
     .parquet: the same as columns. max_chars: longest prompt allowed, in characters, negative prompt too.
+    first_frame_size: (height, width) where the model is given a first frame: every row has an `image` then, a file of that
+    size, named relative to the prompt file's folder. All are decoded once here. Without it `image` is a column like others.
     Equal prompts are kept, with a warning: they share an id, and so their noise when they meet in one step.
-    ValueError, with file and line: a missing or empty file, another suffix, a row that is not as above.
+    ValueError, with file and line: a missing or empty file, another suffix, a row that is not as above, an image that is
+    missing, damaged or of another size.
     """
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
@@ -31,21 +39,42 @@ def load_prompts(path: str | Path, *, max_chars: int) -> list[Prompt]:
         raise ValueError(f"data.prompts={path}: unknown suffix {path.suffix!r}; known: {', '.join(READERS)}")
     if not path.is_file():
         raise ValueError(f"data.prompts={path}: {'not a file' if path.exists() else 'no such file'}; set data.prompts")
-    prompts = [_prompt(where, row, max_chars) for where, row in reader(path)]
-    if not prompts:
+    rows = list(reader(path))
+    if not rows:
         raise ValueError(f"data.prompts={path}: holds 0 prompts, need at least 1")
+    prompts = [_prompt(where, row, max_chars, folder=path.parent if first_frame_size else None) for where, row in rows]
+    if first_frame_size:
+        _check_images({prompt.image: where for prompt, (where, _) in zip(prompts, rows, strict=True)}, first_frame_size)
+    elif any(isinstance(row.get(IMAGE), str) for _, row in rows):
+        logger.warning(
+            "%s: its %r goes to rewards only; rollout.first_frame=true makes it the first frame", path, IMAGE
+        )
     num_repeated = len(prompts) - len({prompt.id for prompt in prompts})
     if num_repeated:
         logger.warning("%s: %d of %d prompts repeat an earlier one", path, num_repeated, len(prompts))
     return prompts
 
 
-def prompt_id(text: str, negative_text: str) -> str:
-    """16 hex digits, a hash of both texts: the same in every run, layout and version."""
-    return hashlib.blake2b(json.dumps([text, negative_text]).encode(), digest_size=8).hexdigest()
+def prompt_id(text: str, negative_text: str, image: str = "") -> str:
+    """16 hex digits, a hash of the texts and of how the row names its image: the same in every run, layout and version."""
+    named = [text, negative_text, image] if image else [text, negative_text]
+    return hashlib.blake2b(json.dumps(named).encode(), digest_size=8).hexdigest()
 
 
-def _prompt(where: str, row: dict[str, object], max_chars: int) -> Prompt:
+def _check_images(where: Mapping[str, str], size: tuple[int, int]) -> None:
+    """Decodes each file once, several at a time. where: file → a row that names it. ValueError as read_first_frame has it."""
+    height, width = size
+
+    def check(image: str) -> None:
+        read_first_frame(image, height=height, width=width, where=where[image])
+
+    with ThreadPoolExecutor(share_of_cores(MAX_READERS)) as pool:
+        for _ in pool.map(check, where):
+            pass
+
+
+def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path | None) -> Prompt:
+    """folder: that of the images, where rows must name one."""
     if "prompt" not in row:
         raise ValueError(f"{where}: no 'prompt' among the keys {sorted(row)}; every row needs one")
     fields = dict(row)
@@ -56,7 +85,23 @@ def _prompt(where: str, row: dict[str, object], max_chars: int) -> Prompt:
     if negative_text is None:
         negative_text = Prompt.negative_text
     negative_text = checked_text(where, "negative_prompt", negative_text, max_chars)
-    return Prompt(text=text, id=prompt_id(text, negative_text), negative_text=negative_text, fields=fields)
+    name = _image_name(where, fields.pop(IMAGE, None), folder) if folder else ""
+    return Prompt(
+        text=text,
+        id=prompt_id(text, negative_text, name),
+        negative_text=negative_text,
+        image=str(folder / name) if folder else "",
+        fields=fields,
+    )
+
+
+def _image_name(where: str, name: object, folder: Path) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs the file of its first frame, "
+            f"named relative to {folder}"
+        )
+    return name
 
 
 def checked_text(where: str, key: str, text: object, max_chars: int) -> str:

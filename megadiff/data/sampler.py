@@ -51,13 +51,8 @@ class PromptSampler:
     def peek(self) -> PromptBatch:
         """What next() will return, without moving on."""
         num_local = self._prompts_per_step // self._dp
-        first_group = self._dp_rank * num_local
-        start = self._position + first_group
-        return PromptBatch(
-            prompts=tuple(self._prompts[index] for index in self._order.take(start, num_local)),
-            first_group=first_group,
-            num_groups=self._prompts_per_step,
-        )
+        start = self._position + self._dp_rank * num_local
+        return PromptBatch(prompts=tuple(self._prompts[index] for index in self._order.take(start, num_local)))
 
     def state(self) -> dict[str, int]:
         """Where the sampler stands; equal on every rank."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from megadiff.models.activations import Activations, Decoding, TokenCount
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.types import Prompt, Sampling
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # needs megatron-core, which only its engine does
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 Conditioning = Mapping[str, Tensor]
+FIRST_FRAME = "first_frame"  # in a conditioning: clean latents [B, tokens of a frame, C], where Sampling.first_frame
 PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts → what encode_prompt returns
 # uint8 RGB [B, H, W, 3], of a video model [B, F, H, W, 3] too → packed, normalised latents [B, L, C] float32
 ImageEncoder = Callable[[Tensor], Tensor]
@@ -31,15 +33,21 @@ class ModelAdapter(Protocol):
     model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",);
     several are experts of one shape, each in charge of a part of the schedule (component_of), so that one plan, num_heads
     and width hold for all. num_heads: attention heads, which tensor parallelism and Ulysses split. width: channels of a
-    token inside the transformer. plan: how a transformer is sharded. veomni_splits_tokens: whether VeOmni's own class of
-    this model is right under Ulysses, for every length; else its engine takes the stock module and parallel.tokens.
+    token inside the transformer; mlp_ratio: times that, of its MLPs. plan: how a transformer is sharded. activations,
+    decoding: what it and the VAE have in memory at work. frames_per_s: at which its videos are played.
+    veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every length; else its engine
+    takes the stock module and parallel.tokens.
     """
 
     model_folder: Path
     components: tuple[str, ...]
     num_heads: int
     width: int
+    mlp_ratio: float
     plan: ParallelPlan
+    activations: Activations
+    decoding: Decoding
+    frames_per_s: int
     veomni_splits_tokens: bool
 
     def component_of(self, sigma: float) -> str:
@@ -52,13 +60,14 @@ class ModelAdapter(Protocol):
         """The processor of the plan's attention sites when tokens and heads are split over ranks."""
 
     def validate(self, sampling: Sampling) -> None:
-        """Raises ValueError when the model cannot sample at this size or guidance."""
+        """Raises ValueError when the model cannot sample at this size or guidance, or from a given first frame."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError for the first prompt that has more tokens than the model takes."""
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
-        """(L, C): packed latent tokens and channels of one sample."""
+        """(L, C): packed latent tokens and channels of what is drawn of one sample: without those of a given first frame,
+        which the transformer sees as well."""
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """[T+1] float32 sigmas from 1 to 0, by the checkpoint's own scheduler config."""
@@ -92,7 +101,11 @@ class ModelAdapter(Protocol):
         """encode_prompt for many calls: the text encoder is loaded once, and its memory freed at the end."""
 
     def image_encoder(self, *, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[ImageEncoder]:
-        """What trained latents are made by; dtype: of the image encoder's weights. Loaded and freed as above."""
+        """What trained latents and given first frames are made by; dtype: of the image encoder's weights. Loaded and freed
+        as above."""
+
+    def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
+        """Of one forward. num_text_tokens: of the longest prompt."""
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Floating point operations of one forward pass of one sample at one step; two passes where guidance needs them. Of

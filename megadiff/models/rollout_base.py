@@ -7,14 +7,15 @@ request per engine step (max_num_seqs=1): the samples of its groups are the batc
 Rules that the trainer's adapter follows too:
 - latents live in `sampling.latents_dtype` (float32) between steps; all step arithmetic is float32;
 - the transformer's input is `latents` cast to the model's dtype;
-- the transformer's timestep is `sigma`, from the float32 schedule, cast once to the model's dtype.
+- the transformer's timestep is made of `sigma`, from the float32 schedule: Qwen-Image's is sigma cast once to the model's
+  dtype, Wan's is 1000·sigma and stays float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch import Tensor
 from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
 from megadiff.diffusion.sde import ode_step, sde_step
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Trajectory
+
+T = TypeVar("T", str, bytes)
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
@@ -209,10 +212,10 @@ class RolloutPipelineMixin:
         return super().scheduler_step(noise_pred, t, latents, *args, **kwargs)
 
 
-def distinct(texts: Sequence[str]) -> tuple[list[str], Tensor]:
-    """(each text once, place of texts[i] in it as int64)."""
-    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    return list(places), torch.tensor([places[text] for text in texts])
+def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:
+    """(each value once, place of values[i] in it as int64)."""
+    places = {value: place for place, value in enumerate(dict.fromkeys(values))}
+    return list(places), torch.tensor([places[value] for value in values])
 
 
 def _refusal(error: ValueError) -> Any:
@@ -274,11 +277,12 @@ def assemble_groups(
 
 
 def _conditioning_row(result: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-    """One group's conditioning, cut to its own tokens: what it is does not depend on the prompts it was batched with."""
+    """One group's conditioning, cut to its own tokens where there is a mask of them: what it is does not depend on the
+    prompts it was batched with."""
     row = {
         name.removeprefix(CONDITIONING_PREFIX): tensor[place : place + 1]
         for name, tensor in result.items()
         if name.startswith(CONDITIONING_PREFIX)
     }
     widths = {name.removesuffix("_mask"): int(row[name].sum()) for name in row if name.endswith("_mask")}
-    return {name: tensor[:, : widths[name.rpartition("_")[0]]] for name, tensor in row.items()}
+    return {name: tensor[:, : widths.get(name.rpartition("_")[0])] for name, tensor in row.items()}  # None: whole

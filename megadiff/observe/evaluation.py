@@ -19,6 +19,7 @@ from statistics import fmean, stdev
 from torch import Tensor
 
 from megadiff.observe.samples import IMAGE_SUFFIX, write_picture
+from megadiff.observe.video import FRAMES_PER_S
 
 RECORD_NAME = "evaluation.json"
 IMAGES = "images"
@@ -208,7 +209,9 @@ def comparison_to_json(comparison: Comparison) -> dict[str, object]:
     }
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, images: Mapping[str, Tensor]) -> Path:
+def write_evaluation(
+    folder: Path, evaluation: Evaluation, images: Mapping[str, Tensor], *, frames_per_s: int = FRAMES_PER_S
+) -> Path:
     """Writes images, then the record, each aside and renamed, and returns the record's path: a folder with a record is whole.
 
     images: `file` of a sample → its pixels, uint8 [F, H, W, 3]; of videos, MP4 files are written. An older evaluation in
@@ -218,7 +221,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, images: Mapping[str, 
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for name, pixels in images.items():
-        write_picture(aside / Path(name).name, pixels)
+        write_picture(aside / Path(name).name, pixels, frames_per_s=frames_per_s)
     record = folder / RECORD_NAME
     record.unlink(missing_ok=True)
     shutil.rmtree(folder / IMAGES, ignore_errors=True)

@@ -32,6 +32,7 @@ class SampleRecord:
 
     pixels: uint8 [F, H, W, 3], F = 1 for an image. caption: the prompt. rewards: reward name → raw value; reward: the
     total that the advantage is made of. prompt_id, sample_index: its identity. policy_version: weights that drew it.
+    frames_per_s: of a video.
     """
 
     pixels: Tensor
@@ -41,6 +42,7 @@ class SampleRecord:
     prompt_id: str
     sample_index: int
     policy_version: int
+    frames_per_s: int = video.FRAMES_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
     with (aside / INDEX_NAME).open("w", encoding="utf-8") as index:
         for number, sample in enumerate(samples):
             name = _file_name(number, sample)
-            write_picture(aside / name, sample.pixels)
+            write_picture(aside / name, sample.pixels, frames_per_s=sample.frames_per_s)
             index.write(json.dumps(_index_entry(name, sample), ensure_ascii=False) + "\n")
     if target.exists():
         shutil.rmtree(target)
@@ -112,13 +114,13 @@ def picture_suffix(pixels: Tensor) -> str:
     return IMAGE_SUFFIX if len(pixels) == 1 else video.SUFFIX
 
 
-def write_picture(path: Path, pixels: Tensor) -> None:
+def write_picture(path: Path, pixels: Tensor, *, frames_per_s: int = video.FRAMES_PER_S) -> None:
     """An image as PNG, more frames as MP4; path ends in picture_suffix. ValueError unless uint8 [F, H, W, 3]."""
     _check_pixels(pixels)
     if len(pixels) == 1:
         Image.fromarray(pixels[0].detach().cpu().numpy()).save(path)
     else:
-        video.write_video(path, pixels)
+        video.write_video(path, pixels, frames_per_s=frames_per_s)
 
 
 def _check_pixels(pixels: Tensor) -> None:

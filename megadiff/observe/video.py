@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 
@@ -16,14 +17,14 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".mp4"
-FRAMES_PER_S = 16  # of saved videos: a model's own rate is in no file of its folder, and Wan2.2's are 16 and 24
+FRAMES_PER_S = 16  # of saved videos where their model's own rate is not known
 QUALITY = 18  # x264's rate factor: at 17 or 18 a video looks as it did
 PRESET = "veryfast"  # three times as fast as the default, and files a little larger
 
 
-def write_video(path: Path, pixels: Tensor) -> None:
+def write_video(path: Path, pixels: Tensor, *, frames_per_s: int = FRAMES_PER_S) -> None:
     """pixels: uint8 [F, H, W, 3]. Odd sides lose their last row or column."""
-    path.write_bytes(_encode(iter(pixels.detach().cpu().numpy())))
+    path.write_bytes(_encode(iter(pixels.detach().cpu().numpy()), Fraction(frames_per_s)))
 
 
 def video_size(path: Path) -> tuple[int, int] | None:
@@ -38,10 +39,13 @@ def video_size(path: Path) -> tuple[int, int] | None:
 
 
 def shrunk_video(path: Path, side: int) -> bytes | None:
-    """The video with its longest side at most `side`; None, with a warning, when the file is damaged inside."""
+    """The video with its longest side at most `side`, as fast as it was; None, with a warning, when the file is damaged
+    inside."""
     try:
-        return _encode(_shrunk(frame, side) for frame in read_frames(path))
-    except (av.FFmpegError, StopIteration) as error:
+        with av.open(str(path)) as container:
+            rate = container.streams.video[0].average_rate or Fraction(FRAMES_PER_S)
+        return _encode((_shrunk(frame, side) for frame in read_frames(path)), rate)
+    except (av.FFmpegError, IndexError, StopIteration) as error:
         logger.warning("%s cannot be read and is left out: %s", path, error)
         return None
 
@@ -59,13 +63,13 @@ def _shrunk(frame: np.ndarray, side: int) -> np.ndarray:
     return np.asarray(image)
 
 
-def _encode(frames: Iterator[np.ndarray]) -> bytes:
+def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
     """An MP4. Sides of 1 pixel are doubled, odd ones cut."""
     first = next(frames)
     first, frames = _even(first), chain([first], frames)
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=FRAMES_PER_S, options={"crf": str(QUALITY), "preset": PRESET})
+        stream = container.add_stream("libx264", rate=frames_per_s, options={"crf": str(QUALITY), "preset": PRESET})
         stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = "yuv420p"
         for frame in frames:

@@ -15,8 +15,6 @@ from megadiff.types import DTYPES
 from megadiff.weights.manifest import folder_manifest
 
 NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pipeline drops
-BYTES_PER_DECODED_PIXEL = 1536  # an estimate: eight tensors of 96 bfloat16 channels at the image's size
-DECODED_PIXELS = 2**22  # at once; models/qwen_image/rollout.py
 
 
 def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, ...]]:
@@ -40,12 +38,6 @@ def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, 
             continue
         elements += sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
     return elements * DTYPES[dtype].itemsize, tuple(unknown)
-
-
-def decoding_bytes(*, num_pixels: int, dtype: str) -> int:
-    """What the VAE's decoder takes beside its weights (an estimate). num_pixels: of all images of one engine call, of
-    videos those of all frames."""
-    return min(num_pixels, DECODED_PIXELS) * BYTES_PER_DECODED_PIXEL * DTYPES[dtype].itemsize // 2
 
 
 def _empty(folder: Path, library: str, class_name: str) -> nn.Module:

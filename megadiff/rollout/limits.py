@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REQUEST_BYTES = 2**16  # of JSON besides a first frame: texts of 4 bytes a character come as 12, the samples' indices
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -16,5 +18,9 @@ class Limits:
     pixels: int = 2**29
     num_inference_steps: int = 1000
     prompt_chars: int = 2000
-    json_bytes: int = 16 * 2**20
+    json_bytes: int = 64 * 2**20  # 40 first frames of 480x832
     bucket_bytes: int = 8 * 2**30
+
+    def num_first_frames(self, *, height: int, width: int) -> int:
+        """How many requests that bring a first frame one call may hold."""
+        return self.json_bytes // (4 * height * width + REQUEST_BYTES)  # base64 of 3 bytes is 4

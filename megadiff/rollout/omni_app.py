@@ -25,6 +25,7 @@ OMNI_ROUTES = (  # the replica answers these itself, and sleeps by its own route
     ("/health", {"GET"}),
     ("/v1/omni/sleep", {"POST"}),
     ("/v1/omni/wakeup", {"POST"}),
+    ("/v1/videos", {"POST"}),  # generates after it has answered, when weights may move; /v1/videos/sync stays
 )
 
 

@@ -63,6 +63,7 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
         if not (math.isfinite(value) and 0 <= value <= 100):
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
     model_rule(sampling)
+    _check_first_frame(request)
     _check_sde(request)
     _check_samples(request.sample_indices, limits.group_size)
 
@@ -72,6 +73,17 @@ def _check_text(name: str, text: str, max_chars: int) -> None:
         raise ValueError(f"the {name} has {len(text)} characters, at most {max_chars} are taken; shorten it")
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(f"the {name} holds a lone surrogate, which is no Unicode text; remove it")
+
+
+def _check_first_frame(request: RolloutRequest) -> None:
+    """The model's rule has said whether it takes one."""
+    sampling, found = request.sampling, len(request.first_frame)
+    needed = 3 * sampling.height * sampling.width if sampling.first_frame else 0
+    if found != needed:
+        raise ValueError(
+            f"the first frame has {found} bytes, a sampling of {sampling.width}x{sampling.height} with "
+            f"first_frame={sampling.first_frame} needs {needed}; send RGB, 3 bytes a pixel, where the sampling has a first frame"
+        )
 
 
 def _check_sde(request: RolloutRequest) -> None:

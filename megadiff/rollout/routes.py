@@ -133,7 +133,7 @@ async def _json(request: Request, replica: Replica) -> Any:
     async for chunk in request.stream():
         body += chunk
         if len(body) > replica.limits.json_bytes:
-            raise Refused(413, f"the JSON body exceeds {replica.limits.json_bytes} bytes")
+            raise Refused(413, f"the JSON body exceeds {replica.limits.json_bytes} bytes; send fewer requests at once")
     try:
         return json.loads(body)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,11 @@ _COLUMNS = {"latents": "latents_SLC", "log_probs": "log_probs", "pixels": "pixel
 
 
 def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
-    """RolloutRequests as a JSON list."""
-    return [dataclasses.asdict(request) for request in requests]
+    """RolloutRequests as a JSON list; a first frame in base64."""
+    return [
+        dataclasses.asdict(request) | {"first_frame": base64.b64encode(request.first_frame).decode()}
+        for request in requests
+    ]
 
 
 def requests_from_json(value: object) -> list[RolloutRequest]:
@@ -77,6 +81,7 @@ def _request_from_json(value: object) -> RolloutRequest:
         sampling["sde_window_range"] = _integers(sampling["sde_window_range"], "sampling.sde_window_range", length=2)
     fields["sampling"] = Sampling(**sampling)
     fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
+    fields["first_frame"] = _bytes(fields.get("first_frame", ""), "request.first_frame")
     return RolloutRequest(**fields)
 
 
@@ -142,7 +147,7 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads(metadata[HEADER_KEY])
 
 
-_TYPES = {"int": int, "float": (int, float), "str": str, "int | None": (int, type(None))}
+_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "int | None": (int, type(None))}
 
 
 def _fields(value: object, record: type, where: str) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def _fields(value: object, record: type, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, item in value.items():
         types = _TYPES.get(str(fields[name].type))
-        if types and (not isinstance(item, types) or isinstance(item, bool)):
+        if types and (not isinstance(item, types) or (isinstance(item, bool) and types is not bool)):
             raise ValueError(f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {fields[name].type}")
     return dict(value)
 
@@ -173,3 +178,10 @@ def _integers(value: object, where: str, *, length: int | None = None) -> tuple[
     if not good or length not in (None, len(value)):
         raise ValueError(f"{where}={value!r} must be a list of {'' if length is None else f'{length} '}integers")
     return tuple(value)
+
+
+def _bytes(value: object, where: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:  # binascii's own error is a ValueError
+        raise ValueError(f"{where} is {value!r:.40}, not bytes in base64 ({error})") from None

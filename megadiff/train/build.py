@@ -31,12 +31,13 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.checkpoint import Checkpoints
-from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, spread
+from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
+from megadiff.train.parity import num_gate_samples
 from megadiff.train.record import Recorder
-from megadiff.train.rollout import sampling_of
-from megadiff.types import Prompt
+from megadiff.train.rollout import check_call, first_frame_size, sampling_of
+from megadiff.types import Prompt, Sampling
 from megadiff.weights.manifest import folder_manifest
 from megadiff.weights.places import boxes_from_json, device_name, host_name
 from megadiff.weights.sync import WeightSync
@@ -73,16 +74,30 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
             f"rollout.tp={config.rollout.tp} does not divide the model's {adapter.num_heads} attention heads; "
             f"set rollout.tp to a divisor of {adapter.num_heads}"
         )
-    prompts = load_prompts(Path(config.data.prompts), max_chars=config.data.max_prompt_chars) if on_policy else []
+    prompts = read_prompts(config, config.data.prompts) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
     if config.reward:
         with closing(Scorer(config.reward, num_workers=1)) as scorer:
             scorer.validate(asked)
+    _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
     if not on_policy:
         return layout, adapter, open_images(config.data.images, seed=config.seed)
     _check_count(prompts, config)
     return layout, adapter, prompts
+
+
+def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool) -> None:
+    """Raises ValueError where a call would bring more first frames than a replica takes."""
+    batch_size, here = config.rollout.batch_size, config.train.prompts_per_step // dp
+    if on_policy:
+        check_call(sampling, min(here, batch_size // config.algorithm.group_size), what="a step")
+    if on_policy and config.parity.mode != "off":
+        check_call(sampling, min(here, batch_size // num_gate_samples(config)), what="the parity gate")
+    plan = spread(eval_prompts(config), config.eval.num_samples) if config.eval.every else []
+    for rank in range(min(dp, len(plan))):
+        most = groups_in_a_call(plan[rank::dp], eval_sampling(config), batch_size=batch_size)
+        check_call(sampling, most, what="an evaluation")
 
 
 def _check_count(prompts: list[Prompt], config: Config) -> None:
@@ -94,11 +109,17 @@ def _check_count(prompts: list[Prompt], config: Config) -> None:
         )
 
 
+def read_prompts(config: Config, path: str) -> list[Prompt]:
+    """As load_prompts, by the config's limits and, where it asks for first frames, their size."""
+    size = first_frame_size(sampling_of(config.rollout))
+    return load_prompts(path, max_chars=config.data.max_prompt_chars, first_frame_size=size)
+
+
 def eval_prompts(config: Config) -> list[Prompt]:
     """The prompts of eval.prompts, none where eval.every is 0. ValueError when eval.num_samples cannot cover their tasks."""
     if not config.eval.every:
         return []
-    prompts = load_prompts(Path(config.eval.prompts), max_chars=config.data.max_prompt_chars)
+    prompts = read_prompts(config, config.eval.prompts)
     spread(prompts, config.eval.num_samples)
     return prompts
 
@@ -142,7 +163,7 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
     scorer = stack.enter_context(closing(Scorer(config.reward)))
     sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-    evaluation = build_evaluation(config, mesh, engine, fleet, sync, scorer) if config.eval.every else None
+    evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer) if config.eval.every else None
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return Run(
         config=config, mesh=mesh, adapter=adapter, algorithm=build_algorithm(config.algorithm), engine=engine,
@@ -193,7 +214,13 @@ def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tup
 
 
 def build_evaluation(
-    config: Config, mesh: Mesh, engine: Engine, fleet: Fleet, sync: WeightSync, scorer: Scorer
+    config: Config,
+    mesh: Mesh,
+    adapter: ModelAdapter,
+    engine: Engine,
+    fleet: Fleet,
+    sync: WeightSync,
+    scorer: Scorer,
 ) -> Callable[[int], dict[str, float]]:
     """step → eval/* metrics of the weights after that step, recorded in the run's evaluations/; of their running average
     where there is one."""
@@ -208,7 +235,7 @@ def build_evaluation(
         )  # fmt: skip
         target = evaluation_folder(folder, step)
         agreed(
-            lambda: write_evaluation(target, outcome.evaluation, outcome.images),
+            lambda: write_evaluation(target, outcome.evaluation, outcome.images, frames_per_s=adapter.frames_per_s),
             mesh.cpu_group,
             here=mesh.rank == 0,
         )

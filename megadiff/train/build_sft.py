@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_evaluation, build_recorder, build_sync, run_folder
 from megadiff.train.checkpoint import Checkpoints
-from megadiff.train.rollout import sampling_of
+from megadiff.train.rollout import sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES
 
@@ -36,7 +35,7 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
     stack.callback(stop_all, processes)
     dataset = _encoded(config, mesh, adapter, source)
     engine = build_engine(config, mesh, adapter)
-    sampling = replace(sampling_of(config.rollout), true_cfg_scale=1.0)
+    sampling = sft_sampling(config.rollout)
     batches = FlowBatches(
         dataset,
         images_per_step=config.train.prompts_per_step,
@@ -57,7 +56,9 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
         fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
         scorer = stack.enter_context(closing(Scorer(config.reward)))
         sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-        evaluation = _between_naps(build_evaluation(config, mesh, engine, fleet, sync, scorer), fleet, config, mesh)
+        evaluation = _between_naps(
+            build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer), fleet, config, mesh
+        )
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return SftRun(
         config=config, mesh=mesh, algorithm=build_algorithm(config.algorithm), engine=engine, batches=batches,
@@ -67,7 +68,7 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
 
 def _encoded(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource) -> LatentDataset:
     """The data as latents and embeddings, from run.dir/cache where they are there already."""
-    sampling = sampling_of(config.rollout)
+    sampling = sft_sampling(config.rollout)
     num_tokens, _ = adapter.latents_shape(sampling)
     return encode_dataset(
         source,

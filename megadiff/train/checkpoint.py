@@ -1,13 +1,12 @@
 """Atomic checkpoints: written aside, fingerprinted, renamed, then `latest` moved. A torn one is named and skipped.
 
-checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml, sums/rank_00000.json, …}
+checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
 checkpoints/latest                      the name of the newest whole one
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from megadiff.engines.base import Engine
 from megadiff.parallel.collectives import AgreedError, agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import Progress
+from megadiff.weights.destination import sync_entry
 from megadiff.weights.run_folders import CONFIG, PROGRESS, progress_record, read_progress, step_name, whole_looking
 from megadiff.weights.shards import shard_file
 
@@ -96,10 +96,10 @@ class Checkpoints:
                 f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem that all nodes share"
             )
         _write_synced(aside / PROGRESS, progress_record(aside, progress))
-        _sync(aside)
+        sync_entry(aside)
         self._put_away_other_history(progress.step)
         aside.rename(target)
-        _sync(self.folder)
+        sync_entry(self.folder)
         pointer = self.folder / f"{ASIDE}latest"
         _write_synced(pointer, target.name)
         pointer.rename(self.folder / "latest")
@@ -130,13 +130,4 @@ def _fresh_folder(folder: Path) -> None:
 
 def _write_synced(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder entry to the disk: a rename must never become durable before what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_entry(path)

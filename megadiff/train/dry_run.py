@@ -13,15 +13,16 @@ from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.train.experts import describe_experts
-from megadiff.train.rollout import sampling_of
+from megadiff.train.rollout import sampling_of, sft_sampling
 
 
 def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int) -> dict[str, object]:
     """JSON values: sigmas, sde_window_range, experts, samples_per_step, …, layout, config."""
     sampling, train = sampling_of(config.rollout), config.train
-    tokens, channels = adapter.latents_shape(sampling)
+    on_policy = build_algorithm(config.algorithm).on_policy
+    tokens, channels = adapter.latents_shape(sampling if on_policy else sft_sampling(config.rollout))
     samples = train.prompts_per_step * config.algorithm.group_size
-    rows_per_sample = sampling.sde_window_size if build_algorithm(config.algorithm).on_policy else 1
+    rows_per_sample = sampling.sde_window_size if on_policy else 1
     return {
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
         "sde_window_size": sampling.sde_window_size,

@@ -22,12 +22,13 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.fleet import Fleet
-from megadiff.train.rollout import sampling_of, without_fields
+from megadiff.train.rollout import for_replica, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
 NUM_IMAGES = 28  # saved to be looked at, over all tasks
 SAMPLES_AT_ONCE = 512  # whose pixels are held until they are scored
+PIXEL_BYTES_AT_ONCE = 2 * 2**30  # and not more of them than this: 36 videos of 49 frames at 480 x 832
 FIGURES = ("colour_entropy_bit", "latent_spread", "saturation")  # of diversity, each a mean over prompts
 
 Plan = list[tuple[Prompt, range]]  # each prompt once, with the indices of its samples
@@ -64,6 +65,13 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
         shares = [count // len(of_task) + (turn < count % len(of_task)) for turn in range(len(of_task))]
         plan += [(prompt, range(share)) for prompt, share in zip(of_task, shares, strict=True) if share]
     return plan
+
+
+def groups_in_a_call(plan: Plan, sampling: Sampling, *, batch_size: int) -> int:
+    """The most groups that an evaluation asks for in one call, however few replicas there are."""
+    template = RolloutRequest(prompt=plan[0][0], sampling=sampling, sample_indices=(), seed=0, step=EVAL_STEP)
+    chunks = _chunks(_requests(plan, batch_size=batch_size, template=template))
+    return max(min(len(chunk), batch_size // len(chunk[0].sample_indices)) for chunk in chunks)
 
 
 def task_of(prompt: Prompt) -> str:
@@ -194,7 +202,7 @@ def _sample_and_score(
     scorer.reset()  # drops what a failed step left behind
     for chunk in _chunks(requests):
         groups = []
-        for index, group in fleet.generate([without_fields(request) for request in chunk]):
+        for index, group in fleet.generate([for_replica(request) for request in chunk]):
             groups.append(replace(group, prompt=chunk[index].prompt))
             scorer.submit(groups[-1])
             on_samples(len(group.trajectories))
@@ -208,9 +216,12 @@ def _sample_and_score(
 
 
 def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
-    """Runs of requests of one size, of SAMPLES_AT_ONCE samples or one request."""
+    """Runs of requests of one size, of as many samples as may be held at once, or one request."""
     for size, same_size in groupby(requests, key=lambda request: len(request.sample_indices)):
-        run, count = list(same_size), max(1, SAMPLES_AT_ONCE // size)
+        run = list(same_size)
+        sampling = run[0].sampling
+        num_bytes = 3 * sampling.num_frames * sampling.height * sampling.width
+        count = max(1, min(SAMPLES_AT_ONCE, PIXEL_BYTES_AT_ONCE // num_bytes) // size)
         yield from (run[first : first + count] for first in range(0, len(run), count))
 
 

@@ -75,7 +75,8 @@ def train(run: Run) -> None:
                 )  # before a waking that may fail
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
-        run.recorder.step(progress.step, stats | gate | timers.pop(), partial(sample_records, groups, rewards))
+        samples = partial(sample_records, groups, rewards, frames_per_s=run.adapter.frames_per_s)
+        run.recorder.step(progress.step, stats | gate | timers.pop(), samples)
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)

@@ -28,7 +28,8 @@ from megadiff.engines.veomni import UNSHARDED_SHARE, unsharded_bytes
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import lora_shapes, lora_spec
 from megadiff.parallel.mesh import Layout, resolve_layout
-from megadiff.rollout.footprint import decoding_bytes, replica_weights
+from megadiff.rollout.footprint import replica_weights
+from megadiff.train.experts import trained_components
 from megadiff.train.rollout import sampling_of
 from megadiff.types import DTYPES
 
@@ -105,6 +106,7 @@ def make_plan(config: Config, adapter: ModelAdapter, *, machine: Machine, text_t
     model = replace(
         model_shape(adapter, config.lora),
         num_components=len(adapter.components),
+        num_frozen=0 if config.lora.rank else len(adapter.components) - len(trained_components(config, adapter)),
         idle_offloaded=several and config.engine.offload_idle,
     )
     replicas = _replicas(config, adapter, model, machine, text_tokens)
@@ -128,7 +130,15 @@ def model_shape(adapter: ModelAdapter, lora: LoraConfig) -> ModelShape:
     """Of the stock transformer, built without memory, with the low-rank tensors that the config asks for."""
     shapes = {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
     pairs = lora_shapes(lora_spec(lora, adapter.plan, shapes), shapes)
-    return ModelShape(shapes=shapes, plan=adapter.plan, width=adapter.width, num_heads=adapter.num_heads, lora=pairs)
+    return ModelShape(
+        shapes=shapes,
+        plan=adapter.plan,
+        width=adapter.width,
+        num_heads=adapter.num_heads,
+        mlp_ratio=adapter.mlp_ratio,
+        activations=adapter.activations,
+        lora=pairs,
+    )
 
 
 def placings_of(machine: Machine) -> Iterator[Placing]:
@@ -176,7 +186,7 @@ def _estimate(
     reference = static.reference if build_algorithm(config.algorithm).needs_reference else 0
     host = {"reference": reference, "sleeping replica": awake if replicas.sleeps else 0}
     if model.idle_offloaded:
-        host["idle optimizer"] = model.num_components * static.optimizer
+        host["idle optimizer"] = (model.num_components - model.num_frozen) * static.optimizer
     return Estimate(placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle)
 
 
@@ -225,10 +235,12 @@ def work_of(
     unsharded = unsharded_bytes(  # VeOmni's way; Megatron's buffers are always whole
         num_elements=model.num_parameters, num_trained=model.num_trained, itemsize=itemsize
     )
+    tokens = adapter.token_count(sampling, text_tokens)
     return Work(
         rows=min(config.train.microbatch_size, rows),
-        image_tokens=adapter.latents_shape(sampling)[0],
-        text_tokens=text_tokens,
+        image_tokens=tokens.image,
+        text_tokens=tokens.text,
+        modulates_tokens=tokens.is_modulated,
         passes=max(adapter.num_passes(each, sampling) for each in adapter.components) if on_policy else 1,
         itemsize=itemsize,
         recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
@@ -251,7 +263,8 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     work = replace(
         work_of(config, adapter, alone, model, machine, text_tokens), rows=rows, itemsize=DTYPES[dtype].itemsize
     )
-    decoding = decoding_bytes(num_pixels=rows * rollout.height * rollout.width, dtype=dtype)
+    size = dict(num_frames=rollout.num_frames, height=rollout.height, width=rollout.width)
+    decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)
     num_replicas = rollout.num_replicas or machine.world_size
     return Replicas(
         weights=weights,

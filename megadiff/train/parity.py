@@ -14,13 +14,13 @@ from torch import Tensor
 from megadiff.config.schema import Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
-from megadiff.models.adapter import ModelAdapter
+from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
 from megadiff.parallel.collectives import agreed, all_reduce_max, broadcast_bytes, broadcast_json, raise_together
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.experts import component_steps
-from megadiff.train.rollout import sampling_of, share
+from megadiff.train.rollout import first_frame_of, for_replica, sampling_of, share
 from megadiff.types import DTYPES, Prompt, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def check(
     """
     if config.parity.mode == "off":
         return {}
-    prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // _num_samples(config))], mesh)
+    prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // num_gate_samples(config))], mesh)
     expected = _expected_conditioning(adapter, prompts[0], config=config, mesh=mesh)
     samplings = component_samplings(adapter, sampling_of(config.rollout))
     rounds = math.ceil(len(fleet.replicas) / mesh.dp)
@@ -113,7 +113,7 @@ def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
     return ""
 
 
-def _num_samples(config: Config) -> int:
+def num_gate_samples(config: Config) -> int:
     """Of each group that is sampled for the gate."""
     return min(config.algorithm.group_size, config.train.microbatch_size)
 
@@ -134,6 +134,10 @@ def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Con
         for prefix, text in texts.items():
             embeds, mask = adapter.encode_prompt([text], dtype=DTYPES[config.model.dtype], device=mesh.device)
             tensors |= {f"{prefix}prompt_embeds": embeds, f"{prefix}prompt_mask": mask}
+        if sampling.first_frame:
+            pixels = torch.tensor(first_frame_of(prompt, sampling))
+            with adapter.image_encoder(dtype=DTYPES[config.model.dtype], device=mesh.device) as encode_images:
+                tensors[FIRST_FRAME] = encode_images(pixels[None]).cpu()
         return save({name: tensor.contiguous() for name, tensor in tensors.items()})
 
     payload = agreed(encode, mesh.cpu_group, here=mesh.rank == 0)
@@ -148,14 +152,18 @@ def _probe(
         RolloutRequest(
             prompt=prompt,
             sampling=sampling,
-            sample_indices=tuple(range(_num_samples(config))),
+            sample_indices=tuple(range(num_gate_samples(config))),
             seed=config.seed,
             step=step,
             policy_version=step,
         )
         for prompt in prompts
     ]
-    groups = agreed(lambda: fleet.generate_on(replica, requests), mesh.cpu_group, here=mesh.is_model_group_source)
+    groups = agreed(
+        lambda: fleet.generate_on(replica, list(map(for_replica, requests))),
+        mesh.cpu_group,
+        here=mesh.is_model_group_source,
+    )
     return share(groups[:1] if groups else [], 1, mesh=mesh)[0]
 
 

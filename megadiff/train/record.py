@@ -157,7 +157,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
-def sample_records(groups: list[RolloutGroup], rewards: Rewards) -> list[SampleRecord]:
+def sample_records(groups: list[RolloutGroup], rewards: Rewards, *, frames_per_s: int) -> list[SampleRecord]:
     """The first samples of this rank's first groups (by prompt text, so that the same prompts come again)."""
     order = sorted(range(len(groups)), key=lambda index: groups[index].prompt.text)[:SAMPLE_PROMPTS]
     return [
@@ -169,6 +169,7 @@ def sample_records(groups: list[RolloutGroup], rewards: Rewards) -> list[SampleR
             prompt_id=groups[index].prompt.id,
             sample_index=sample.sample_index,
             policy_version=sample.policy_version,
+            frames_per_s=frames_per_s,
         )
         for index in order
         for place, sample in enumerate(groups[index].trajectories[:SAMPLES_PER_PROMPT])

@@ -29,7 +29,7 @@ def check_placement(config: Config, *, world_size: int) -> None:
         raise ValueError(
             f"rollout.mode=colocated starts replicas on one node, but {world_size} ranks run {local_world_size} a node; "
             "start `megadiff serve MODEL --host ADDRESS --registry DIR` on every node and set rollout.mode=separate "
-            "rollout.registry=DIR"
+            "rollout.registry=DIR rollout.num_replicas=N"
         )
 
 

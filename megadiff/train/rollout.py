@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megadiff.config.schema import RolloutConfig
+from megadiff.data.pixels import read_first_frame
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.limits import Limits
 from megadiff.rollout.wire import decode_groups, encode_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
@@ -27,6 +30,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         height=config.height,
         width=config.width,
         num_frames=config.num_frames,
+        first_frame=config.first_frame,
         num_inference_steps=config.num_inference_steps,
         true_cfg_scale=config.true_cfg_scale,
         guidance_scale=config.guidance_scale,
@@ -36,6 +40,11 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         sde_window_size=config.sde_window_size,
         sde_window_range=(low, high),
     )
+
+
+def sft_sampling(config: RolloutConfig) -> Sampling:
+    """Of a supervised run's forwards: images without guidance, whatever its evaluations sample."""
+    return replace(sampling_of(config), num_frames=1, true_cfg_scale=1.0, guidance_scale=1.0, guidance_scale_2=0.0)
 
 
 def group_requests(
@@ -79,7 +88,7 @@ def _fetch_and_score(
     arrived: dict[int, RolloutGroup] = {}
     scorer.reset()  # drops what a failed step left behind
     with timers("rollout"):
-        for index, group in fleet.generate([without_fields(request) for request in requests]):
+        for index, group in fleet.generate([for_replica(request) for request in requests]):
             arrived[index] = replace(group, prompt=requests[index].prompt)
             scorer.submit(arrived[index])
     with timers("reward"):
@@ -88,9 +97,37 @@ def _fetch_and_score(
     return [arrived[index] for index in range(len(requests))], {name: value[order] for name, value in scored.items()}
 
 
-def without_fields(request: RolloutRequest) -> RolloutRequest:
-    """Rewards read a prompt's fields, replicas do not: they may be large, or no JSON values (a parquet file's dates)."""
-    return replace(request, prompt=replace(request.prompt, fields={}))
+def for_replica(request: RolloutRequest) -> RolloutRequest:
+    """With the first frame's pixels, where there is one, in place of its file. Rewards read a prompt's fields, replicas do
+    not: they may be large, or no JSON values (a parquet file's dates). Raises ValueError for an image that has changed."""
+    prompt, sampling = request.prompt, request.sampling
+    plain = replace(request, prompt=replace(prompt, fields={}, image=""))
+    if not sampling.first_frame:
+        return plain
+    return replace(plain, first_frame=first_frame_of(prompt, sampling).tobytes())
+
+
+def first_frame_size(sampling: Sampling) -> tuple[int, int] | None:
+    """(height, width) that the prompts' images must have; None where no image is given to the model."""
+    return (sampling.height, sampling.width) if sampling.first_frame else None
+
+
+def check_call(sampling: Sampling, num_groups: int, *, what: str) -> None:
+    """Raises ValueError when so many groups' first frames are more than a replica takes in a call. what: that makes it."""
+    size = dict(height=sampling.height, width=sampling.width)
+    most = max(1, Limits().num_first_frames(**size))
+    if sampling.first_frame and num_groups > most:
+        raise ValueError(
+            f"rollout.batch_size makes {what} ask for {num_groups} groups in a call, each with a first frame of "
+            f"{sampling.width}x{sampling.height}; a replica takes {most} of them ({Limits().json_bytes >> 20} MiB): set "
+            f"rollout.batch_size<={most}"
+        )
+
+
+def first_frame_of(prompt: Prompt, sampling: Sampling) -> np.ndarray:
+    """uint8 [H, W, 3]. Raises ValueError as read_first_frame does."""
+    where = f"prompt {prompt.id} ({prompt.text[:60]!r})"
+    return read_first_frame(prompt.image, height=sampling.height, width=sampling.width, where=where)
 
 
 def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
+from megadiff.models.activations import TokenCount
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
-from megadiff.models.encoders import freed
+from megadiff.models.encoders import EncodesPrompts, freed
 from megadiff.models.files import read_json
+from megadiff.models.qwen_image.activations import ACTIVATIONS, DECODING
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.types import Prompt, Sampling
@@ -26,11 +28,12 @@ PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 lat
 MAX_PROMPT_TOKENS = 1024  # as in the pipeline of diffusers
 
 
-class QwenImageAdapter:
+class QwenImageAdapter(EncodesPrompts):
     """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
 
     components = ("transformer",)
-    plan = PLAN
+    plan, activations, decoding = PLAN, ACTIVATIONS, DECODING
+    mlp_ratio, frames_per_s = 4.0, 1
     veomni_splits_tokens = True
 
     def __init__(self, model_folder: Path | str) -> None:
@@ -74,6 +77,8 @@ class QwenImageAdapter:
                 )
         if sampling.num_frames != 1:
             raise ValueError(f"rollout.num_frames={sampling.num_frames}, but Qwen-Image makes images; set it to 1")
+        if sampling.first_frame:
+            raise ValueError("rollout.first_frame=true, but Qwen-Image makes images from text alone; set it to false")
         if sampling.true_cfg_scale < 1:
             raise ValueError(f"rollout.true_cfg_scale={sampling.true_cfg_scale} < 1 (off); set it to 1 or more")
         if sampling.guidance_scale != 1:
@@ -150,20 +155,6 @@ class QwenImageAdapter:
         negative_velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *negative, sampling)
         return true_cfg(velocity_BLC, negative_velocity_BLC, sampling.true_cfg_scale).float()
 
-    def encode_prompt(
-        self,
-        texts: Sequence[str],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> tuple[Tensor, Tensor]:
-        """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool), on the CPU.
-
-        Loads the text encoder (7 B parameters in the real model) for the call and frees it afterwards.
-        """
-        with self.prompt_encoder(dtype=dtype, device=device) as encode:
-            return encode(texts)
-
     @contextmanager
     def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[PromptEncoder]:
         """By the checkpoint's template and text encoder."""
@@ -203,6 +194,9 @@ class QwenImageAdapter:
 
         with freed(vae):
             yield encode
+
+    def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
+        return TokenCount(image=self.latents_shape(sampling)[0], text=num_text_tokens)
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Linear layers, attention and modulation of one forward pass; twice that under true CFG."""

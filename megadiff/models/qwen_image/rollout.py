@@ -17,13 +17,13 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
 
 from megadiff.diffusion.schedule import qwen_image_sigmas
+from megadiff.models.qwen_image.activations import DECODING
 from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.models.rollout_base import BatchSampler, RolloutPipelineMixin, distinct
 from megadiff.types import RolloutRequest
 
 PATCH_PIXELS = 16  # 8× by the VAE, 2× by packing
-DECODED_PIXELS = {"cpu": 2**16, "cuda": 2**22}  # per call of the VAE; a CPU is faster where they stay in its caches
 
 
 class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
@@ -62,7 +62,7 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         decode = super()._decode_latents
         if self._sampler is None:
             return decode(latents, height, width, output_type)
-        num_rows = max(1, DECODED_PIXELS[self.device.type] // (height * width))
+        num_rows = DECODING.num_rows(self.device.type, num_frames=1, height=height, width=width)
         parts = [decode(rows_BLC, height, width, output_type) for rows_BLC in latents.split(num_rows)]
         return dataclasses.replace(parts[0], output=torch.cat([part.output for part in parts]))
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megadiff.models.activations import TokenCount
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
-from megadiff.models.encoders import freed
+from megadiff.models.encoders import EncodesPrompts, freed
 from megadiff.models.wan22 import text as wan_text
+from megadiff.models.wan22 import vae as wan_vae
+from megadiff.models.wan22.activations import ACTIVATIONS, DECODING
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
-from megadiff.models.wan22.packing import PATCH, pack
 from megadiff.models.wan22.plan import PLAN
 from megadiff.models.wan22.velocity import TEXT_TOKENS, wan_velocity
 from megadiff.types import Prompt, Sampling
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 
-class WanAdapter:
+class WanAdapter(EncodesPrompts):
     """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
 
-    plan = PLAN
+    plan, activations, decoding = PLAN, ACTIVATIONS, DECODING
     veomni_splits_tokens = (
         False  # it drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
     )
@@ -37,6 +39,8 @@ class WanAdapter:
         self.checkpoint = WanCheckpoint.read(self.model_folder)
         self.components = self.checkpoint.components
         self.num_heads, self.width = self.checkpoint.num_heads, self.checkpoint.width
+        self.frames_per_s = self.checkpoint.frames_per_s
+        self.mlp_ratio = self.checkpoint.ffn_width / self.checkpoint.width
 
     def component_of(self, sigma: float) -> str:
         return self.checkpoint.component_of(sigma)
@@ -72,7 +76,7 @@ class WanAdapter:
                 )
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
-        return self.checkpoint.grid(sampling).num_tokens, self.checkpoint.channels * PATCH**2
+        return self.checkpoint.latents_shape(sampling)
 
     def schedule(self, sampling: Sampling) -> Tensor:
         return self.checkpoint.schedule(sampling.num_inference_steps)
@@ -103,20 +107,6 @@ class WanAdapter:
             guidance_scale=self.checkpoint.guidance_scale(component, sampling),
         )
 
-    def encode_prompt(
-        self,
-        texts: Sequence[str],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> tuple[Tensor, Tensor]:
-        """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool), on the CPU.
-
-        Loads the text encoder (5.7 B parameters in the real model) for the call and frees it afterwards.
-        """
-        with self.prompt_encoder(dtype=dtype, device=device) as encode:
-            return encode(texts)
-
     @contextmanager
     def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[PromptEncoder]:
         from transformers import AutoTokenizer, UMT5EncoderModel
@@ -141,17 +131,13 @@ class WanAdapter:
         from diffusers import AutoencoderKLWan
 
         vae = AutoencoderKLWan.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
-        mean_C, std_C = (torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std"))
-
-        @torch.no_grad()
-        def encode(pixels: Tensor) -> Tensor:
-            frames_BFHWC = pixels[:, None] if pixels.ndim == 4 else pixels
-            scaled = frames_BFHWC.to(device).permute(0, 4, 1, 2, 3).to(dtype) / 127.5 - 1
-            latents_BCFHW = vae.encode(scaled).latent_dist.mode().float()
-            return pack((latents_BCFHW - mean_C.view(1, -1, 1, 1, 1)) / std_C.view(1, -1, 1, 1, 1))
-
         with freed(vae):
-            yield encode
+            yield lambda pixels: wan_vae.encode(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
+
+    def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
+        """The text is padded, whatever num_text_tokens; the tokens of a given first frame pass through all blocks."""
+        image = self.checkpoint.grid(sampling).num_tokens
+        return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=sampling.first_frame)
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """The text is padded, whatever num_text_tokens. With two experts the mean over the schedule's steps."""

@@ -22,12 +22,14 @@ class WanCheckpoint:
     """One transformer (TI2V-5B), or two experts that share the schedule (T2V-A14B).
 
     boundary_ratio: the high-noise expert is in charge from this sigma on; None with one transformer. flow_shift: of the
-    schedule. channels: of a latent. spatial, temporal: how many pixels, and frames after the first, the VAE turns into one.
+    schedule. takes_first_frame: its timesteps are of single tokens, 0 for those of a given first frame. channels: of a
+    latent. spatial, temporal: how many pixels, and frames after the first, the VAE turns into one.
     width: channels of a token inside the transformer; ffn_width: of its feed-forward layer.
     """
 
     boundary_ratio: float | None
     flow_shift: float
+    takes_first_frame: bool
     channels: int
     spatial: int
     temporal: int
@@ -52,6 +54,7 @@ class WanCheckpoint:
         return cls(
             boundary_ratio=boundary_ratio,
             flow_shift=_flow_shift(folder),
+            takes_first_frame=bool(index.get("expand_timesteps")),
             channels=first["in_channels"],
             spatial=vae.get("scale_factor_spatial") or 8,
             temporal=vae.get("scale_factor_temporal") or 4,
@@ -64,6 +67,11 @@ class WanCheckpoint:
     @property
     def components(self) -> tuple[str, ...]:
         return (HIGH_NOISE,) if self.boundary_ratio is None else (HIGH_NOISE, LOW_NOISE)
+
+    @property
+    def frames_per_s(self) -> int:
+        """24 of TI2V-5B, 16 of T2V-A14B, as the authors play them; no file of the folder says it."""
+        return 24 if self.takes_first_frame else 16
 
     def component_of(self, sigma: float) -> str:
         """The expert in charge: high noise from 1000·boundary_ratio on. Timesteps are compared to a thousandth, as a
@@ -84,7 +92,7 @@ class WanCheckpoint:
         return any(self.guidance_scale(component, sampling) > 1 for component in self.components)
 
     def validate(self, sampling: Sampling) -> None:
-        """Raises ValueError when the model cannot sample at this size, length or guidance."""
+        """Raises ValueError when the model cannot sample at this size, length or guidance, or from a first frame."""
         pixels = self.spatial * PATCH
         for name, size in (("height", sampling.height), ("width", sampling.width)):
             if size < pixels or size % pixels:
@@ -99,6 +107,7 @@ class WanCheckpoint:
                 f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent after the first); "
                 f"set rollout.num_frames={nearest}"
             )
+        self._check_first_frame(sampling)
         if sampling.true_cfg_scale != 1:
             raise ValueError(
                 f"rollout.true_cfg_scale={sampling.true_cfg_scale}, but Wan's guidance is plain; set "
@@ -107,6 +116,18 @@ class WanCheckpoint:
         if sampling.guidance_scale < 1:
             raise ValueError(f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more")
         self._check_second_scale(sampling.guidance_scale_2)
+
+    def _check_first_frame(self, sampling: Sampling) -> None:
+        if sampling.first_frame and not self.takes_first_frame:
+            raise ValueError(
+                "rollout.first_frame=true, but this model draws from text alone (no expand_timesteps in its "
+                "model_index.json); use Wan2.2 TI2V-5B, or set rollout.first_frame=false"
+            )
+        if sampling.first_frame and sampling.num_frames == 1:
+            raise ValueError(
+                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and nothing is drawn; set "
+                f"rollout.num_frames={1 + self.temporal} or more"
+            )
 
     def _check_second_scale(self, scale: float) -> None:
         if scale and len(self.components) == 1:
@@ -118,7 +139,14 @@ class WanCheckpoint:
                 f"rollout.guidance_scale_2={scale} is below 1 (off); set it to 1 or more, or to 0 for guidance_scale's value"
             )
 
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        """(tokens, channels) of what is drawn: all frames, or all but a given first."""
+        grid = self.grid(sampling)
+        num_given = grid.tokens_per_frame if sampling.first_frame else 0
+        return grid.num_tokens - num_given, self.channels * PATCH**2
+
     def grid(self, sampling: Sampling) -> TokenGrid:
+        """Of the transformer's input: all frames."""
         pixels = self.spatial * PATCH
         return TokenGrid(
             frames=(sampling.num_frames - 1) // self.temporal + 1,

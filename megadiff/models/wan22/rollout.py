@@ -16,15 +16,16 @@ from torch import Tensor
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.models.wan2_2 import Wan22Pipeline
 
+from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.rollout_base import BatchSampler, RolloutPipelineMixin, distinct
 from megadiff.models.wan22 import text as wan_text
+from megadiff.models.wan22 import vae as wan_vae
+from megadiff.models.wan22.activations import DECODING
 from megadiff.models.wan22.checkpoint import WanCheckpoint
-from megadiff.models.wan22.packing import PATCH, unpack
+from megadiff.models.wan22.packing import unpack
 from megadiff.models.wan22.plan import SERVED_NAMES
 from megadiff.models.wan22.velocity import TEXT_TOKENS, wan_velocity
 from megadiff.types import RolloutRequest
-
-DECODED_PIXELS = {"cpu": 2**18, "cuda": 2**25}  # of all frames, per call of the VAE
 
 
 class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
@@ -41,7 +42,7 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         sampling = requests[0].sampling
         self.checkpoint.validate(sampling)
         self._check_lengths(requests)
-        token_shape = (self.checkpoint.grid(sampling).num_tokens, self.checkpoint.channels * PATCH**2)
+        token_shape = self.checkpoint.latents_shape(sampling)
         schedule = self.checkpoint.schedule(sampling.num_inference_steps)
         return BatchSampler(requests, schedule=schedule, token_shape=token_shape, device=self.device)
 
@@ -49,6 +50,8 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         """The groups' videos, as _decoded has them."""
         sampler = self._sampler
         self._encode_texts(sampler)
+        if sampler.sampling.first_frame:
+            self._encode_first_frames(sampler)
         return DiffusionOutput(output=self._decoded(self._denoised(sampler)))
 
     def to_pixels(self, images: Tensor) -> Tensor:
@@ -68,6 +71,17 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
                 f"{side}prompt_mask": mask_BT[place_P],
             }
 
+    def _encode_first_frames(self, sampler: BatchSampler) -> None:
+        """Each distinct image once, one at a time, as the groups' conditioning."""
+        sampling = sampler.sampling
+        images, place_P = distinct([request.first_frame for request in sampler.requests])
+        shape = (1, 1, sampling.height, sampling.width, 3)
+        latents = [
+            wan_vae.encode(self.vae, torch.frombuffer(bytearray(image), dtype=torch.uint8).view(shape))
+            for image in images
+        ]
+        sampler.conditioning[FIRST_FRAME] = torch.cat(latents)[place_P.to(self.device)]
+
     def _denoised(self, sampler: BatchSampler) -> Tensor:
         """Latents [N, C, F, H, W] at sigma 0. A step's velocity is the trainer's: the same function, expert and scale."""
         grid = self.checkpoint.grid(sampler.sampling)
@@ -84,18 +98,17 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
                 guidance_scale=self.checkpoint.guidance_scale(component, sampler.sampling),
             )
             latents_NLC = sampler.step(velocity_NLC, latents_NLC)
-        return unpack(latents_NLC, grid)
+        given = [conditioning[FIRST_FRAME].to(latents_NLC)] if sampler.sampling.first_frame else []
+        return unpack(torch.cat([*given, latents_NLC], dim=1), grid)
 
     def _decoded(self, latents_NCFHW: Tensor) -> Tensor:
         """[N, F, H, W, 3] uint8 on the CPU, rounded as the stock frames are. A few rows at a time: the VAE's activations take
         hundreds of times a video's memory, and all videos in the decoder's dtype would take more than the latents."""
         vae = self.vae
-        mean, std = (
-            torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1).to(self.device) for name in ("mean", "std")
-        )
+        mean, std = wan_vae.latent_statistics(vae, self.device)
         frames, height, width = latents_NCFHW.shape[2:]
-        num_pixels = frames * self.checkpoint.temporal * height * width * self.checkpoint.spatial**2
-        num_rows = max(1, DECODED_PIXELS[self.device.type] // num_pixels)
+        num_frames, side = frames * self.checkpoint.temporal, self.checkpoint.spatial
+        num_rows = DECODING.num_rows(self.device.type, num_frames=num_frames, height=height * side, width=width * side)
         rows = (latents_NCFHW.float() * std + mean).to(vae.dtype).split(num_rows)
         return torch.cat([_to_uint8(vae.decode(each, return_dict=False)[0]).cpu() for each in rows])
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadiff.diffusion.guidance import plain_cfg
+from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.wan22.packing import TokenGrid, pack, unpack
 
 TEXT_TOKENS = 512  # the text's width in every forward; beyond the prompt zeros, which the model attends to
-FIRST_FRAME = "first_frame"
 
 
 def wan_velocity(

@@ -90,6 +90,17 @@ def test_without_a_window_the_clean_latents_are_kept(changes: dict) -> None:
             assert sample.sigmas.tolist() == [0.0] and sample.log_probs.shape == (0,)
 
 
+def test_conditioning_without_a_mask_stays_whole() -> None:
+    frames = torch.arange(12.0).view(2, 3, 2)
+    sampler = BatchSampler(
+        [make_request(0, 0), make_request(1, 0)], schedule=SCHEDULE, token_shape=SHAPE, device=torch.device("cpu")
+    )
+    sampler.conditioning = {"first_frame": frames, "prompt_mask": torch.ones(2, 1, dtype=torch.bool)}
+    result = sampler.result(torch.zeros(2, 1, 1, 1, 3, dtype=torch.uint8))
+    for place, group in enumerate(assemble_groups(sampler.requests, result, policy_version=0, replica="r")):
+        assert torch.equal(group.conditioning["first_frame"], frames[place : place + 1])
+
+
 def test_conditioning_is_cut_to_each_groups_tokens() -> None:
     for group, tokens in zip(
         draw([make_request(4, 0), make_request(0, 0), make_request(2, 0)]), (5, 1, 3), strict=True

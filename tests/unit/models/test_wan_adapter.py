@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from PIL import Image
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -116,6 +117,30 @@ def test_a_given_first_frame_is_clean_and_left_out(one: WanAdapter) -> None:
 
 
 @torch.no_grad()
+def test_a_given_first_frame_is_encoded_as_by_the_stock_pipeline(one: WanAdapter) -> None:
+    image = torch.randint(0, 256, (1, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pipeline = WanImageToVideoPipeline.from_pretrained(
+        one.model_folder,
+        transformer=None,
+        text_encoder=None,
+        image_encoder=None,
+        image_processor=None,
+        expand_timesteps=True,
+    )
+    pixels = pipeline.video_processor.preprocess(Image.fromarray(image[0].numpy()), height=64, width=96)
+    sizes = dict(num_channels_latents=48, height=64, width=96, num_frames=9, dtype=torch.float32)
+    _, expected, mask = pipeline.prepare_latents(pixels, 1, **sizes)
+    with one.image_encoder(dtype=torch.float32, device="cpu") as encode_pixels:
+        first = encode_pixels(image)
+    assert (first - pack(expected)).abs().max() <= 1e-5
+    given = dataclasses.replace(SAMPLING, first_frame=True)
+    num_drawn, channels = one.latents_shape(given)
+    assert first.shape == (1, one.latents_shape(SAMPLING)[0] - num_drawn, channels)
+    assert num_drawn == int(pack(mask)[..., 0].sum())  # of all tokens those whose timestep is not 0
+    assert one.flops(given, 0) == one.flops(SAMPLING, 0)  # the transformer sees them all
+
+
+@torch.no_grad()
 def test_what_stands_beyond_a_mask_does_not_matter(one: WanAdapter) -> None:
     transformer, conditioning, latents = transformer_of(one), text(one), latents_of(one)
     sigma_B = torch.full((3,), 0.5)
@@ -166,6 +191,7 @@ def test_too_long_prompts_are_refused(one: WanAdapter) -> None:
         ({"true_cfg_scale": 2.0}, "set rollout.guidance_scale instead"),
         ({"guidance_scale": 0.5}, "guidance_scale=0.5 < 1"),
         ({"guidance_scale_2": 3.0}, "no second expert"),
+        ({"first_frame": True, "num_frames": 1}, "the only frame is given .* set rollout.num_frames=5 or more"),
     ],
 )
 def test_impossible_samplings_are_refused(one: WanAdapter, changes: dict, match: str) -> None:
@@ -176,6 +202,8 @@ def test_impossible_samplings_are_refused(one: WanAdapter, changes: dict, match:
 
 def test_the_second_scale_of_two_experts(two: WanAdapter) -> None:
     two.validate(dataclasses.replace(GUIDED, height=48))
+    with pytest.raises(ValueError, match="first_frame=true, but this model draws from text alone"):
+        two.validate(dataclasses.replace(GUIDED, first_frame=True))
     with pytest.raises(ValueError, match="guidance_scale_2=0.5 is below 1"):
         two.validate(dataclasses.replace(GUIDED, guidance_scale_2=0.5))
 

@@ -26,7 +26,7 @@ def checkpoint(**changes: object) -> WanCheckpoint:
         "width": 96,
         "ffn_width": 192,
     }
-    return WanCheckpoint(**{"boundary_ratio": 0.875, "flow_shift": 5.0, **sizes, **changes})
+    return WanCheckpoint(**{"boundary_ratio": 0.875, "flow_shift": 5.0, "takes_first_frame": False, **sizes, **changes})
 
 
 @pytest.mark.parametrize(("flow_shift", "num_high"), [(5.0, 5), (12.0, 7)])

@@ -13,7 +13,7 @@ from megadiff.observe import pictures
 from megadiff.observe.pictures import load_pictures
 from megadiff.observe.report_samples import samples_section
 from megadiff.observe.samples import frame_strip, read_samples, sample_grid, save_samples, write_picture
-from megadiff.observe.video import read_frames
+from megadiff.observe.video import read_frames, shrunk_video
 
 
 def test_samples_come_back_with_exact_pixels_and_every_field(tmp_path):
@@ -116,6 +116,16 @@ def test_videos_of_any_size_are_written(tmp_path, size):
     frames = list(read_frames(tmp_path / "a.mp4"))
     assert len(frames) == 3 and frames[0].shape[:2] == (max(2, height // 2 * 2), max(2, width // 2 * 2))
     assert abs(int(frames[0].mean()) - 200) <= 2
+
+
+def test_a_video_is_as_fast_as_its_model_says_also_when_shrunk(tmp_path):
+    (sample,) = samples_of(1, num_steps=1, num_frames=12, size=64)[:1]
+    folder = save_samples(tmp_path, step=1, samples=[dataclasses.replace(sample, frames_per_s=24)])
+    path = next(folder.glob("*.mp4"))
+    (tmp_path / "small.mp4").write_bytes(shrunk_video(path, 32))
+    for each in (path, tmp_path / "small.mp4"):
+        with av.open(str(each)) as container:
+            assert container.duration / av.time_base == pytest.approx(12 / 24, abs=0.01)
 
 
 def test_large_videos_become_small_ones_in_a_page(tmp_path, monkeypatch):

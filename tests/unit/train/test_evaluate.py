@@ -14,7 +14,7 @@ from megadiff.rewards.color import closeness
 from megadiff.rewards.score import Scorer
 from megadiff.train import evaluate as module
 from megadiff.train.evaluate import EVAL_STEP, eval_metrics, evaluate, pictured, spread
-from megadiff.types import Prompt, Sampling
+from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.stub_fleet import StubFleet
 
 SAMPLING = Sampling(height=8, width=8, num_inference_steps=4, sde_type="ode", sde_window_size=0)
@@ -142,6 +142,20 @@ def test_how_samples_are_cut_into_requests_does_not_matter(mesh, monkeypatch, ba
     assert found.evaluation == expected.evaluation
     assert found.images.keys() == expected.images.keys()
     assert all(torch.equal(found.images[file], expected.images[file]) for file in found.images)
+
+
+@pytest.mark.parametrize(("num_frames", "runs"), [(1, [8]), (49, [1] * 8), (5, [3, 3, 2])])
+def test_few_long_videos_are_held_at_once(monkeypatch, num_frames, runs):
+    """Of requests of two samples each; one that alone is too much is drawn nevertheless."""
+    monkeypatch.setattr(module, "PIXEL_BYTES_AT_ONCE", 6 * 5 * 64 * 64 * 3)
+    sampling = Sampling(height=64, width=64, num_frames=num_frames, num_inference_steps=4)
+    requests = [
+        RolloutRequest(
+            prompt=prompt(f"a red {index}"), sampling=sampling, sample_indices=(0, 1), seed=0, step=EVAL_STEP
+        )
+        for index in range(8)
+    ]
+    assert [len(run) for run in module._chunks(requests)] == runs
 
 
 def test_another_seed_draws_other_noise(mesh):

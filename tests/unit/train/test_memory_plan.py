@@ -15,6 +15,10 @@ from megadiff.rollout.footprint import replica_weights
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_h200.yaml")
 MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
+VIDEO = {
+    "one": ROOT / "configs/recipes/wan22_ti2v_5b_flowgrpo_8xh200.yaml",
+    "experts": ROOT / "configs/recipes/wan22_t2v_a14b_flowgrpo_64xh200.yaml",
+}
 SEPARATE = ("rollout.mode=separate", "rollout.registry=replicas")
 
 
@@ -107,6 +111,51 @@ def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan,
     assert all(layout["host"]["reference"] == 0 for layout in found["layouts"])
     assert main(["plan", RECIPE, MODEL, "--world-size", "4", "lora.rank=64"]) == 0
     assert "LoRA of rank 64: 0.422 B are trained" in capsys.readouterr().out
+
+
+def test_a_frozen_expert_has_weights_alone(capsys, monkeypatch):
+    """In engine.dtype, and one expert's optimizer on the host where two have theirs."""
+
+    def static(*arguments: str) -> tuple[dict, dict]:
+        main(["plan", str(VIDEO["experts"]), "--world-size", "64", "--json", *arguments])
+        layout = json.loads(capsys.readouterr().out)["layouts"][0]
+        return layout["static"], layout["host"]
+
+    monkeypatch.chdir(ROOT)  # where the recipe's model is
+    (both, hosted), (one, hosted_one) = static(), static("train.components=[transformer]")
+    assert one["parameters"] == pytest.approx(both["parameters"] * (4 + 2) / (4 + 4), rel=1e-6)
+    assert (one["gradients"], one["optimizer"]) == (both["gradients"], both["optimizer"])
+    assert 2 * hosted_one["idle optimizer"] == hosted["idle optimizer"] > 0
+    with_lora = [static("lora.rank=8", *extra)[0] for extra in ((), ("train.components=[transformer]",))]
+    assert with_lora[0] == with_lora[1]  # both have adapters
+
+
+def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
+    """Text is padded to one length, a given first frame costs a modulation of each token, and decoding has a video at once,
+    a few frames of it at a time."""
+
+    def plan(*arguments: str) -> dict:
+        main(["plan", str(VIDEO["one"]), "--world-size", "8", "--json", *arguments])
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.chdir(ROOT)
+    alone, other_text, from_image, longer, smaller = (
+        plan(*arguments)
+        for arguments in (
+            (),
+            ("--text-tokens", "7"),
+            ("rollout.first_frame=true",),
+            ("rollout.num_frames=97",),
+            ("rollout.height=256", "rollout.width=256"),
+        )
+    )
+    layouts = {name: found["layouts"][0] for name, found in (("alone", alone), ("from_image", from_image))}
+    assert alone == other_text and layouts["alone"]["work"]["text_tokens"] == 512
+    assert [each["work"]["image_tokens"] for each in layouts.values()] == [5070, 5070]
+    activations = [each["phases"]["update"]["activations"] for each in layouts.values()]
+    assert 1.2 * activations[0] < activations[1] < 3 * activations[0]
+    working = [found["replicas"]["working"] for found in (alone, longer, smaller)]
+    assert working[2] < working[0] < working[1]
 
 
 def test_supervised_training_has_an_average_and_no_rollout(plan):

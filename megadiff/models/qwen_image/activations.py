@@ -1,0 +1,25 @@
+"""What Qwen-Image's transformer and VAE have in memory at work. Data only."""
+
+from __future__ import annotations
+
+from megadiff.models.activations import Activations, Decoding, Kept, Part
+
+ACTIVATIONS = Activations(
+    whole=Kept(
+        tokenwise=Part(elements=8),
+        gathered=Part(elements=1),
+        heads=Part(elements=10, float32=4),  # q and k within their norms
+        outside=Part(elements=4),
+    ),
+    lora=Kept(
+        tokenwise=Part(elements=2),
+        gathered=Part(elements=2),
+        heads=Part(elements=8, float32=4),
+        outside=Part(elements=1),
+    ),
+    forward=Part(elements=4),
+    backward=Part(elements=2),
+    text_is_stream=True,
+)
+# a CPU is faster where a call's pixels stay in its caches
+DECODING = Decoding(pixels={"cpu": 2**16, "cuda": 2**22}, bytes_per_pixel=3328)

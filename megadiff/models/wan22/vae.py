@@ -1,0 +1,31 @@
+"""Wan's VAE, from pixels to the spine's latents: one function for trainer and replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadiff.models.wan22.packing import pack
+
+
+@torch.no_grad()
+def encode(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
+    """uint8 RGB videos, F being 1 + a multiple of the VAE's temporal factor → packed, normalised latents [B, L, C] float32
+    on the VAE's device.
+
+    The mean of its posterior, as WanImageToVideoPipeline takes it. The VAE is causal: one frame alone is encoded as the
+    first of a video is.
+    """
+    device = next(vae.parameters()).device
+    scaled_BCFHW = pixels_BFHWC.to(device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+    latents_BCFHW = vae.encode(scaled_BCFHW.to(vae.dtype)).latent_dist.mode().float()
+    mean, std = latent_statistics(vae, device)
+    return pack((latents_BCFHW - mean) / std)
+
+
+def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(mean, standard deviation), each [1, C, 1, 1, 1] float32."""
+    mean, std = (torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std"))
+    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

@@ -1,0 +1,53 @@
+"""What benchmarks of a real replica share: its model folder, and the process itself."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from random_weights import write_random_pipeline
+
+from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.fleet import wait_until_announced
+from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+
+START_TIMEOUT_S = 900.0
+
+
+def served_model(folder: Path, scratch: Path, *, device: str, layers: int, text_layers: int) -> Path:
+    """The folder, or in scratch one of its configs with random weights: where it has none, or other depths are asked for
+    (0: as its configs say). 55 GB at Qwen-Image's full size."""
+    if not (layers or text_layers) and any((folder / "transformer").glob("*.safetensors")):
+        return folder
+    write_random_pipeline(folder, scratch / "model", device=device, num_layers=layers, text_layers=text_layers)
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return scratch / "model"
+
+
+def start_replica(
+    model: Path, scratch: Path, stack: ExitStack, *, dtype: str, device: str, gpus: tuple[int, ...] = (),
+    compile: bool = False, tp: int = 1, weights: Path | None = None,
+) -> tuple[ReplicaProcess, ReplicaClient]:  # fmt: skip
+    """A replica that answers, stopped when the stack closes. device: cpu or cuda."""
+    process = ReplicaProcess(
+        ReplicaSpec(
+            name="replica",
+            model=model,
+            dtype=dtype,
+            device=device,
+            gpus=gpus if device == "cuda" else (),
+            log=scratch / "replica.log",
+            num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+            sleep_mode=False,
+            compile=compile,
+            tp=tp,
+            weights=weights,
+        ),
+        scratch / "registry",
+    )
+    stack.callback(process.stop)
+    (entry,) = wait_until_announced(scratch / "registry", count=1, timeout_s=START_TIMEOUT_S, processes=[process])
+    return process, ReplicaClient(entry["url"], entry["name"], timeout_s=600)

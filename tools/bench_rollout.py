@@ -1,0 +1,200 @@
+"""Images a second of rollout and of plain sampling, on one GPU, in one run. See docs/performance.md.
+
+    python tools/bench_rollout.py [--images 16] [--size 512] [--steps 10] [--true-cfg-scale 1] [--compile] [--out FILE.json]
+
+The same images by every way: `diffusers` (its own pipeline, eager, all images in one call), `images` (the replica's OpenAI
+route, as many images a request as it takes), `images, one a request` (all requests at once), and `rollout` (what training
+uses: one call, with trajectories, log_probs and pixels back in this process). --compile measures the replica's ways compiled
+as well. Medians of --repeat calls after a first one that is told apart. Prints a line of JSON for each, a table with ratios
+to `images`, and writes all to --out. A model folder that holds configs only is filled with random weights in --scratch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import torch
+from bench_machine import cpu_name, versions, visible_gpus
+from bench_replica import served_model, start_replica
+from diffusers import DiffusionPipeline
+
+from megadiff.rollout.client import ReplicaClient
+from megadiff.types import DTYPES, Prompt, RolloutRequest, Sampling
+
+PROMPT = "a red star left of a blue circle in the sky"
+IMAGES_A_REQUEST = 10  # the OpenAI route takes no more
+WINDOW = (2, (0, 5))  # size and range, in steps
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    report = {
+        "command": shlex.join(["python", "tools/bench_rollout.py", *argv]),
+        "gpu": (visible_gpus() or [(0, None)])[0][1],
+        "cpu": cpu_name(),
+        "versions": versions(),
+        "rows": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="bench_rollout_", dir=options.scratch) as folder:
+        scratch = Path(folder)
+        layers = {"layers": options.layers, "text_layers": options.text_layers}
+        model = served_model(options.model, scratch, device=device, **layers)
+        for name, seconds in _measured(model, scratch, device, options):
+            row = {"way": name, "first_s": round(seconds[0], 3), "s": round(statistics.median(seconds[1:]), 3)}
+            row["images_per_s"] = round(options.images / row["s"], 3)
+            row["sample_steps_per_s"] = round(options.images * options.steps / row["s"], 2)
+            report["rows"].append(row)
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1))
+    sys.stdout.write(table(report["rows"]))
+    return 0
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, a line for each way; the ratio is to plain images of the same replica, or the eager one's for diffusers."""
+    speed = {row["way"]: row["images_per_s"] for row in rows}
+    lines = ["", "| way | s | images/s | sample-steps/s | of `images` |", "|---|---|---|---|---|"]
+    for row in rows:
+        plain = speed["images, compiled" if row["way"].endswith("compiled") else "images"]
+        cells = [
+            row["way"],
+            row["s"],
+            row["images_per_s"],
+            row["sample_steps_per_s"],
+            f"{row['images_per_s'] / plain:.2f}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _measured(
+    model: Path, scratch: Path, device: str, options: argparse.Namespace
+) -> Iterator[tuple[str, list[float]]]:
+    """(way, seconds of each call). The GPU holds one model at a time."""
+    yield "diffusers", _diffusers(model, device, options)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    for suffix, compiled in [("", False), (", compiled", True)][: 1 + options.compile]:
+        with ExitStack() as stack:
+            home = scratch / f"replica{compiled:d}"
+            how = {"dtype": options.dtype, "device": device, "gpus": (options.gpu,), "compile": compiled}
+            _, client = start_replica(model, home, stack, **how)
+            ways = {
+                "images": lambda _, client=client: _images(client, _shares(options.images, IMAGES_A_REQUEST), options),
+                "images, one a request": lambda _, client=client: _images(client, [1] * options.images, options),
+                "rollout": lambda call, client=client: _rollout(client, call, options),
+            }
+            for name, call in ways.items():
+                yield name + suffix, _timed(call, options.repeat)
+
+
+def _diffusers(model: Path, device: str, options: argparse.Namespace) -> list[float]:
+    where = f"cuda:{options.gpu}" if device == "cuda" else device
+    pipeline = DiffusionPipeline.from_pretrained(model, torch_dtype=DTYPES[options.dtype]).to(where)
+    pipeline.set_progress_bar_config(disable=True)
+    guidance = {"true_cfg_scale": options.true_cfg_scale}
+    if options.true_cfg_scale > 1:
+        guidance["negative_prompt"] = " "
+    size = {"height": options.size, "width": options.size, "num_inference_steps": options.steps}
+    images = {"num_images_per_prompt": options.images}
+    return _timed(lambda _: pipeline(PROMPT, **images, **size, **guidance), options.repeat)
+
+
+def _images(client: ReplicaClient, counts: list[int], options: argparse.Namespace) -> None:
+    """Requests of so many images each, all at once."""
+    body = {
+        "prompt": PROMPT,
+        "size": f"{options.size}x{options.size}",
+        "num_inference_steps": options.steps,
+        "true_cfg_scale": options.true_cfg_scale,
+        "response_format": "b64_json",
+    } | ({"negative_prompt": " "} if options.true_cfg_scale > 1 else {})
+
+    def ask(place: int) -> int:
+        url = f"{client.url}/v1/images/generations"
+        answer = httpx.post(url, json=body | {"n": counts[place], "seed": place}, timeout=600, trust_env=False)
+        answer.raise_for_status()
+        return len(answer.json()["data"])
+
+    with ThreadPoolExecutor(len(counts)) as pool:
+        received = list(pool.map(ask, range(len(counts))))
+    if received != counts:
+        raise RuntimeError(f"the replica answered {received} images to requests of {counts}")
+
+
+def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> None:
+    size, interval = WINDOW
+    sampling = Sampling(
+        height=options.size,
+        width=options.size,
+        num_inference_steps=options.steps,
+        true_cfg_scale=options.true_cfg_scale,
+        eta=1.2,
+        sde_window_size=size,
+        sde_window_range=interval,
+    )
+    request = RolloutRequest(
+        prompt=Prompt(text=PROMPT, id="0" * 16),
+        sampling=sampling,
+        sample_indices=tuple(range(options.images)),
+        seed=0,
+        step=call,
+    )
+    group = client.generate(request)
+    if len(group.trajectories) != options.images or group.trajectories[0].pixels.shape[-3] != options.size:
+        raise RuntimeError(f"the replica answered {len(group.trajectories)} of {options.images} samples")
+
+
+def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
+    """Seconds of 1 + repeat calls, each of which ends with its result on the host."""
+    seconds = []
+    for place in range(1 + repeat):
+        start = time.perf_counter()
+        call(place)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _shares(total: int, most: int) -> list[int]:
+    """total in as few equal parts of at most `most` as there can be."""
+    count = -(-total // most)
+    return [total // count + (place < total % count) for place in range(count)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough")
+    parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--size", type=int, default=512, help="pixels of a side")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--true-cfg-scale", type=float, default=1.0)
+    parser.add_argument("--compile", action="store_true", help="also measure a compiled replica")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--layers", type=int, default=0, help="of the random transformer; 0: as its config says")
+    parser.add_argument("--text-layers", type=int, default=0, help="of the random text encoder; 0: as its config says")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, help="folder for random weights")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
