@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from megadiff.config.schema import Config
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
-from megadiff.engines.sharded import ShardedEngine, build_adamw, check_version
+from megadiff.engines.sharded import ShardedEngine, build_adamw
+from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters, lora_parameters

@@ -6,7 +6,6 @@ piece lies in its tensor, and what has to happen before and after weights are us
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ class Step:
 
     sums: Mapping[str, Tensor]
     grad_norm: float
-    lr: float
 
 
 class ShardedEngine(ABC):
@@ -82,6 +80,7 @@ class ShardedEngine(ABC):
         self._can_offload = mesh.device.type != "cpu"
         self._is_offloaded = False
         self._on_host: dict[str, tuple[Tensor, Tensor]] = {}  # name in a checkpoint → the emptied piece and its values
+        self._are_masters_back = False  # alone of what was offloaded
         self.num_updates = 0
         self._reference: dict[str, Tensor] | None = None
         if keep_reference and not adapters:
@@ -157,14 +156,14 @@ class ShardedEngine(ABC):
             with self._in_use():
                 sums = self._backward(batch, loss, share, self.gradient_scale / denominator)
                 grad_norm = self._clip_gradients(self.config.optim.max_grad_norm)
-                lr = self._set_learning_rate()
+                self._set_learning_rate()
                 self.optimizer.step()
         finally:
             self._drop_gradients()
         self.num_updates += 1
         self._update_average()
         self._masters_changed()
-        return Step(sums=sums, grad_norm=grad_norm, lr=lr)
+        return Step(sums=sums, grad_norm=grad_norm)
 
     def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """As engines.base.Engine says, of this component."""
@@ -207,23 +206,21 @@ class ShardedEngine(ABC):
 
     def shards(self) -> dict[str, list[Shard]]:
         """Name in a checkpoint → this rank's pieces of the float32 weights and AdamW's moments, wherever they are now. What
-        several ranks hold is the first one's. Frozen weights are copied to the host in float32, so that a checkpoint is the
-        same whichever components were trained."""
+        several ranks hold is the first one's. Frozen weights come as they are, in engine.dtype."""
         held = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
-        pieces = {key: (name, self._on_host.get(key, (None, piece))[1]) for key, name, piece in held}
-        return {
-            key: self._places(name, piece if piece.dtype == torch.float32 else piece.to("cpu", torch.float32))
-            for key, (name, piece) in pieces.items()
-        }
+        return {key: self._places(name, self._on_host.get(key, (None, piece))[1]) for key, name, piece in held}
 
     def load(self, source: ShardFolder) -> None:
         """Bit exact under any layout, world size and engine. Raises ValueError that names what is torn: the file and
         tensor. Without collectives: a rank that finds a torn file leaves no other waiting."""
         self._check_average(source)
-        self.onload()
+        self._onload_masters()
         self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
         self._create_moments(source)
         for key, name, piece in self._state():
+            if key.startswith(f"{AVERAGED}/") and piece is self._masters[name]:
+                continue  # nothing is averaged of what is not trained, whatever was when this was saved
+            piece = self._on_host.get(key, (None, piece))[1]
             whole = piece if piece.dtype == torch.float32 else torch.empty_like(piece, dtype=torch.float32)
             for shard in self._places(name, whole):
                 source.read_into(key, shard)
@@ -233,21 +230,33 @@ class ShardedEngine(ABC):
 
     def offload(self) -> None:
         """Move what only an update needs off the accelerator; nothing on CPU, and where it has been done."""
-        if not self._can_offload or self._is_offloaded:
+        if not self._can_offload or (self._is_offloaded and not self._are_masters_back):
             return
-        self._is_offloaded = True
+        self._is_offloaded, self._are_masters_back = True, False
         for key, piece in self._offloadable().items():
-            self._on_host[key] = (piece, piece.to("cpu", copy=True))
-            piece.untyped_storage().resize_(0)
+            if key not in self._on_host:
+                self._put_away(key, piece)
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Undo offload()."""
-        for piece, host in self._on_host.values():
+        self._bring_back([*self._on_host])
+        self._is_offloaded = self._are_masters_back = False
+
+    def _onload_masters(self) -> None:
+        """What is exchanged or read anew, and not the moments, of which there are two for each: they stay until an update."""
+        masters = [key for key in self._on_host if key.startswith(f"{TRAINED}/")]
+        self._bring_back(masters)
+        self._are_masters_back |= bool(masters)
+
+    def _put_away(self, key: str, piece: Tensor) -> None:
+        self._on_host[key] = (piece, piece.to("cpu", copy=True))
+        piece.untyped_storage().resize_(0)
+
+    def _bring_back(self, keys: Sequence[str]) -> None:
+        for piece, host in map(self._on_host.pop, keys):
             piece.untyped_storage().resize_(host.untyped_storage().nbytes())
             piece.copy_(host)
-        self._on_host.clear()
-        self._is_offloaded = False
 
     def _offloadable(self) -> dict[str, Tensor]:
         """Name in a checkpoint → piece, of those with a storage of their own that only an update needs."""
@@ -303,10 +312,9 @@ class ShardedEngine(ABC):
         lr = optim.component_lr.get(self.component, optim.lr)
         return lr * min(1.0, (self.num_updates + 1) / max(optim.warmup_steps, 1))
 
-    def _set_learning_rate(self) -> float:
+    def _set_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        return self.learning_rate
 
     def _update_average(self) -> None:
         """Decay rises to its value as (1 + n) / (10 + n), so that the start is soon forgotten."""
@@ -324,7 +332,7 @@ class ShardedEngine(ABC):
 
     def _swap(self, held: Mapping[str, Tensor]) -> None:
         """Exchange the masters with held pieces (on any device) in place, one tensor at a time."""
-        self.onload()
+        self._onload_masters()
         for name, other in held.items():
             master = self._masters[name]
             policy = master.to(other.device, copy=True)
@@ -357,13 +365,16 @@ class ShardedEngine(ABC):
             )
 
     def _create_moments(self, source: ShardFolder) -> None:
-        """Empty optimizer state for just the parameters that the checkpoint has moments of."""
+        """Empty optimizer state for just the parameters that the checkpoint has moments of; offloaded where the rest is."""
         self.optimizer.state.clear()
+        self._on_host.clear()  # moments that are no more
         for name, held in self._optimized.items():
             if self._moment_key(MOMENTS[0], name) in source.shapes:
                 moments = {kind: torch.zeros_like(held.detach()) for kind in MOMENTS}
                 step = torch.tensor(float(self.num_updates), dtype=torch.float32, device=self.mesh.device)
                 self.optimizer.state[held] = {"step": step, **moments}
+                for kind, moment in moments.items() if self._is_offloaded else ():
+                    self._put_away(self._moment_key(kind, name), local(moment))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -385,13 +396,3 @@ def build_adamw(optim: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
-
-
-def check_version(package: str, *, tested: tuple[str, ...]) -> None:
-    """Raises ValueError when another version than the tested ones is installed, or none."""
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
-    if version not in tested:
-        raise ValueError(f"{package} {version} is none of {', '.join(tested)}, on which this engine was tested")

@@ -31,7 +31,8 @@ from megadiff.config.schema import Config
 from megadiff.engines.gathering import gather_rows
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
-from megadiff.engines.sharded import ShardedEngine, build_adamw, check_version, local
+from megadiff.engines.sharded import ShardedEngine, build_adamw, local
+from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads

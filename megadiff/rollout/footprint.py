@@ -17,9 +17,10 @@ from megadiff.weights.manifest import folder_manifest
 NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pipeline drops
 
 
-def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, ...]]:
+def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> tuple[int, tuple[str, ...]]:
     """(bytes of a replica's weights in dtype, components of which the folder has neither weights nor config.json).
 
+    tp: workers that share the transformers' weights; bytes are one worker's, who has all the rest.
     Sizes come from the safetensors headers; where only a component's config.json is there, from its empty module.
     """
     index = read_json(model_folder / "model_index.json")
@@ -36,7 +37,8 @@ def replica_weights(model_folder: Path, *, dtype: str) -> tuple[int, tuple[str, 
         else:
             unknown.append(component)
             continue
-        elements += sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
+        held = sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
+        elements += math.ceil(held / tp) if component.startswith("transformer") else held
     return elements * DTYPES[dtype].itemsize, tuple(unknown)
 
 

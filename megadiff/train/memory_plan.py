@@ -30,8 +30,8 @@ from megadiff.parallel.lora import lora_shapes, lora_spec
 from megadiff.parallel.mesh import Layout, resolve_layout
 from megadiff.rollout.footprint import replica_weights
 from megadiff.train.experts import trained_components
-from megadiff.train.rollout import sampling_of
-from megadiff.types import DTYPES
+from megadiff.train.rollout import sampling_of, sft_sampling
+from megadiff.types import DTYPES, Sampling
 
 PHASES = ("rollout", "sync", "log_probs", "update")
 USABLE_GIB = {"h200": 139.8, "b200": 178.4, "h100": 79.1, "a100": 79.1, "a100-40": 39.4}  # as torch reports them
@@ -53,8 +53,9 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """weights: bytes of one replica's. working: beside them while it samples. per_gpu: on the fullest GPU of the trainer.
-    sleeps: they leave the GPU while the trainer works. unknown: components that could not be sized."""
+    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes. working: beside them while it
+    samples. per_gpu: workers on the fullest GPU of the trainer. sleeps: they leave the GPU while the trainer works.
+    unknown: components that could not be sized."""
 
     weights: int
     working: int
@@ -222,7 +223,8 @@ def work_of(
     config: Config, adapter: ModelAdapter, placing: Placing, model: ModelShape, machine: Machine, text_tokens: int
 ) -> Work:
     """The longest microbatch of an update on one rank."""
-    sampling, on_policy = sampling_of(config.rollout), build_algorithm(config.algorithm).on_policy
+    on_policy = build_algorithm(config.algorithm).on_policy
+    sampling = sampling_of(config.rollout) if on_policy else sft_sampling(config.rollout)
     samples = (
         config.train.prompts_per_step
         * config.algorithm.group_size
@@ -241,13 +243,17 @@ def work_of(
         image_tokens=tokens.image,
         text_tokens=tokens.text,
         modulates_tokens=tokens.is_modulated,
-        passes=max(adapter.num_passes(each, sampling) for each in adapter.components) if on_policy else 1,
+        passes=_num_passes(adapter, sampling),
         itemsize=itemsize,
         recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
         num_microbatches=num_microbatches,
         accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,
         keeps_average=config.algorithm.ema_decay > 0,
     )
+
+
+def _num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
+    return max(adapter.num_passes(each, sampling) for each in adapter.components)
 
 
 def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine: Machine, text_tokens: int) -> Replicas:
@@ -257,19 +263,25 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     if rollout.mode == "separate" or not samples_here:
         return Replicas(weights=0, working=0, per_gpu=0, sleeps=False, unknown=())
     dtype = config.model.dtype
-    weights, unknown = replica_weights(Path(config.model.path), dtype=dtype)
+    weights, unknown = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
     rows = max(algorithm.group_size, rollout.batch_size // algorithm.group_size * algorithm.group_size)
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
+    tokens = adapter.token_count(sampling_of(rollout), text_tokens)
     work = replace(
-        work_of(config, adapter, alone, model, machine, text_tokens), rows=rows, itemsize=DTYPES[dtype].itemsize
+        work_of(config, adapter, alone, model, machine, text_tokens),
+        rows=rows,
+        image_tokens=tokens.image,
+        modulates_tokens=tokens.is_modulated,
+        passes=_num_passes(adapter, sampling_of(rollout)),
+        itemsize=DTYPES[dtype].itemsize,
     )
     size = dict(num_frames=rollout.num_frames, height=rollout.height, width=rollout.width)
     decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)
-    num_replicas = rollout.num_replicas or machine.world_size
+    num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)  # as train/replicas.py starts them
     return Replicas(
         weights=weights,
         working=max(decoding, activation_bytes(model, alone, work, training=False)),
-        per_gpu=math.ceil(num_replicas / machine.world_size),
+        per_gpu=math.ceil(num_replicas * rollout.tp / machine.world_size),
         sleeps=rollout.sleep,
         unknown=unknown,
     )

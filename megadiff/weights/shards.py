@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megadiff.models.files import open_weights, weight_files
@@ -161,7 +162,8 @@ def write_shards(
     num_files: int,
     values: Mapping[str, object] | None = None,
 ) -> None:
-    """Write one rank's pieces, one by one, so that only one is copied to host memory at a time.
+    """Write one rank's pieces in float32, one by one, so that only one is copied to host memory at a time. In whatever dtype
+    frozen weights are held, a checkpoint is the same: whichever components were trained.
 
     Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A piece that several ranks hold
     is written by one of them. values: JSON, the same on every rank.
@@ -170,13 +172,11 @@ def write_shards(
     found = [(_place_of(name, shard), shard.local) for name, shards_of in shards.items() for shard in shards_of]
     keys = piece_keys([place for place, _ in found])
     tensors = dict(zip(keys, (local for _, local in found), strict=True))
-    pieces = {
-        key: (place, TensorMeta(dtype=tensors[key].dtype, shape=place.local_shape)) for key, place in keys.items()
-    }
+    pieces = {key: (place, TensorMeta(dtype=torch.float32, shape=place.local_shape)) for key, place in keys.items()}
     writer = ShardWriter(folder, pieces, rank=rank, num_files=num_files, values=values or {})
     digits = {}
     for key, tensor in tensors.items():
-        on_host = tensor.detach().cpu().contiguous()
+        on_host = tensor.detach().to("cpu", torch.float32).contiguous()
         digits[key] = fingerprint(on_host)
         writer.file.write(key, on_host)
     writer.close(digits, sync=True)

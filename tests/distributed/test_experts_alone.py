@@ -11,6 +11,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
 from megadiff.diffusion import sde
+from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.microbatch import component_rows, microbatches
 from megadiff.engines.sharded import local
 from megadiff.models.wan22.adapter import WanAdapter
@@ -36,12 +37,14 @@ def _alone_worker(model: Path, out: Path) -> None:
         _check_frozen_lora(model, batch)
         for backend in ("veomni", "megatron"):
             _check_frozen(model, batch, out, backend)
+            _check_frozen_average(model, batch, out, backend)
             _check_offloaded(model, batch, out, backend)
 
 
 def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
     """What rests on the host between updates changes nothing, in bfloat16, where masters rest there too."""
-    engines = [build(model, {}, backend=backend, dtype="bfloat16", adapter=WanAdapter(model)) for _ in range(2)]
+    sizes = dict(backend=backend, dtype="bfloat16", adapter=WanAdapter(model), average_decay=0.25, keep_reference=True)
+    engines = [build(model, {}, **sizes) for _ in range(2)]
     for member in engines[1].members.values():
         member._can_offload = True  # as on a GPU
     for index, engine in enumerate(engines):
@@ -50,12 +53,28 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
         assert all(member._is_offloaded == bool(index) for member in engine.members.values())
         engine.save(out / f"{backend}_{index}")
     assert differing(out / f"{backend}_0", out / f"{backend}_1") == []
-    moments = [moment for member in engines[1].members.values() for moment in member._moments().values()]
-    assert moments and all(moment.untyped_storage().nbytes() == 0 for moment in moments)
+    assert _all_moments_rest(engines[1])
     assert torch.equal(engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC)
+    for swapped in ("averaged", "reference"):
+        found = []
+        for engine in engines:
+            with getattr(engine, swapped)():
+                assert engine is engines[0] or _all_moments_rest(engine)
+                found.append(engine.log_probs(batch).means_NWLC)
+        assert _all_moments_rest(engines[1]) and torch.equal(*found)
+        assert not torch.equal(found[0], engines[0].log_probs(batch).means_NWLC)
     engines[1].load(out / f"{backend}_0")
+    assert _all_moments_rest(engines[1])
+    assert torch.equal(engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC)
+    engines[1].save(out / f"{backend}_1_again")
+    assert differing(out / f"{backend}_0", out / f"{backend}_1_again") == []
     figures = [engine.update(batch, LOSS) for engine in engines]
     assert figures[0] == figures[1]
+
+
+def _all_moments_rest(engine: ExpertsEngine) -> bool:
+    moments = [moment for member in engine.members.values() for moment in member._moments().values()]
+    return bool(moments) and all(moment.untyped_storage().nbytes() == 0 for moment in moments)
 
 
 def _check_bfloat16(model: Path, adapter: WanAdapter, batch: TrainBatch) -> None:
@@ -148,6 +167,16 @@ def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> No
     whole_engine.save(out / f"{backend}_both")
     engine.load(out / f"{backend}_both")
     assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+
+
+def _check_frozen_average(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
+    """What is trained no more goes on as it was, and not as its average was."""
+    sizes = dict(backend=backend, dtype="bfloat16", adapter=WanAdapter(model), average_decay=0.25, lr=1e-2)
+    both, one = build(model, {}, **sizes), build(model, {}, components=(LOW,), **sizes)
+    both.update(batch, LOSS)
+    both.save(out / f"{backend}_averaged")
+    one.load(out / f"{backend}_averaged")
+    assert torch.equal(one.log_probs(batch).means_NWLC, both.log_probs(batch).means_NWLC)
 
 
 def _check_frozen_lora(model: Path, batch: TrainBatch) -> None:

@@ -172,6 +172,12 @@ def test_a_push_that_skips_a_tensor_is_refused(
     client.generate(REQUEST)
 
 
+def test_nothing_is_drawn_after_its_answer(client: ReplicaClient) -> None:
+    """vllm-omni's job queue would sample between a push's begin and commit: only /v1/videos/sync holds its connection."""
+    assert httpx.post(f"{client.url}/v1/videos", data={"prompt": "x"}).status_code == 405
+    assert httpx.post(f"{client.url}/v1/videos/sync", data={}).status_code in (400, 422)
+
+
 def test_bad_buckets(client: ReplicaClient, tiny_model: Path, weights: dict[str, Tensor]) -> None:
     name, tensor = "transformer.proj_out.weight", weights["transformer.proj_out.weight"]
     with pytest.raises(ReplicaError, match="no weight push is open"):

@@ -30,7 +30,9 @@ from megadiff.weights.bucket import Bucket, bucket_manifest, flat_bytes, write_f
 from megadiff.weights.manifest import Manifest
 from megadiff.weights.transports.base import POLL_S, SyncError, Transport, WeightTarget, first_done
 
-TIMEOUT_S = 30.0  # of building the group, and of one bucket's broadcast
+JOIN_S = 1800.0  # for all workers to join: a replica first finishes what it samples for others
+TIMEOUT_S = 30.0  # of building the group of those that joined, and of one bucket's broadcast
+EVERYONE = "everyone"  # the store's key that tells of all
 BLAME_S = 5.0  # after a broadcast broke: for the request that says why
 
 
@@ -46,6 +48,7 @@ class GroupTransport(Transport):
         self.world_size = 1 + sum(num_workers)
         self._id = ""
         self._group: dist.ProcessGroup | None = None
+        self._given_up = threading.Event()  # those that joined wait for no others
         self._description: dict[str, Any] = {}
         self._transfers: list[Future[None]] = []
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
@@ -79,6 +82,7 @@ class GroupTransport(Transport):
         super().close()
 
     def _drop(self) -> None:
+        self._given_up.set()
         if self._group is not None:
             _abandon(self._group, self._transfers)
         self._group, self._id = None, ""
@@ -90,7 +94,10 @@ class GroupTransport(Transport):
         port = listener.getsockname()[1]
         self._id = uuid.uuid4().hex
         self._description = {"group": self._id, "address": address, "port": port, "world_size": self.world_size}
-        return _in_background(lambda: _new_group(self._description, 0, self.device, listener=listener))
+        given_up = self._given_up = threading.Event()
+        return _in_background(
+            lambda: _new_group(self._description, 0, self.device, listener=listener, given_up=given_up)
+        )
 
     def _told(self, target: WeightTarget) -> dict[str, Any]:
         return {"name": self.name, **self._description, "rank": self.first_ranks[target.name]}
@@ -163,13 +170,27 @@ class Member:
 
 
 def _new_group(
-    description: Mapping[str, Any], rank: int, device: torch.device, *, listener: socket.socket | None = None
+    description: Mapping[str, Any],
+    rank: int,
+    device: torch.device,
+    *,
+    listener: socket.socket | None = None,
+    given_up: threading.Event | None = None,
 ) -> dist.ProcessGroup:
-    """A group whose members have met. listener: rank 0's socket, on which it opens the store."""
+    """A group whose members have met. listener: rank 0's socket, on which it opens the store. given_up: it stops waiting.
+
+    Raises RuntimeError: of rank 0 when the others do not come, and of those when it went or gave up.
+    """
     timeout = timedelta(seconds=TIMEOUT_S)
     address, port, world_size = description["address"], description["port"], description["world_size"]
     serving = {"master_listen_fd": listener.detach(), "wait_for_workers": False} if listener else {}
     store = dist.TCPStore(address, port, None, listener is not None, timeout, **serving)
+    if given_up is None:
+        store.set(_joined(rank), "")
+        store.wait([EVERYONE], timedelta(seconds=JOIN_S))
+    elif not _all_joined(store, world_size, given_up):
+        del store  # with it the connections go, and who waits for the others is told
+        raise RuntimeError(f"not all of the {world_size - 1} workers joined")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
@@ -185,6 +206,20 @@ def _new_group(
     if device.type == "cuda":  # NCCL connects at the first collective
         _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).result()
     return group
+
+
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
+
+
+def _all_joined(store: dist.TCPStore, world_size: int, given_up: threading.Event) -> bool:
+    """Waits for all others, and tells them. Polls, as a wait for a key could not be given up."""
+    joined, deadline = [_joined(rank) for rank in range(1, world_size)], time.monotonic() + JOIN_S
+    while not store.check(joined):
+        if given_up.wait(POLL_S) or time.monotonic() > deadline:
+            return False
+    store.set(EVERYONE, "")
+    return True
 
 
 def _send(group: dist.ProcessGroup, flat: Tensor, *, world_size: int) -> list[Future[None]]:

@@ -90,6 +90,27 @@ def test_where_replicas_count(plan):
     assert megatron["phases"]["rollout"]["gradients"] == megatron["static"]["gradients"]
 
 
+def test_the_workers_of_a_replica_share_the_transformer(plan):
+    """On four GPUs two replicas of two are one worker a GPU, and four replicas of two are two."""
+    model, transformer = ROOT / "assets/qwen_image", 2 * 20_430_401_088
+    half = replica_weights(model, dtype="bfloat16")[0] - transformer // 2
+    for asked, expected in (((), half), (("rollout.num_replicas=4",), 2 * half)):
+        found = plan("rollout.tp=2", *asked)[0]["layouts"][0]["phases"]
+        assert found["sync"]["replica"] == expected
+
+
+def test_what_is_trained_on_images_does_not_grow_with_what_evaluations_sample(capsys, monkeypatch):
+    def phases(*arguments: str) -> dict:
+        sft = ("algorithm.name=sft", "data.images=shapes:4", "algorithm.group_size=1", "train.updates_per_step=1")
+        main(["plan", str(VIDEO["one"]), "--world-size", "4", "--json", *sft, *arguments])
+        return json.loads(capsys.readouterr().out)["layouts"][0]["phases"]
+
+    monkeypatch.chdir(ROOT)  # where the recipe's model is
+    image, video = phases("rollout.num_frames=1", "rollout.guidance_scale=1"), phases("rollout.guidance_scale=5")
+    assert video["update"] == image["update"]
+    assert video["rollout"]["replica at work"] != image["rollout"]["replica at work"]
+
+
 def test_reference_and_sleeping_replica_are_on_the_host(plan):
     layout = plan("algorithm.kl_coef=0.04")[0]["layouts"][0]
     assert layout["host"]["reference"] == layout["static"]["reference"] == layout["static"]["parameters"]

@@ -272,17 +272,42 @@ def test_a_group_is_kept_until_it_breaks():
     transport.close()
 
 
-def test_a_group_that_not_everyone_joins(monkeypatch):
-    monkeypatch.setattr(group, "TIMEOUT_S", 1.0)  # how long those wait that did join
+def test_a_group_that_not_everyone_joins():
+    """Those that did join are told so, and wait no longer."""
+    ended = threading.Event()
+
+    class Waiting(Target):
+        def weights_begin(self, version, manifest, *, lora, transport):
+            try:
+                super().weights_begin(version, manifest, lora=lora, transport=transport)
+            finally:
+                ended.set()
 
     class Absent(Target):
         def weights_begin(self, version, manifest, *, lora, transport):
+            time.sleep(0.5)  # the other has joined
             raise ConnectionError("refused")
 
     start = time.monotonic()
     with pytest.raises(ConnectionError, match="refused"):
-        push(in_group(Target(), Absent()))
-    assert time.monotonic() - start < 5
+        push(in_group(Waiting(), Absent()))
+    assert ended.wait(5) and time.monotonic() - start < 5
+
+
+def test_a_replica_that_is_busy_for_long_joins_late(monkeypatch):
+    monkeypatch.setattr(group, "TIMEOUT_S", 1.0)
+
+    class Late(Target):
+        def weights_begin(self, version, manifest, *, lora, transport):
+            time.sleep(2)
+            super().weights_begin(version, manifest, lora=lora, transport=transport)
+
+    targets = [Target(), Late()]
+    transport = in_group(*targets)
+    push(transport, 1)
+    assert_held(targets[0])
+    assert_held(targets[1])
+    transport.close()
 
 
 def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limit(monkeypatch):
