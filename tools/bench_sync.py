@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -26,24 +25,20 @@ from pathlib import Path
 
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
-from random_weights import write_random_pipeline
+from bench_replica import served_model, start_replica
 from torch import Tensor
 
 from megadiff.config.schema import LoraConfig
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_spec
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
-from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.fleet import Fleet, wait_until_announced
-from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+from megadiff.rollout.fleet import Fleet
 from megadiff.types import DTYPES, LoraSpec
 from megadiff.weights.lora_names import lora_manifest
 from megadiff.weights.manifest import Manifest, folder_manifest
 from megadiff.weights.places import boxes_from_json, device_name, host_name
 from megadiff.weights.sync import WeightSync
 from megadiff.weights.transports.choose import build_transport
-
-START_TIMEOUT_S = 900.0
 
 
 class RandomSource:
@@ -89,7 +84,8 @@ def main(argv: list[str]) -> int:
     mesh = init_mesh(layout, options.device)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="bench_sync_", dir=options.scratch) as scratch, ExitStack() as stack:
-        model = _model(options, Path(scratch), mesh)
+        sizes = {"layers": options.layers, "text_layers": options.text_layers}
+        model = served_model(options.model, Path(scratch), device=str(mesh.device), **sizes)
         fleet = _replica(options, model, Path(scratch), mesh, stack)
         adapter = build_adapter(model)
         manifest = folder_manifest(model, adapter.components, dtype=options.dtype)
@@ -162,41 +158,17 @@ def _sync(
     )
 
 
-def _model(options: argparse.Namespace, scratch: Path, mesh: Mesh) -> Path:
-    if not (options.layers or options.text_layers) and any((options.model / "transformer").glob("*.safetensors")):
-        return options.model
-    write_random_pipeline(
-        options.model,
-        scratch / "model",
-        device=str(mesh.device),
-        num_layers=options.layers,
-        text_layers=options.text_layers,
-    )
-    if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return scratch / "model"
-
-
 def _replica(options: argparse.Namespace, model: Path, scratch: Path, mesh: Mesh, stack: ExitStack) -> Fleet:
-    on_gpu = mesh.device.type == "cuda"
-    process = ReplicaProcess(
-        ReplicaSpec(
-            name="replica",
-            model=model,
-            dtype=options.dtype,
-            device=mesh.device.type,
-            gpus=tuple(range(options.gpu, options.gpu + options.tp)) if on_gpu else (),
-            log=scratch / "replica.log",
-            num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
-            sleep_mode=False,
-            tp=options.tp,
-            weights=scratch / "weights",
-        ),
-        scratch / "registry",
+    process, client = start_replica(
+        model,
+        scratch,
+        stack,
+        dtype=options.dtype,
+        device=mesh.device.type,
+        gpus=tuple(range(options.gpu, options.gpu + options.tp)),
+        tp=options.tp,
+        weights=scratch / "weights",
     )
-    stack.callback(process.stop)
-    (entry,) = wait_until_announced(scratch / "registry", count=1, timeout_s=START_TIMEOUT_S, processes=[process])
-    client = ReplicaClient(entry["url"], entry["name"], timeout_s=600)
     return stack.enter_context(Fleet([client], batch_size=1, processes=[process]))
 
 

@@ -138,5 +138,9 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def _digits(total: int, dtype: torch.dtype, shape: Sequence[int]) -> str:
-    header = f"{dtype}{tuple(shape)}".encode()
-    return f"{(total + int.from_bytes(header, 'little') % ((1 << 61) - 1)) % (1 << 64):016x}"
+    return f"{(total + _header(dtype, tuple(shape))) % (1 << 64):016x}"
+
+
+@cache
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return int.from_bytes(f"{dtype}{shape}".encode(), "little") % ((1 << 61) - 1)
