@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ COMMON = (  # of 6 steps with shift 5, 0 to 2 are the high-noise expert's
     *("reward.color.type=frame", "reward.color.args.reward=color", "train.updates_per_step=1", "optim.lr=1e-3"),
 )
 GAP = "parity/log_prob_gap_max"
+LAYOUTS = {
+    "veomni_dp2": ["parallel.dp=2"],
+    "veomni_sp2": ["parallel.sp=2"],
+    "megatron_tp2": ["engine.backend=megatron", "parallel.tp=2"],
+    "megatron_tp2_whole_tokens": ["engine.backend=megatron", "parallel.tp=2", "parallel.sequence_parallel=false"],
+}
 
 Run = Callable[..., Result]
 
@@ -62,6 +69,23 @@ def test_one_transformer(run: Run, tiny_wan, wan_registries) -> None:
     assert len(rows) == 3 and rows[0][GAP] <= 1e-5 and follows(rows, 1e-5)
     assert f"{GAP}/transformer" not in rows[0]
     assert differing("ti2v_5b", tiny_wan, wan_registries) == {"transformer"}
+
+
+@pytest.fixture(scope="module")
+def one_process(run: Run) -> Callable[[str], list[dict]]:
+    """Kind → the rows that every layout must have."""
+    return cache(lambda kind: run(kind, "one", "train.updates_per_step=2").rows)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["ti2v_5b", "t2v_a14b"])
+def test_layout_does_not_matter(run: Run, one_process, kind: str, layout: str) -> None:
+    rows = run(kind, layout, "train.updates_per_step=2", *LAYOUTS[layout], num_processes=2).rows
+    for row, expected in zip(rows, one_process(kind), strict=True):
+        assert row["reward/mean"] == pytest.approx(expected["reward/mean"], rel=2e-4)
+        assert row["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=2e-4)
+        # terms of ± advantage cancel on policy: relative to a thousandth of them
+        assert row["loss/policy"] == pytest.approx(expected["loss/policy"], rel=2e-4, abs=2e-7)
 
 
 def test_image_to_video(run: Run, tmp_path: Path) -> None:
