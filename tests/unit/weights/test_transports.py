@@ -1,4 +1,4 @@
-"""What transports do beside sending: files that are swept, folders that stay whole, groups that break, places they refuse."""
+"""What transports do beside sending: files that are swept, folders that stay whole, groups that break."""
 
 import errno
 import os
@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from megadiff.types import LoraSpec
 from megadiff.weights.bucket import BucketBody, bucket_manifest
 from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.places import worker_boxes
-from megadiff.weights.transports import choose, disk, group, shared_memory
+from megadiff.weights.transports import disk, group, shared_memory
 from megadiff.weights.transports.base import HttpTransport, SyncError
 from megadiff.weights.transports.choose import build_transport
 from megadiff.weights.transports.disk import DiskTransport
@@ -330,67 +329,14 @@ def test_a_description_of_no_group(key):
         Member(CPU, worker=0).join(whole | {key: None})
 
 
-def place(device: str, host: str = "h") -> dict:
-    return {"host": host, "device": device, "boxes": {}}
-
-
-@pytest.mark.parametrize(
-    ("name", "replicas", "ranks", "text"),
-    [
-        ("shm", [[place("cpu", "other")]], [place("cpu")], "replica_0 runs on other and the trainer on h"),
-        (
-            "shm",
-            [[place("cuda:b")]],
-            [place("cuda:a")],
-            "replica_0 run on GPUs that no trainer rank has; set sync.transport=nccl",
-        ),
-        (
-            "nccl",
-            [[place("cuda:b")], [place("cuda:a")]],
-            [place("cuda:a")],
-            "the trainer's rank 0 and replica_1 .* share a GPU",
-        ),
-        (
-            "nccl",
-            [[place("cuda:b")] * 2],
-            [place("cuda:a")],
-            r"replica_0 \(worker 0\) and replica_0 \(worker 1\) share",
-        ),
-        ("nccl", [[place("cpu")]], [place("cuda:a")], "nccl between cpu and cuda"),
-    ],
-)
-def test_places_that_a_transport_cannot_serve(name, replicas, ranks, text):
-    targets = [Target() for _ in replicas]
-    for number, target in enumerate(targets):
-        target.name = f"replica_{number}"
-    workers = {target.name: many for target, many in zip(targets, replicas, strict=True)}
-    with pytest.raises(ValueError, match=text):
-        build_transport(name, targets, workers, ranks=ranks, rank=0, device=CPU, folder=Path("x"))
-
-
-@pytest.mark.parametrize(
-    ("replicas", "ranks", "name"),
-    [
-        ([[place("cpu")]], [place("cpu")], "http"),
-        ([[place("cuda:a")], [place("cuda:b")]], [place("cuda:a"), place("cuda:b")], "shm"),
-        ([[place("cuda:c")], [place("cuda:d", "other")]], [place("cuda:a"), place("cuda:b")], "nccl"),
-        ([[place("cuda:b"), place("cuda:c")]], [place("cuda:a")], "nccl"),  # a TP replica on GPUs of its own
-        ([[place("cuda:a"), place("cuda:b")]], [place("cuda:a"), place("cuda:b")], "http"),  # NCCL takes a GPU once
-        ([[place("cpu")]], [place("cuda:a")], "http"),
-    ],
-)
-def test_the_fastest_transport_that_can_serve(replicas, ranks, name):
-    workers = {f"replica_{number}": many for number, many in enumerate(replicas)}
-    assert choose._fastest(workers, ranks=ranks) == name
-
-
 def test_only_rank_0_sends(memory, tmp_path):
     """The others write nothing and open nothing, though they run through every push."""
     target = Target()
-    shared = dict(ranks=[place("cpu")] * 2, device=CPU, folder=tmp_path / "weights")
+    here = {"host": "h", "device": "cpu", "boxes": {}}
+    shared = dict(ranks=[here] * 2, device=CPU, folder=tmp_path / "weights")
     for rank, count in ((0, 1), (1, 0)):
         for name in ("http", "shm", "nccl", "disk"):
-            built = build_transport(name, [target], {"replica_0": [place("cpu")]}, rank=rank, **shared)
+            built = build_transport(name, [target], {"replica_0": [here]}, rank=rank, **shared)
             assert len(built.targets) == count
             if not count:
                 push(built)
@@ -413,16 +359,3 @@ def test_http_waits_for_every_replica_before_it_raises():
     with pytest.raises(ConnectionError):
         HttpTransport([Broken(), Slow()]).send(BUCKETS[0])
     assert slow_done.is_set()
-
-
-def test_boxes_of_a_worker():
-    shapes = {"column": [4, 6], "row": [4, 6], "whole": [3], "bias": [4]}
-    views = {"column": [2, 6], "row": [4, 3], "whole": [3], "bias": [2]}
-    assert worker_boxes(shapes, views, rank=1, size=2) == {
-        "column": ((2, 4), (0, 6)),
-        "row": ((0, 4), (3, 6)),
-        "bias": ((2, 4),),
-    }
-    for view in ([2, 3], [3, 6], [24]):
-        with pytest.raises(ValueError, match="which is no equal part"):
-            worker_boxes({"a": [4, 6]}, {"a": view}, rank=0, size=2)
