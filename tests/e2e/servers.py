@@ -41,7 +41,13 @@ class Zygote:
         return json.loads(answer)
 
 
-zygote = cache(Zygote)
+_zygote, _making = cache(Zygote), threading.Lock()
+
+
+def zygote() -> Zygote:
+    """The one of this process: also for two fixtures' threads that ask at once."""
+    with _making:
+        return _zygote()
 
 
 class Forked:
