@@ -29,6 +29,7 @@ from bench_replica import served_model, start_replica
 from torch import Tensor
 
 from megadiff.config.schema import LoraConfig
+from megadiff.engines.gathering import runs
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_spec
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
@@ -65,17 +66,11 @@ class RandomSource:
         return self._buckets(self._lora_tensors, bucket_bytes)
 
     def _buckets(self, tensors: dict[str, Tensor], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, held in tensors.items():
-            if bucket and size + held.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            tensor = held.clone()
-            tensor.view(-1)[0] = self.version
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        yield bucket
+        for names in runs({name: tensor.nbytes for name, tensor in tensors.items()}, bucket_bytes):
+            bucket = [(name, tensors[name].clone()) for name in names]
+            for _, tensor in bucket:
+                tensor.view(-1)[0] = self.version
+            yield bucket
 
 
 def main(argv: list[str]) -> int:
