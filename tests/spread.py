@@ -8,7 +8,14 @@ from fnmatch import fnmatch
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = ("tests/gpu/*", "tests/e2e/test_wan_*")
-ALONE = ("test_contracts", "test_replica", "test_replica_start", "test_report_browser", "test_traps")  # of tests/e2e
+ALONE = (
+    "test_contracts",
+    "test_fp8",
+    "test_replica",
+    "test_replica_start",
+    "test_report_browser",
+    "test_traps",
+)  # of tests/e2e
 ORDER = ("tests/e2e/", "tests/gpu/", "tests/distributed/")  # the longest first, the many short ones last
 
 

@@ -29,7 +29,7 @@ def served_model(folder: Path, scratch: Path, *, device: str, layers: int, text_
 
 def start_replica(
     model: Path, scratch: Path, stack: ExitStack, *, dtype: str, device: str, gpus: tuple[int, ...] = (),
-    compile: bool = False, tp: int = 1, weights: Path | None = None,
+    compile: bool = False, fp8: bool = False, tp: int = 1, weights: Path | None = None,
 ) -> tuple[ReplicaProcess, ReplicaClient]:  # fmt: skip
     """A replica that answers, stopped when the stack closes. device: cpu or cuda."""
     process = ReplicaProcess(
@@ -41,8 +41,8 @@ def start_replica(
             gpus=gpus if device == "cuda" else (),
             log=scratch / "replica.log",
             num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
-            sleep_mode=False,
             compile=compile,
+            fp8=fp8,
             tp=tp,
             weights=weights,
         ),

@@ -1,12 +1,14 @@
 """Images a second of rollout and of plain sampling, on one GPU, in one run. See docs/performance.md.
 
-    python tools/bench_rollout.py [--images 16] [--size 512] [--steps 10] [--true-cfg-scale 1] [--compile] [--out FILE.json]
+    python tools/bench_rollout.py [--images 16] [--size 512] [--steps 10] [--true-cfg-scale 1]
+        [--replicas eager compiled fp8] [--ways images rollout …] [--out FILE.json]
 
 The same images by every way: `diffusers` (its own pipeline, eager, all images in one call), `images` (the replica's OpenAI
 route, as many images a request as it takes), `images, one a request` (all requests at once), and `rollout` (what training
-uses: one call, with trajectories, log_probs and pixels back in this process). --compile measures the replica's ways compiled
-as well. Medians of --repeat calls after a first one that is told apart. Prints a line of JSON for each, a table with ratios
-to `images`, and writes all to --out. A model folder that holds configs only is filled with random weights in --scratch.
+uses: one call, with trajectories, log_probs and pixels back in this process). --replicas: one that is eager, one with
+compiled blocks, one that is compiled and multiplies in FP8. --ways: some of them only. Medians of --repeat calls after a
+first one that is told apart. Prints a line of JSON for each, a table with ratios to `images`, and writes all to --out. A
+model folder that holds configs only is filled with random weights in --scratch.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from megadiff.types import DTYPES, Prompt, RolloutRequest, Sampling
 PROMPT = "a red star left of a blue circle in the sky"
 IMAGES_A_REQUEST = 10  # the OpenAI route takes no more
 WINDOW = (2, (0, 5))  # size and range, in steps
+WAYS = ("diffusers", "images", "images, one a request", "rollout")
+REPLICAS = {"eager": {}, "compiled": {"compile": True}, "fp8": {"compile": True, "fp8": True}}
 
 
 def main(argv: list[str]) -> int:
@@ -66,18 +70,15 @@ def main(argv: list[str]) -> int:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line for each way; the ratio is to plain images of the same replica, or the eager one's for diffusers."""
+    """Markdown, a line for each way; the ratio is to plain images of the same replica, or the eager one's for diffusers; - where
+    they were not measured."""
     speed = {row["way"]: row["images_per_s"] for row in rows}
     lines = ["", "| way | s | images/s | sample-steps/s | of `images` |", "|---|---|---|---|---|"]
     for row in rows:
-        plain = speed["images, compiled" if row["way"].endswith("compiled") else "images"]
-        cells = [
-            row["way"],
-            row["s"],
-            row["images_per_s"],
-            row["sample_steps_per_s"],
-            f"{row['images_per_s'] / plain:.2f}",
-        ]
+        kind = next((kind for kind in REPLICAS if row["way"].endswith(f", {kind}")), "")
+        plain = speed.get(f"images, {kind}" if kind else "images")
+        ratio = f"{row['images_per_s'] / plain:.2f}" if plain else "-"
+        cells = [row["way"], row["s"], row["images_per_s"], row["sample_steps_per_s"], ratio]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
@@ -86,22 +87,22 @@ def _measured(
     model: Path, scratch: Path, device: str, options: argparse.Namespace
 ) -> Iterator[tuple[str, list[float]]]:
     """(way, seconds of each call). The GPU holds one model at a time."""
-    yield "diffusers", _diffusers(model, device, options)
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    for suffix, compiled in [("", False), (", compiled", True)][: 1 + options.compile]:
+    if "diffusers" in options.ways:
+        yield "diffusers", _diffusers(model, device, options)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    for kind in options.replicas:
         with ExitStack() as stack:
-            home = scratch / f"replica{compiled:d}"
-            how = {"dtype": options.dtype, "device": device, "gpus": (options.gpu,), "compile": compiled}
-            _, client = start_replica(model, home, stack, **how)
+            how = {"dtype": options.dtype, "device": device, "gpus": (options.gpu,), **REPLICAS[kind]}
+            _, client = start_replica(model, scratch / kind, stack, **how)
             ways = {
                 "images": lambda _, client=client: _images(client, _shares(options.images, IMAGES_A_REQUEST), options),
                 "images, one a request": lambda _, client=client: _images(client, [1] * options.images, options),
                 "rollout": lambda call, client=client: _rollout(client, call, options),
             }
-            for name, call in ways.items():
-                yield name + suffix, _timed(call, options.repeat)
+            for name in [name for name in ways if name in options.ways]:
+                yield name + ("" if kind == "eager" else f", {kind}"), _timed(ways[name], options.repeat)
 
 
 def _diffusers(model: Path, device: str, options: argparse.Namespace) -> list[float]:
@@ -184,7 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, default=512, help="pixels of a side")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--true-cfg-scale", type=float, default=1.0)
-    parser.add_argument("--compile", action="store_true", help="also measure a compiled replica")
+    parser.add_argument("--replicas", nargs="+", choices=REPLICAS, default=["eager"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")

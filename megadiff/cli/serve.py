@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tp", type=int, default=1, help="workers (GPUs) that share the transformer's weights")
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="exit when this process does")
-    parser.add_argument("--sleep-mode", action="store_true", help="let POST /rl/sleep move the weights off the device")
     parser.add_argument("--compile", action="store_true", help="torch.compile the transformer's blocks")
+    parser.add_argument("--fp8", action="store_true", help="matrix products of the blocks in FP8 (needs bfloat16)")
     return parser
 
 

@@ -96,10 +96,8 @@ class ReplicaClient:
         return self._call("POST", "/rl/weights/commit", json={"version": version}).json()["workers"]
 
     def sleep(self) -> None:
+        """Free the memory of the policy's weights; a push of all of them wakes it."""
         self._call("POST", "/rl/sleep")
-
-    def wake(self) -> None:
-        self._call("POST", "/rl/wake")
 
     def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:

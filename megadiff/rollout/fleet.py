@@ -103,15 +103,8 @@ class Fleet:
             _raise_if_dead(process)
 
     def sleep(self) -> None:
-        """Every replica gives its device memory back, until wake()."""
-        self._for_all(ReplicaClient.sleep)
-
-    def wake(self) -> None:
-        """Every replica takes its memory and weights back."""
-        self._for_all(ReplicaClient.wake)
-
-    def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
-        for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
+        """Every replica frees its policy's weights, until a push brings all of them."""
+        for future in [self._pool.submit(self.call, client, ReplicaClient.sleep) for client in self.replicas]:
             future.result()
 
     def _one(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:

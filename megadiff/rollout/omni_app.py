@@ -31,16 +31,16 @@ OMNI_ROUTES = (  # the replica answers these itself, and sleeps by its own route
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """dtype: float32 or bfloat16. sleep_mode: allocate so that weights can leave the device. compile: torch.compile.
-    tp: workers that share the transformer's weights."""
+    """dtype: float32 or bfloat16. compile: torch.compile. fp8: see megadiff.rollout.fp8. tp: workers that share the
+    transformer's weights."""
 
     model: Path
     name: str
     dtype: str
     pipeline: str
     worker_extension: str = "megadiff.rollout.worker_extension.RolloutWorkerExtension"
-    sleep_mode: bool = False
     compile: bool = False
+    fp8: bool = False
     tp: int = 1
 
 
@@ -77,10 +77,9 @@ def build_engine(config: EngineConfig) -> Any:
         model=str(config.model),
         dtype=config.dtype,
         enforce_eager=not config.compile,
-        enable_sleep_mode=config.sleep_mode,
         max_num_seqs=1,
         parallel_config={"tensor_parallel_size": config.tp},
-        custom_pipeline_args={"pipeline_class": config.pipeline},
+        custom_pipeline_args={"pipeline_class": config.pipeline, "fp8": config.fp8},
         worker_extension_cls=config.worker_extension,
     )
 
@@ -114,14 +113,6 @@ async def call_worker(engine: Any, method: str, *arguments: object) -> Any:
     if isinstance(result, dict) and result.get("supported") is False:
         raise RuntimeError(f"worker call {method} failed: {result.get('error') or result}")
     return result
-
-
-async def set_asleep(engine: Any, asleep: bool) -> None:
-    """Move the weights off the device, or back. Raises RuntimeError when a worker does not acknowledge it."""
-    acknowledgements = await (engine.sleep(level=1) if asleep else engine.wake_up())
-    failed = [ack for ack in acknowledgements if getattr(ack, "status", None) != "SUCCESS"]
-    if failed or not acknowledgements:
-        raise RuntimeError(f"{'sleep' if asleep else 'wake'} was not acknowledged by every worker: {acknowledgements}")
 
 
 def _server_arguments(config: EngineConfig) -> Any:

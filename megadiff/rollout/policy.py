@@ -19,11 +19,12 @@ class Refused(Exception):
 
 
 class PolicyState:
-    """ready → (begin) → updating → (commit) → ready, and ready ↔ asleep. It generates only when ready.
+    """ready → (begin) → updating → (commit) → ready, and ready → asleep → (begin) → updating. It generates only when ready.
 
     expected: every base tensor of the pipeline. A push brings whole parts: a component's base weights, or its LoRA tensors.
     What it leaves out must have been committed before, and stays in use: the LoRA tensors only under an equal spec. A push
     that fails on the way leaves the state at updating, because the weights are then a mixture; the next one brings all.
+    Asleep it holds no weights: the push that wakes it brings all, too.
     """
 
     def __init__(self, expected: Manifest) -> None:
@@ -45,15 +46,13 @@ class PolicyState:
                 "finish the push, or begin it again",
             )
         if self.state == "asleep":
-            raise Refused(409, "the replica is asleep; POST /rl/wake first")
+            raise Refused(409, "the replica is asleep and holds no weights; push all of them")
         if asked_version not in (None, self.version):
             raise Refused(409, f"policy_version {asked_version} was asked for, this replica holds {self.version}")
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
-        """Enter updating. Raises Refused when asleep or when a part is left out that is not held (409), or for tensors that
-        this pipeline does not take (400)."""
-        if self.state == "asleep":
-            raise Refused(409, "the replica is asleep; POST /rl/wake before a push")
+        """Enter updating. Raises Refused when a part is left out that is not held (409), or for tensors that this pipeline
+        does not take (400)."""
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
         parts = self._checked_parts(manifest, lora)
@@ -100,12 +99,6 @@ class PolicyState:
     def fall_asleep(self) -> None:
         self.require_ready()
         self.state = "asleep"
-
-    def wake(self) -> None:
-        """Raises Refused(409) when it is not asleep."""
-        if self.state != "asleep":
-            raise Refused(409, f"the replica is {self.state}, not asleep")
-        self.state = "ready"
 
     def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[Part]:
         """All parts that the replica uses after the push. Raises Refused(400) for a manifest that is not of whole ones."""

@@ -22,8 +22,7 @@ TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK
 class ReplicaSpec:
     """How one replica is started. device: cpu or cuda; gpus: which of the node's, one for each of its tp workers, none on CPU.
 
-    sleep_mode: it can give its GPU memory back while the trainer works. compile: torch.compile of its blocks. weights: the
-    folder of sync.transport=disk.
+    compile: torch.compile of its blocks. fp8: see megadiff.rollout.fp8. weights: the folder of sync.transport=disk.
     """
 
     name: str
@@ -33,8 +32,8 @@ class ReplicaSpec:
     gpus: tuple[int, ...]
     log: Path
     num_threads: int
-    sleep_mode: bool
     compile: bool = False
+    fp8: bool = False
     tp: int = 1
     weights: Path | None = None
 
@@ -97,8 +96,8 @@ def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:
         *(sys.executable, "-m", "megadiff.cli.serve", str(spec.model)),
         *("--name", spec.name, "--port", "0", "--dtype", spec.dtype, "--device", spec.device),
         *("--registry", str(registry), "--parent-pid", str(os.getpid())),
-        *(["--sleep-mode"] if spec.sleep_mode else []),
         *(["--compile"] if spec.compile else []),
+        *(["--fp8"] if spec.fp8 else []),
         *(["--tp", str(spec.tp)] if spec.tp > 1 else []),
         *(["--weights", str(spec.weights)] if spec.weights else []),
     ]

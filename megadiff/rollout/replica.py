@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megadiff.models.rollout_base import REQUESTS_KEY, RESULT_KEY, assemble_groups
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.omni_app import call_worker, set_asleep
+from megadiff.rollout.omni_app import call_worker
 from megadiff.rollout.policy import PolicyState, Refused
 from megadiff.rollout.requests import ModelRule, check_requests
 from megadiff.rollout.wire import encode_groups
@@ -43,18 +43,17 @@ class Replica:
         places: Sequence[Mapping[str, Any]],
         limits: Limits,
         model_rule: ModelRule,
-        sleep_mode: bool,
         weights_folder: Path | None = None,
     ) -> None:
         """expected: of the base weights. places: as the worker extension's policy_places() returns them. model_rule: raises
         ValueError for what the model cannot sample. weights_folder: the one from which buckets on disk are taken."""
-        self.engine, self.name, self.limits, self.sleep_mode = engine, name, limits, sleep_mode
+        self.engine, self.name, self.limits = engine, name, limits
         self.model_rule = model_rule
         self.places, self.weights_folder = list(places), weights_folder
         self.policy = PolicyState(expected)
         self.in_flight = 0
         self._idle = asyncio.Condition()
-        self._weights_lock = asyncio.Lock()  # one push, sleep or wake at a time
+        self._weights_lock = asyncio.Lock()  # one push or sleep at a time
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[int]:
@@ -127,19 +126,11 @@ class Replica:
             return workers
 
     async def sleep(self) -> None:
-        """Move the weights off the device. Raises Refused when the replica was not started for it, or is not ready."""
-        if not self.sleep_mode:
-            raise Refused(409, "started without --sleep-mode; start the replica with it to let it sleep")
+        """Gives the memory of the policy's weights back, until a push brings all of them. Raises Refused when not ready."""
         async with self._weights_lock:
             self.policy.fall_asleep()
             await self._drained()
-            await set_asleep(self.engine, True)
-
-    async def wake(self) -> None:
-        async with self._weights_lock:
-            if self.policy.state == "asleep":
-                await set_asleep(self.engine, False)
-            self.policy.wake()
+            await call_worker(self.engine, "free_weights")
 
     async def _drained(self) -> None:
         async with self._idle:

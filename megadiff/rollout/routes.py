@@ -95,14 +95,6 @@ def _router(replica: Replica) -> APIRouter:
 
         return await _answer(answer)
 
-    @router.post("/rl/wake")
-    async def wake() -> Response:
-        async def answer() -> Response:
-            await replica.wake()
-            return JSONResponse({"state": replica.policy.state})
-
-        return await _answer(answer)
-
     return router
 
 

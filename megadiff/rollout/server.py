@@ -49,8 +49,8 @@ class ServeConfig:
     registry: Path | None = None
     weights: Path | None = None
     parent_pid: int | None = None
-    sleep_mode: bool = False
     compile: bool = False
+    fp8: bool = False
     tp: int = 1
     limits: Limits = field(default_factory=Limits)
 
@@ -73,6 +73,7 @@ def serve(config: ServeConfig) -> None:
         adapter = build_adapter(config.model)
         check_device(config.device)
         check_tensor_parallel(config, num_heads=adapter.num_heads)
+        check_fp8(config)
         asyncio.run(_serve(config, family.rollout_pipeline, adapter.validate, listener))
     finally:
         listener.close()
@@ -126,6 +127,14 @@ def check_tensor_parallel(config: ServeConfig, *, num_heads: int) -> None:
         raise ValueError(f"--tp {config.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that")
 
 
+def check_fp8(config: ServeConfig) -> None:
+    """Raises ValueError for --fp8 beside weights that are not bfloat16."""
+    if config.fp8 and config.dtype != "bfloat16":
+        raise ValueError(
+            f"--fp8 multiplies copies of bfloat16 weights, but --dtype is {config.dtype}; give --dtype bfloat16"
+        )
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A TCP socket bound before anything is loaded; it refuses connections until the server listens on it.
 
@@ -167,8 +176,8 @@ async def _serve(
         name=config.name,
         dtype=config.dtype,
         pipeline=pipeline,
-        sleep_mode=config.sleep_mode,
         compile=config.compile,
+        fp8=config.fp8,
         tp=config.tp,
     )
     engine = build_engine(engine_config)
@@ -180,7 +189,6 @@ async def _serve(
             places=(await call_worker(engine, "policy_places"))["workers"],
             limits=config.limits,
             model_rule=model_rule,
-            sleep_mode=config.sleep_mode,
             weights_folder=config.weights,
         )
         if config.weights is not None:

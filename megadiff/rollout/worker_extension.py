@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
+from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedPlace, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with
 from megadiff.parallel.plan import is_lora, module_of
+from megadiff.rollout.fp8 import Fp8Linears, fp8_targets
+from megadiff.rollout.freed_weights import FreedWeights
 from megadiff.rollout.replica_lora import WRAPPED, PolicyLora, plain_name
 from megadiff.rollout.weight_feed import WeightFeed
 from megadiff.types import LoraSpec
@@ -37,12 +40,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _receiver: Receiver | None = None
     _feed: WeightFeed | None = None
     _served_places: dict[str, ServedPlace] | None = None
+    _freed: FreedWeights | None = None
+    _fp8: Fp8Linears | None = None
 
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:  # a worker process of its own must not outlive the server
             exit_with(parent.pid)
         super().re_init_pipeline(custom_pipeline_args)
+        if custom_pipeline_args.get("fp8"):
+            self._fp8 = Fp8Linears(self._fp8_layers())
         freeze_startup_objects()
 
     def init_lora_manager(self) -> None:
@@ -75,7 +82,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         )
 
     def begin_push(self, transport: dict[str, Any]) -> None:
-        """A push opens: what a broken-off one left is dropped. Joins the trainer's group where there is one."""
+        """A push opens: what a broken-off one left is dropped, what free_weights() gave away is allocated. Joins the
+        trainer's group where there is one."""
+        if self._freed is not None:
+            self._freed.take_back()
+            self._freed = None
         self.lora_manager.drop_set_aside()
         with suppress(Exception):  # what the loader says of weights that did not all come
             self._close_feed()
@@ -91,9 +102,19 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         with self._receiver.tensors(source) as pairs:
             self._load(pairs)
 
+    def free_weights(self) -> None:
+        """Gives the memory of the base weights back to the device. What they were is lost; the next push opens with memory
+        for them and must bring them all. The text encoder and the VAE stay."""
+        if self._freed is None:
+            copies = self._fp8.buffers if self._fp8 else ()
+            self._freed = FreedWeights([*self._parameters().values(), *copies])
+
     def bind_lora(self, spec: dict[str, Any] | None) -> None:
         """Puts the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""
-        self._close_feed()
+        if self._feed is not None:
+            self._close_feed()
+            if self._fp8 is not None:
+                self._fp8.refresh()
         if self._receiver is not None:
             self._receiver.end()
         lora = LoraSpec(**{**spec, "modules": tuple(spec["modules"])}) if spec else None
@@ -138,6 +159,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
             else:
                 yield name, tensor
+
+    def _fp8_layers(self) -> dict[str, nn.Module]:
+        """Served name → layer, of the linears whose products FP8 takes over."""
+        pipeline, places, layers = self.model_runner.pipeline, self._places(), {}
+        plan = build_adapter(Path(pipeline.od_config.model)).plan
+        for component in pipeline.policy_components:
+            names = [name.removeprefix(f"{component}.") for name in places if name.startswith(f"{component}.")]
+            served = {module_of(places[f"{component}.{name}"].parameter) for name in fp8_targets(names, plan)}
+            layers |= {name: pipeline.get_submodule(name) for name in sorted(served)}
+        return layers
 
     def _gathered(self, value: dict[str, Any]) -> dict[str, Any]:
         """`workers`: this value of every worker, in order. (A bare list would be unpacked on its way to the server.)"""

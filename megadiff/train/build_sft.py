@@ -24,6 +24,7 @@ from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.rollout import sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES
+from megadiff.weights.sync import WeightSync
 
 ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
@@ -56,9 +57,8 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
         fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
         scorer = stack.enter_context(closing(Scorer(config.reward)))
         sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-        evaluation = _between_naps(
-            build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer), fleet, config, mesh
-        )
+        evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer)
+        evaluation = _between_naps(evaluation, fleet, sync, config, mesh)
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return SftRun(
         config=config, mesh=mesh, algorithm=build_algorithm(config.algorithm), engine=engine, batches=batches,
@@ -85,15 +85,15 @@ def _encoded(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSou
 
 
 def _between_naps(
-    evaluation: Callable[[int], dict[str, float]], fleet: Fleet, config: Config, mesh: Mesh
+    evaluation: Callable[[int], dict[str, float]], fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh
 ) -> Callable[[int], dict[str, float]]:
     """The evaluation with replicas that are awake only meanwhile, where they share the trainer's GPUs."""
-    replicas.put_to_sleep(fleet, config, mesh)
+    replicas.put_to_sleep(fleet, sync, config, mesh)
 
     def evaluate(step: int) -> dict[str, float]:
-        replicas.wake_up(fleet, config, mesh)
+        replicas.make_room(config, mesh)
         figures = evaluation(step)
-        replicas.put_to_sleep(fleet, config, mesh)
+        replicas.put_to_sleep(fleet, sync, config, mesh)
         return figures
 
     return evaluate

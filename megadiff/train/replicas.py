@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from megadiff.config.schema import Config
+from megadiff.config.validate import sleeps
 from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client import ReplicaClient
 from megadiff.rollout.fleet import Fleet, wait_until_announced
 from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+from megadiff.weights.sync import WeightSync
 from megadiff.weights.transports.disk import clear
 
 logger = logging.getLogger(__name__)
@@ -74,34 +76,25 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
 
 
 @contextmanager
-def asleep(fleet: Fleet, config: Config, mesh: Mesh) -> Iterator[None]:
-    """Collective. While the trainer works on the same GPUs, colocated replicas give their memory back.
-
-    No-op on CPU, and with rollout.sleep=false (where everything fits: half a second a step on an H200, and more for a
-    large model, whose weights go to the host and come back).
-
-    A failure inside needs no waking: it ends the run.
-    """
-    put_to_sleep(fleet, config, mesh)
+def asleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> Iterator[None]:
+    """Collective. While the trainer works on the same GPUs, colocated replicas keep no weights; see put_to_sleep()."""
+    put_to_sleep(fleet, sync, config, mesh)
     yield
-    wake_up(fleet, config, mesh)
+    make_room(config, mesh)
 
 
-def put_to_sleep(fleet: Fleet, config: Config, mesh: Mesh) -> None:
-    """Collective; see asleep()."""
-    if _sleeps(config, mesh):
+def put_to_sleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:
+    """Collective. Where rollout.sleep says so, replicas free their transformers' memory. Nothing is copied to the host: the
+    next push, which then brings everything, wakes them."""
+    if sleeps(config, device_type=mesh.device.type):
         agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
+        sync.forget()
 
 
-def wake_up(fleet: Fleet, config: Config, mesh: Mesh) -> None:
-    """Collective; undoes put_to_sleep(). Before, every rank gives back what its allocator keeps of the update's peak."""
-    if _sleeps(config, mesh):
+def make_room(config: Config, mesh: Mesh) -> None:
+    """Collective. Before replicas take their memory again, every rank gives back what its allocator keeps of the update."""
+    if sleeps(config, device_type=mesh.device.type) and mesh.device.type == "cuda":
         agreed(torch.cuda.empty_cache, mesh.cpu_group)
-        agreed(fleet.wake, mesh.cpu_group, here=mesh.rank == 0)
-
-
-def _sleeps(config: Config, mesh: Mesh) -> bool:
-    return config.rollout.sleep and config.rollout.mode == "colocated" and mesh.device.type == "cuda"
 
 
 def weights_folder(config: Config, folder: Path) -> Path:
@@ -143,8 +136,8 @@ def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
             gpus=tuple((index * tp + worker) % num_gpus for worker in range(tp)) if num_gpus else (),
             log=log_file(folder, f"replica_{index}"),
             num_threads=max(1, num_threads // (count * tp)),
-            sleep_mode=_sleeps(config, mesh),
             compile=config.rollout.compile,
+            fp8=config.rollout.fp8,
             tp=tp,
             weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
         )

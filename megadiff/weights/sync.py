@@ -83,6 +83,10 @@ class WeightSync:
             self.version = version
         return {"sync/gib": self._sent / 2**30}
 
+    def forget(self) -> None:
+        """The replicas hold nothing any more, as after Fleet.sleep(): the next push brings everything, whatever its version."""
+        self.version, self._held = None, None
+
     def close(self) -> None:
         self.transport.close()
 

@@ -82,22 +82,22 @@ def image(client: ReplicaClient, **changes: object) -> bytes:
 def bound_lora_serves_and_sleeps(
     client: ReplicaClient, model: Path, weights: dict[str, Tensor], *, version: int
 ) -> None:
-    """Live, the adapter samples as the weights do that it merges to, through the RL route and the images API alike."""
+    """Live, the adapter samples as the weights do that it merges to, through the RL route and the images API alike; also
+    when the base weights were freed and came back with it."""
     spec = LoraSpec(rank=3, alpha=5.0, modules=linears(weights))
     lora = random_lora(weights, spec)
     push(client, merged(weights, lora, spec), version=version, model=model)
     whole, whole_image = client.generate(REQUEST), image(client)
-    answer = push_lora(client, weights, lora, spec, version=version + 1, model=model)
-    assert answer["fingerprints"] == expected_prints(weights, lora, spec)
-    assert answer["bound_modules"] == [f"transformer.{module}" for module in spec.modules]
-    for _ in range(2):
+    for turn in range(2):
+        answer = push_lora(client, weights, lora, spec, version=version + 1 + turn, model=model)
+        assert answer["fingerprints"] == expected_prints(weights, lora, spec)
+        assert answer["bound_modules"] == [f"transformer.{module}" for module in spec.modules]
         assert image_gap(image(client), whole_image) <= 1
         for live, other in zip(client.generate(REQUEST).trajectories, whole.trajectories, strict=True):
             assert (live.latents_SLC - other.latents_SLC).abs().max() <= 1e-5
             assert (live.log_probs - other.log_probs).abs().max() <= 1e-5
             assert (live.pixels.int() - other.pixels.int()).abs().max() <= 1
         client.sleep()
-        client.wake()
 
 
 def image_gap(one: bytes, other: bytes) -> int:

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.wire import requests_to_json
+from megadiff.types import LoraSpec
 from megadiff.weights.bucket import encode_bucket
 from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.lora_names import lora_manifest
 from megadiff.weights.manifest import folder_manifest
 from tests.e2e.pushes import folder_weights
 from tests.e2e.recompute import gap
 from tests.e2e.replica import PROMPT, REQUEST, SAMPLING, Server, bound_lora_serves_and_sleeps, image, push, start
+from tests.lora_tensors import linears
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def weights(tiny_model: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = start(tiny_model, tmp_path_factory.mktemp("replica"), "--sleep-mode")
+    server = start(tiny_model, tmp_path_factory.mktemp("replica"))
     yield server
     server.end()
 
@@ -213,13 +216,25 @@ def test_bad_requests_are_refused_and_the_replica_lives_on(client: ReplicaClient
     client.generate(replace(REQUEST, prompt=replace(PROMPT, text="猫 🐱 émoji " + "x" * 300)))
 
 
-def test_sleep_and_wake(client: ReplicaClient) -> None:
+def test_a_replica_asleep_holds_no_weights_until_a_push_brings_all(
+    client: ReplicaClient, tiny_model: Path, weights: dict[str, Tensor]
+) -> None:
+    push(client, weights, version=3, model=tiny_model)
     before = client.generate(REQUEST)
     client.sleep()
     assert client.health()["state"] == "asleep"
-    with pytest.raises(ReplicaError, match="asleep"):
-        client.generate(REQUEST)
-    client.wake()
+    for refused in (client.sleep, lambda: client.generate(REQUEST)):
+        with pytest.raises(ReplicaError, match="asleep and holds no weights; push all of them"):
+            refused()
+    response = httpx.post(f"{client.url}/v1/images/generations", json={"prompt": "a cat", "size": "64x64"})
+    assert response.status_code == 409 and "asleep" in response.text
+    spec = LoraSpec(rank=3, alpha=5.0, modules=linears(weights))
+    with pytest.raises(ReplicaError, match="leaves out transformer.*push everything"):
+        client.weights_begin(
+            4, lora_manifest(spec, folder_manifest(tiny_model, ("transformer",), dtype="float32")), lora=spec
+        )
+    held = push(client, weights, version=4, model=tiny_model)
+    assert held == {name: fingerprint(tensor) for name, tensor in weights.items()}
     after = client.generate(REQUEST)
     assert torch.equal(before.trajectories[0].latents_SLC, after.trajectories[0].latents_SLC)
 
@@ -228,9 +243,9 @@ def test_lora_outlives_sleep_and_gives_way_to_a_push_without(
     client: ReplicaClient, tiny_model: Path, weights: dict[str, Tensor]
 ) -> None:
     bound_lora_serves_and_sleeps(client, tiny_model, weights, version=5)
-    push(client, weights, version=6, model=tiny_model)
+    push(client, weights, version=8, model=tiny_model)
     whole = {name: fingerprint(tensor) for name, tensor in weights.items()}
-    assert push(client, weights, version=7, model=tiny_model) == whole
+    assert push(client, weights, version=9, model=tiny_model) == whole
 
 
 def test_health_metrics_and_a_plain_image_with_guidance(client: ReplicaClient) -> None:

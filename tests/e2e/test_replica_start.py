@@ -68,7 +68,7 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
     if not Path(overlay, "vllm_omni").is_dir():
         pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26 (see docs: pip install --target)")
     weights = folder_weights(tiny_model, ("transformer",))
-    server = start(tiny_model, tmp_path, "--sleep-mode", fresh=True, overlay=overlay)
+    server = start(tiny_model, tmp_path, fresh=True, overlay=overlay)
     client, workers = server.client, []
     try:
         assert client.health()["vllm_omni"].startswith("0.26.")
@@ -89,7 +89,7 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
         assert held == {name: fingerprint(tensor) for name, tensor in changed.items()}
         assert image(client) != before
         client.sleep()
-        client.wake()
+        push(client, changed, version=1, model=tiny_model)
         with pytest.raises(ReplicaError, match=r"requests\[1\] .* too long"):
             client.generate_batch([REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))])
         assert client.generate(replace(REQUEST, policy_version=1)).policy_version == 1

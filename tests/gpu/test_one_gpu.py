@@ -16,6 +16,8 @@ from megadiff.rollout.client import ReplicaClient
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
 from tests.distributed.engines import LOSS, build, mine, only
 from tests.distributed.ranks import run_ranks
+from tests.e2e.pushes import folder_weights
+from tests.e2e.replica import push
 from tests.lora_tensors import expected_prints, linears, push_lora, random_lora
 
 pytestmark = pytest.mark.gpu
@@ -46,13 +48,13 @@ def _offload_worker(pipeline, backend, rank):
 
 @pytest.fixture(scope="module")
 def replica(tiny_model, tmp_path_factory):
-    """A replica on the GPU, with sleep mode."""
+    """A replica on the GPU."""
     folder = tmp_path_factory.mktemp("replica")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--port", "0"),
-                *("--registry", str(folder), "--parent-pid", str(os.getpid()), "--sleep-mode", "--name", "gpu"),
+                *("--registry", str(folder), "--parent-pid", str(os.getpid()), "--name", "gpu"),
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -76,18 +78,21 @@ REQUEST = RolloutRequest(
 )
 
 
-def test_a_replica_sleeps_and_wakes_with_its_weights(replica):
+def test_a_replica_frees_its_weights_until_a_push_brings_them(replica, tiny_model):
     before = replica.generate(REQUEST)
-    for _ in range(2):
+    weights = folder_weights(tiny_model, ("transformer",))
+    for version in (1, 2):
+        free, _ = torch.cuda.mem_get_info()
         replica.sleep()
-        replica.wake()
+        assert torch.cuda.mem_get_info()[0] > free
+        push(replica, weights, version=version, model=tiny_model)
     after = replica.generate(REQUEST)
     for a, b in zip(before.trajectories, after.trajectories, strict=True):
         assert torch.equal(a.latents_SLC, b.latents_SLC) and torch.equal(a.pixels, b.pixels)
 
 
 def test_lora_outlives_sleep(replica, tiny_model):
-    """The adapter's buffers lie outside the memory that sleep takes away; it is bound after each wake, bit for bit."""
+    """Base and adapter come with the push that wakes the replica, which then samples the same bits."""
     file = tiny_model / "transformer" / "diffusion_pytorch_model.safetensors"
     base = {f"transformer.{name}": tensor for name, tensor in load_file(file).items()}
     spec = LoraSpec(rank=3, alpha=5.0, modules=linears(base))
@@ -98,7 +103,7 @@ def test_lora_outlives_sleep(replica, tiny_model):
         assert answer["fingerprints"] == expected_prints(base, lora, spec)
         before = replica.generate(REQUEST)
         replica.sleep()
-        replica.wake()
+        push_lora(replica, base, lora, spec, version=version + 2, model=tiny_model)
         after = replica.generate(REQUEST)
         for a, b, c in zip(before.trajectories, after.trajectories, plain.trajectories, strict=True):
             assert torch.equal(a.latents_SLC, b.latents_SLC) and not torch.equal(a.latents_SLC, c.latents_SLC)
@@ -131,4 +136,5 @@ def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["parity/log_prob_gap_max"] < 5e-5
+    assert rows[0]["memory/parity_gib"] > 0 and rows[0]["memory/train_gib"] > 0
     assert all(row["optim/grad_norm"] > 0 for row in rows)

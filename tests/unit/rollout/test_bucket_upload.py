@@ -45,7 +45,7 @@ def served(memory, monkeypatch):
     monkeypatch.setattr(replica_module, "call_worker", call)
     replica = Replica(
         None, name="r", expected=bucket_manifest([*BUCKET, *LONG]), places=[], limits=Limits(bucket_bytes=LIMIT),
-        model_rule=None, sleep_mode=False,
+        model_rule=None, 
     )  # fmt: skip
     app = replica_app(FastAPI(), replica, token=None)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))

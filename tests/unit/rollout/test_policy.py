@@ -111,14 +111,19 @@ def test_buckets() -> None:
 
 def test_sleep() -> None:
     policy = PolicyState(EXPECTED)
-    with refused(409, "is ready, not asleep"):
-        policy.wake()
+    policy.begin(1, EXPECTED)
+    with refused(409, "is being pushed"):
+        policy.fall_asleep()
+    policy.loaded(EXPECTED)
+    policy.commit()
     policy.fall_asleep()
-    for call in (policy.require_ready, policy.fall_asleep, lambda: policy.begin(1, EXPECTED)):
-        with refused(409, "asleep"):
+    for call in (policy.require_ready, policy.fall_asleep):
+        with refused(409, "asleep and holds no weights"):
             call()
-    policy.wake()
-    policy.require_ready(UNPUSHED)
+    with refused(409, "which this replica does not hold"):
+        policy.begin(2, {})
+    policy.begin(2, EXPECTED)
+    assert policy.state == "updating"
 
 
 LORA = LoraSpec(rank=2, alpha=4.0, modules=("a",))

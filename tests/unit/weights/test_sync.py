@@ -201,6 +201,19 @@ def test_only_the_component_that_was_trained_travels(cpu_group):
     assert targets[1].begun[-1] == set(PAIR)
 
 
+def test_what_was_forgotten_travels_again(cpu_group):
+    """As after a replica slept: all of it, and for the same version too."""
+    source, target = Source(dict(PAIR)), Target()
+    sync = _sync(cpu_group, source, target, manifest=PAIR_MANIFEST)
+    sync.push(0)
+    source.changed = set()
+    for version in (0, 1):
+        sync.forget()
+        target.held.clear()
+        sync.push(version)
+        assert target.begun[-1] == target.held.keys() == set(PAIR)
+
+
 def test_a_lora_is_of_every_component_that_has_its_modules():
     lora = LoraSpec(rank=2, alpha=4.0, modules=("layer1",))
     fewer = {name: row for name, row in PAIR_MANIFEST.items() if name != "transformer_2.layer3.weight"}

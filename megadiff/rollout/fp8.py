@@ -1,0 +1,92 @@
+"""FP8 matrix products in a replica's blocks: e4m3 copies of the weights beside the bfloat16 ones that pushes bring.
+
+Weights are scaled by row (an output feature), inputs by token, both at the largest magnitude; products accumulate in
+float32 (`torch._scaled_mm`, compute capability 8.9 and higher). What is pushed, fingerprinted and wrapped by LoRA stays the
+bfloat16 weight; LoRA's own products stay in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megadiff.parallel.plan import ParallelPlan
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SPLIT_KINDS = ("column", "row")  # of the plan
+MULTIPLE = 16  # of both dimensions of a weight, which the kernel wants
+
+
+class Fp8Linears:
+    """Layers of vLLM whose products are in FP8 from here on. layers: name → a linear layer with a bfloat16 `weight`.
+
+    refresh() must follow every change of the weights. Raises ValueError for a layer that FP8 products do not take.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self._layers = list(layers.values())
+        for name, layer in layers.items():
+            _check(name, layer.weight)
+            layer.register_buffer("fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False)
+            scale = torch.empty(1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device)
+            layer.register_buffer("fp8_scale", scale, persistent=False)
+            layer.quant_method = _Fp8Method()
+        self.refresh()
+
+    @property
+    def buffers(self) -> Iterable[Tensor]:
+        """What the copies take."""
+        return [buffer for layer in self._layers for buffer in (layer.fp8_weight, layer.fp8_scale)]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The copies from what the weights are now."""
+        for layer in self._layers:
+            quantized, scale = quantize_rows(layer.weight)
+            layer.fp8_weight.copy_(quantized)
+            layer.fp8_scale.copy_(scale.T)
+
+
+class _Fp8Method:
+    """In place of a vLLM layer's `quant_method`, which its forward and LoRA's wrapper call."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
+
+
+def fp8_linear(x: Tensor, weight_ON: Tensor, scale_1O: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [..., N] bfloat16; weight_ON: [O, N] e4m3; scale_1O: [1, O] float32, of its rows. Returns [..., O] bfloat16."""
+    quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+    y = torch._scaled_mm(quantized, weight_ON.T, scale_a=scale, scale_b=scale_1O, out_dtype=torch.bfloat16)
+    y = y.unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
+
+
+def quantize_rows(x_RN: Tensor) -> tuple[Tensor, Tensor]:
+    """x_RN: [R, N]. Returns e4m3 [R, N] and float32 [R, 1]: x = quantized × scale, a row's largest magnitude at e4m3's."""
+    x = x_RN.float()
+    scale_R1 = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    return (x / scale_R1).clamp(-LARGEST, LARGEST).to(FP8), scale_R1
+
+
+def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
+    """Of one component's weights those of the blocks' attention and MLPs, which see every token. names: diffusers'."""
+    kinds = plan.kinds(names)
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind in SPLIT_KINDS and name.endswith(".weight") and plan.block_of(name) is not None
+    ]
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if weight.dtype != torch.bfloat16:
+        raise ValueError(f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set model.dtype=bfloat16")
+    if any(size % MULTIPLE for size in weight.shape):
+        raise ValueError(
+            f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is {tuple(weight.shape)}; set "
+            "rollout.fp8=false"
+        )

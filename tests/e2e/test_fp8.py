@@ -1,0 +1,46 @@
+"""A replica whose blocks multiply in FP8: its copies follow every push, and its log_probs are near bfloat16's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadiff.rollout.client import ReplicaClient
+from megadiff.weights.bucket import encode_bucket
+from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.manifest import folder_manifest
+from tests.e2e.pushes import Tensors, folder_weights
+from tests.e2e.recompute import gap
+from tests.e2e.replica import REQUEST, start
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    server = start(tiny_model, tmp_path_factory.mktemp("fp8"), "--fp8", "--dtype", "bfloat16")
+    yield server.client
+    server.end()
+
+
+def _push(client: ReplicaClient, weights: Tensors, *, version: int, model: Path) -> None:
+    client.weights_begin(version, folder_manifest(model, ("transformer",), dtype="bfloat16"))
+    client.weights_bucket(encode_bucket(list(weights.items())))
+    (worker,) = client.weights_commit(version)
+    assert worker["fingerprints"] == {name: fingerprint(tensor) for name, tensor in weights.items()}
+
+
+def test_the_copies_follow_pushes_and_sleep(client: ReplicaClient, tiny_model: Path) -> None:
+    weights = {name: t.bfloat16() for name, t in folder_weights(tiny_model, ("transformer",)).items()}
+    loaded = client.generate(REQUEST)
+    float32 = {name: t.float() if t.is_floating_point() else t for name, t in loaded.conditioning.items()}
+    assert 1e-3 < gap(tiny_model, replace(loaded, conditioning=float32)) < 2e-2
+    changed = {name: tensor * 1.5 if ".attn.to_q." in name else tensor for name, tensor in weights.items()}
+    states = []
+    for version, pushed in enumerate([weights, changed, weights]):
+        _push(client, pushed, version=version, model=tiny_model)
+        states.append(client.generate(REQUEST).trajectories[0].latents_SLC)
+        client.sleep()
+    assert torch.equal(states[0], loaded.trajectories[0].latents_SLC) and torch.equal(states[0], states[2])
+    assert not torch.equal(states[0], states[1])  # the only weights that changed are those that FP8 copies

@@ -1,0 +1,71 @@
+"""FP8 products beside bfloat16 weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megadiff.models.registry import build_adapter
+from megadiff.rollout.fp8 import Fp8Linears, fp8_linear, fp8_targets, quantize_rows
+
+
+def test_rows_are_scaled_to_their_largest_magnitude() -> None:
+    x_RN = torch.tensor([[0.0, 0.0], [1.0, -3.0], [1e-3, 2e-3], [1e30, -1e30]])
+    quantized, scale_R1 = quantize_rows(x_RN)
+    assert torch.equal(quantized.float().abs().amax(-1), torch.tensor([0.0, 448.0, 448.0, 448.0]))
+    torch.testing.assert_close(quantized.float() * scale_R1, x_RN, rtol=2**-4, atol=0)
+
+
+def test_products_are_those_of_the_rounded_numbers() -> None:
+    """Not of bfloat16's: they are 4 % apart. The outputs of tokens of very different sizes are equally good."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.logspace(-3, 3, 6).reshape(2, 3, 1)
+    x = (torch.randn(2, 3, 64, generator=generator) * size).bfloat16()
+    weight_ON = torch.randn(96, 64, generator=generator).bfloat16()
+    bias = torch.randn(96, generator=generator).bfloat16()
+    quantized, scale_O1 = quantize_rows(weight_ON)
+    y = fp8_linear(x, quantized, scale_O1.T.contiguous())
+    rounded, scale_R1 = quantize_rows(x.reshape(6, 64))
+    expected = (rounded.float() * scale_R1) @ (quantized.float() * scale_O1).T
+    torch.testing.assert_close(y.float().reshape(6, 96), expected, rtol=2**-7, atol=1e-5)
+    exact = x.float() @ weight_ON.float().T
+    error = (y.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert 0.01 < error.min() and error.max() < 0.06
+    assert torch.equal(fp8_linear(x, quantized, scale_O1.T.contiguous(), bias), y + bias)
+
+
+def test_copies_follow_the_weights_when_told() -> None:
+    layer = nn.Linear(32, 48, dtype=torch.bfloat16)
+    linears = Fp8Linears({"a": layer})
+    x = torch.randn(5, 32, dtype=torch.bfloat16)
+    before = layer.quant_method.apply(layer, x, layer.bias)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(layer.quant_method.apply(layer, x, layer.bias), before)
+    linears.refresh()
+    assert not torch.equal(layer.quant_method.apply(layer, x, layer.bias), before)
+    assert sum(buffer.nbytes for buffer in linears.buffers) == 48 * 32 + 4 * 48
+    assert dict(layer.named_parameters()).keys() == {"weight", "bias"} == layer.state_dict().keys()
+
+
+def test_layers_that_it_does_not_take() -> None:
+    with pytest.raises(ValueError, match=r"multiples of 16, b is \(48, 20\)"):
+        Fp8Linears({"b": nn.Linear(20, 48, dtype=torch.bfloat16)})
+    with pytest.raises(ValueError, match="b is torch.float32; set model.dtype=bfloat16"):
+        Fp8Linears({"b": nn.Linear(32, 48)})
+
+
+def test_targets_are_attention_and_mlps_of_the_blocks() -> None:
+    """Not what sees one token a sample, such as modulations: a third of the weights, and none of the time."""
+    adapter = build_adapter(Path(__file__).parents[3] / "assets" / "qwen_image")
+    names = [name for name, _ in adapter.empty_transformer().named_parameters()]
+    targets = fp8_targets(names, adapter.plan)
+    assert len(targets) == 60 * 12
+    assert {name.split(".", 2)[2] for name in targets if name.startswith("transformer_blocks.7.")} == {
+        *(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")),
+        *(f"attn.{name}.weight" for name in ("to_out.0", "to_add_out")),
+        *(f"{stream}_mlp.net.{name}.weight" for stream in ("img", "txt") for name in ("0.proj", "2")),
+    }
