@@ -37,14 +37,14 @@ from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
 from megadiff.train.rollout import sampling_of
 from megadiff.types import TrainBatch
 
-RECIPE = "configs/recipes/qwen_image_flowgrpo_h200.yaml"
+RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"
 WARMUP = 2
 LOSS = partial(flow_grpo, clip_range=1e-5, adv_clip_max=5.0, kl_coef=0.0)
 
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    configs = options.config or [RECIPE]
+    configs = options.config or [RECIPE, "engine.compile=false"]
     if options.worker:
         return _worker(configs, options)
     failed = False

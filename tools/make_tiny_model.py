@@ -1,6 +1,9 @@
 """Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2 with one or two transformers.
 
-See megadiff/models/qwen_image/tiny.py and megadiff/models/wan22/tiny.py.
+See megadiff/models/qwen_image/tiny.py and megadiff/models/wan22/tiny.py. With --size full a family's real sizes, by
+tools/random_weights.py, whose own options may follow:
+
+    python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] [--text-layers N] [--device cuda]
 """
 
 from __future__ import annotations
@@ -21,27 +24,42 @@ FAMILIES: dict[str, Callable[..., None]] = {
     "wan22_ti2v_5b": partial(wan22.write_tiny_pipeline, kind="ti2v_5b"),
     "wan22_t2v_a14b": partial(wan22.write_tiny_pipeline, kind="t2v_a14b"),
 }
+FULL = "full"
+ASSETS = Path(__file__).parents[1] / "assets"  # the families' config.json files
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to create; refused when it holds something")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen_image")
-    parser.add_argument("--size", choices=sorted(qwen_image.SIZES), help="of qwen_image; tiny by default")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    parser.add_argument("--size", choices=[*sorted(qwen_image.SIZES), FULL], help="tiny by default; full: the real one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="float32 by default; full: always bfloat16")
+    parser.add_argument("--seed", type=int)
+    args, others = parser.parse_known_args(argv)
     disable_progress_bar()
+    if args.size == FULL:
+        if args.dtype or args.seed is not None:
+            parser.error("--size full is bfloat16, drawn from seed 0; leave --dtype and --seed out")
+        return _full_size(args.out, ASSETS / args.family, others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         if args.size and args.family != "qwen_image":
             raise ValueError(f"--size {args.size}: {args.family} has one size; leave it out")
         sizes = {"size": args.size} if args.size else {}
-        FAMILIES[args.family](args.out, dtype=args.dtype, seed=args.seed, **sizes)
+        FAMILIES[args.family](args.out, dtype=args.dtype or "float32", seed=args.seed or 0, **sizes)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(args.out)
     return 0
+
+
+def _full_size(out: Path, model: Path, options: list[str]) -> int:
+    """options: of random_weights; they may name another model."""
+    import random_weights  # beside this file
+
+    return random_weights.main([str(out), "--model", str(model), *options])
 
 
 if __name__ == "__main__":

@@ -176,9 +176,10 @@ def _replica_line(plan: MemoryPlan) -> str:
     replicas = plan.replicas
     if not replicas.per_gpu:
         return "replicas: none on these GPUs"
+    asleep = f"asleep with {_gib(replicas.kept)} GiB" if replicas.sleeps else "awake"
     text = (
         f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights and {_gib(replicas.working)} GiB at "
-        f"work, {'asleep' if replicas.sleeps else 'awake'} while the trainer works"
+        f"work, {asleep} while the trainer works"
     )
     missing = f"; not counted, for want of their config.json: {', '.join(replicas.unknown)}"
     return text + (missing if replicas.unknown else "")
@@ -219,16 +220,18 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
         f"nothing fits. Nearest: {overrides(nearest.placing)}",
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
         + ", ".join(f"{part} {_gib(size)}" for part, size in nearest.phases[worst].items() if size),
-        f"  {_remedy(worst, config)}",
+        f"  {_remedy(nearest, plan, config)}",
     ]
 
 
-def _remedy(phase: str, config: Config) -> str:
+def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
+    train, engine, phase = config.train, config.engine, estimate.worst_phase
     remedies = {
-        f"train.microbatch_size below {config.train.microbatch_size}": phase in ("update", "log_probs")
-        and config.train.microbatch_size > 1,
-        "engine.recompute=true": phase == "update" and not config.engine.recompute,
-        "rollout.sleep=true": not config.rollout.sleep and config.rollout.mode == "colocated",
+        f"train.microbatch_size below {train.microbatch_size}": "activations" in estimate.phases[phase]
+        and train.microbatch_size > 1,
+        "engine.recompute=true": phase == "update" and not engine.recompute,
+        "engine.recompute_every=1": phase == "update" and engine.recompute and engine.recompute_every > 1,
+        "rollout.sleep=always": plan.replicas.per_gpu > 0 and not plan.replicas.sleeps,
         "rollout.mode=separate": config.rollout.mode == "colocated",
     }
     possible = [remedy for remedy, helps in remedies.items() if helps]

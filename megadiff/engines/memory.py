@@ -86,9 +86,8 @@ class ModelShape:
         sizes = self._units(self.lora or self.shapes)
         return max((size for unit, size in sizes.items() if unit is not None), default=0)
 
-    @property
-    def kept(self) -> Kept:
-        return self.activations.lora if self.lora else self.activations.whole
+    def kept(self, *, compiled: bool) -> Kept:
+        return self.activations.kept(lora=bool(self.lora), compiled=compiled)
 
     @cached_property
     def lora_ranks(self) -> int:
@@ -134,7 +133,7 @@ class Work:
     of its own. passes: forwards whose graphs exist at once, 2 under
     guidance. itemsize: bytes of a number of engine.dtype. recompute_every: every n-th block is recomputed, 0: none.
     num_microbatches: of an update. accumulates: whether gradients stay whole on each rank between microbatches.
-    keeps_average: whether the engine keeps a running average of the weights.
+    keeps_average: whether the engine keeps a running average of the weights. compiled: whether blocks are.
     """
 
     rows: int
@@ -147,6 +146,7 @@ class Work:
     num_microbatches: int
     accumulates: bool
     keeps_average: bool
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
 
 def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     """What autograd keeps of the forward passes before a backward; of a recomputed block that is its input."""
-    kept, tokens = model.kept, _tokens(model, placing, work)
+    kept, tokens = model.kept(compiled=work.compiled), _tokens(model, placing, work)
     outside = model.width * (
         tokens.split * _with_modulation(kept.outside, kept.outside_modulation, work)
         + tokens.context * kept.outside_context.num_bytes(work.itemsize)
@@ -209,7 +209,7 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
 
 
 def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
-    kept, tokens, tp = model.kept, _tokens(model, placing, work), placing.layout.tp
+    kept, tokens, tp = model.kept(compiled=work.compiled), _tokens(model, placing, work), placing.layout.tp
     per_width = (
         tokens.split * _with_modulation(kept.tokenwise, kept.modulation, work)
         + tokens.gathered * kept.gathered.num_bytes(work.itemsize)

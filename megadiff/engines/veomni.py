@@ -37,6 +37,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import ParallelPlan, is_lora
+from megadiff.parallel.recompute import recompute_blocks
 from megadiff.types import DTYPES
 from megadiff.weights.shards import Shard, SourceFolder
 
@@ -218,10 +219,8 @@ def _build_transformer(
         adapt_linears(model, adapters)
     if not is_veomnis:
         _split_tokens(model, adapter, mesh, DTYPES[config.engine.dtype])
-    if config.engine.recompute and is_veomnis:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif config.engine.recompute:
-        model.enable_gradient_checkpointing()
+    if config.engine.recompute:
+        recompute_blocks(model, plan, every=config.engine.recompute_every)
     mixed = MixedPrecisionConfig(
         enable=config.engine.dtype != "float32",
         param_dtype=config.engine.dtype,

@@ -49,7 +49,8 @@ class Kept:
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """Of a family's transformer. whole, lora: what is kept where all weights are trained, or low-rank pairs beside frozen
-    ones, whose factors keep nothing. forward: what tokens have at once while a block is at work without autograd, beside
+    ones, whose factors keep nothing; compiled_whole, compiled_lora: the same of compiled blocks, by default as if they were
+    not. forward: what tokens have at once while a block is at work without autograd, beside
     the MLP's. backward: gradients that are alive at once beside what was kept. text_is_stream: whether text goes through
     the blocks as the image does; else cross attention reads it."""
 
@@ -58,6 +59,13 @@ class Activations:
     forward: Part
     backward: Part
     text_is_stream: bool
+    compiled_whole: Kept | None = None
+    compiled_lora: Kept | None = None
+
+    def kept(self, *, lora: bool, compiled: bool) -> Kept:
+        if lora:
+            return (self.compiled_lora if compiled else None) or self.lora
+        return (self.compiled_whole if compiled else None) or self.whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.attention import TokenAttention, TokenAxes
@@ -35,6 +34,7 @@ from megadiff.parallel.linear import (
 from megadiff.parallel.lora import Adapters, adapt, adapt_linears, lora_shapes
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, Placement, is_lora
+from megadiff.parallel.recompute import recompute_blocks
 from megadiff.parallel.tokens import split_tokens
 
 
@@ -115,7 +115,10 @@ def parallelize(
     if axes.tp > 1 or fp8:
         _replace_linears(module, plan, placements, axes, config, adapters)
     _materialise(module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters))
-    _wrap_blocks(module, plan, recompute_every, config)
+    if fp8:
+        _wrap_blocks(module, plan, config)
+    if recompute_every:
+        recompute_blocks(module, plan, every=recompute_every)
     split_tokens(module, plan, axes, attention)
     return module.train()
 
@@ -199,20 +202,10 @@ def _materialise(
         module.get_submodule(parent)._parameters[leaf] = parameter
 
 
-def _wrap_blocks(module: nn.Module, plan: ParallelPlan, recompute_every: int, config: TransformerConfig) -> None:
-    blocks = {block: plan.block_of(name) for name, block in module.named_modules() if plan.is_block(name)}
-    if config.fp8:
-        for block in blocks:
+def _wrap_blocks(module: nn.Module, plan: ParallelPlan, config: TransformerConfig) -> None:
+    for name, block in module.named_modules():
+        if plan.is_block(name):
             block.forward = partial(_in_fp8, block.forward, config)
-    if recompute_every:
-        module.enable_gradient_checkpointing(partial(_recomputed, blocks, recompute_every))
-
-
-def _recomputed(indices: Mapping[nn.Module, int], every: int, block: nn.Module, *args: Any) -> Any:
-    """Nothing random happens in a block, so no generator's state is kept for the second time."""
-    if indices[block] % every:
-        return block(*args)
-    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _in_fp8(forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:

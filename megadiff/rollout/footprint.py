@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import init_empty_weights
@@ -17,16 +18,27 @@ from megadiff.weights.manifest import folder_manifest
 NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pipeline drops
 
 
-def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> tuple[int, tuple[str, ...]]:
-    """(bytes of a replica's weights in dtype, components of which the folder has neither weights nor config.json).
+@dataclass(frozen=True, kw_only=True)
+class ReplicaWeights:
+    """Bytes of one worker. transformers: freed in sleep. encoder: the text encoder as a checkpoint has it. others: text
+    encoder without what is not served, VAE, and so on, which stay. unknown: components that could not be sized."""
 
-    tp: workers that share the transformers' weights; bytes are one worker's, who has all the rest.
-    Sizes come from the safetensors headers; where only a component's config.json is there, from its empty module.
+    transformers: int
+    encoder: int
+    others: int
+    unknown: tuple[str, ...]
+
+
+def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWeights:
+    """Of weights in dtype. tp: workers that share the transformers' weights; each has all the rest.
+
+    Sizes come from the safetensors headers; where only a component's config.json is there, from its empty module; those of
+    a component with neither are unknown.
     """
     index = read_json(model_folder / "model_index.json")
     family = next(family for family in FAMILIES if family.pipeline_class == index["_class_name"])
     optional = [name for name in family.optional if (index.get(name) or [None])[0]]
-    elements, unknown = 0, []
+    transformers, others, encoder, unknown = 0, 0, 0, []
     for component in (*family.weighted, *optional):
         folder = model_folder / component
         if list(folder.glob("*.safetensors")):
@@ -38,8 +50,19 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> tuple[int
             unknown.append(component)
             continue
         held = sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
-        elements += math.ceil(held / tp) if component.startswith("transformer") else held
-    return elements * DTYPES[dtype].itemsize, tuple(unknown)
+        if component.startswith("transformer"):
+            transformers += math.ceil(held / tp)
+            continue
+        others += held
+        if component == "text_encoder":
+            encoder = sum(map(math.prod, shapes.values()))
+    itemsize = DTYPES[dtype].itemsize
+    return ReplicaWeights(
+        transformers=itemsize * transformers,
+        encoder=itemsize * encoder,
+        others=itemsize * others,
+        unknown=tuple(unknown),
+    )
 
 
 def _empty(folder: Path, library: str, class_name: str) -> nn.Module:

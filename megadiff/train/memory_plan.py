@@ -14,7 +14,7 @@ from pathlib import Path
 from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config, LoraConfig
-from megadiff.config.validate import validate
+from megadiff.config.validate import sleeps, validate
 from megadiff.engines.memory import (
     ModelShape,
     Placing,
@@ -53,11 +53,14 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes. working: beside them while it
-    samples. per_gpu: workers on the fullest GPU of the trainer. sleeps: they leave the GPU while the trainer works.
-    unknown: components that could not be sized."""
+    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes. kept: of these, what it keeps while
+    the trainer works; sleeps: whether that is less than all. encoder: of the text encoder that the trainer loads for the
+    parity gate. working: beside the weights while it samples. per_gpu: workers on the fullest GPU of the trainer. unknown:
+    components that could not be sized."""
 
     weights: int
+    kept: int
+    encoder: int
     working: int
     per_gpu: int
     sleeps: bool
@@ -183,9 +186,7 @@ def _estimate(
     except ValueError as error:  # a size that tp does not divide
         return Estimate(placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error))
     phases = _phases(config, model, placing, work, static, replicas)
-    awake = replicas.weights * replicas.per_gpu
-    reference = static.reference if build_algorithm(config.algorithm).needs_reference else 0
-    host = {"reference": reference, "sleeping replica": awake if replicas.sleeps else 0}
+    host = {"reference": static.reference if build_algorithm(config.algorithm).needs_reference else 0}
     if model.idle_offloaded:
         host["idle optimizer"] = (model.num_components - model.num_frozen) * static.optimizer
     return Estimate(placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle)
@@ -200,7 +201,7 @@ def _phases(
     resident |= gradients if static.permanent_gradients else {}
     resting = resident | {"optimizer": 0, "gradients": 0} if model.idle_offloaded else resident
     awake = {"replica": replicas.weights * replicas.per_gpu}
-    asleep = {"replica": 0} if replicas.sleeps else awake
+    asleep = {"replica": replicas.kept * replicas.per_gpu}
     on_policy = build_algorithm(config.algorithm).on_policy
 
     def passes(*, training: bool) -> dict[str, int]:
@@ -210,9 +211,11 @@ def _phases(
         }
 
     phases = {"update": resident | gradients | asleep | passes(training=True)}
-    if on_policy:  # the parity gate computes them beside replicas that are awake
-        probed = awake if config.parity.mode != "off" else asleep
-        phases["log_probs"] = resting | probed | passes(training=False)
+    if on_policy:
+        forward, encoder = passes(training=False), {"text encoder": replicas.encoder}
+        phases["log_probs"] = resting | asleep | forward
+        if config.parity.mode != "off":  # the gate: replicas are awake, and first rank 0 encodes a prompt
+            phases["log_probs"] = resting | awake | max(forward, encoder, key=lambda parts: sum(parts.values()))
     if on_policy or config.eval.every:
         phases["rollout"] = resting | awake | {"replica at work": replicas.working * replicas.per_gpu}
         phases["sync"] = resting | awake | {"buckets": _bucket_bytes(config, model)}
@@ -249,6 +252,7 @@ def work_of(
         num_microbatches=num_microbatches,
         accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,
         keeps_average=config.algorithm.ema_decay > 0,
+        compiled=config.engine.compile,
     )
 
 
@@ -258,12 +262,12 @@ def _num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
 
 def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine: Machine, text_tokens: int) -> Replicas:
     """Nothing on the trainer's GPUs when they are elsewhere, or when nothing samples."""
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout, algorithm, dtype = config.rollout, config.algorithm, config.model.dtype
+    found = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
+    is_asleep = sleeps(config, device_type="cuda")
     samples_here = build_algorithm(algorithm).on_policy or config.eval.every
     if rollout.mode == "separate" or not samples_here:
-        return Replicas(weights=0, working=0, per_gpu=0, sleeps=False, unknown=())
-    dtype = config.model.dtype
-    weights, unknown = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
+        return Replicas(weights=0, kept=0, encoder=found.encoder, working=0, per_gpu=0, sleeps=False, unknown=())
     rows = max(algorithm.group_size, rollout.batch_size // algorithm.group_size * algorithm.group_size)
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
     tokens = adapter.token_count(sampling_of(rollout), text_tokens)
@@ -279,11 +283,13 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)
     num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)  # as train/replicas.py starts them
     return Replicas(
-        weights=weights,
+        weights=found.transformers + found.others,
+        kept=found.others + (0 if is_asleep else found.transformers),
+        encoder=found.encoder,
         working=max(decoding, activation_bytes(model, alone, work, training=False)),
         per_gpu=math.ceil(num_replicas * rollout.tp / machine.world_size),
-        sleeps=rollout.sleep,
-        unknown=unknown,
+        sleeps=is_asleep,
+        unknown=found.unknown,
     )
 
 

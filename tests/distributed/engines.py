@@ -44,6 +44,7 @@ def build(
     average_decay: float = 0.0,
     lora: tuple[int, float] = (0, 0.0),
     recompute: bool = True,
+    recompute_every: int = 2,
     compiled: bool = False,
     device: str = "cpu",
     adapter: ModelAdapter | None = None,
@@ -59,7 +60,7 @@ def build(
     config = Config()
     config.model.path, config.model.dtype = str(tiny_model), "float32"
     config.engine.backend, config.engine.dtype = backend, dtype
-    config.engine.recompute, config.engine.recompute_every = recompute, 2 if backend == "megatron" else 1
+    config.engine.recompute, config.engine.recompute_every = recompute, recompute_every
     config.engine.compile = compiled
     config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = lr, weight_decay, max_grad_norm
     config.lora.rank, config.lora.alpha = lora

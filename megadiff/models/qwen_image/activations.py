@@ -20,6 +20,13 @@ ACTIVATIONS = Activations(
     forward=Part(elements=4),
     backward=Part(elements=2),
     text_is_stream=True,
+    # norms and modulations are computed again, from what is kept of matrix products and attention
+    compiled_whole=Kept(
+        tokenwise=Part(elements=3), gathered=Part(elements=1), heads=Part(elements=8), outside=Part(elements=4)
+    ),
+    compiled_lora=Kept(
+        tokenwise=Part(elements=2), gathered=Part(elements=2), heads=Part(elements=8), outside=Part(elements=1)
+    ),
 )
 # a CPU is faster where a call's pixels stay in its caches
 DECODING = Decoding(pixels={"cpu": 2**16, "cuda": 2**22}, bytes_per_pixel=3328)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from torch import nn
 
 from megadiff.config.schema import LoraConfig
 from megadiff.engines.memory import (
@@ -21,7 +23,10 @@ from megadiff.engines.memory import (
 )
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
+from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
 from megadiff.parallel.mesh import resolve_layout
+from megadiff.parallel.plan import is_lora
+from megadiff.parallel.recompute import recompute_blocks
 from megadiff.train.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.kept_activations import activation_work, kept_by_autograd
@@ -85,28 +90,59 @@ def test_measured_peak_of_an_fsdp_step(qwen_image):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, recompute):
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, every):
     adapter = QwenImageAdapter(tiny_model)
     transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=DTYPES[dtype])
-    if recompute:
-        transformer.enable_gradient_checkpointing()
+    if every:
+        recompute_blocks(transformer, adapter.plan, every=every)
     found = kept_by_autograd(adapter, transformer.train())
-    work = activation_work(adapter, DTYPES[dtype].itemsize, recompute_every=int(recompute))
+    work = activation_work(adapter, DTYPES[dtype].itemsize, recompute_every=every)
     assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_compiled_blocks_keep_less(tiny_model, rank):
+    """By the partition of forward and backward that torch.compile makes, with the kernels of eager PyTorch."""
+    adapter = QwenImageAdapter(tiny_model)
+    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=torch.bfloat16)
+    if rank:
+        _adapt(transformer, adapter, rank)
+    for name, block in transformer.named_modules():
+        if adapter.plan.is_block(name):
+            block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+    found = kept_by_autograd(adapter, transformer.train())
+    work = replace(activation_work(adapter, 2), compiled=True)
+    model = model_shape(adapter, LoraConfig(rank=rank))
+    assert found <= kept_bytes(model, placing("veomni"), work) <= 1.2 * found
+    assert kept_bytes(model, placing("veomni"), work) < kept_bytes(
+        model, placing("veomni"), replace(work, compiled=False)
+    )
+
+
+def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None:
+    """LoRA beside frozen weights, all of it small and not zero."""
+    spec = lora_spec(LoraConfig(rank=rank), adapter.plan, [name for name, _ in transformer.named_parameters()])
+    transformer.requires_grad_(False)
+    adapt_linears(transformer, Adapters(spec))
+    for name, parameter in list(transformer.named_parameters()):
+        if is_lora(name):
+            parent, _, leaf = name.rpartition(".")
+            values = torch.randn(parameter.shape, dtype=torch.bfloat16) / 100
+            transformer.get_submodule(parent).register_parameter(leaf, nn.Parameter(values))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("first_frame", [False, True])
-def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, recompute, first_frame):
+def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, every, first_frame):
     """With 512 text tokens that cross attention reads, float32 norms and modulations, and a timestep for each token."""
     adapter = WanAdapter(tiny_wan["ti2v_5b"])
     transformer = WanTransformer3DModel.from_pretrained(adapter.model_folder / "transformer", torch_dtype=DTYPES[dtype])
-    if recompute:
-        transformer.enable_gradient_checkpointing()
+    if every:
+        recompute_blocks(transformer, adapter.plan, every=every)
     found = kept_by_autograd(adapter, transformer.train(), first_frame=first_frame)
-    work = activation_work(adapter, DTYPES[dtype].itemsize, recompute_every=int(recompute), first_frame=first_frame)
+    work = activation_work(adapter, DTYPES[dtype].itemsize, recompute_every=every, first_frame=first_frame)
     assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
 
 

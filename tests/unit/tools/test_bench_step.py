@@ -1,10 +1,14 @@
 """The step benchmark's figures and errors, and a run of the tiny model."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -18,16 +22,64 @@ ROW = {
     "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,
 }  # fmt: skip
 
+HANGING = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = next(Path(one.removeprefix("run.dir=")) for one in sys.argv if one.startswith("run.dir=")) / "bench"
+(folder / "logs").mkdir(parents=True)
+(folder / "logs" / "replica_0.log").write_text("of a replica")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step_s": 2.0, "memory/train_gib": 5.0}) + "\\n")
+print("the last thing it said", flush=True)
+ready = folder.parent.parent / "pids.part"
+ready.write_text(f"{os.getpid()} {child.pid}")
+ready.rename(folder.parent.parent / "pids")
+time.sleep(600)
+"""
+BENCH = """
+import sys, time
+from argparse import Namespace
+from pathlib import Path
+sys.path.insert(0, {tools!r})
+import bench_step
+bench_step.STOP_S = 0.5
+clock = lambda: 1000.0 if Path({pids!r}).exists() else 0.0  # no time passes before the trainer hangs
+bench_step.time = Namespace(sleep=time.sleep, monotonic=clock, perf_counter=clock)
+bench_step._launcher = lambda options: [sys.executable, {trainer!r}]
+bench_step._model = lambda config, options, scratch: (Path(config.model.path), {{}})
+bench_step.planned_gib = lambda config, options: {{}}
+sys.exit(bench_step.main(sys.argv[1:]))
+"""
+
 
 def test_figures_are_medians_and_rates(tiny_model):
     overrides = ["run.name=x", f"model.path={tiny_model}", "train.prompts_per_step=4", "algorithm.group_size=8"]
     config = load_config([str(ROOT / "configs/quickstart.yaml"), *overrides])
     slow = ROW | {"time/step_s": 9.0, "time/rollout_s": 8.0, "memory/peak_gib": 5.0}
-    options = Namespace(gpus=2, text_tokens=8)
+    options = Namespace(gpus=2, text_tokens=8, peak_tflops=0.5)
     found = bench_step.figures([ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options)
     assert found["seconds"]["time/step_s"] == 4.0 and found["samples_per_s"] == 8.0 and found["peak_gib"] == 5.0
     rollout, train = found["tflops_per_gpu"]["rollout"], found["tflops_per_gpu"]["train"]
     assert train / rollout == pytest.approx((2 * 3 / 1.0) / (10 / 2.0))  # 2 of 10 steps, forward and backward
+    assert found["mfu"] == {"rollout": rollout / 0.5, "train": train / 0.5}
+
+
+def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
+    config = load_config([str(ROOT / "configs/quickstart.yaml"), "run.name=x", f"model.path={tiny_model}"])
+    planned = bench_step.planned_gib(config, Namespace(gpu="h200", gpus=1, text_tokens=8))
+    assert planned.keys() == {"log_probs", "rollout", "sync", "update"} and all(gib > 0 for gib in planned.values())
+    rows = [{"memory/parity_gib": 7.0, "memory/train_gib": 9.0}, {"memory/train_gib": 4.0}, {"memory/train_gib": 5.0}]
+    found = bench_step.memory_gib(rows, {"update": 4.0, "rollout": 1.0}, warmup=1)
+    assert found == {"parity": {"measured": 7.0}, "train": {"measured": 5.0, "planned": 4.0}}
+    seconds = {"time/step_s": 2.0}
+    rates = {"tflops_per_gpu": {"train": 380.0}, "mfu": {"train": 0.5}, "peak_tflops": 761.0}
+    sizes = {"samples": 8, "samples_per_s": 4.0, "peak_gib": 3.0, "start_s": 9.0}
+    text = bench_step.table({"seconds": seconds, "memory_gib": found, **rates, **sizes})
+    assert "| train | 5.0 | 4.0 | 1.25 |" in text and "| parity | 7.0 | – | – |" in text
+    assert "MFU of 761): train 380 (50%)" in text
+    other_world = load_config([str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"])
+    assert bench_step.planned_gib(other_world, Namespace(gpu="h200", gpus=1, text_tokens=8)) == {}
 
 
 def test_a_run_that_cannot_start_is_shown(tiny_model, tmp_path, capsys):
@@ -62,3 +114,35 @@ def test_a_run(tiny_model, tmp_path, capsys):
     assert report["samples"] == 8 and report["seconds"]["time/step_s"] > 0 and report["tflops_per_gpu"]["train"] > 0
     assert report["random_weights"]["parameters"] > 0 and "parity/log_prob_gap_max" in report["parity"]
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("way", ["--timeout-s", "SIGTERM"])
+def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
+    """A trainer that ignores SIGTERM, with a child in a session of its own, as torchrun's ranks and replicas are: after
+    one step nothing more comes. None of them is left."""
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(HANGING)
+    run, pids = tmp_path / "bench.py", tmp_path / "pids"
+    run.write_text(BENCH.format(tools=str(ROOT / "tools"), trainer=str(trainer), pids=str(pids)))
+    timeout = ["--timeout-s=2"] if way == "--timeout-s" else []
+    command = [sys.executable, str(run), str(ROOT / "configs/quickstart.yaml"), f"--scratch={tmp_path}", *timeout]
+    bench = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    if way == "SIGTERM":
+        deadline = time.monotonic() + 120
+        while not pids.exists() and bench.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        bench.send_signal(signal.SIGTERM)
+    error = bench.communicate(timeout=120)[1]
+    assert bench.returncode == (1 if timeout else 143), error
+    assert ("not done after 2 s" if timeout else "stopped by SIGTERM") in error
+    assert "step 1: memory/train_gib 5" in error and "the last thing it said" in error and "of a replica" in error
+    assert not any(_runs(int(pid)) for pid in pids.read_text().split())
+    assert not list(tmp_path.glob("bench_step_*"))
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process still does something; what nobody has waited for yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

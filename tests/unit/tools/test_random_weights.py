@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
+from megadiff.models.files import read_json
 from megadiff.models.registry import check_model_folder
 from megadiff.models.wan22.tiny import write_tiny_pipeline
 
@@ -24,6 +25,27 @@ def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
     assert torch.isfinite(latents).all() and latents.std() > 0
     with pytest.raises(SystemExit):
         random_weights.main(arguments)
+
+
+def test_the_tool_for_tiny_models_makes_full_sizes_as_well(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend("tools")
+    import make_tiny_model
+
+    out, options = (
+        tmp_path / "full",
+        ["--model", str(tiny_model), "--layers", "1", "--text-layers", "1", "--device", "cpu"],
+    )
+    assert make_tiny_model.main([str(out), "--size", "full", *options]) == 0
+    assert '"parameters": ' in capsys.readouterr().out
+    check_model_folder(out)
+    assert read_json(out / "transformer" / "config.json")["num_layers"] == 1
+    for name in make_tiny_model.FAMILIES:  # without --model these are drawn
+        assert (make_tiny_model.ASSETS / name / "text_encoder" / "config.json").is_file()
+    for wrong in (["--size", "full", "--seed", "1"], ["--layers", "1"]):
+        with pytest.raises(SystemExit):
+            make_tiny_model.main([str(tmp_path / "other"), *wrong])
+        assert not (tmp_path / "other").exists()
+    assert "unrecognized arguments: --layers 1" in capsys.readouterr().err
 
 
 def test_two_experts(tmp_path, monkeypatch):

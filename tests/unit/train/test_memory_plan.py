@@ -13,12 +13,14 @@ from megadiff.engines.memory import GIB
 from megadiff.rollout.footprint import replica_weights
 
 ROOT = Path(__file__).parents[3]
-RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_h200.yaml")
+RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_4xh200.yaml")
 MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
+EAGER = "engine.compile=false"  # Megatron's layouts are compared, too
 VIDEO = {
     "one": ROOT / "configs/recipes/wan22_ti2v_5b_flowgrpo_8xh200.yaml",
     "experts": ROOT / "configs/recipes/wan22_t2v_a14b_flowgrpo_64xh200.yaml",
 }
+OFF = ('parity.mode="off"', "algorithm.old_log_prob=rollout")
 SEPARATE = ("rollout.mode=separate", "rollout.registry=replicas")
 
 
@@ -28,7 +30,7 @@ def plan(capsys):
 
     def run(*arguments: str, world_size: int = 4) -> tuple[dict, int]:
         code = main(
-            ["plan", RECIPE, MODEL, "--world-size", str(world_size), "--text-tokens", "64", "--json", *arguments]
+            ["plan", RECIPE, MODEL, EAGER, "--world-size", str(world_size), "--text-tokens", "64", "--json", *arguments]
         )
         return json.loads(capsys.readouterr().out), code
 
@@ -78,12 +80,14 @@ def test_where_replicas_count(plan):
     def parts(*arguments: str) -> dict:
         return plan(*arguments)[0]["layouts"][0]["phases"]
 
-    asleep, awake, separate = parts(), parts("rollout.sleep=false"), parts(*SEPARATE)
-    weights = replica_weights(ROOT / "assets/qwen_image", dtype="bfloat16")[0]
-    assert weights == 2 * (20_430_401_088 + 7_615_616_512 + 126_892_531)  # the text encoder without its vision tower
-    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [weights] * 3 + [0]
+    asleep, awake, separate = parts(), parts("rollout.sleep=never"), parts(*SEPARATE)
+    kept = 2 * (7_615_616_512 + 126_892_531)  # the text encoder without its vision tower, and the VAE
+    weights = 2 * 20_430_401_088 + kept
+    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [weights] * 3 + [kept]
     assert awake["update"]["replica"] == weights
-    assert parts('parity.mode="off"')["log_probs"]["replica"] == 0
+    assert parts(*OFF)["log_probs"]["replica"] == kept
+    assert parts("lora.rank=8")["update"]["replica"] == weights  # whose pushes would not bring all of it
+    assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == kept
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
     assert "gradients" not in asleep["rollout"]  # VeOmni drops them after an update, Megatron does not
     megatron = next(layout for layout in plan()[0]["layouts"] if layout["backend"] == "megatron")
@@ -93,7 +97,9 @@ def test_where_replicas_count(plan):
 def test_the_workers_of_a_replica_share_the_transformer(plan):
     """On four GPUs two replicas of two are one worker a GPU, and four replicas of two are two."""
     model, transformer = ROOT / "assets/qwen_image", 2 * 20_430_401_088
-    half = replica_weights(model, dtype="bfloat16")[0] - transformer // 2
+    found = replica_weights(model, dtype="bfloat16")
+    assert found.transformers == transformer
+    half = transformer // 2 + found.others
     for asked, expected in (((), half), (("rollout.num_replicas=4",), 2 * half)):
         found = plan("rollout.tp=2", *asked)[0]["layouts"][0]["phases"]
         assert found["sync"]["replica"] == expected
@@ -111,10 +117,19 @@ def test_what_is_trained_on_images_does_not_grow_with_what_evaluations_sample(ca
     assert video["rollout"]["replica at work"] != image["rollout"]["replica at work"]
 
 
-def test_reference_and_sleeping_replica_are_on_the_host(plan):
+def test_the_gates_text_encoder_counts_where_it_is_larger_than_the_forward(plan):
+    """Whole, as the trainer loads it: with the vision tower."""
+    large = ("train.microbatch_size=128", "rollout.height=1024", "rollout.width=1024")
+    short, long = (plan(*each)[0]["layouts"][0]["phases"]["log_probs"] for each in (["train.microbatch_size=1"], large))
+    assert short["text encoder"] == 2 * 8_292_166_656 and "activations" not in short
+    assert "text encoder" not in long and long["gathered"] + long["activations"] > short["text encoder"]
+    off = plan("train.microbatch_size=1", *OFF)[0]["layouts"][0]["phases"]["log_probs"]
+    assert "text encoder" not in off and off["activations"] > 0
+
+
+def test_a_reference_is_on_the_host(plan):
     layout = plan("algorithm.kl_coef=0.04")[0]["layouts"][0]
     assert layout["host"]["reference"] == layout["static"]["reference"] == layout["static"]["parameters"]
-    assert layout["host"]["sleeping replica"] == layout["phases"]["rollout"]["replica"]
     assert plan()[0]["layouts"][0]["host"]["reference"] == 0
 
 
@@ -200,10 +215,10 @@ def test_what_training_would_refuse_is_listed_with_the_reason(plan):
     assert refused and not any(layout["fits"] for layout in refused)
     assert all("train.prompts_per_step=6 is not a multiple of dp=4" in layout["obstacle"] for layout in refused)
     assert sizes(found["layouts"][found["pick"]]) == ("veomni", 2, 1, 2, 1)
-    only_megatron, _ = plan("engine.backend=megatron", "engine.recompute_every=2", *SEPARATE)
+    only_megatron, _ = plan("engine.backend=megatron", "engine.fp8=hybrid", *SEPARATE)
     assert only_megatron["layouts"][only_megatron["pick"]]["backend"] == "megatron"
     obstacles = {layout["obstacle"] for layout in only_megatron["layouts"] if layout["backend"] == "veomni"}
-    assert len(obstacles) == 1 and "engine.recompute_every=2 with engine.backend=veomni" in obstacles.pop()
+    assert len(obstacles) == 1 and "engine.fp8=hybrid with engine.backend=veomni" in obstacles.pop()
 
 
 def test_heads_must_divide(plan):
@@ -213,7 +228,7 @@ def test_heads_must_divide(plan):
 
 
 def test_text_says_what_to_set(capsys):
-    assert main(["plan", RECIPE, MODEL, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron"]) == 0
+    assert main(["plan", RECIPE, MODEL, EAGER, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron"]) == 0
     text = capsys.readouterr().out
     assert "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB" in text
     assert "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1" in text
@@ -226,7 +241,7 @@ def test_nothing_fits(capsys):
     assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]) == 1
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
-    assert "GiB > 35.5 GiB in rollout: " in text
+    assert "GiB > 35.5 GiB in log_probs: " in text and "text encoder 15.4" in text
     assert "try rollout.mode=separate, or more GPUs" in text
 
 
@@ -245,7 +260,7 @@ def test_nothing_fits(capsys):
     ],
 )
 def test_wrong_input_is_refused(capsys, arguments, message):
-    assert main(["plan", RECIPE, MODEL, *arguments]) == 2
+    assert main(["plan", RECIPE, MODEL, EAGER, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
 
@@ -256,6 +271,6 @@ def test_config_files_are_enough_for_a_replicas_size(tiny_model, tmp_path, capsy
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
     assert replica_weights(bare, dtype="bfloat16") == whole
     shutil.rmtree(bare / "text_encoder")
-    assert replica_weights(bare, dtype="bfloat16")[1] == ("text_encoder",)
+    assert replica_weights(bare, dtype="bfloat16").unknown == ("text_encoder",)
     assert main(["plan", RECIPE, f"model.path={bare}", "--world-size", "1"]) == 0
     assert "not counted, for want of their config.json: text_encoder" in capsys.readouterr().out

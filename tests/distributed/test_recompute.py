@@ -1,0 +1,80 @@
+"""Which blocks compute their activations a second time changes no gradient: both engines and families, sp, LoRA, compiled
+blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.sharded import local
+from megadiff.models.registry import build_adapter
+from tests.distributed.engines import LOSS, build, only, train_batch
+from tests.distributed.ranks import run_ranks
+
+LORA = (4, 6.0)
+CASES = {  # backend, family, world size, sizes of the axes, what else the engine is built with
+    "veomni_sp2": ("veomni", "qwen_image", 2, {"sp": 2}, {}),
+    "veomni_lora_compiled": ("veomni", "qwen_image", 1, {}, {"lora": LORA, "compiled": True}),
+    "wan_veomni_sp2": ("veomni", "wan", 2, {"sp": 2}, {}),
+    "wan_veomni_compiled": ("veomni", "wan", 1, {}, {"compiled": True}),
+    "megatron_tp2": ("megatron", "qwen_image", 2, {"tp": 2}, {}),
+}
+CALLS = {None: (1, 1), 1: (2, 2), 2: (2, 1)}  # recompute_every, None: no recomputation → forwards of each block
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_do_not_depend_on_what_is_recomputed(case, tiny_model, tiny_wan):
+    _, family, world_size, _, _ = CASES[case]
+    run_ranks(_worker, world_size, tiny_model if family == "qwen_image" else tiny_wan["ti2v_5b"], case)
+
+
+def _worker(model: Path, case: str) -> None:
+    """By a compiler's backend that leaves arithmetic as it is."""
+    backend, _, _, sizes, options = CASES[case]
+    torch.compile = partial(torch.compile, backend="eager")
+    found = {}
+    for every, calls in CALLS.items():
+        engine = build(
+            model, sizes, backend=backend, adapter=build_adapter(model), microbatch_size=5,
+            recompute=every is not None, recompute_every=every or 1, **options,
+        )  # fmt: skip
+        found[every], counted, num_microbatches = _update(engine)
+        assert counted == tuple(each * num_microbatches for each in calls), (every, counted)
+    for every, gradients in found.items():
+        assert gradients.keys() == found[1].keys()
+        for name, expected in found[1].items():
+            assert torch.equal(gradients[name], expected), (every, name)
+    assert max(float(each.abs().max()) for each in found[1].values() if each.numel()) > 1e-4
+
+
+def _update(engine: ExpertsEngine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:
+    """(name → this rank's piece of the gradient, forwards of each block, microbatches) of one update."""
+    member, mesh = only(engine), engine.mesh
+    gradients: dict[str, Tensor] = {}
+    calls: Counter[int] = Counter()
+    hook = member.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(
+            {n: local(p.grad).clone() for n, p in member._optimized.items() if p.grad is not None}
+        )
+    )
+    blocks = {
+        engine.adapter.plan.block_of(n): m
+        for n, m in member.transformer.named_modules()
+        if engine.adapter.plan.is_block(n)
+    }
+    hooks = [
+        block.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+        for index, block in blocks.items()
+    ]
+    text_dim = getattr(member.transformer.config, "text_dim", 64)
+    batch = train_batch(engine.adapter, 1.0, mesh.dp, mesh.dp_rank, text_dim=text_dim)
+    engine.update(batch, LOSS)
+    for each in (hook, *hooks):
+        each.remove()
+    return gradients, tuple(calls[index] for index in sorted(blocks)), -(-batch.num_rows // 5)
