@@ -250,3 +250,5 @@ class Progress:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# How far two computations of one log_prob may be apart; beyond, they compute different things.
+LOG_PROB_ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3, "fp8": 5e-2}

@@ -1,13 +1,15 @@
 """Seconds of whole training steps of a recipe, stage by stage, at real size with random weights. See docs/performance.md.
 
-    python tools/bench_step.py CONFIG.yaml … --gpus 2 [--steps 3] [--warmup 1] [--out FILE.json] [key=value …]
+    python tools/bench_step.py CONFIG.yaml … --gpus 2 [--steps 3] [--warmup 1] [--timeout-s 500] [--out FILE.json] [key=value …]
 
 Runs `megadiff train` as a user would (replicas, rewards, sync, update; torchrun for several GPUs) and stops it once --steps
 steps after --warmup are logged. A model folder that holds configs only (assets/qwen_image) is first filled with random
 weights in --scratch; --layers and --text-layers make it smaller. Prints a table and one JSON object: medians of every
-stage, samples/s, TFLOP/s a GPU of rollout and training (the model's own FLOPs: recomputation is not counted), peak memory,
-parity gap, hardware, versions. Without a GPU it runs on the CPU. Exit codes: 0 done, 1 the run failed (the end of its log
-is shown), 2 something asked for is wrong.
+stage, samples/s, TFLOP/s a GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share
+of --peak-tflops, peak memory of every phase beside what `megadiff plan` says of this config, parity gap, hardware,
+versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
+something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of all logs are shown, and
+nothing that was started is left running.
 """
 
 from __future__ import annotations
@@ -22,53 +24,77 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from bench_machine import cpu_name, versions, visible_gpus
 
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
-from megadiff.observe.metrics import read_rows
+from megadiff.observe.device_memory import GIB, phase_key
+from megadiff.observe.metrics import format_number, read_rows
+from megadiff.train.memory_plan import USABLE_GIB, Machine, make_plan
 from megadiff.train.rollout import sampling_of
 
 POLL_S = 0.1
 STOP_S = 60.0
 LOG_LINES = 25
+PLANNED = {"parity": "log_probs", "sync": "sync", "rollout": "rollout", "train": "update"}  # phase → the planner's name
+
+
+class Stopped(Exception):
+    """SIGTERM: who started this wants it to end."""
 
 
 def main(argv: list[str]) -> int:
     options, arguments = _parser().parse_known_args(argv)
     try:
-        config = load_config([*options.config, *arguments])
+        with _sigterm_raises():
+            return _bench(options, arguments, command=shlex.join(["python", "tools/bench_step.py", *argv]))
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except Stopped:
+        sys.stderr.write("error: stopped by SIGTERM\n")
+        return 143
+
+
+def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -> int:
+    config = load_config([*options.config, *arguments])
     with tempfile.TemporaryDirectory(prefix="bench_step_", dir=options.scratch) as scratch:
         model, made = _model(config, options, Path(scratch))
+        config.model.path = str(model)
+        planned = planned_gib(config, options)
         overrides = [*arguments, f"model.path={model}", f"run.dir={scratch}", "run.name=bench", "track=[]"]
         overrides += ["sample_every=0", "eval.every=0", "checkpoint.every=0", "checkpoint.resume=never"]
         overrides += [f"train.num_steps={options.warmup + options.steps + 1}"]  # stopped before its end is saved
         log, folder = Path(scratch) / "log.txt", Path(scratch) / "bench"
-        start = time.perf_counter()
-        rows = _run([*options.config, *overrides], options, log, folder / "metrics.jsonl")
-        seconds = time.perf_counter() - start
-        if len(rows) < options.warmup + options.steps:
-            logs = [log, *sorted((folder / "logs").glob("*.log"))]
-            sys.stderr.write(
-                "\n".join(f"--- {each.name}\n{_tail(each)}" for each in logs) + "\nerror: the run failed\n"
-            )
+        start, done = time.perf_counter(), False
+        try:
+            rows, late = _run([*options.config, *overrides], options, log, folder / "metrics.jsonl")
+            seconds = time.perf_counter() - start
+            done = len(rows) == options.warmup + options.steps
+        finally:
+            if not done:
+                sys.stderr.write(_seen(log, folder))
+        if not done:
+            why = f"not done after {options.timeout_s:g} s (--timeout-s)" if late else "the run failed"
+            sys.stderr.write(f"error: {why}\n")
             return 1
-    report = {
-        "command": shlex.join(["python", "tools/bench_step.py", *argv]),
-        "gpus": [name for _, name in visible_gpus()][: options.gpus],
-        "cpu": cpu_name(),
-        "versions": versions(),
-        "start_s": round(seconds - sum(row["time/step_s"] for row in rows), 1),
-        **made,
-        **figures(rows[options.warmup :], config, model_folder=Path(config.model.path), options=options),
-        "parity": {key: value for key, value in rows[0].items() if key.startswith("parity/")},
-    }
+        report = {
+            "command": command,
+            "gpus": [name for _, name in visible_gpus()][: options.gpus],
+            "cpu": cpu_name(),
+            "versions": versions(),
+            "start_s": round(seconds - sum(row["time/step_s"] for row in rows), 1),
+            **made,
+            **figures(rows[options.warmup :], config, model_folder=model, options=options),
+            "memory_gib": memory_gib(rows, planned, warmup=options.warmup),
+            "parity": {key: value for key, value in rows[0].items() if key.startswith("parity/")},
+        }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1))
     sys.stdout.write(table(report) + json.dumps(report) + "\n")
@@ -77,7 +103,8 @@ def main(argv: list[str]) -> int:
 
 def figures(rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace) -> dict:
     """Medians over the rows, and rates from the model's FLOPs."""
-    times = {key: _median(rows, key) for key in rows[0] if key.startswith("time/")}
+    common = set.intersection(*(set(row) for row in rows))
+    times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
     adapter, sampling = build_adapter(model_folder), sampling_of(config.rollout)
     samples = config.train.prompts_per_step * config.algorithm.group_size
     one_step = adapter.flops(sampling, options.text_tokens) * samples / max(options.gpus, 1) / 1e12
@@ -85,32 +112,64 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
     train = one_step * sampling.sde_window_size * 3  # forward, and twice that backward
     if config.lora.rank:
         train = one_step * sampling.sde_window_size * 2  # frozen weights have no gradient of their own
+    rates = {"rollout": rollout / times["time/rollout_s"], "train": train / times["time/train_s"]}
     return {
         "samples": samples,
         "seconds": times,
         "samples_per_s": samples / times["time/step_s"],
-        "tflops_per_gpu": {
-            "rollout": rollout / times["time/rollout_s"],
-            "train": train / times["time/train_s"],
-        },
+        "tflops_per_gpu": rates,
+        "mfu": {stage: rate / options.peak_tflops for stage, rate in rates.items()},
+        "peak_tflops": options.peak_tflops,
         "peak_gib": max(row["memory/peak_gib"] for row in rows),
         "grad_norm": _median(rows, "optim/grad_norm"),
         "sync_gib": _median(rows, "sync/gib"),
     }
 
 
+def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]:
+    """The planner's phase → its peak for this config on --gpus of --gpu; {} where the layout cannot run on them."""
+    num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
+    machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
+    own = make_plan(
+        config, build_adapter(Path(config.model.path)), machine=machine, text_tokens=options.text_tokens
+    ).own
+    return {phase: own.peak(phase) / GIB for phase in own.phases} if own else {}
+
+
+def memory_gib(rows: list[dict], planned: dict[str, float], *, warmup: int) -> dict[str, dict[str, float]]:
+    """phase → measured (of the fullest GPU, all processes, after the warmup; the gate is before it) and planned, each
+    where it is known. {} on a CPU."""
+    found: dict[str, dict[str, float]] = {}
+    for phase, name in PLANNED.items():
+        first, key = 0 if phase == "parity" else warmup, phase_key(phase)
+        seen = [row[key] for row in rows[first:] if row.get(key)]
+        if seen:
+            found[phase] = {"measured": max(seen)} | ({"planned": planned[name]} if name in planned else {})
+    return found
+
+
 def table(report: dict) -> str:
-    """Markdown: a row a stage, with its share of the step."""
+    """Markdown: a row a stage, with its share of the step; then a row a phase, with its memory."""
     step = report["seconds"]["time/step_s"]
     lines = ["| stage | s | share |", "|---|---|---|"]
     for key, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
         lines.append(f"| {key.removeprefix('time/').removesuffix('_s')} | {seconds:.3f} | {seconds / step:.0%} |")
-    rates = ", ".join(f"{stage} {value:.0f}" for stage, value in report["tflops_per_gpu"].items())
+    if report["memory_gib"]:
+        lines += ["", "| phase | GiB measured | planned | measured / planned |", "|---|---|---|---|"]
+        lines += [_memory_row(phase, **found) for phase, found in report["memory_gib"].items()]
+    mfu = report["mfu"]
+    rates = ", ".join(f"{stage} {value:.0f} ({mfu[stage]:.0%})" for stage, value in report["tflops_per_gpu"].items())
     lines.append(
-        f"\n{report['samples']} samples a step, {report['samples_per_s']:.2f} a second; TFLOP/s a GPU: {rates}; "
-        f"peak {report['peak_gib']:.1f} GiB of a trainer rank; {report['start_s']:.0f} s to the first step\n"
+        f"\n{report['samples']} samples a step, {report['samples_per_s']:.2f} a second; TFLOP/s a GPU (MFU of "
+        f"{report['peak_tflops']:g}): {rates}; peak {report['peak_gib']:.1f} GiB of a trainer rank; "
+        f"{report['start_s']:.0f} s to the first step\n"
     )
     return "\n".join(lines) + "\n"
+
+
+def _memory_row(phase: str, *, measured: float, planned: float | None = None) -> str:
+    beside = f"{planned:.1f} | {measured / planned:.2f}" if planned else "– | –"
+    return f"| {phase} | {measured:.1f} | {beside} |"
 
 
 def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, dict]:
@@ -125,23 +184,27 @@ def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
     return scratch / "model", {"random_weights": {k: v for k, v in json.loads(made).items() if k != "out"}}
 
 
-def _run(arguments: list[str], options: argparse.Namespace, log: Path, metrics: Path) -> list[dict]:
-    """The rows of `megadiff train`, which is stopped when there are enough of them."""
-    launcher = [sys.executable, "-m", "megadiff.cli.main"]
-    if options.gpus > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
-        launcher += ["-m", "megadiff.cli.main"]
+def _run(arguments: list[str], options: argparse.Namespace, log: Path, metrics: Path) -> tuple[list[dict], bool]:
+    """The rows of `megadiff train`, which is stopped when there are enough of them, and whether --timeout-s came first."""
     wanted = options.warmup + options.steps
+    end = time.monotonic() + (options.timeout_s or float("inf"))
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*launcher, "train", *arguments], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [*_launcher(options), "train", *arguments], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            while process.poll() is None and len(_rows(metrics)) < wanted:
+            while process.poll() is None and len(_rows(metrics)) < wanted and time.monotonic() < end:
                 time.sleep(POLL_S)
+            late = process.poll() is None and time.monotonic() >= end
         finally:
             _stop(process)
-    return _rows(metrics)[:wanted]
+    return _rows(metrics)[:wanted], late
+
+
+def _launcher(options: argparse.Namespace) -> list[str]:
+    """The command line of the CLI, by torchrun for several GPUs."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+    return [sys.executable, *(torchrun if options.gpus > 1 else []), "-m", "megadiff.cli.main"]
 
 
 def _rows(metrics: Path) -> list[dict]:
@@ -149,14 +212,45 @@ def _rows(metrics: Path) -> list[dict]:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """The trainer stops its replicas; what is left of its process group after STOP_S is killed."""
+    """The trainer stops its replicas. What is left after STOP_S of it, or of what it had started (torchrun's ranks and
+    replicas have process groups of their own), is killed: it would hold the GPUs."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not leave it half stopped
+    children = []
     if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
+        children += psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # never another process with its number: psutil knows when each began
+            child.kill()
+    psutil.wait_procs(children, timeout=STOP_S)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _seen(log: Path, folder: Path) -> str:
+    """The ends of the logs, and the steps that were logged."""
+    logs = [log, *sorted((folder / "logs").glob("*.log"))]
+    parts = [f"--- {each.name}\n{_tail(each)}" for each in logs]
+    for row in _rows(folder / "metrics.jsonl"):
+        shown = {key: value for key, value in row.items() if key.startswith(("time/", "memory/", "parity/"))}
+        parts.append(f"step {row['step']}: " + "  ".join(f"{key} {format_number(shown[key])}" for key in sorted(shown)))
+    return "\n".join(parts) + "\n"
 
 
 def _median(rows: list[dict], key: str) -> float:
@@ -175,7 +269,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--layers", type=int, default=0, help="of the random transformer; 0: as its config says")
     parser.add_argument("--text-layers", type=int, default=0, help="of the random text encoder; 0: as its config says")
-    parser.add_argument("--text-tokens", type=int, default=64, help="of a prompt, for counting FLOPs")
+    parser.add_argument("--timeout-s", type=float, default=0.0, help="of the run, which has failed then; 0: none")
+    parser.add_argument("--text-tokens", type=int, default=64, help="of a prompt, for counting FLOPs and memory")
+    parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200", help="that memory is planned for")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=761.0, help="what MFU is of; by default an H200's bfloat16 matrix products"
+    )
     parser.add_argument("--scratch", help="folder with room for the weights; by default the system's")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser

@@ -47,7 +47,7 @@ class AlgorithmConfig:
     adv_clip_max: float = 5.0
     kl_coef: float = 0.0
     global_std: bool = True
-    old_log_prob: str = "rollout"  # rollout | recompute
+    old_log_prob: str = "rollout"  # rollout: the replicas' | recompute: the trainer's | auto: by the parity gap
     caption_drop: float = 0.1  # sft: share of captions replaced by the empty one, which CFG needs
     ema_decay: float = 0.0  # sft: of averaged weights, which are evaluated and exported; 0: none
 
@@ -70,10 +70,13 @@ class RolloutConfig:
     batch_size: int = 16  # samples per engine call of a replica: whole groups, and at least one
     num_replicas: int = 0  # 0: one per tp GPUs of the trainer, one on CPU
     compile: bool = False  # GPU: torch.compile of the replicas' blocks: a quarter faster, a minute at the start
+    fp8: bool = (
+        False  # the replicas' matrix products in FP8; wants compile, and algorithm.old_log_prob=auto or recompute
+    )
     tp: int = 1  # workers (GPUs) of a replica that share its transformer's weights
     mode: str = "colocated"  # colocated | separate
     registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
-    sleep: bool = True  # colocated on GPUs: replicas give their memory back while the trainer works
+    sleep: str = "auto"  # auto | always | never: colocated replicas free their transformers while the trainer works
     start_timeout_s: float = 600.0
     request_timeout_s: float = 1800.0
 
@@ -90,7 +93,7 @@ class EngineConfig:
     backend: str = "veomni"  # veomni | megatron
     dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
     recompute: bool = True  # activation checkpointing
-    recompute_every: int = 1  # megatron: of every this many blocks, one is recomputed
+    recompute_every: int = 1  # of every this many blocks one is recomputed, and the others keep their activations
     compile: bool = False  # veomni: torch.compile of the blocks; their first two microbatches take a minute
     fp8: str = "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
     offload_idle: bool = True  # several experts on GPUs: the optimizer state of those that do not work is on the host

@@ -15,10 +15,11 @@ CHOICES = {
     "engine.backend": ("veomni", "megatron"),
     "engine.fp8": ("none", "hybrid"),
     "algorithm.name": ("flow_grpo", "sft"),
-    "algorithm.old_log_prob": ("rollout", "recompute"),
+    "algorithm.old_log_prob": ("rollout", "recompute", "auto"),
     "rollout.sde_type": ("flow_sde", "dance_sde", "flow_cps"),
     "rollout.expert_windows": ("any", "balanced"),
     "rollout.mode": ("colocated", "separate"),
+    "rollout.sleep": ("auto", "always", "never"),
     "train.expert_balance": ("share", "equal"),
     "sync.transport": ("auto", "http", "shm", "nccl", "disk"),
     "parity.mode": ("refuse", "warn", "off"),
@@ -59,7 +60,6 @@ AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, the value that it must have for another)
     "parallel.tp": ("megatron", 1),
     "engine.fp8": ("megatron", "none"),
-    "engine.recompute_every": ("megatron", 1),
     "engine.compile": ("veomni", False),
     "parallel.dp_replicate": ("veomni", 1),
 }
@@ -98,6 +98,8 @@ def validate(config: Config, *, dp: int) -> None:
     if config.rollout.sde_type == "flow_cps" and config.rollout.eta > 1:
         raise ConfigError(f"rollout.eta={config.rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°)")
     _check_batch(config, dp=dp)
+    if config.rollout.fp8 and config.model.dtype != "bfloat16":
+        raise ConfigError(f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; set rollout.fp8=false")
     if config.rollout.mode == "separate" and not config.rollout.registry:
         raise ConfigError(
             "rollout.mode=separate needs rollout.registry, the folder that `megadiff serve --registry` writes to"
@@ -106,6 +108,17 @@ def validate(config: Config, *, dp: int) -> None:
         raise ConfigError(
             f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file"
         )
+
+
+def sleeps(config: Config, *, device_type: str) -> bool:
+    """Whether replicas free their transformers while the trainer works; the push that wakes them brings all weights.
+
+    rollout.sleep=auto: on GPUs where every push does so anyway, thus neither with LoRA nor with train.components.
+    """
+    if config.rollout.mode != "colocated" or config.rollout.sleep == "never":
+        return False
+    brings_all = not (config.lora.rank or config.train.components)
+    return config.rollout.sleep == "always" or (device_type == "cuda" and brings_all)
 
 
 def _check_engine(config: Config) -> None:
@@ -149,6 +162,11 @@ def _check_rl(config: Config) -> None:
         raise ConfigError(
             f"algorithm.ema_decay={config.algorithm.ema_decay} with algorithm.name={config.algorithm.name}: replicas must "
             "sample from the trained weights, not from their average; set algorithm.ema_decay=0"
+        )
+    if config.algorithm.old_log_prob == "auto" and config.parity.mode == "off":
+        raise ConfigError(
+            "algorithm.old_log_prob=auto with parity.mode=off: the gate's gap decides; set parity.mode=refuse, or "
+            "algorithm.old_log_prob=recompute"
         )
     if config.algorithm.group_size < 2:
         raise ConfigError(

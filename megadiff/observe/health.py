@@ -54,7 +54,8 @@ def _clipping(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | None:
 def _parity(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | None:
     gap = max(finite(column(rows, "parity/log_prob_gap_max")), default=None)
     clip_range = config_number(config, "algorithm", "clip_range")
-    if gap is None or not clip_range or gap < clip_range / 2:
+    recomputed = config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"  # auto: at such a gap, it is
+    if gap is None or not clip_range or gap < clip_range / 2 or recomputed:
         return None
     return (
         f"The parity gap reached {pretty_number(gap)}, half the clip range is {pretty_number(clip_range / 2)}: trainer "

@@ -88,10 +88,15 @@ NAMES = {
     LOSS: ("Flow-matching loss", "how far velocities are off; noise and sigmas differ from step to step"),
     "loss/policy": ("Policy loss", "hovers around 0; its size says little"),
     "parity/log_prob_gap_max": ("Parity gap", "largest log-prob difference of trainer and replica"),
+    "parity/old_log_prob_recomputed": ("Old log-probs", "0: the replicas' own; 1: the trainer computes them anew"),
     "rollout/staleness": ("Staleness", "versions between sampling and training"),
     "perf/samples_per_s": ("Samples per second", ""),
     "perf/mfu": ("Model FLOPs utilisation", "share of the hardware's peak"),
-    "memory/peak_gib": ("Peak memory", "GiB on this rank's device"),
+    "memory/peak_gib": ("Peak memory", "GiB that one trainer rank allocates"),
+    "memory/rollout_gib": ("GPU memory in rollout", "peak GiB of the fullest GPU, all processes"),
+    "memory/sync_gib": ("GPU memory in sync", "peak GiB of the fullest GPU, all processes"),
+    "memory/train_gib": ("GPU memory in training", "peak GiB of the fullest GPU, all processes"),
+    "memory/parity_gib": ("GPU memory in the parity gate", "peak GiB of the fullest GPU, all processes"),
 }
 
 

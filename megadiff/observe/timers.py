@@ -12,25 +12,25 @@ from megadiff.observe.metrics import stage_key
 class Timers:
     """Adds up host seconds by name until they are popped. Timers of different names nest; the outer one includes the
     inner. Device work still in flight is not waited for: a stage that ends in a collective or a copy to the host is
-    measured truly, one that only queues kernels is not. Used from one thread."""
+    measured truly, one that only queues kernels is not. Used from one thread; another may read `running`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._running: set[str] = set()
+        self.running: frozenset[str] = frozenset()  # names; replaced as a whole, as another thread may look at it
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Times the block under `name`, also when it raises. ValueError when `name` is already running."""
-        if name in self._running:
+        if name in self.running:
             raise ValueError(
                 f"timer {name!r} is already running and would count twice; give the inner one its own name"
             )
-        self._running.add(name)
+        self.running |= {name}
         start_s = time.perf_counter()
         try:
             yield
         finally:
-            self._running.remove(name)
+            self.running -= {name}
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
 
     def pop(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
@@ -21,8 +22,10 @@ from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
+from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
+from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.parallel.collectives import agreed, broadcast_json, gather_json
 from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
@@ -35,7 +38,7 @@ from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, group
 from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
 from megadiff.train.parity import num_gate_samples
-from megadiff.train.record import Recorder
+from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.rollout import check_call, first_frame_size, sampling_of
 from megadiff.types import Prompt, Sampling
 from megadiff.weights.manifest import folder_manifest
@@ -200,10 +203,14 @@ def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine
 def build_recorder(
     config: Config, mesh: Mesh, evaluation: Callable[[int], dict[str, float]] | None, step: int, stack: ExitStack
 ) -> Recorder:
-    """Collective. Rank 0 writes the run's folder from step `step` on, the others nowhere."""
+    """Collective. Rank 0 writes the run's folder from step `step` on, the others nowhere. All watch their GPU's memory."""
     recording = agreed(lambda: _recording(config, run_folder(config), step, stack), mesh.cpu_group, here=mesh.rank == 0)
     trackers, bar = recording or (Trackers(()), None)
-    return Recorder(trackers, bar, config, mesh, evaluation)
+    timers = Timers()
+    memory = None
+    if mesh.device.type == "cuda":
+        memory = stack.enter_context(DeviceMemory(timers, partial(used_bytes, mesh.device)))
+    return Recorder(trackers, bar, config, mesh, evaluation, timers=timers, memory=memory)
 
 
 def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:

@@ -10,7 +10,6 @@ from megadiff.config.schema import Config
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
-from megadiff.observe.timers import Timers
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
@@ -45,12 +44,15 @@ class Run:
 
 def train(run: Run) -> None:
     """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
-    config, engine, progress, timers = run.config, run.engine, run.progress, Timers()
+    config, engine, progress, timers = run.config, run.engine, run.progress, run.recorder.timers
     samplings = step_samplings(config, run.adapter)
     run.sync.push(progress.step)
-    gate = parity.check(
-        engine, run.adapter, run.fleet, run.prompts.peek().prompts, config=config, mesh=run.mesh, step=progress.step
-    )
+    with timers("parity"):
+        gate = parity.check(
+            engine, run.adapter, run.fleet, run.prompts.peek().prompts, config=config, mesh=run.mesh, step=progress.step
+        )
+    recompute = parity.recomputes(gate, config.algorithm)
+    train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=recompute)
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
@@ -66,9 +68,9 @@ def train(run: Run) -> None:
                 policy_version=progress.step,
             )
             groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
-            with asleep(run.fleet, config, run.mesh):
+            with asleep(run.fleet, run.sync, config, run.mesh):
                 with timers("train"):
-                    stats |= update(engine, run.algorithm, groups, rewards["total"], config=config, mesh=run.mesh)
+                    stats |= train_on(groups, rewards["total"])
                 progress.step, progress.prompts = (
                     progress.step + 1,
                     run.prompts.state(),
@@ -76,7 +78,7 @@ def train(run: Run) -> None:
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=run.adapter.frames_per_s)
-        run.recorder.step(progress.step, stats | gate | timers.pop(), samples)
+        run.recorder.step(progress.step, stats | gate, samples)
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from megadiff.config.schema import Config
+from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
@@ -21,17 +21,18 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.experts import component_steps
 from megadiff.train.rollout import first_frame_of, for_replica, sampling_of, share
-from megadiff.types import DTYPES, Prompt, RolloutGroup, RolloutRequest, Sampling, TrainBatch
+from megadiff.types import DTYPES, LOG_PROB_ROUNDING, Prompt, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
+RECOMPUTED = "parity/old_log_prob_recomputed"
 SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
 LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # other noise is off by 1 and more
 EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest entry
 
 
 class ParityError(RuntimeError):
-    """Trainer and replica disagree by more than the clip range allows."""
+    """Trainer and replica disagree by more than the clip range, or rounding, allows."""
 
 
 def check(
@@ -51,8 +52,9 @@ def check(
 
     Returns the gaps, each the maximum over replicas, components and ranks: parity/log_prob_gap_max,
     parity/schedule_gap_max, parity/embedding_gap_max, parity/latents_gap_max; of several components each one's
-    parity/log_prob_gap_max/<component>, too. Raises AgreedError when log_probs differ by half the clip range or more, or
-    schedule or embeddings differ, unless parity.mode is warn; does nothing when it is off.
+    parity/log_prob_gap_max/<component>, too. With algorithm.old_log_prob=auto parity/old_log_prob_recomputed, 0 or 1.
+    Raises AgreedError when log_probs, schedule or embeddings differ by what verdict() does not allow, unless parity.mode is
+    warn; does nothing when it is off.
     """
     if config.parity.mode == "off":
         return {}
@@ -71,14 +73,21 @@ def check(
             gaps |= {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     logger.info("parity with %d replicas: %s", len(fleet.replicas), "  ".join(f"{k} {v:.2e}" for k, v in gaps.items()))
-    problem = verdict(gaps, clip_range=config.algorithm.clip_range, dtype=config.model.dtype)
+    problem = verdict(gaps, config)
     if problem and config.parity.mode == "warn":
         logger.warning("parity.mode=warn, training goes on: %s", problem)
     elif problem:
         raise_together(
             ParityError(f"{problem}; fix the cause, or set parity.mode=warn to train all the same"), mesh.cpu_group
         )
-    return gaps
+    return gaps | _decision(gaps, config.algorithm, loud=mesh.rank == 0)
+
+
+def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig) -> bool:
+    """Whether the trainer computes a step's old log_probs before the first update. gaps: as check() found them."""
+    if algorithm.old_log_prob == "auto":
+        return gaps[LOG_PROB_GAP] >= algorithm.clip_range / 2
+    return algorithm.old_log_prob == "recompute"
 
 
 def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, Sampling]:
@@ -96,21 +105,48 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
     return samplings
 
 
-def verdict(gaps: dict[str, float], *, clip_range: float, dtype: str) -> str:
-    """'' when the gaps are harmless, else what is wrong, with both numbers."""
+def verdict(gaps: dict[str, float], config: Config) -> str:
+    """'' when the gaps are harmless, else what is wrong, with both numbers.
+
+    Where the rollout's log_probs are what updates are relative to, half the clip range is too much of their gap; where the
+    trainer may compute them anew, what is more than rounding.
+    """
+    dtype = config.model.dtype
     limits = {
         "parity/schedule_gap_max": (SCHEDULE_TOLERANCE, "the replica samples with another sigma schedule"),
         "parity/embedding_gap_max": (EMBEDDING_TOLERANCE[dtype], "the replica embeds the prompt differently"),
         "parity/latents_gap_max": (LATENTS_TOLERANCE[dtype], "the replica draws other noise, or takes other steps"),
-        LOG_PROB_GAP: (
-            clip_range / 2,
-            "half of algorithm.clip_range: rollout and trainer do not compute the same policy",
-        ),
+        LOG_PROB_GAP: _log_prob_limit(config),
     }
     for key, (limit, meaning) in limits.items():
         if gaps[key] >= limit:
             return f"{key} = {gaps[key]:.3g} >= {limit:.3g} ({meaning})"
     return ""
+
+
+def _log_prob_limit(config: Config) -> tuple[float, str]:
+    different = "rollout and trainer do not compute the same policy"
+    if config.algorithm.old_log_prob == "rollout":
+        return config.algorithm.clip_range / 2, f"half of algorithm.clip_range: {different}"
+    coarsest = "bfloat16" if "bfloat16" in (config.model.dtype, config.engine.dtype) else "float32"
+    if config.rollout.fp8 or config.engine.fp8 != "none":
+        coarsest = "fp8"
+    return LOG_PROB_ROUNDING[coarsest], f"more than {coarsest} rounds: {different}"
+
+
+def _decision(gaps: dict[str, float], algorithm: AlgorithmConfig, *, loud: bool) -> dict[str, float]:
+    """What algorithm.old_log_prob=auto comes to, as a metric, and where `loud` in the log; {} without auto."""
+    if algorithm.old_log_prob != "auto":
+        return {}
+    gap, half, anew = gaps[LOG_PROB_GAP], algorithm.clip_range / 2, recomputes(gaps, algorithm)
+    if loud and anew:
+        logger.warning(
+            "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of algorithm.clip_range, %.2e: the trainer "
+            "computes old log_probs anew, a forward more for each sample of a step and window step", gap, half,
+        )  # fmt: skip
+    elif loud:
+        logger.info("algorithm.old_log_prob=auto: the replicas' own are used, parity gap %.2e < %.2e", gap, half)
+    return {RECOMPUTED: float(anew)}
 
 
 def num_gate_samples(config: Config) -> int:

@@ -13,9 +13,11 @@ import torch
 from megadiff.algorithms.advantage import ZERO_STD
 from megadiff.config.schema import Config
 from megadiff.observe import diversity
+from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.metrics import format_number
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.samples import SampleRecord
+from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
@@ -27,7 +29,9 @@ SAMPLE_PROMPTS, SAMPLES_PER_PROMPT = 8, 2  # saved when samples are due
 
 
 class Recorder:
-    """Reduces figures over the ranks and hands them to the trackers of rank 0. start() and step() are collective."""
+    """Reduces figures over the ranks and hands them to the trackers of rank 0. start() and step() are collective.
+
+    timers: of the loop's stages. memory: what watches this rank's GPU meanwhile, None on CPU."""
 
     def __init__(
         self,
@@ -36,9 +40,12 @@ class Recorder:
         config: Config,
         mesh: Mesh,
         evaluate: Callable[[int], dict[str, float]] | None = None,
+        *,
+        timers: Timers,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self.trackers, self.progress_bar, self.config, self.mesh = trackers, progress_bar, config, mesh
-        self.evaluate = evaluate
+        self.evaluate, self.timers, self.memory = evaluate, timers, memory
 
     def is_due(self, every: int, step: int) -> bool:
         """Every `every` steps (0: never), and at the end of the run."""
@@ -55,8 +62,9 @@ class Recorder:
     def step(
         self, step: int, figures: dict[str, float], samples: Callable[[], list[SampleRecord]] | None = None
     ) -> None:
-        """Log the finished step `step` (from 1). figures: equal on every rank. samples: called where images are due."""
-        metrics = {**figures, **all_reduce_max(memory_metrics(self.mesh.device), self.mesh.cpu_group)}
+        """Log the finished step `step` (from 1), with the timers' seconds. figures: equal on every rank. samples: called
+        where images are due."""
+        metrics = {**figures, **self.timers.pop(), **self._memory()}
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
         failure: AgreedError | None = None
@@ -68,6 +76,11 @@ class Recorder:
         agreed(lambda: self._write(step, metrics, samples), self.mesh.cpu_group, here=self.mesh.rank == 0)
         if failure:
             raise failure
+
+    def _memory(self) -> dict[str, float]:
+        """The fullest rank's; without phases that none has seen."""
+        peaks = memory_metrics(self.mesh.device) | (self.memory.pop() if self.memory else {})
+        return {key: peak for key, peak in all_reduce_max(peaks, self.mesh.cpu_group).items() if peak}
 
     def _evaluated(self, step: int) -> dict[str, float]:
         start_s = time.monotonic()
@@ -155,6 +168,12 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats(device)
         return {"memory/peak_gib": peak / 2**30}
     return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def used_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, by all processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def sample_records(groups: list[RolloutGroup], rewards: Rewards, *, frames_per_s: int) -> list[SampleRecord]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -71,11 +72,13 @@ def sample_and_score(
 
     Raises AgreedError on every rank of the world when any replica or reward fails.
     """
-    fetched = agreed(
-        lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
-        mesh.cpu_group,
-        here=mesh.is_model_group_source,
-    )
+    waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")  # the peers' GPUs hold replicas too
+    with waiting:
+        fetched = agreed(
+            lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
+            mesh.cpu_group,
+            here=mesh.is_model_group_source,
+        )
     groups, rewards = fetched or ([], {})
     return share(groups, len(requests), mesh=mesh), share_rewards(rewards, mesh=mesh)
 

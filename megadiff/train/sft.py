@@ -8,7 +8,6 @@ from megadiff.algorithms import Algorithm
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
 from megadiff.engines.base import Engine
-from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.checkpoint import Checkpoints
@@ -32,7 +31,7 @@ class SftRun:
 
 def train_sft(run: SftRun) -> None:
     """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
-    config, engine, progress, timers = run.config, run.engine, run.progress, Timers()
+    config, engine, progress, timers = run.config, run.engine, run.progress, run.recorder.timers
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
@@ -41,6 +40,6 @@ def train_sft(run: SftRun) -> None:
             with timers("train"):
                 stats = engine.update(batch, run.algorithm.loss)
             progress.step, progress.prompts = progress.step + 1, run.batches.state()
-        run.recorder.step(progress.step, stats | timers.pop())
+        run.recorder.step(progress.step, stats)
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)

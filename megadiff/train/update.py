@@ -24,15 +24,19 @@ def update(
     *,
     config: Config,
     mesh: Mesh,
+    recompute: bool,
 ) -> dict[str, float]:
-    """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them."""
+    """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them.
+
+    recompute: old log_probs are this engine's, from before the first of them, and not the replicas'.
+    """
     advantages_PG, weights_P = group_advantages(
         rewards_PG,
         global_std=config.algorithm.global_std,
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
     batch = to_train_batch(groups, advantages_PG, weights_P)
-    if config.algorithm.old_log_prob == "recompute":
+    if recompute:
         batch = replace(batch, old_log_probs_NW=engine.log_probs(batch).log_probs_NW)
     if algorithm.needs_reference:
         with engine.reference():

@@ -1,6 +1,6 @@
 """`megadiff serve`, with a contract broken on purpose; the fault is read from a file at each use.
 
-Faults: none, round, shift, noise, skip, flip.
+Faults: none, nudge, round, shift, noise, skip, flip.
 """
 
 import sys
@@ -20,11 +20,14 @@ def fault() -> str:
 
 
 def _round_latents(result):
-    """The replica stores its latents in bfloat16 after it has taken log_prob from the float32 ones."""
+    """round: the replica stores its latents in bfloat16 after it has taken log_prob from the float32 ones.
+    nudge: its log_probs are off by as much as other kernels may round."""
 
     def broken(self, pixels):
         if fault() == "round":
             self._states_NSLC = self._states_NSLC.bfloat16().float()
+        if fault() == "nudge":
+            self._log_probs_NW += 4e-6
         return result(self, pixels)
 
     return broken

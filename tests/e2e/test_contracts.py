@@ -53,6 +53,26 @@ def test_warn_trains_all_the_same(trainer, broken):
     assert result.rows[0]["parity/log_prob_gap_max"] > 5e-5
 
 
+def test_auto_recomputes_where_rounding_reaches_the_clip_range(trainer, broken):
+    """Of the replica's log_probs every ratio would be clipped at the first update; of the trainer's own none is. A run
+    that resumes beside a replica that agrees takes the replica's."""
+    file, registry = broken
+    file.write_text("nudge")
+    settings = ["rollout.mode=separate", f"rollout.registry={registry}", "train.updates_per_step=1"]
+    settings += ["algorithm.old_log_prob=auto", "algorithm.clip_range=1e-6"]
+    result = trainer.run(*settings, "train.num_steps=1")
+    assert result.code == 0, result.stderr
+    (row,) = result.rows
+    gap = row["parity/log_prob_gap_max"]
+    assert 3.9e-6 < gap < 4.2e-6
+    assert f"the parity gap {gap:.2e} is not below half of algorithm.clip_range, 5.00e-07" in result.stderr
+    assert row["parity/old_log_prob_recomputed"] == 1 and row["policy/clip_fraction"] == 0
+    file.write_text("none")
+    result = trainer.run(*settings, "train.num_steps=2")
+    assert result.code == 0 and "resumed from" in result.stderr, result.stderr
+    assert "algorithm.old_log_prob=auto: the replicas' own are used" in result.stderr
+
+
 def _perturbed(model: Path, folder: Path) -> Path:
     """The model with one tensor of its transformer changed."""
     import shutil

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megadiff.config.load import ConfigError, load_config, save_config, to_dict
-from megadiff.config.validate import validate
+from megadiff.config.validate import sleeps, validate
 
 ROOT = Path(__file__).parents[3]
 BASE = """
@@ -101,7 +101,9 @@ def test_what_the_user_must_give(tmp_path):
         ),
         ("engine.fp8=hybrid", 1, r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=none"),
         ("engine={backend: megatron, fp8: hybrid, dtype: float32}", 1, r"engine.fp8=hybrid with engine.dtype=float32"),
+        ("rollout={sleep: true}", 1, "rollout.sleep='True' is not one of auto, always, never"),
         ("engine={backend: megatron, recompute_every: 0}", 1, r"engine.recompute_every=0 < 1"),
+        ("algorithm.old_log_prob=replica", 1, r"old_log_prob='replica' is not one of rollout, recompute, auto"),
         ("lora.rank=-1", 1, r"lora.rank=-1 < 0"),
         ("lora.rank=513", 1, r"lora.rank=513 is above 512.*set lora.rank=512 or less"),
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
@@ -150,6 +152,31 @@ def test_a_run_without_reward_is_refused(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_loads(path):
     validate(load_config([str(path)]), dp=1)
+
+
+def test_the_gate_must_run_to_decide(base):
+    auto = [base, "algorithm.old_log_prob=auto"]
+    validate(load_config(auto), dp=1)
+    with pytest.raises(ConfigError, match="old_log_prob=auto with parity.mode=off.*old_log_prob=recompute"):
+        validate(load_config([*auto, "parity.mode=off"]), dp=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), True),
+        (("lora.rank=4",), False),
+        (("train.components=[transformer_2]",), False),
+        (("lora.rank=4", "rollout.sleep=always"), True),
+        (("rollout.sleep=never",), False),
+        (("rollout.sleep=always", "rollout.mode=separate", "rollout.registry=r"), False),
+    ],
+)
+def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weights(base, overrides, expected):
+    config = load_config([base, *overrides])
+    validate(config, dp=1)
+    assert sleeps(config, device_type="cuda") == expected
+    assert sleeps(config, device_type="cpu") == (expected and config.rollout.sleep == "always")
 
 
 def test_a_bare_off_is_a_choice_and_no_boolean(base, tmp_path):

@@ -192,6 +192,12 @@ def test_findings_name_what_is_wrong_and_only_that(change, words):
     assert len(found) == 1 and words in found[0]
 
 
+def test_a_parity_gap_is_no_finding_where_log_probs_are_recomputed():
+    rows = [{"step": 1, "parity/log_prob_gap_max": 1e-4}]
+    for old_log_prob, count in (("rollout", 1), ("recompute", 0), ("auto", 0)):
+        assert len(findings(rows, {"algorithm": {"clip_range": 1e-4, "old_log_prob": old_log_prob}})) == count
+
+
 def test_a_jump_of_the_gradient_norm_is_found():
     rows = [{"step": step, "optim/grad_norm": 50.0 if step == 18 else 1.0} for step in range(1, 21)]
     assert "jumped to 50; its median is 1" in findings(rows, {})[0]

@@ -1,0 +1,56 @@
+"""Peaks of a GPU's used memory, by the stage of the step that was running."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from megadiff.observe.timers import Timers
+
+PHASES = ("parity", "sync", "rollout", "train")  # timers' names
+PERIOD_S = 0.05
+GIB = 2**30
+
+
+def phase_key(phase: str) -> str:
+    """Metric key of a phase's peak: rollout → memory/rollout_gib."""
+    return f"memory/{phase}_gib"
+
+
+class DeviceMemory:
+    """A daemon thread that asks every period_s how much is used, and keeps the largest answer for each of PHASES whose
+    timer runs. Allocators keep what they took, so a peak lasts; a phase shorter than a period may go unseen.
+
+    used_bytes: of the device, by all processes: trainer, replica and what their CUDA contexts take. Called in the thread.
+    """
+
+    def __init__(self, timers: Timers, used_bytes: Callable[[], int], *, period_s: float = PERIOD_S) -> None:
+        self._timers, self._used_bytes, self._period_s = timers, used_bytes, period_s
+        self._peaks: dict[str, int] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="device_memory", daemon=True)
+
+    def __enter__(self) -> DeviceMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(timeout=1.0)  # a device that does not answer keeps no process alive
+
+    def pop(self) -> dict[str, float]:
+        """`memory/<phase>_gib` → the peak since the last pop, for every phase; 0 for one that was not seen."""
+        with self._lock:
+            peaks, self._peaks = self._peaks, {}
+        return {phase_key(phase): peaks.get(phase, 0) / GIB for phase in PHASES}
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._period_s):
+            before = self._timers.running
+            used = self._used_bytes()
+            with self._lock:
+                for phase in before & self._timers.running & set(PHASES):  # neither ended nor begun meanwhile
+                    self._peaks[phase] = max(used, self._peaks.get(phase, 0))

@@ -1,0 +1,64 @@
+"""What the gate lets pass, and whose old log_probs a run takes."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from megadiff.config.schema import AlgorithmConfig
+from megadiff.train.parity import LOG_PROB_GAP, RECOMPUTED, _decision, recomputes, verdict
+
+KEYS = ("parity/schedule_gap_max", "parity/embedding_gap_max", "parity/latents_gap_max", LOG_PROB_GAP)
+
+
+def config(old_log_prob: str, *, clip_range: float = 1e-5, model: str = "float32", engine: str = "float32"):
+    algorithm = AlgorithmConfig(old_log_prob=old_log_prob, clip_range=clip_range)
+    return SimpleNamespace(
+        algorithm=algorithm, model=SimpleNamespace(dtype=model), engine=SimpleNamespace(dtype=engine)
+    )
+
+
+def gaps(**changed: float) -> dict[str, float]:
+    return dict.fromkeys(KEYS, 0.0) | {f"parity/{name}_gap_max": value for name, value in changed.items()}
+
+
+@pytest.mark.parametrize(
+    "old_log_prob, gap, settings, words",
+    [
+        ("rollout", 4e-6, {}, ""),
+        ("rollout", 6e-6, {}, "= 6e-06 >= 5e-06 (half of algorithm.clip_range"),
+        ("auto", 6e-6, {}, ""),
+        ("recompute", 6e-6, {}, ""),
+        ("auto", 2e-5, {}, "= 2e-05 >= 1e-05 (more than float32 rounds"),
+        ("auto", 2e-5, {"clip_range": 1.0}, "more than float32 rounds"),
+        ("auto", 2e-5, {"model": "bfloat16", "engine": "bfloat16"}, ""),
+        ("auto", 2e-5, {"engine": "bfloat16"}, ""),
+        ("auto", 2e-3, {"model": "bfloat16"}, "= 0.002 >= 0.001 (more than bfloat16 rounds"),
+        ("auto", float("inf"), {"model": "bfloat16"}, "= inf >="),
+    ],
+)
+def test_how_far_log_probs_may_be_apart(old_log_prob, gap, settings, words):
+    found = verdict(gaps(log_prob=gap), config(old_log_prob, **settings))
+    assert words in found and bool(words) == bool(found)
+
+
+@pytest.mark.parametrize("old_log_prob", ["rollout", "recompute", "auto"])
+@pytest.mark.parametrize("name, gap", [("schedule", 1e-5), ("embedding", 1e-3), ("latents", 1.0)])
+def test_other_gaps_are_never_let_pass(old_log_prob, name, gap):
+    assert f"parity/{name}_gap_max" in verdict(gaps(**{name: gap}), config(old_log_prob, clip_range=1.0))
+
+
+def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
+    caplog.set_level(logging.INFO)
+    for gap, anew, level in ((4.9e-6, False, "INFO"), (5e-6, True, "WARNING"), (float("inf"), True, "WARNING")):
+        caplog.clear()
+        algorithm = config("auto").algorithm
+        assert recomputes(gaps(log_prob=gap), algorithm) == anew
+        assert _decision(gaps(log_prob=gap), algorithm, loud=True) == {RECOMPUTED: float(anew)}
+        assert [record.levelname for record in caplog.records] == [level]
+        assert f"{gap:.2e}" in caplog.text and "5.00e-06" in caplog.text
+    assert _decision(gaps(), config("rollout").algorithm, loud=True) == {} and len(caplog.records) == 1
+
+
+def test_without_auto_the_config_alone_decides():
+    assert recomputes({}, config("recompute").algorithm) and not recomputes({}, config("rollout").algorithm)
