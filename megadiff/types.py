@@ -139,7 +139,8 @@ class TrainBatch:
 
     latents_NSLC: [N, W+1, L, C]. old_log_probs_NW: float64. window_start_N: int64. advantages_N, weights_N: float32; a weight of
     0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to sample n.
-    ref_means_NWLC: the reference policy's step means, only with a KL term. sampling: height, width, guidance, SDE.
+    ref_means_NWLC: the reference policy's step means, only with a KL term. importance_NW: float64, by which a pair's policy
+    gradient counts where another policy than the old one drew it, None where it is the same. sampling: height, width, guidance, SDE.
     schedule: [T+1] float32. denominator: global number of weighted (sample, step) pairs that the loss sum is divided by.
     """
 
@@ -154,6 +155,7 @@ class TrainBatch:
     sampling: Sampling
     denominator: float
     ref_means_NWLC: Tensor | None = None
+    importance_NW: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -208,6 +210,7 @@ class StepInputs:
 
     latents_BLC, prev_sample_BLC: the state at sigma_B and the stored, less noisy one at sigma_next_B.
     velocity_BLC: the policy's, with gradient. schedule: [T+1]. ref_mean_BLC: the reference policy's mean or None.
+    importance_B: as TrainBatch.importance_NW, float32.
     """
 
     latents_BLC: Tensor
@@ -221,6 +224,7 @@ class StepInputs:
     schedule: Tensor
     sampling: Sampling
     ref_mean_BLC: Tensor | None = None
+    importance_B: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

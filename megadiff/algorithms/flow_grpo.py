@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megadiff.diffusion import sde
 from megadiff.types import LossOutput, StepInputs
 
+IMPORTANCE_CAP = 2.0
+
 
 def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_coef: float) -> LossOutput:
-    """Weighted sum over B of max(−A·r, −A·clip(r, 1 ± clip_range)) + kl_coef·KL(policy ‖ reference), A in ± adv_clip_max.
+    """Weighted sum over B of w·max(−A·r, −A·clip(r, 1 ± clip_range)) + kl_coef·KL(policy ‖ reference), A in ± adv_clip_max.
 
-    r = exp(log_prob − old_log_prob), log_prob as the mean over latent elements. KL in mean space; it needs ref_mean_BLC.
+    r = exp(log_prob − old_log_prob), log_prob as the mean over latent elements. w: importance_B, 1 where there is none. KL
+    in mean space; it needs ref_mean_BLC.
     """
     sampling = inputs.sampling
     step = dict(schedule=inputs.schedule, eta=sampling.eta)
@@ -23,11 +27,15 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
     advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
+    if inputs.importance_B is not None:
+        loss_B = loss_B * inputs.importance_B
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
         "policy/kl_old": 0.5 * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
         "policy/ratio_mean": ratio_B,
     }
+    if inputs.importance_B is not None:
+        sums["policy/importance_mean"] = inputs.importance_B
     if kl_coef:
         assert inputs.ref_mean_BLC is not None
         kl_B = sde.kl_to_reference(sampling.sde_type, mean_BLC, inputs.ref_mean_BLC, *sigmas, **step)
@@ -36,3 +44,11 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
     sums["loss/policy"] = loss_B
     weighted = {name: (value_B.detach() * inputs.weight_B).sum() for name, value_B in sums.items()}
     return LossOutput(loss_sum=(loss_B * inputs.weight_B).sum(), sums=weighted)
+
+
+def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """min(exp(old − rollout), IMPORTANCE_CAP): how much likelier the old policy was to draw a step than the one that did.
+
+    Truncated importance sampling between a replica's arithmetic and the trainer's; arXiv 2110.00641 splits the two policies.
+    """
+    return torch.exp(old_log_probs - rollout_log_probs).clamp(max=IMPORTANCE_CAP)

@@ -30,7 +30,7 @@ class ExpertsEngine:
     """Fulfils engines.base.Engine. members: component → its engine, in the model's order.
 
     Of several members one at most has what an update needs on the accelerator (engine.offload_idle): that of the others,
-    AdamW's moments and under Megatron masters and gradient buffers, is on the host.
+    AdamW's moments and under Megatron masters, is on the host.
     """
 
     def __init__(

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
+from megadiff.engines.base import Loss
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
-from megadiff.engines.sharded import ShardedEngine, build_adamw
+from megadiff.engines.microbatch import Batch, Share
+from megadiff.engines.sharded import ShardedEngine, Step, build_adamw
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
@@ -90,6 +92,7 @@ class MegatronEngine(ShardedEngine):
             optimizer = build_adamw(config.optim, [])
         else:
             self._ddp = _build_ddp(transformer, mesh)
+            self._ddp.offload_grad_buffers()  # until an update
             with megatron_cpu.making_optimizer(mesh.device):
                 self._distributed = _build_optimizer(config, self._ddp, self._parameters)
             self._pieces = _pieces(self._distributed, lora_parameters(transformer) if adapters else self._parameters)
@@ -118,17 +121,17 @@ class MegatronEngine(ShardedEngine):
         for name in self._pieces.keys() - self._optimized.keys():  # never trained, so only now another
             self._pieces[name].model.copy_(self._pieces[name].held)
 
-    def offload(self) -> None:
-        """Also frees the gradient buffers, which hold every local weight's gradient in float32."""
-        self._publish()
-        if self._can_offload and not self._is_offloaded and not self._is_frozen:
-            self._ddp.offload_grad_buffers()
-        super().offload()
+    def update(self, batch: Batch, loss: Loss, share: Share, *, denominator: float) -> Step:
+        """Only meanwhile have the gradient buffers memory, every local weight's gradient in float32; then it is given back to
+        the device. Not after an error: freeing waits for reductions that other ranks may never join."""
+        self._ddp.restore_grad_buffers()  # zeroed; the same storages, so that every main_grad is still a view of them
+        step = super().update(batch, loss, share, denominator=denominator)
+        self._ddp.offload_grad_buffers()
+        return step
 
-    def onload(self) -> None:
-        if self._is_offloaded and not self._is_frozen:
-            self._ddp.restore_grad_buffers()
-        super().onload()
+    def offload(self) -> None:
+        self._publish()
+        super().offload()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

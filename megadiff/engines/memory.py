@@ -1,7 +1,7 @@
 """How many bytes a training engine takes on one GPU: arithmetic on shapes and sizes, no tensors and no files.
 
-What stays between steps (parameters, gradients, optimizer, average) is exact: it follows how the engines allocate, and
-tests/distributed/test_memory_plan.py compares the two. What exists within a step (activations, gathered weights) is an
+What stays between steps (parameters, optimizer, average) and the gradients of an update are exact: they follow how the engines
+allocate, and tests/distributed/test_memory_plan.py compares the two. What else exists within a step (activations, gathered weights) is an
 estimate for eager PyTorch; docs/memory.md has its terms and how far it is from measurements.
 """
 
@@ -151,15 +151,14 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """Bytes on the fullest rank. permanent_gradients: whether they stay when an update is over. reference: what a reference
-    policy takes on the host, the float32 weights; with LoRA it is the adapter switched off and takes nothing."""
+    """Bytes on the fullest rank. gradients: of the component whose update it is, and gone when that is over. reference: what a
+    reference policy takes on the host, the float32 weights; with LoRA it is the adapter switched off and takes nothing."""
 
     reference: int
     parameters: int
     gradients: int
     optimizer: int
     average: int
-    permanent_gradients: bool
 
 
 def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
@@ -172,10 +171,9 @@ def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
     return Static(
         reference=count * one.reference,
         parameters=count * one.parameters + frozen,
-        gradients=(awake if one.permanent_gradients else 1) * one.gradients,
+        gradients=one.gradients,
         optimizer=awake * one.optimizer,
         average=count * one.average,
-        permanent_gradients=one.permanent_gradients,
     )
 
 
@@ -261,7 +259,6 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
         gradients=FLOAT32 * sum(trained),
         optimizer=MOMENTS * sum(trained) + STEP_COUNTER * len(trained),
         average=masters if work.keeps_average else 0,
-        permanent_gradients=False,
     )
 
 
@@ -310,7 +307,6 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
         gradients=FLOAT32 * buffer,
         optimizer=(MOMENTS + (FLOAT32 if has_masters else 0)) * elements + STEP_COUNTER * pieces,
         average=FLOAT32 * (elements + (0 if has_masters else unused)) if work.keeps_average else 0,
-        permanent_gradients=True,
     )
 
 

@@ -186,7 +186,7 @@ def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInpu
 def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
     device = velocity_BLC.device
     sample_B, step_B = microbatch.sample_B, microbatch.step_B
-    ref_means = batch.ref_means_NWLC
+    ref_means, importance = batch.ref_means_NWLC, batch.importance_NW
     return StepInputs(
         latents_BLC=microbatch.latents_BLC,
         prev_sample_BLC=microbatch.prev_sample_BLC,
@@ -199,6 +199,7 @@ def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepIn
         schedule=_on(device, batch.schedule),
         sampling=batch.sampling,
         ref_mean_BLC=None if ref_means is None else _on(device, ref_means[sample_B, step_B]),
+        importance_B=None if importance is None else _on(device, importance[sample_B, step_B]),
     )
 
 

@@ -62,6 +62,7 @@ def select(batch: TrainBatch, index_N: Tensor) -> TrainBatch:
         weights_N=batch.weights_N[index_N],
         group_index_N=batch.group_index_N[index_N],
         ref_means_NWLC=None if batch.ref_means_NWLC is None else batch.ref_means_NWLC[index_N],
+        importance_NW=None if batch.importance_NW is None else batch.importance_NW[index_N],
     )
 
 

@@ -197,9 +197,7 @@ def _phases(
 ) -> dict[str, dict[str, int]]:
     """Those of PHASES that a run has → part → bytes on the fullest GPU."""
     resident = {"parameters": static.parameters, "optimizer": static.optimizer, "average": static.average}
-    gradients = {"gradients": static.gradients}
-    resident |= gradients if static.permanent_gradients else {}
-    resting = resident | {"optimizer": 0, "gradients": 0} if model.idle_offloaded else resident
+    resting = resident | {"optimizer": 0} if model.idle_offloaded else resident
     awake = {"replica": replicas.weights * replicas.per_gpu}
     asleep = {"replica": replicas.kept * replicas.per_gpu}
     on_policy = build_algorithm(config.algorithm).on_policy
@@ -210,7 +208,7 @@ def _phases(
             "activations": activation_bytes(model, placing, work, training=training),
         }
 
-    phases = {"update": resident | gradients | asleep | passes(training=True)}
+    phases = {"update": resident | {"gradients": static.gradients} | asleep | passes(training=True)}
     if on_policy:
         forward, encoder = passes(training=False), {"text encoder": replicas.encoder}
         phases["log_probs"] = resting | asleep | forward

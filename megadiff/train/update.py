@@ -8,6 +8,7 @@ import torch
 
 from megadiff.algorithms import Algorithm
 from megadiff.algorithms.advantage import group_advantages
+from megadiff.algorithms.flow_grpo import importance_weights
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
@@ -28,7 +29,8 @@ def update(
 ) -> dict[str, float]:
     """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them.
 
-    recompute: old log_probs are this engine's, from before the first of them, and not the replicas'.
+    recompute: old log_probs are this engine's, from before the first of them, and not the replicas', from which samples were
+    drawn: what lies between the two weighs the policy gradient.
     """
     advantages_PG, weights_P = group_advantages(
         rewards_PG,
@@ -37,7 +39,9 @@ def update(
     )
     batch = to_train_batch(groups, advantages_PG, weights_P)
     if recompute:
-        batch = replace(batch, old_log_probs_NW=engine.log_probs(batch).log_probs_NW)
+        old_NW = engine.log_probs(batch).log_probs_NW
+        importance_NW = importance_weights(old_NW, batch.old_log_probs_NW)
+        batch = replace(batch, old_log_probs_NW=old_NW, importance_NW=importance_NW)
     if algorithm.needs_reference:
         with engine.reference():
             batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)

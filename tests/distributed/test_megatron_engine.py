@@ -254,6 +254,43 @@ def _precision_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> Non
         assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
 
 
+def test_gradient_buffers_are_empty_between_updates(tiny_model, tmp_path):
+    world_size, sizes = LAYOUTS["tp2_dp2"]
+    run_ranks(_emptied_worker, world_size, tiny_model, tmp_path, sizes)
+
+
+def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
+    """Beside an engine whose buffers keep their memory; after an error, and while another engine writes over what was freed."""
+    for dtype, rank in (("float32", 0), ("bfloat16", 4)):
+        emptied, kept = engines = [_engine(tiny_model, sizes, lr=LR, dtype=dtype, lora=(rank, 8.0)) for _ in range(2)]
+        assert _buffer_bytes(emptied) == [0]
+        only(kept)._ddp.offload_grad_buffers = lambda: None
+        views = [parameter.main_grad for parameter in _with_main_grad(emptied)]
+        for _ in range(3):
+            before, after = (engine.update(mine(engine), LOSS) for engine in (kept, emptied))
+            assert after == before and before["optim/grad_norm"] > 0
+            assert _buffer_bytes(emptied) == [0] < _buffer_bytes(kept)
+            for engine in engines:
+                broken = mine(engine)
+                broken = replace(broken, advantages_N=torch.full_like(broken.advantages_N, torch.nan))
+                with pytest.raises(FloatingPointError, match="the weights were left as they were"):
+                    engine.update(broken, LOSS)
+        assert all(view is p.main_grad for view, p in zip(views, _with_main_grad(emptied), strict=True))
+        for name, engine in zip(("emptied", "kept"), engines, strict=True):
+            engine.save(out / f"{dtype}_{name}")
+        dist.barrier()
+        assert differing(out / f"{dtype}_emptied", out / f"{dtype}_kept") == []
+
+
+def _with_main_grad(engine: ExpertsEngine) -> list[Tensor]:
+    return [parameter for parameter in only(engine).transformer.parameters() if hasattr(parameter, "main_grad")]
+
+
+def _buffer_bytes(engine: ExpertsEngine) -> list[int]:
+    """Distinct sizes of the storages under the gradients of all parameters."""
+    return sorted({parameter.main_grad.untyped_storage().nbytes() for parameter in _with_main_grad(engine)})
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -41,8 +41,9 @@ def test_layout_does_not_matter(in_ranks, shared, reference, name):
 
 
 def test_colocated_under_torchrun(trainer, reference):
-    """The trainer starts its replica itself, from a process that torchrun started: it is a world of its own."""
-    result = trainer.run("parallel.dp=2", "algorithm.kl_coef=0.04", num_processes=2)
+    """The trainer starts its replica itself, from a process that torchrun started: it is a world of its own. It sleeps, as on
+    a GPU, while the trainer works."""
+    result = trainer.run("parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", num_processes=2)
     assert result.code == 0, result.stderr
     _close(result.rows, reference[:3])
 

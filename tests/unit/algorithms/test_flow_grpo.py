@@ -1,12 +1,13 @@
 """The loss by hand, its gradient on policy, and the KL term."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megadiff.algorithms import build_algorithm
-from megadiff.algorithms.flow_grpo import flow_grpo
+from megadiff.algorithms.flow_grpo import flow_grpo, importance_weights
 from megadiff.config.schema import AlgorithmConfig
 from megadiff.diffusion import sde
 from megadiff.types import Sampling, StepInputs
@@ -82,6 +83,22 @@ def test_kl_pulls_to_the_reference():
     expected = (0.1**2 / (2 * scale**2)).sum().item()
     assert output.sums["policy/kl_ref"].item() == pytest.approx(expected, rel=1e-4)
     assert output.loss_sum.item() == pytest.approx(0.04 * expected, rel=1e-4)
+
+
+def test_importance_weighs_the_policy_gradient_alone():
+    """As a sample counts that the old policy was half as likely to draw as the replica which did."""
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    inputs = replace(_inputs(ref_shift=0.1), importance_B=weights)
+    output = flow_grpo(inputs, **ARGS | {"kl_coef": 0.04})
+    plain = flow_grpo(_inputs(ref_shift=0.1), **ARGS | {"kl_coef": 0.04})
+    policy = (weights * torch.tensor([-1.0, 2.0, -0.5])).sum().item()  # −A at ratio 1
+    assert output.loss_sum.item() == pytest.approx(policy + 0.04 * plain.sums["policy/kl_ref"].item(), abs=1e-5)
+    assert output.sums["policy/importance_mean"] == 3.5 and "policy/importance_mean" not in plain.sums
+
+
+def test_importance_is_truncated():
+    old, rollout = torch.tensor([[-1.0, -1.0, -1.0]]).double(), torch.tensor([[-1.0, 0.0, -9.0]]).double()
+    torch.testing.assert_close(importance_weights(old, rollout), torch.tensor([[1.0, math.exp(-1), 2.0]]).double())
 
 
 def test_the_table():

@@ -5,16 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from megadiff.config.schema import AlgorithmConfig
+from megadiff.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, RolloutConfig
 from megadiff.train.parity import LOG_PROB_GAP, RECOMPUTED, _decision, recomputes, verdict
 
 KEYS = ("parity/schedule_gap_max", "parity/embedding_gap_max", "parity/latents_gap_max", LOG_PROB_GAP)
 
 
-def config(old_log_prob: str, *, clip_range: float = 1e-5, model: str = "float32", engine: str = "float32"):
-    algorithm = AlgorithmConfig(old_log_prob=old_log_prob, clip_range=clip_range)
+def config(
+    old_log_prob: str, *, clip_range: float = 1e-5, model: str = "float32", engine: str = "float32", fp8: bool = False
+):
     return SimpleNamespace(
-        algorithm=algorithm, model=SimpleNamespace(dtype=model), engine=SimpleNamespace(dtype=engine)
+        algorithm=AlgorithmConfig(old_log_prob=old_log_prob, clip_range=clip_range),
+        model=ModelConfig(dtype=model),
+        engine=EngineConfig(dtype=engine),
+        rollout=RolloutConfig(fp8=fp8),
     )
 
 
@@ -34,6 +38,9 @@ def gaps(**changed: float) -> dict[str, float]:
         ("auto", 2e-5, {"model": "bfloat16", "engine": "bfloat16"}, ""),
         ("auto", 2e-5, {"engine": "bfloat16"}, ""),
         ("auto", 2e-3, {"model": "bfloat16"}, "= 0.002 >= 0.001 (more than bfloat16 rounds"),
+        ("auto", 2e-3, {"model": "bfloat16", "fp8": True}, ""),
+        ("auto", 6e-2, {"model": "bfloat16", "fp8": True}, "= 0.06 >= 0.05 (more than fp8 rounds"),
+        ("rollout", 6e-6, {"model": "bfloat16", "fp8": True}, "half of algorithm.clip_range"),
         ("auto", float("inf"), {"model": "bfloat16"}, "= inf >="),
     ],
 )
