@@ -140,7 +140,8 @@ class TrainBatch:
     latents_NSLC: [N, W+1, L, C]. old_log_probs_NW: float64. window_start_N: int64. advantages_N, weights_N: float32; a weight of
     0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to sample n.
     ref_means_NWLC: the reference policy's step means, only with a KL term. importance_NW: float64, by which a pair's policy
-    gradient counts where another policy than the old one drew it, None where it is the same. sampling: height, width, guidance, SDE.
+    gradient counts where another policy than the old one drew it, None where it is the same. sampling: height, width,
+    guidance, SDE.
     schedule: [T+1] float32. denominator: global number of weighted (sample, step) pairs that the loss sum is divided by.
     """
 
@@ -247,10 +248,12 @@ class LogProbs:
 
 @dataclass
 class Progress:
-    """Where a run stands; the only mutable record. step: finished steps. prompts: the sampler's position."""
+    """Where a run stands; the only mutable record. step: finished steps. prompts: the sampler's position. recomputes: whether
+    old log_probs are the trainer's."""
 
     step: int = 0
     prompts: dict[str, int] = field(default_factory=dict)
+    recomputes: bool = False
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         if args.size and args.family != "qwen_image":
-            raise ValueError(f"--size {args.size}: {args.family} has one size; leave it out")
+            raise ValueError(f"--size {args.size}: {args.family} has one tiny size; leave it out, or give --size full")
         sizes = {"size": args.size} if args.size else {}
         FAMILIES[args.family](args.out, dtype=args.dtype or "float32", seed=args.seed or 0, **sizes)
     except ValueError as error:

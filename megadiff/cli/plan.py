@@ -231,7 +231,7 @@ def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
         and train.microbatch_size > 1,
         "engine.recompute=true": phase == "update" and not engine.recompute,
         "engine.recompute_every=1": phase == "update" and engine.recompute and engine.recompute_every > 1,
-        "rollout.sleep=always": plan.replicas.per_gpu > 0 and not plan.replicas.sleeps,
+        "rollout.sleep=always": phase == "update" and plan.replicas.per_gpu > 0 and not plan.replicas.sleeps,
         "rollout.mode=separate": config.rollout.mode == "colocated",
     }
     possible = [remedy for remedy, helps in remedies.items() if helps]

@@ -98,8 +98,12 @@ def validate(config: Config, *, dp: int) -> None:
     if config.rollout.sde_type == "flow_cps" and config.rollout.eta > 1:
         raise ConfigError(f"rollout.eta={config.rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°)")
     _check_batch(config, dp=dp)
-    if config.rollout.fp8 and config.model.dtype != "bfloat16":
-        raise ConfigError(f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; set rollout.fp8=false")
+    _check_fp8_rollout(config)
+    if config.rollout.sleep == "always" and config.rollout.mode == "separate":
+        raise ConfigError(
+            "rollout.sleep=always with rollout.mode=separate: replicas with GPUs of their own keep their weights; set "
+            "rollout.sleep=auto"
+        )
     if config.rollout.mode == "separate" and not config.rollout.registry:
         raise ConfigError(
             "rollout.mode=separate needs rollout.registry, the folder that `megadiff serve --registry` writes to"
@@ -107,6 +111,18 @@ def validate(config: Config, *, dp: int) -> None:
     if config.eval.every and not config.eval.prompts:
         raise ConfigError(
             f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file"
+        )
+
+
+def _check_fp8_rollout(config: Config) -> None:
+    if not config.rollout.fp8:
+        return
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; set rollout.fp8=false")
+    if config.algorithm.old_log_prob == "rollout" and config.parity.mode == "refuse":
+        raise ConfigError(
+            "rollout.fp8 with algorithm.old_log_prob=rollout: FP8 log_probs are further from the trainer's than any clip range "
+            "in use, and the gate would refuse them; set algorithm.old_log_prob=auto"
         )
 
 

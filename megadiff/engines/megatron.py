@@ -122,11 +122,11 @@ class MegatronEngine(ShardedEngine):
             self._pieces[name].model.copy_(self._pieces[name].held)
 
     def update(self, batch: Batch, loss: Loss, share: Share, *, denominator: float) -> Step:
-        """Only meanwhile have the gradient buffers memory, every local weight's gradient in float32; then it is given back to
-        the device. Not after an error: freeing waits for reductions that other ranks may never join."""
+        """Only meanwhile have the gradient buffers memory, every local weight's gradient in float32. They keep it after an
+        error: freeing waits for reductions that other ranks may never join."""
         self._ddp.restore_grad_buffers()  # zeroed; the same storages, so that every main_grad is still a view of them
         step = super().update(batch, loss, share, denominator=denominator)
-        self._ddp.offload_grad_buffers()
+        self._ddp.offload_grad_buffers(empty_cache=False)  # train.replicas.make_room does that, where others want it
         return step
 
     def offload(self) -> None:

@@ -1,8 +1,8 @@
 """How many bytes a training engine takes on one GPU: arithmetic on shapes and sizes, no tensors and no files.
 
-What stays between steps (parameters, optimizer, average) and the gradients of an update are exact: they follow how the engines
-allocate, and tests/distributed/test_memory_plan.py compares the two. What else exists within a step (activations, gathered weights) is an
-estimate for eager PyTorch; docs/memory.md has its terms and how far it is from measurements.
+What stays between steps (parameters, optimizer, average) and the gradients of an update are exact: they follow how the
+engines allocate, and tests/distributed/test_memory_plan.py compares the two. What else exists within a step (activations,
+gathered weights) is an estimate for eager PyTorch; docs/memory.md has its terms and how far it is from measurements.
 """
 
 from __future__ import annotations

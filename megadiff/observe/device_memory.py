@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
 from megadiff.observe.timers import Timers
+
+logger = logging.getLogger(__name__)
 
 PHASES = ("parity", "sync", "rollout", "train")  # timers' names
 PERIOD_S = 0.05
@@ -50,7 +53,11 @@ class DeviceMemory:
     def _watch(self) -> None:
         while not self._ended.wait(self._period_s):
             before = self._timers.running
-            used = self._used_bytes()
+            try:
+                used = self._used_bytes()
+            except RuntimeError as error:  # a device that has failed says so where it works, too
+                logger.warning("no more figures of the device's memory: %s", error)
+                return
             with self._lock:
                 for phase in before & self._timers.running & set(PHASES):  # neither ended nor begun meanwhile
                     self._peaks[phase] = max(used, self._peaks.get(phase, 0))

@@ -82,6 +82,7 @@ NAMES = {
     "eval/saturation": ("Held-out saturation", "mean over all pixels"),
     "policy/clip_fraction": ("Clipped ratios", "healthy below 0.3"),
     "policy/kl_old": ("KL to the sampling policy", "about 0 before the first update of a batch"),
+    "policy/importance_mean": ("Importance of the rollout", "1 where trainer and replica compute the same policy"),
     "policy/kl_ref": ("KL to the reference", "grows slowly; a cliff is reward hacking"),
     "optim/grad_norm": ("Gradient norm", "before clipping"),
     "optim/lr": ("Learning rate", "of this step"),

@@ -99,6 +99,10 @@ class ReplicaClient:
         """Free the memory of the policy's weights; a push of all of them wakes it."""
         self._call("POST", "/rl/sleep")
 
+    def trim(self) -> None:
+        """Give memory back that the allocator keeps of earlier samples."""
+        self._call("POST", "/rl/trim")
+
     def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **arguments)

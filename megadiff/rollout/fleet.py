@@ -104,7 +104,14 @@ class Fleet:
 
     def sleep(self) -> None:
         """Every replica frees its policy's weights, until a push brings all of them."""
-        for future in [self._pool.submit(self.call, client, ReplicaClient.sleep) for client in self.replicas]:
+        self._for_all(ReplicaClient.sleep)
+
+    def trim(self) -> None:
+        """Every replica gives memory back that it does not need at the moment."""
+        self._for_all(ReplicaClient.trim)
+
+    def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
+        for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
             future.result()
 
     def _one(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:

@@ -17,6 +17,7 @@ from megadiff.parallel.plan import ParallelPlan
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SPLIT_KINDS = ("column", "row")  # of the plan
+CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both dimensions of a weight, which the kernel wants
 
 
@@ -85,6 +86,9 @@ def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
 def _check(name: str, weight: Tensor) -> None:
     if weight.dtype != torch.bfloat16:
         raise ValueError(f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set model.dtype=bfloat16")
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(weight.device)
+        raise ValueError(f"FP8 products need a GPU of compute capability 8.9 or more, this one has {major}.{minor}")
     if any(size % MULTIPLE for size in weight.shape):
         raise ValueError(
             f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is {tuple(weight.shape)}; set "

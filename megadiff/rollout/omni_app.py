@@ -21,7 +21,7 @@ VLLM_ROUTES = (  # vllm-omni's router brings its own
     ("/v1/chat/completions/batch", {"POST"}),
     ("/v1/models", {"GET"}),
 )
-OMNI_ROUTES = (  # the replica answers these itself, and sleeps by its own routes
+OMNI_ROUTES = (  # the replica answers these itself, and sleeps by a route of its own
     ("/health", {"GET"}),
     ("/v1/omni/sleep", {"POST"}),
     ("/v1/omni/wakeup", {"POST"}),

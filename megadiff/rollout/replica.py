@@ -132,6 +132,10 @@ class Replica:
             await self._drained()
             await call_worker(self.engine, "free_weights")
 
+    async def trim(self) -> None:
+        """Gives memory back that no sample or weight needs at the moment."""
+        await call_worker(self.engine, "trim")
+
     async def _drained(self) -> None:
         async with self._idle:
             await self._idle.wait_for(lambda: self.in_flight == 0)

@@ -95,6 +95,14 @@ def _router(replica: Replica) -> APIRouter:
 
         return await _answer(answer)
 
+    @router.post("/rl/trim")
+    async def trim() -> Response:
+        async def answer() -> Response:
+            await replica.trim()
+            return JSONResponse({"state": replica.policy.state})
+
+        return await _answer(answer)
+
     return router
 
 

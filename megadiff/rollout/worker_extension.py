@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
@@ -108,6 +109,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._freed is None:
             copies = self._fp8.buffers if self._fp8 else ()
             self._freed = FreedWeights([*self._parameters().values(), *copies])
+
+    def trim(self) -> None:
+        """Gives the memory back that the allocator keeps of the last samples."""
+        if self.model_runner.pipeline.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def bind_lora(self, spec: dict[str, Any] | None) -> None:
         """Puts the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -152,7 +153,9 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     folder = run_folder(config)
     processes = replicas.launch(config, mesh, folder)
     stack.callback(stop_all, processes)
+    start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
+    logger.info("engine %s loaded after %.1f s", config.engine.backend, time.monotonic() - start_s)
     sampler = PromptSampler(
         prompts,
         prompts_per_step=config.train.prompts_per_step,
@@ -197,6 +200,7 @@ def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine
         places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
+        make_room=partial(replicas.make_room, config, mesh),
     )
 
 

@@ -91,7 +91,6 @@ def _between_naps(
     replicas.put_to_sleep(fleet, sync, config, mesh)
 
     def evaluate(step: int) -> dict[str, float]:
-        replicas.make_room(config, mesh)
         figures = evaluation(step)
         replicas.put_to_sleep(fleet, sync, config, mesh)
         return figures

@@ -17,7 +17,7 @@ from megadiff.train import parity
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.experts import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
-from megadiff.train.replicas import asleep
+from megadiff.train.replicas import put_to_sleep
 from megadiff.train.rollout import group_requests, sample_and_score
 from megadiff.train.update import update
 from megadiff.types import Progress
@@ -51,8 +51,8 @@ def train(run: Run) -> None:
         gate = parity.check(
             engine, run.adapter, run.fleet, run.prompts.peek().prompts, config=config, mesh=run.mesh, step=progress.step
         )
-    recompute = parity.recomputes(gate, config.algorithm)
-    train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=recompute)
+    progress.recomputes = parity.recomputes(gate, config.algorithm, before=progress.recomputes)
+    train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes)
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
@@ -68,13 +68,10 @@ def train(run: Run) -> None:
                 policy_version=progress.step,
             )
             groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
-            with asleep(run.fleet, run.sync, config, run.mesh):
-                with timers("train"):
-                    stats |= train_on(groups, rewards["total"])
-                progress.step, progress.prompts = (
-                    progress.step + 1,
-                    run.prompts.state(),
-                )  # before a waking that may fail
+            put_to_sleep(run.fleet, run.sync, config, run.mesh)
+            with timers("train"):
+                stats |= train_on(groups, rewards["total"])
+            progress.step, progress.prompts = progress.step + 1, run.prompts.state()
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=run.adapter.frames_per_s)

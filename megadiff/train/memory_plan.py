@@ -29,6 +29,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import lora_shapes, lora_spec
 from megadiff.parallel.mesh import Layout, resolve_layout
 from megadiff.rollout.footprint import replica_weights
+from megadiff.rollout.fp8 import fp8_targets
 from megadiff.train.experts import trained_components
 from megadiff.train.rollout import sampling_of, sft_sampling
 from megadiff.types import DTYPES, Sampling
@@ -280,15 +281,22 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     size = dict(num_frames=rollout.num_frames, height=rollout.height, width=rollout.width)
     decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)
     num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)  # as train/replicas.py starts them
+    transformers = found.transformers + (_fp8_bytes(adapter, model, tp=rollout.tp) if rollout.fp8 else 0)
     return Replicas(
-        weights=found.transformers + found.others,
-        kept=found.others + (0 if is_asleep else found.transformers),
+        weights=transformers + found.others,
+        kept=found.others + (0 if is_asleep else transformers),
         encoder=found.encoder,
         working=max(decoding, activation_bytes(model, alone, work, training=False)),
         per_gpu=math.ceil(num_replicas * rollout.tp / machine.world_size),
         sleeps=is_asleep,
         unknown=found.unknown,
     )
+
+
+def _fp8_bytes(adapter: ModelAdapter, model: ModelShape, *, tp: int) -> int:
+    """Of the copies beside the weights, one byte an element, and a scale for each of their rows."""
+    shapes = [model.shapes[name] for name in fp8_targets(model.shapes, adapter.plan)]
+    return len(adapter.components) * math.ceil(sum(math.prod(shape) + 4 * shape[0] for shape in shapes) / tp)
 
 
 def _bucket_bytes(config: Config, model: ModelShape) -> int:

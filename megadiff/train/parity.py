@@ -20,12 +20,13 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.experts import component_steps
+from megadiff.train.replicas import trim
 from megadiff.train.rollout import first_frame_of, for_replica, sampling_of, share
 from megadiff.types import DTYPES, LOG_PROB_ROUNDING, Prompt, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
-RECOMPUTED = "parity/old_log_prob_recomputed"
+GUIDED_ROUNDING = 10  # guidance multiplies the difference of two velocities
 SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
 LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # other noise is off by 1 and more
 EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest entry
@@ -67,6 +68,7 @@ def check(
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
         for component, sampling in samplings.items():
             group = _probe(fleet, replica, prompts, sampling, config=config, mesh=mesh, step=step)
+            trim(fleet, config, mesh)
             found = _gaps(engine, adapter, group, expected, config=config, mesh=mesh, step=step)
             if len(samplings) > 1:
                 found[f"{LOG_PROB_GAP}/{component}"] = found[LOG_PROB_GAP]
@@ -80,14 +82,28 @@ def check(
         raise_together(
             ParityError(f"{problem}; fix the cause, or set parity.mode=warn to train all the same"), mesh.cpu_group
         )
-    return gaps | _decision(gaps, config.algorithm, loud=mesh.rank == 0)
+    return gaps
 
 
-def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer computes a step's old log_probs before the first update. gaps: as check() found them."""
-    if algorithm.old_log_prob == "auto":
-        return gaps[LOG_PROB_GAP] >= algorithm.clip_range / 2
-    return algorithm.old_log_prob == "recompute"
+def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bool) -> bool:
+    """Whether the trainer computes a step's old log_probs before the first update, as algorithm.old_log_prob says.
+
+    gaps: as check() found them. before: whether the run did so until now, which auto stays with: a run that resumes is the
+    one that was not stopped.
+    """
+    if algorithm.old_log_prob != "auto":
+        return algorithm.old_log_prob == "recompute"
+    gap, half = gaps[LOG_PROB_GAP], algorithm.clip_range / 2
+    anew = before or gap >= half
+    if anew and not before:
+        logger.warning(
+            "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of algorithm.clip_range, %.2e: from here on "
+            "the trainer computes old log_probs anew, a forward more for each sample of a step and window step", gap, half,
+        )  # fmt: skip
+    else:
+        whose = "computed anew, as before" if anew else "the replicas'"
+        logger.info("algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e", whose, gap, half)
+    return anew
 
 
 def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, Sampling]:
@@ -125,28 +141,15 @@ def verdict(gaps: dict[str, float], config: Config) -> str:
 
 
 def _log_prob_limit(config: Config) -> tuple[float, str]:
-    different = "rollout and trainer do not compute the same policy"
+    different, half = "rollout and trainer do not compute the same policy", config.algorithm.clip_range / 2
     if config.algorithm.old_log_prob == "rollout":
-        return config.algorithm.clip_range / 2, f"half of algorithm.clip_range: {different}"
+        return half, f"half of algorithm.clip_range: {different}"
     coarsest = "bfloat16" if "bfloat16" in (config.model.dtype, config.engine.dtype) else "float32"
     if config.rollout.fp8 or config.engine.fp8 != "none":
         coarsest = "fp8"
-    return LOG_PROB_ROUNDING[coarsest], f"more than {coarsest} rounds: {different}"
-
-
-def _decision(gaps: dict[str, float], algorithm: AlgorithmConfig, *, loud: bool) -> dict[str, float]:
-    """What algorithm.old_log_prob=auto comes to, as a metric, and where `loud` in the log; {} without auto."""
-    if algorithm.old_log_prob != "auto":
-        return {}
-    gap, half, anew = gaps[LOG_PROB_GAP], algorithm.clip_range / 2, recomputes(gaps, algorithm)
-    if loud and anew:
-        logger.warning(
-            "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of algorithm.clip_range, %.2e: the trainer "
-            "computes old log_probs anew, a forward more for each sample of a step and window step", gap, half,
-        )  # fmt: skip
-    elif loud:
-        logger.info("algorithm.old_log_prob=auto: the replicas' own are used, parity gap %.2e < %.2e", gap, half)
-    return {RECOMPUTED: float(anew)}
+    guided = max(config.rollout.true_cfg_scale, config.rollout.guidance_scale, config.rollout.guidance_scale_2) > 1
+    rounding = LOG_PROB_ROUNDING[coarsest] * (GUIDED_ROUNDING if guided else 1)
+    return max(rounding, half), f"more than {coarsest} rounds: {different}"
 
 
 def num_gate_samples(config: Config) -> int:

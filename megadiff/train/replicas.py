@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,26 +74,31 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     )
 
 
-@contextmanager
-def asleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> Iterator[None]:
-    """Collective. While the trainer works on the same GPUs, colocated replicas keep no weights; see put_to_sleep()."""
-    put_to_sleep(fleet, sync, config, mesh)
-    yield
-    make_room(config, mesh)
-
-
 def put_to_sleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:
     """Collective. Where rollout.sleep says so, replicas free their transformers' memory. Nothing is copied to the host: the
-    next push, which then brings everything, wakes them."""
+    next push, which then brings everything, wakes them. Elsewhere on shared GPUs they give back what sampling needed."""
     if sleeps(config, device_type=mesh.device.type):
         agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
         sync.forget()
+    else:
+        trim(fleet, config, mesh)
+
+
+def trim(fleet: Fleet, config: Config, mesh: Mesh) -> None:
+    """Collective. Replicas on the trainer's GPUs give back what their allocators keep of the last samples."""
+    if _shares_gpus(config, mesh):
+        agreed(fleet.trim, mesh.cpu_group, here=mesh.rank == 0)
 
 
 def make_room(config: Config, mesh: Mesh) -> None:
-    """Collective. Before replicas take their memory again, every rank gives back what its allocator keeps of the update."""
-    if sleeps(config, device_type=mesh.device.type) and mesh.device.type == "cuda":
+    """Collective. Before replicas on the same GPUs take memory, every rank gives back what its allocator keeps of the
+    update's peak."""
+    if _shares_gpus(config, mesh):
         agreed(torch.cuda.empty_cache, mesh.cpu_group)
+
+
+def _shares_gpus(config: Config, mesh: Mesh) -> bool:
+    return config.rollout.mode == "colocated" and mesh.device.type == "cuda"
 
 
 def weights_folder(config: Config, folder: Path) -> Path:

@@ -117,7 +117,7 @@ def _train(arguments: list[str]) -> None:
     assert main(arguments) == 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # idle replicas poll: they end with the last test of this folder
 def registry(tmp_path_factory, tiny_model):
     """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them; disk pushes go by `weights`
     beside the registry."""
@@ -128,7 +128,7 @@ def registry(tmp_path_factory, tiny_model):
     stop(servers)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def wan_registries(tmp_path_factory, tiny_wan):
     """Kind (wan22.tiny.KINDS) → the registry of one float32 replica of that tiny Wan2.2, as `registry` above."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in tiny_wan}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partialmethod
 
 import torch
@@ -20,21 +19,7 @@ from vllm_omni.diffusion.layers.rope import RotaryEmbedding
 logger = logging.getLogger(__name__)
 
 
-class CpuDiffusionWorker(omni_worker.DiffusionWorker):
-    """A DiffusionWorker that sleeps without a CUDA memory pool: there is no separate device memory to free, so the
-    weights stay where they are."""
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sleep(self, level: int = 1) -> int:
-        """Bytes of weights held. Raises ValueError for level 2 (discard), from which vllm-omni cannot wake."""
-        if level != 1:
-            raise ValueError(f"sleep level {level}: vllm-omni cannot wake from a level above 1; use level 1")
-        return sum(p.numel() * p.element_size() for p in self.model_runner.pipeline.parameters())
-
-    def wake_up(self, tags: list[str] | None = None) -> bool:
-        return True
+CpuDiffusionWorker = omni_worker.DiffusionWorker
 
 
 def _keep_linear_weight(layer: nn.Module, remove_weight: bool = False) -> None:

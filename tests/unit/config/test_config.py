@@ -1,5 +1,6 @@
 """Typos and wrong types are refused with the full key; every shipped config loads."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_the_gate_must_run_to_decide(base):
         (("train.components=[transformer_2]",), False),
         (("lora.rank=4", "rollout.sleep=always"), True),
         (("rollout.sleep=never",), False),
-        (("rollout.sleep=always", "rollout.mode=separate", "rollout.registry=r"), False),
+        (("rollout.mode=separate", "rollout.registry=r"), False),
     ],
 )
 def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weights(base, overrides, expected):
@@ -177,6 +178,20 @@ def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weight
     validate(config, dp=1)
     assert sleeps(config, device_type="cuda") == expected
     assert sleeps(config, device_type="cpu") == (expected and config.rollout.sleep == "always")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("rollout.sleep=true",), "rollout.sleep='True' is not one of auto, always, never"),
+        (("rollout.sleep=always", "rollout.mode=separate", "rollout.registry=r"), "set rollout.sleep=auto"),
+        (("rollout.fp8=true", "model.dtype=float32"), "rollout.fp8 needs model.dtype=bfloat16, not float32"),
+        (("rollout.fp8=true", "model.dtype=bfloat16"), "set algorithm.old_log_prob=auto"),
+    ],
+)
+def test_sleep_and_fp8_that_cannot_be(base, overrides, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        validate(load_config([base, *overrides]), dp=1)
 
 
 def test_a_bare_off_is_a_choice_and_no_boolean(base, tmp_path):

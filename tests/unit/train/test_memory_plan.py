@@ -88,6 +88,10 @@ def test_where_replicas_count(plan):
     assert parts(*OFF)["log_probs"]["replica"] == kept
     assert parts("lora.rank=8")["update"]["replica"] == weights  # whose pushes would not bring all of it
     assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == kept
+    d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
+    fp8 = parts("rollout.fp8=true")
+    assert fp8["rollout"]["replica"] == weights + 60 * (8 * d * d + 4 * d * 4 * d + scales)
+    assert fp8["update"]["replica"] == kept
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
 
 
@@ -241,7 +245,7 @@ def test_text_says_what_to_set(capsys):
     assert "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB" in text
     assert "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1" in text
     assert "* is what the config asks for; it fits too" in text
-    first = "engine.backend=megatron parallel.dp=2 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=4"
+    first = "engine.backend=megatron parallel.dp=4 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=2"
     assert f"of engine.backend=megatron the first: {first} parallel.sequence_parallel=true" in text
 
 

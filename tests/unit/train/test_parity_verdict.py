@@ -6,19 +6,25 @@ from types import SimpleNamespace
 import pytest
 
 from megadiff.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, RolloutConfig
-from megadiff.train.parity import LOG_PROB_GAP, RECOMPUTED, _decision, recomputes, verdict
+from megadiff.train.parity import LOG_PROB_GAP, recomputes, verdict
 
 KEYS = ("parity/schedule_gap_max", "parity/embedding_gap_max", "parity/latents_gap_max", LOG_PROB_GAP)
 
 
 def config(
-    old_log_prob: str, *, clip_range: float = 1e-5, model: str = "float32", engine: str = "float32", fp8: bool = False
+    old_log_prob: str,
+    *,
+    clip_range: float = 1e-5,
+    model: str = "float32",
+    engine: str = "float32",
+    fp8: bool = False,
+    guidance: float = 1.0,
 ):
     return SimpleNamespace(
         algorithm=AlgorithmConfig(old_log_prob=old_log_prob, clip_range=clip_range),
         model=ModelConfig(dtype=model),
         engine=EngineConfig(dtype=engine),
-        rollout=RolloutConfig(fp8=fp8),
+        rollout=RolloutConfig(fp8=fp8, true_cfg_scale=guidance),
     )
 
 
@@ -34,7 +40,10 @@ def gaps(**changed: float) -> dict[str, float]:
         ("auto", 6e-6, {}, ""),
         ("recompute", 6e-6, {}, ""),
         ("auto", 2e-5, {}, "= 2e-05 >= 1e-05 (more than float32 rounds"),
-        ("auto", 2e-5, {"clip_range": 1.0}, "more than float32 rounds"),
+        ("auto", 2e-5, {"clip_range": 3e-5}, "= 2e-05 >= 1.5e-05 (more than float32 rounds"),
+        ("auto", 2e-5, {"clip_range": 1.0}, ""),  # the rollout's own are good enough
+        ("auto", 2e-5, {"guidance": 4.0}, ""),
+        ("auto", 2e-4, {"guidance": 4.0}, "= 0.0002 >= 0.0001 (more than float32 rounds"),
         ("auto", 2e-5, {"model": "bfloat16", "engine": "bfloat16"}, ""),
         ("auto", 2e-5, {"engine": "bfloat16"}, ""),
         ("auto", 2e-3, {"model": "bfloat16"}, "= 0.002 >= 0.001 (more than bfloat16 rounds"),
@@ -59,13 +68,13 @@ def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
     caplog.set_level(logging.INFO)
     for gap, anew, level in ((4.9e-6, False, "INFO"), (5e-6, True, "WARNING"), (float("inf"), True, "WARNING")):
         caplog.clear()
-        algorithm = config("auto").algorithm
-        assert recomputes(gaps(log_prob=gap), algorithm) == anew
-        assert _decision(gaps(log_prob=gap), algorithm, loud=True) == {RECOMPUTED: float(anew)}
+        assert recomputes(gaps(log_prob=gap), config("auto").algorithm, before=False) == anew
         assert [record.levelname for record in caplog.records] == [level]
         assert f"{gap:.2e}" in caplog.text and "5.00e-06" in caplog.text
-    assert _decision(gaps(), config("rollout").algorithm, loud=True) == {} and len(caplog.records) == 1
+    assert recomputes(gaps(log_prob=0.0), config("auto").algorithm, before=True)  # a resumed run goes on as it began
 
 
-def test_without_auto_the_config_alone_decides():
-    assert recomputes({}, config("recompute").algorithm) and not recomputes({}, config("rollout").algorithm)
+@pytest.mark.parametrize("before", [False, True])
+def test_without_auto_the_config_alone_decides(before):
+    assert recomputes({}, config("recompute").algorithm, before=before)
+    assert not recomputes({}, config("rollout").algorithm, before=before)
