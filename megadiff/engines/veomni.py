@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadiff.config.schema import Config
+from megadiff.engines.compiling import compile_blocks
 from megadiff.engines.gathering import gather_rows
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
@@ -36,7 +37,7 @@ from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
-from megadiff.parallel.plan import ParallelPlan, is_lora
+from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
 from megadiff.types import DTYPES
 from megadiff.weights.shards import Shard, SourceFolder
@@ -60,7 +61,6 @@ LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not us
     "causal_conv1d",
     "chunk_gated_delta_rule",
 )
-COMPILED_VARIANTS = 32
 UNSHARDED_SHARE = 0.25  # of the device's memory, that whole weights and gradients may take between microbatches
 
 
@@ -232,7 +232,7 @@ def _build_transformer(
         model, mixed_precision=mixed, basic_modules=sorted(units), should_skip_hf_weight_load=True, init_device="meta"
     )
     if config.engine.compile:
-        _compile_blocks(sharded, plan)
+        compile_blocks(sharded, plan, text_varies=adapter.activations.text_is_stream)
     return sharded.train(), adapters
 
 
@@ -272,18 +272,6 @@ def _axes(mesh: Mesh) -> TokenAxes:
     from megadiff.parallel.tokens import ulysses_axes
 
     return ulysses_axes(mesh)
-
-
-def _compile_blocks(model: nn.Module, plan: ParallelPlan) -> None:
-    """Each block's forward, the same code for all blocks of a kind. FSDP2's hooks and recomputation stay around it.
-
-    torch keeps 8 variants of a function and runs what comes after them uncompiled, with a warning only. Here there are up
-    to 32: with and without gradient, text mask and adapter; the last block; a text length seen once and any.
-    """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
-    for name, module in model.named_modules():
-        if plan.is_block(name):
-            module.forward = torch.compile(module.forward)
 
 
 def _prepare_import(mesh: Mesh) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
+from megadiff.engines.compiling import VARIANTS
 from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.microbatch import microbatches
-from megadiff.engines.veomni import COMPILED_VARIANTS
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import resolve_layout
 from tests.distributed.engines import LOSS, SAMPLING, build, mine, only, train_batch
@@ -84,7 +84,28 @@ def _compiled_worker(tiny_model: Path) -> None:
         of_base = compiled.log_probs(batch).log_probs_NW
     assert (of_base - log_probs[1]).abs().max() > 1e-4, "the adapter is compiled in"
     stats = torch._dynamo.utils.counters
-    assert 0 < stats["stats"]["unique_graphs"] <= COMPILED_VARIANTS and not stats["graph_break"], stats
+    assert 0 < stats["stats"]["unique_graphs"] <= VARIANTS and not stats["graph_break"], stats
+
+
+def test_another_text_length_compiles_nothing(tiny_model):
+    run_ranks(_lengths_worker, 1, tiny_model)
+
+
+def _lengths_worker(tiny_model: Path) -> None:
+    """Of the same values as uncompiled blocks, by one variant for all lengths."""
+    torch.compile = partial(torch.compile, backend="eager")
+    plain, compiled = (build(tiny_model, {}, backend="veomni", compiled=each) for each in (False, True))
+    whole = mine(plain)
+    counts = []
+    for length in (5, 6, 9, 12):
+        embeds = torch.randn(*whole.conditioning["prompt_embeds"].shape[:1], length, 64)
+        batch = replace(
+            whole, conditioning={"prompt_embeds": embeds, "prompt_mask": torch.ones(embeds.shape[:2]).bool()}
+        )
+        expected, found = (engine.log_probs(batch).log_probs_NW for engine in (plain, compiled))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] == counts[-1] > 0, counts
 
 
 @pytest.fixture(scope="module")
