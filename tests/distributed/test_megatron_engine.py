@@ -264,7 +264,7 @@ def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
     for dtype, rank in (("float32", 0), ("bfloat16", 4)):
         emptied, kept = engines = [_engine(tiny_model, sizes, lr=LR, dtype=dtype, lora=(rank, 8.0)) for _ in range(2)]
         assert _buffer_bytes(emptied) == [0]
-        only(kept)._ddp.offload_grad_buffers = lambda: None
+        only(kept)._ddp.offload_grad_buffers = lambda **_: None
         views = [parameter.main_grad for parameter in _with_main_grad(emptied)]
         batch = mine(kept)
         for step in range(3):

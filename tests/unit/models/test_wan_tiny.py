@@ -88,4 +88,4 @@ def test_the_tool_writes_each_family(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.strip() == str(tmp_path / "model")
     assert (tmp_path / "model" / "transformer_2" / "config.json").is_file()
     assert tool.main([str(tmp_path / "other"), "--family", "wan22_ti2v_5b", "--size", "small"]) == 2
-    assert "wan22_ti2v_5b has one size; leave it out" in capsys.readouterr().err
+    assert "wan22_ti2v_5b has one tiny size; leave it out" in capsys.readouterr().err
