@@ -94,7 +94,7 @@ class EngineConfig:
     dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
     recompute: bool = True  # activation checkpointing
     recompute_every: int = 1  # of every this many blocks one is recomputed, and the others keep their activations
-    compile: bool = False  # veomni: torch.compile of the blocks: a minute at the first microbatch, and at what differs from it (no full one, masked text)
+    compile: bool = False  # veomni: torch.compile of the blocks: a minute at the first microbatch of each kind
     fp8: str = "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
     offload_idle: bool = True  # several experts on GPUs: the optimizer state of those that do not work is on the host
 
