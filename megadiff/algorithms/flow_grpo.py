@@ -27,14 +27,13 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
     advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
-    if inputs.importance_B is not None:
-        loss_B = loss_B * inputs.importance_B
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
         "policy/kl_old": 0.5 * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
         "policy/ratio_mean": ratio_B,
     }
     if inputs.importance_B is not None:
+        loss_B = loss_B * inputs.importance_B
         sums["policy/importance_mean"] = inputs.importance_B
     if kl_coef:
         assert inputs.ref_mean_BLC is not None

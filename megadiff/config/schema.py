@@ -70,9 +70,7 @@ class RolloutConfig:
     batch_size: int = 16  # samples per engine call of a replica: whole groups, and at least one
     num_replicas: int = 0  # 0: one per tp GPUs of the trainer, one on CPU
     compile: bool = False  # GPU: torch.compile of the replicas' blocks: a quarter faster, a minute at the start
-    fp8: bool = (
-        False  # the replicas' matrix products in FP8; wants compile, and algorithm.old_log_prob=auto or recompute
-    )
+    fp8: bool = False  # matrix products of the replicas' blocks in FP8; wants compile and algorithm.old_log_prob=auto
     tp: int = 1  # workers (GPUs) of a replica that share its transformer's weights
     mode: str = "colocated"  # colocated | separate
     registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself

@@ -89,7 +89,6 @@ NAMES = {
     LOSS: ("Flow-matching loss", "how far velocities are off; noise and sigmas differ from step to step"),
     "loss/policy": ("Policy loss", "hovers around 0; its size says little"),
     "parity/log_prob_gap_max": ("Parity gap", "largest log-prob difference of trainer and replica"),
-    "parity/old_log_prob_recomputed": ("Old log-probs", "0: the replicas' own; 1: the trainer computes them anew"),
     "rollout/staleness": ("Staleness", "versions between sampling and training"),
     "perf/samples_per_s": ("Samples per second", ""),
     "perf/mfu": ("Model FLOPs utilisation", "share of the hardware's peak"),

@@ -23,7 +23,7 @@ SHARDED_DIM: dict[str, dict[str, int]] = {
     "across_heads_norm": {"weight": 0},  # RMS norm over all heads at once: this rank's heads, the mean square of all
     "replicated": {},
 }
-LORA_KINDS = ("column", "row")  # of the modules that LoRA can wrap
+LINEAR_KINDS = ("column", "row")  # of what LoRA can wrap and FP8 can multiply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +134,11 @@ class ParallelPlan:
             matched = {name for name in kinds if fnmatchcase(module_of(name), pattern)}
             if not matched:
                 raise ValueError(f"no module is matched by the LoRA target {pattern!r}; correct the plan or remove it")
-            wrong = sorted(name for name in matched if kinds[name] not in LORA_KINDS)
+            wrong = sorted(name for name in matched if kinds[name] not in LINEAR_KINDS)
             if wrong:
                 raise ValueError(
                     f"the LoRA target {pattern!r} matches {module_of(wrong[0])}, which is {kinds[wrong[0]]}; LoRA wraps "
-                    f"{' and '.join(LORA_KINDS)} linears only, correct the plan"
+                    f"{' and '.join(LINEAR_KINDS)} linears only, correct the plan"
                 )
             found |= {module_of(name) for name in matched - unused}
         return tuple(sorted(found))

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megadiff.parallel.plan import ParallelPlan
+from megadiff.parallel.plan import LINEAR_KINDS, ParallelPlan
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SPLIT_KINDS = ("column", "row")  # of the plan
 CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both dimensions of a weight, which the kernel wants
 
@@ -79,7 +78,7 @@ def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
     return [
         name
         for name, kind in kinds.items()
-        if kind in SPLIT_KINDS and name.endswith(".weight") and plan.block_of(name) is not None
+        if kind in LINEAR_KINDS and name.endswith(".weight") and plan.block_of(name) is not None
     ]
 
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 
 class FreedWeights:
     """The tensors keep their identity, shape and place in the module; their storages are empty from here to take_back(),
-    after which they hold whatever the memory held. Nothing is copied, on or off the device.
+    after which they hold whatever the memory held. Nothing is copied, on or off the device; the allocator keeps the memory
+    until it is told to give it back.
 
     What shares a storage with one of the tensors shares its fate.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        tensors = list(tensors)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
             storage.resize_(0)
-        _give_cached_blocks_back(tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -32,8 +30,3 @@ class FreedWeights:
         for storage, size in self._sizes:
             if storage.nbytes() != size:
                 storage.resize_(size)
-
-
-def _give_cached_blocks_back(tensors: list[Tensor]) -> None:
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.empty_cache()

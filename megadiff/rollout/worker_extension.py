@@ -109,9 +109,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._freed is None:
             copies = self._fp8.buffers if self._fp8 else ()
             self._freed = FreedWeights([*self._parameters().values(), *copies])
+            self.trim()
 
     def trim(self) -> None:
-        """Gives the memory back that the allocator keeps of the last samples."""
+        """Gives back the memory that the allocator keeps and nothing uses."""
         if self.model_runner.pipeline.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -53,7 +53,7 @@ def check(
 
     Returns the gaps, each the maximum over replicas, components and ranks: parity/log_prob_gap_max,
     parity/schedule_gap_max, parity/embedding_gap_max, parity/latents_gap_max; of several components each one's
-    parity/log_prob_gap_max/<component>, too. With algorithm.old_log_prob=auto parity/old_log_prob_recomputed, 0 or 1.
+    parity/log_prob_gap_max/<component>, too.
     Raises AgreedError when log_probs, schedule or embeddings differ by what verdict() does not allow, unless parity.mode is
     warn; does nothing when it is off.
     """
