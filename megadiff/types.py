@@ -137,16 +137,17 @@ class RolloutGroup:
 class TrainBatch:
     """Samples of this data-parallel rank, ready for `Engine.update`.
 
-    latents_NSLC: [N, W+1, L, C]. old_log_probs_NW: float64. window_start_N: int64. advantages_N, weights_N: float32; a weight of
-    0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to sample n.
-    ref_means_NWLC: the reference policy's step means, only with a KL term. importance_NW: float64, by which a pair's policy
-    gradient counts where another policy than the old one drew it, None where it is the same. sampling: height, width,
-    guidance, SDE.
+    latents_NSLC: [N, W+1, L, C]. old_log_probs_NW: float64, of the policy that updates are relative to; None: those of the
+    forward that trains, right while the policy is still that one. window_start_N: int64. advantages_N, weights_N: float32; a
+    weight of 0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to
+    sample n. ref_means_NWLC: the reference policy's step means, only with a KL term. rollout_log_probs_NW: float64, of the
+    replicas that drew the samples, by which the policy gradient is weighed; None where they are the old ones. sampling:
+    height, width, guidance, SDE.
     schedule: [T+1] float32. denominator: global number of weighted (sample, step) pairs that the loss sum is divided by.
     """
 
     latents_NSLC: Tensor
-    old_log_probs_NW: Tensor
+    old_log_probs_NW: Tensor | None
     window_start_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
@@ -156,7 +157,7 @@ class TrainBatch:
     sampling: Sampling
     denominator: float
     ref_means_NWLC: Tensor | None = None
-    importance_NW: Tensor | None = None
+    rollout_log_probs_NW: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -164,7 +165,7 @@ class TrainBatch:
 
     @property
     def num_window_steps(self) -> int:
-        return self.old_log_probs_NW.shape[1]
+        return self.latents_NSLC.shape[1] - 1
 
     @property
     def num_rows(self) -> int:
@@ -211,7 +212,7 @@ class StepInputs:
 
     latents_BLC, prev_sample_BLC: the state at sigma_B and the stored, less noisy one at sigma_next_B.
     velocity_BLC: the policy's, with gradient. schedule: [T+1]. ref_mean_BLC: the reference policy's mean or None.
-    importance_B: as TrainBatch.importance_NW, float32.
+    old_log_prob_B, rollout_log_prob_B: or None, as in TrainBatch.
     """
 
     latents_BLC: Tensor
@@ -219,13 +220,13 @@ class StepInputs:
     velocity_BLC: Tensor
     sigma_B: Tensor
     sigma_next_B: Tensor
-    old_log_prob_B: Tensor
+    old_log_prob_B: Tensor | None
     advantage_B: Tensor
     weight_B: Tensor
     schedule: Tensor
     sampling: Sampling
     ref_mean_BLC: Tensor | None = None
-    importance_B: Tensor | None = None
+    rollout_log_prob_B: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

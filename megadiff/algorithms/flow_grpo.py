@@ -14,15 +14,17 @@ IMPORTANCE_CAP = 2.0
 def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_coef: float) -> LossOutput:
     """Weighted sum over B of w·max(−A·r, −A·clip(r, 1 ± clip_range)) + kl_coef·KL(policy ‖ reference), A in ± adv_clip_max.
 
-    r = exp(log_prob − old_log_prob), log_prob as the mean over latent elements. w: importance_B, 1 where there is none. KL
-    in mean space; it needs ref_mean_BLC.
+    r = exp(log_prob − old_log_prob), log_prob as the mean over latent elements; without an old_log_prob it is log_prob's own
+    value, r = 1. w: importance_weights of old_log_prob and rollout_log_prob, 1 without the latter. KL in mean space; it needs
+    ref_mean_BLC.
     """
     sampling = inputs.sampling
     step = dict(schedule=inputs.schedule, eta=sampling.eta)
     sigmas = (inputs.sigma_B, inputs.sigma_next_B)
     mean_BLC = sde.step_mean(sampling.sde_type, inputs.latents_BLC, inputs.velocity_BLC, *sigmas, **step)
     log_prob_B = sde.log_prob(sampling.sde_type, inputs.prev_sample_BLC, mean_BLC, *sigmas, **step)
-    log_ratio_B = log_prob_B - inputs.old_log_prob_B
+    old_log_prob_B = log_prob_B.detach() if inputs.old_log_prob_B is None else inputs.old_log_prob_B
+    log_ratio_B = log_prob_B - old_log_prob_B
     ratio_B = torch.exp(log_ratio_B)
     advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
@@ -32,9 +34,10 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
         "policy/kl_old": 0.5 * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
         "policy/ratio_mean": ratio_B,
     }
-    if inputs.importance_B is not None:
-        loss_B = loss_B * inputs.importance_B
-        sums["policy/importance_mean"] = inputs.importance_B
+    if inputs.rollout_log_prob_B is not None:
+        importance_B = importance_weights(old_log_prob_B, inputs.rollout_log_prob_B)
+        loss_B = loss_B * importance_B
+        sums["policy/importance_mean"] = importance_B
     if kl_coef:
         assert inputs.ref_mean_BLC is not None
         kl_B = sde.kl_to_reference(sampling.sde_type, mean_BLC, inputs.ref_mean_BLC, *sigmas, **step)

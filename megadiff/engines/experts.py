@@ -54,7 +54,7 @@ class ExpertsEngine:
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         self._rest()
-        shape = batch.old_log_probs_NW.shape
+        shape = (batch.num_samples, batch.num_window_steps)
         found = LogProbs(
             log_probs_NW=torch.empty(shape, dtype=torch.float64),
             means_NWLC=torch.empty(*shape, *batch.latents_NSLC.shape[2:]),

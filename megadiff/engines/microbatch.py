@@ -184,22 +184,24 @@ def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInpu
 
 @loss_inputs.register
 def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
-    device = velocity_BLC.device
-    sample_B, step_B = microbatch.sample_B, microbatch.step_B
-    ref_means, importance = batch.ref_means_NWLC, batch.importance_NW
+    device, sample_B = velocity_BLC.device, microbatch.sample_B
+    old, rollout, ref_mean = (
+        None if value_NW is None else value_NW[sample_B, microbatch.step_B].to(device, non_blocking=True)
+        for value_NW in (batch.old_log_probs_NW, batch.rollout_log_probs_NW, batch.ref_means_NWLC)
+    )
     return StepInputs(
         latents_BLC=microbatch.latents_BLC,
         prev_sample_BLC=microbatch.prev_sample_BLC,
         velocity_BLC=velocity_BLC,
         sigma_B=microbatch.sigma_B,
         sigma_next_B=microbatch.sigma_next_B,
-        old_log_prob_B=batch.old_log_probs_NW[sample_B, step_B].to(device),
+        old_log_prob_B=old,
         advantage_B=_on(device, batch.advantages_N[sample_B]),
         weight_B=_on(device, batch.weights_N[sample_B]),
         schedule=_on(device, batch.schedule),
         sampling=batch.sampling,
-        ref_mean_BLC=None if ref_means is None else _on(device, ref_means[sample_B, step_B]),
-        importance_B=None if importance is None else _on(device, importance[sample_B, step_B]),
+        ref_mean_BLC=ref_mean,
+        rollout_log_prob_B=rollout,
     )
 
 

@@ -53,24 +53,28 @@ def _pad_tokens(value: Tensor, tokens: int) -> Tensor:
 
 def select(batch: TrainBatch, index_N: Tensor) -> TrainBatch:
     """The samples of index_N [n] int64; conditioning and denominator stay."""
+    old, rollout, ref_means = (
+        None if value_N is None else value_N[index_N]
+        for value_N in (batch.old_log_probs_NW, batch.rollout_log_probs_NW, batch.ref_means_NWLC)
+    )
     return replace(
         batch,
         latents_NSLC=batch.latents_NSLC[index_N],
-        old_log_probs_NW=batch.old_log_probs_NW[index_N],
+        old_log_probs_NW=old,
         window_start_N=batch.window_start_N[index_N],
         advantages_N=batch.advantages_N[index_N],
         weights_N=batch.weights_N[index_N],
         group_index_N=batch.group_index_N[index_N],
-        ref_means_NWLC=None if batch.ref_means_NWLC is None else batch.ref_means_NWLC[index_N],
-        importance_NW=None if batch.importance_NW is None else batch.importance_NW[index_N],
+        ref_means_NWLC=ref_means,
+        rollout_log_probs_NW=rollout,
     )
 
 
-def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> list[Tensor]:
-    """Index tensors that split the samples into num_updates equal parts, each with an equal share of every group.
+def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> list[TrainBatch]:
+    """The samples in num_updates equal parts, each with an equal share of every group.
 
     By sample index, so that a part holds the same samples under every layout. group_size % num_updates == 0.
     """
     sample_N = torch.arange(batch.num_samples) % group_size
     share = group_size // num_updates
-    return [torch.nonzero(sample_N // share == part)[:, 0] for part in range(num_updates)]
+    return [select(batch, torch.nonzero(sample_N // share == part)[:, 0]) for part in range(num_updates)]

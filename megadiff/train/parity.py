@@ -86,7 +86,7 @@ def check(
 
 
 def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bool) -> bool:
-    """Whether the trainer computes a step's old log_probs before the first update, as algorithm.old_log_prob says.
+    """Whether a step's old log_probs are the trainer's, from before its first update, as algorithm.old_log_prob says.
 
     gaps: as check() found them. before: whether the run did so until now, which auto stays with: a run that resumes is the
     one that was not stopped.
@@ -98,10 +98,10 @@ def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bo
     if anew and not before:
         logger.warning(
             "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of algorithm.clip_range, %.2e: from here on "
-            "the trainer computes old log_probs anew, a forward more for each sample of a step and window step", gap, half,
+            "old log_probs are the trainer's, a forward more for samples of all but a step's first update", gap, half,
         )  # fmt: skip
     else:
-        whose = "computed anew, as before" if anew else "the replicas'"
+        whose = "the trainer's, as before" if anew else "the replicas'"
         logger.info("algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e", whose, gap, half)
     return anew
 
@@ -124,8 +124,8 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
 def verdict(gaps: dict[str, float], config: Config) -> str:
     """'' when the gaps are harmless, else what is wrong, with both numbers.
 
-    Where the rollout's log_probs are what updates are relative to, half the clip range is too much of their gap; where the
-    trainer may compute them anew, what is more than rounding.
+    Where the rollout's log_probs are what updates are relative to, half the clip range is too much of their gap; where
+    they may be the trainer's, what is more than rounding.
     """
     dtype = config.model.dtype
     limits = {
@@ -259,7 +259,7 @@ def _one_mean(engine: Engine, batch: TrainBatch, latents_NLC: Tensor, index: int
     one = replace(
         batch,
         latents_NSLC=torch.stack([latents_NLC, latents_NLC], dim=1),
-        old_log_probs_NW=batch.old_log_probs_NW[:, :1],
+        old_log_probs_NW=None,
         window_start_N=torch.full_like(batch.window_start_N, index),
         sampling=replace(batch.sampling, sde_type=sde_type),
     )

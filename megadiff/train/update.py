@@ -8,12 +8,11 @@ import torch
 
 from megadiff.algorithms import Algorithm
 from megadiff.algorithms.advantage import group_advantages
-from megadiff.algorithms.flow_grpo import importance_weights
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
 from megadiff.parallel.mesh import Mesh
-from megadiff.train.batch import select, to_train_batch, update_parts
+from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.types import RolloutGroup, TrainBatch
 
 
@@ -29,8 +28,7 @@ def update(
 ) -> dict[str, float]:
     """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them.
 
-    recompute: old log_probs are this engine's, from before the first of them, and not the replicas', from which samples were
-    drawn: what lies between the two weighs the policy gradient.
+    recompute: old log_probs are this engine's, from before the first of them, and not the replicas', which drew the samples.
     """
     advantages_PG, weights_P = group_advantages(
         rewards_PG,
@@ -38,20 +36,27 @@ def update(
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
     batch = to_train_batch(groups, advantages_PG, weights_P)
-    if recompute:
-        old_NW = engine.log_probs(batch).log_probs_NW
-        importance_NW = importance_weights(old_NW, batch.old_log_probs_NW)
-        batch = replace(batch, old_log_probs_NW=old_NW, importance_NW=importance_NW)
     if algorithm.needs_reference:
         with engine.reference():
             batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
-    group_size, num_updates = config.algorithm.group_size, config.train.updates_per_step
-    stats = [
-        engine.update(with_denominator(select(batch, part), mesh), algorithm.loss)
-        for part in update_parts(batch, group_size=group_size, num_updates=num_updates)
-    ]
+    parts = update_parts(batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step)
+    del batch  # parts are copies
+    if recompute:
+        parts = with_own_log_probs(engine, parts)
+    stats = [engine.update(with_denominator(part, mesh), algorithm.loss) for part in parts]
     found = {key: [stat[key] for stat in stats if key in stat] for stat in stats for key in stat}
     return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBatch]:
+    """Collective. The parts of a rollout batch with the engine's log_probs as the old ones; the replicas' weigh the policy
+    gradient.
+
+    The first part is trained by the very policy that is asked for, so its forwards answer themselves. Each of the others takes
+    one more, in the microbatches of its update: padded as there, they round alike.
+    """
+    own = [replace(part, old_log_probs_NW=None, rollout_log_probs_NW=part.old_log_probs_NW) for part in parts]
+    return own[:1] + [replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW) for part in own[1:]]
 
 
 def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

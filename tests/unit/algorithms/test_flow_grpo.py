@@ -87,13 +87,40 @@ def test_kl_pulls_to_the_reference():
 
 def test_importance_weighs_the_policy_gradient_alone():
     """As a sample counts that the old policy was half as likely to draw as the replica which did."""
-    weights = torch.tensor([0.5, 1.0, 2.0])
-    inputs = replace(_inputs(ref_shift=0.1), importance_B=weights)
+    inputs, weights = _inputs(ref_shift=0.1), torch.tensor([0.5, 1.0, 2.0])
+    inputs = replace(inputs, rollout_log_prob_B=inputs.old_log_prob_B - weights.log())
     output = flow_grpo(inputs, **ARGS | {"kl_coef": 0.04})
     plain = flow_grpo(_inputs(ref_shift=0.1), **ARGS | {"kl_coef": 0.04})
     policy = (weights * torch.tensor([-1.0, 2.0, -0.5])).sum().item()  # −A at ratio 1
     assert output.loss_sum.item() == pytest.approx(policy + 0.04 * plain.sums["policy/kl_ref"].item(), abs=1e-5)
-    assert output.sums["policy/importance_mean"] == 3.5 and "policy/importance_mean" not in plain.sums
+    assert output.sums["policy/importance_mean"].item() == pytest.approx(3.5)
+    assert "policy/importance_mean" not in plain.sums
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.04])
+def test_without_an_old_log_prob_it_is_that_of_the_forward_itself(kl_coef):
+    """To the bit as if it had been given, in value and gradient; what is taken as constant has none."""
+    outputs, gradients = [], []
+    for is_given in (False, True):
+        inputs = _inputs(ref_shift=0.1)
+        rollout_B = inputs.old_log_prob_B - torch.tensor([-0.3, 0.2, 5.0])
+        old_B = _own_log_prob(inputs) if is_given else None
+        inputs = replace(inputs, old_log_prob_B=old_B, rollout_log_prob_B=rollout_B)
+        outputs.append(flow_grpo(inputs, **ARGS | {"kl_coef": kl_coef}))
+        outputs[-1].loss_sum.backward()
+        gradients.append(inputs.velocity_BLC.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
+    assert outputs[0].sums == outputs[1].sums
+    sums = outputs[0].sums
+    assert sums["policy/ratio_mean"] == 3 and sums["policy/kl_old"] == sums["policy/clip_fraction"] == 0
+    expected = math.exp(-0.3) + math.exp(0.2) + 2  # the third is truncated
+    assert sums["policy/importance_mean"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def _own_log_prob(inputs):
+    sigmas, step = (inputs.sigma_B, inputs.sigma_next_B), {"schedule": SCHEDULE, "eta": 0.7}
+    mean = sde.step_mean("flow_sde", inputs.latents_BLC, inputs.velocity_BLC.detach(), *sigmas, **step)
+    return sde.log_prob("flow_sde", inputs.prev_sample_BLC, mean, *sigmas, **step)
 
 
 def test_importance_is_truncated():

@@ -1,0 +1,166 @@
+"""The update with old log_probs of the trainer (algorithm.old_log_prob=recompute), which takes those of the first part from the
+forwards that train it, against one that computes all of them before. On two gloo ranks; of two experts each has rows of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadiff.algorithms import build_algorithm
+from megadiff.algorithms.advantage import group_advantages
+from megadiff.engines.experts import ExpertsEngine
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.wan22.adapter import WanAdapter
+from megadiff.parallel.collectives import sum_tensor
+from megadiff.train.batch import to_train_batch, update_parts
+from megadiff.train.update import update, with_denominator
+from megadiff.types import Prompt, RolloutGroup, TrainBatch, Trajectory
+from megadiff.weights.shards import ShardFolder
+from tests.distributed.engines import build, mine, whole
+from tests.distributed.ranks import run_ranks
+from tests.distributed.two_experts import batch_of, exact
+
+ENGINES = {"qwen_veomni": "veomni", "experts_megatron": "megatron"}
+LR, GROUP_SIZE, NUM_ROWS = 1.0, 2, 8  # rows of a rank: two groups of two samples with two window steps
+REWARDS_PG = torch.tensor([[0.3, 1.0], [2.0, -0.5]])
+# What replicas recorded, above the trainer's: the second window step's importance is truncated
+ABOVE_W = torch.tensor([0.4, -2.0])
+IMPORTANCE = (torch.exp(-ABOVE_W[0]).item() + 2.0) / 2
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_only_later_updates_rows_take_another_forward(name, tiny_model, tiny_wan, tmp_path):
+    model = tiny_wan["t2v_a14b"] if name.startswith("experts") else tiny_model
+    run_ranks(_worker, 2, model, tmp_path, name)
+    for num_updates in (1, 2):
+        expected, found = (ShardFolder(tmp_path / f"{num_updates}_{way}") for way in ("before", "own"))
+        assert found.shapes == expected.shapes
+        for key in expected.shapes:
+            torch.testing.assert_close(whole(found, key), whole(expected, key), rtol=1e-5, atol=2e-7, msg=key)
+
+
+def _worker(model: Path, out: Path, name: str) -> None:
+    with exact():
+        for num_updates in (1, 2):
+            figures = {}
+            for way in (_update_before, _update_own):
+                engine = _engine(model, name, num_updates)
+                figures[way] = way(engine, _groups(engine))
+                engine.save(out / f"{num_updates}_{way.__name__.removeprefix('_update_')}")
+            assert figures[_update_own] == pytest.approx(figures[_update_before], rel=1e-5, abs=1e-7)
+            _check_figures(figures[_update_own], num_updates)
+        dist.barrier()
+
+
+def _engine(model: Path, name: str, num_updates: int) -> ExpertsEngine:
+    adapter = WanAdapter(model) if name.startswith("experts") else QwenImageAdapter(model)
+    engine = build(
+        model, {}, backend=ENGINES[name], adapter=adapter, lr=LR, microbatch_size=NUM_ROWS, keep_reference=True
+    )
+    engine.config.algorithm.kl_coef, engine.config.algorithm.clip_range = 0.04, 1e-2
+    engine.config.algorithm.group_size, engine.config.train.updates_per_step = GROUP_SIZE, num_updates
+    for member in engine.members.values():
+        for group in member.optimizer.param_groups:
+            group["eps"] = 1.0  # weights move with their gradients, and not by the sign of one that is rounding
+    return engine
+
+
+def _groups(engine: ExpertsEngine) -> list[RolloutGroup]:
+    """This rank's, as if replicas had recorded log_probs that are ABOVE_W the trainer's."""
+    is_pair = len(engine.members) > 1
+    batch = batch_of(engine.adapter, "apart", 2, engine.mesh.dp_rank) if is_pair else mine(engine)
+    recorded_NW = engine.log_probs(batch).log_probs_NW + ABOVE_W
+    return [_group(batch, index, recorded_NW) for index in range(len(REWARDS_PG))]
+
+
+def _group(batch: TrainBatch, index: int, recorded_NW: Tensor) -> RolloutGroup:
+    prompt = Prompt(text=f"prompt {index}", id=f"{index:016x}")
+    trajectories = []
+    for sample in torch.nonzero(batch.group_index_N == index)[:, 0].tolist():
+        start = int(batch.window_start_N[sample])
+        sigmas = batch.schedule[start : start + 3]
+        trajectory = Trajectory(
+            latents_SLC=batch.latents_NSLC[sample],
+            sigmas=sigmas,
+            timesteps=1000 * sigmas[:-1],
+            log_probs=recorded_NW[sample],
+            window_start=start,
+            pixels=torch.empty(0, dtype=torch.uint8),
+            prompt_id=prompt.id,
+            sample_index=len(trajectories),
+            policy_version=0,
+        )
+        trajectories.append(trajectory)
+    return RolloutGroup(
+        prompt=prompt,
+        sampling=batch.sampling,
+        schedule=batch.schedule,
+        conditioning={name: value_P[index : index + 1] for name, value_P in batch.conditioning.items()},
+        trajectories=tuple(trajectories),
+        policy_version=0,
+        replica="replica_0",
+    )
+
+
+def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
+    config, num_updates = engine.config, engine.config.train.updates_per_step
+    with _forwards_without_gradient(engine) as counted:
+        figures = update(
+            engine,
+            build_algorithm(config.algorithm),
+            groups,
+            REWARDS_PG,
+            config=config,
+            mesh=engine.mesh,
+            recompute=True,
+        )
+    fillers = len(engine.members) - 1  # a rank has rows of one expert, and a row to throw away for each other
+    later = [NUM_ROWS // num_updates + fillers] * (num_updates - 1)
+    assert sum(counted) == sum([NUM_ROWS + fillers, *later])  # the reference's, and the policy's
+    return figures
+
+
+@contextmanager
+def _forwards_without_gradient(engine: ExpertsEngine) -> Iterator[list[int]]:
+    """Rows of each."""
+    counted, velocity = [], engine.adapter.velocity
+
+    def counting(transformer: Any, latents_BLC: Tensor, *rest: Any, **named: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            counted.append(len(latents_BLC))
+        return velocity(transformer, latents_BLC, *rest, **named)
+
+    with patch.object(engine.adapter, "velocity", counting):
+        yield counted
+
+
+def _update_before(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
+    """Old log_probs of all rows from one pass over the batch, in other microbatches than those of the updates."""
+    algorithm, config = build_algorithm(engine.config.algorithm), engine.config
+    reduce = dict(all_reduce=lambda value: sum_tensor(value, engine.mesh.dp_group))
+    batch = to_train_batch(groups, *group_advantages(REWARDS_PG, global_std=config.algorithm.global_std, **reduce))
+    with engine.reference():
+        batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
+    old_NW = engine.log_probs(batch).log_probs_NW
+    batch = replace(batch, old_log_probs_NW=old_NW, rollout_log_probs_NW=batch.old_log_probs_NW)
+    parts = update_parts(batch, group_size=GROUP_SIZE, num_updates=config.train.updates_per_step)
+    stats = [engine.update(with_denominator(part, engine.mesh), algorithm.loss) for part in parts]
+    return {key: sum(stat[key] for stat in stats) / len(stats) for key in stats[0]}
+
+
+def _check_figures(figures: dict[str, float], num_updates: int) -> None:
+    assert figures["policy/importance_mean"] == pytest.approx(IMPORTANCE, rel=1e-4)
+    if num_updates == 1:
+        assert figures["policy/ratio_mean"] == pytest.approx(1, abs=1e-12)
+        assert figures["policy/kl_old"] == figures["policy/clip_fraction"] == 0
+    else:
+        assert figures["policy/kl_old"] > 1e-8
