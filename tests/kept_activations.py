@@ -23,9 +23,7 @@ def sampling_of(adapter: ModelAdapter, *, first_frame: bool = False) -> Sampling
     return videos
 
 
-def activation_work(
-    adapter: ModelAdapter, itemsize: int, *, recompute_every: int = 0, first_frame: bool = False
-) -> Work:
+def activation_work(adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0, first_frame: bool = False) -> Work:
     """Of the forward in kept_by_autograd."""
     tokens = adapter.token_count(sampling_of(adapter, first_frame=first_frame), TEXT_TOKENS)
     return Work(
@@ -35,7 +33,8 @@ def activation_work(
         modulates_tokens=tokens.is_modulated,
         passes=1,
         itemsize=itemsize,
-        recompute_every=recompute_every,
+        stream_itemsize=itemsize,
+        budget=budget,
         num_microbatches=1,
         accumulates=False,
         keeps_average=True,

@@ -10,6 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 TOGETHER = ("tests/gpu/*", "tests/e2e/test_wan_*")
 ALONE = (
     "test_contracts",
+    "test_float32_streams",
     "test_fp8",
     "test_replica",
     "test_replica_start",

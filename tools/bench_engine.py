@@ -6,8 +6,9 @@
 For every --layout (overrides of the config) and --size it starts torchrun on --gpus processes, trains on synthetic
 samples and prints one JSON line: median seconds of Engine.update (forward, backward, clipping, optimizer), peak memory,
 model TFLOP/s a GPU. Every layout trains on the same --rows pairs of sample and window step; a dp rank takes its share of
-them in one microbatch. Without a GPU it runs on the CPU (give --model a tiny pipeline folder). Exit code 1 when a layout
-failed; the others are still measured.
+them in one microbatch, or with --keep-microbatch in as many as the config says. --profile N: also a table of the N kernels
+that rank 0 spent most time on in one more update. Without a GPU it runs on the CPU (give --model a tiny pipeline folder).
+Exit code 1 when a layout failed; the others are still measured.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
 from random_weights import write_random_transformer
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
 from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.config.load import load_config
@@ -68,6 +73,7 @@ def _launch(configs: list[str], model: Path, size: int, layout: str, options: ar
     command += [__file__, *configs, *overrides, "--worker", f"--rows={options.rows}", f"--repeat={options.repeat}"]
     command += [f"--text-tokens={options.text_tokens}", "--layout", layout]
     command += ["--keep-microbatch"] if options.keep_microbatch else []
+    command += [f"--profile={options.profile}"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
@@ -110,11 +116,16 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         "rows": options.rows,
         "update_s": round(median, 4),
         "tflops_per_gpu": round(flops / median / mesh.world_size / 1e12, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if mesh.device.type == "cuda" else None,
+        "peak_gib": _gib(torch.cuda.max_memory_allocated(), mesh),
+        "reserved_gib": _gib(torch.cuda.max_memory_reserved(), mesh),  # fragments among it
         "grad_norm": figures["optim/grad_norm"],
     }
     if mesh.rank == 0:
         print(json.dumps(line), flush=True)
+    if options.profile:
+        kernels = kernel_table(lambda: engine.update(batch, LOSS), top=options.profile)
+        if mesh.rank == 0:
+            print(kernels, flush=True)
     torch.distributed.destroy_process_group()
     return 0
 
@@ -145,10 +156,34 @@ def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: 
     )
 
 
+def kernel_table(work: Callable[[], object], *, top: int) -> str:
+    """Markdown: of each of the `top` kernels (operators on a CPU) that work() spends most time in, ms, share of all kernels'
+    time and number of calls."""
+    with profile() as seen:
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    if not torch.cuda.is_available():
+        events = [event for event in seen.events() if event.name.startswith("aten::")]
+    spent, calls = Counter[str](), Counter(event.name for event in events)
+    for event in events:
+        spent[event.name] += event.self_device_time_total or event.self_cpu_time_total
+    total = sum(spent.values())
+    lines = [f"| kernel ({total / 1000:.1f} ms of all) | ms | share | calls |", "|---|---|---|---|"]
+    for name, us in spent.most_common(top):
+        lines.append(f"| `{name[:110]}` | {us / 1000:.2f} | {us / total:.1%} | {calls[name]} |")
+    return "\n".join(lines)
+
+
 def _wait(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     torch.distributed.barrier()
+
+
+def _gib(num_bytes: int, mesh: Mesh) -> float | None:
+    return round(num_bytes / 2**30, 2) if mesh.device.type == "cuda" else None
 
 
 def _machine() -> dict[str, object]:
@@ -166,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--keep-microbatch", action="store_true", help="train.microbatch_size as configured")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="show the N longest kernels; 0: none")
     parser.add_argument("--layout", action="append", required=True, help="key=value …, once for each layout")
     parser.add_argument("--scratch", type=Path, help="folder for the random weights")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

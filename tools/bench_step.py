@@ -127,13 +127,18 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
 
 
 def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]:
-    """The planner's phase → its peak for this config on --gpus of --gpu; {} where the layout cannot run on them."""
+    """The planner's phase → its peak for this config on --gpus of --gpu; {} where the layout cannot run on them. The gate of a
+    new run comes before AdamW's first step, which makes its state."""
     num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
     machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
     own = make_plan(
         config, build_adapter(Path(config.model.path)), machine=machine, text_tokens=options.text_tokens
     ).own
-    return {phase: own.peak(phase) / GIB for phase in own.phases} if own else {}
+    if not own:
+        return {}
+    planned = {phase: own.peak(phase) for phase in own.phases}
+    planned["log_probs"] -= own.phases["log_probs"].get("optimizer", 0)
+    return {phase: num_bytes / GIB for phase, num_bytes in planned.items()}
 
 
 def memory_gib(rows: list[dict], planned: dict[str, float], *, warmup: int) -> dict[str, dict[str, float]]:

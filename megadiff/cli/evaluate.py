@@ -191,6 +191,7 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     config, folder = subject.config, run_folder(subject.config)
     engine = build_engine(config, mesh, subject.adapter)
     progress = Checkpoints(folder, config, mesh).load(engine, lambda _: None)
+    replicas.make_room(config, mesh)
     with engine.averaged():
         build_sync(config, mesh, subject.adapter, engine, fleet).push(progress.step)
     return progress.step

@@ -113,14 +113,13 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
     """A table in GiB per GPU, in the order of preference, and the advice under it."""
     machine = plan.machine
     work = plan.estimates[0].work
-    recompute = f"every {config.engine.recompute_every} blocks" if config.engine.recompute_every > 1 else "all blocks"
     lines = [
         f"{_size(plan.model)} parameters in {config.engine.dtype} on {machine.world_size} x {gpu}, "
         f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB",
         *_lora_lines(plan, config),
         f"a microbatch: {config.train.microbatch_size} x ({work.image_tokens} image + {work.text_tokens} text tokens), "
         f"{'two passes (guidance)' if work.passes == 2 else 'one pass'}, "
-        f"recompute: {recompute if config.engine.recompute else 'off'}",
+        f"{config.engine.activation_memory_budget:.0%} of the blocks' activations kept",
         _replica_line(plan),
         "",
         *_header(),
@@ -229,8 +228,7 @@ def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
     remedies = {
         f"train.microbatch_size below {train.microbatch_size}": "activations" in estimate.phases[phase]
         and train.microbatch_size > 1,
-        "engine.recompute=true": phase == "update" and not engine.recompute,
-        "engine.recompute_every=1": phase == "update" and engine.recompute and engine.recompute_every > 1,
+        "engine.activation_memory_budget=0": phase == "update" and engine.activation_memory_budget > 0,
         "rollout.sleep=always": phase == "update" and plan.replicas.per_gpu > 0 and not plan.replicas.sleeps,
         "rollout.mode=separate": config.rollout.mode == "colocated",
     }

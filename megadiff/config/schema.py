@@ -19,6 +19,7 @@ class RunConfig:
 class ModelConfig:
     path: str = MISSING  # a diffusers pipeline folder
     dtype: str = "bfloat16"  # of the replicas' weights, and of what is synced
+    float32_streams: bool = False  # bfloat16 Qwen-Image: residual streams and velocity in float32
 
 
 @dataclass
@@ -90,8 +91,7 @@ class RewardConfig:
 class EngineConfig:
     backend: str = "veomni"  # veomni | megatron
     dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
-    recompute: bool = True  # activation checkpointing
-    recompute_every: int = 1  # of every this many blocks one is recomputed, and the others keep their activations
+    activation_memory_budget: float = 0.0  # share of a block's activations that is kept; the rest is computed again
     compile: bool = False  # veomni: torch.compile of the blocks: a minute at the first microbatch of each kind
     fp8: str = "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
     offload_idle: bool = True  # several experts on GPUs: the optimizer state of those that do not work is on the host

@@ -32,7 +32,7 @@ AT_LEAST = {
     "algorithm.group_size": 1,
     "algorithm.caption_drop": 0,
     "algorithm.ema_decay": 0,
-    "engine.recompute_every": 1,
+    "engine.activation_memory_budget": 0,
     "lora.rank": 0,
     "lora.alpha": 0,
     "optim.warmup_steps": 0,
@@ -55,6 +55,7 @@ AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
     "rollout.batch_size": 1024,
     "algorithm.caption_drop": 1,
     "algorithm.ema_decay": 1,
+    "engine.activation_memory_budget": 1,
     "sync.bucket_mib": 4096,
 }
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, the value that it must have for another)

@@ -273,7 +273,7 @@ def _build_transformer(
         attention=adapter.attention,
         dtype=DTYPES[config.engine.dtype],
         sequence_parallel=config.parallel.sequence_parallel,
-        recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
+        activation_memory_budget=config.engine.activation_memory_budget,
         fp8="" if config.engine.fp8 == "none" else config.engine.fp8,
         adapters=adapters,
     )
@@ -284,6 +284,8 @@ def _build_transformer(
             fill_start(name, [shard], seed=config.seed)
         else:
             source.read_into(name, shard)
+    if config.model.float32_streams:
+        adapter.keep_streams_in_float32(transformer, DTYPES[config.engine.dtype])
     return transformer
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from megadiff.models.activations import Activations, Kept, Part
 from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import LORA_A, ParallelPlan, shard_box
+from megadiff.parallel.recompute import kept_blocks
 
 GIB = 2**30
 FLOAT32 = 4
@@ -22,6 +23,7 @@ MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
 STEP_COUNTER = FLOAT32  # AdamW's, one a parameter tensor
 
 MLP_TENSORS = 2  # of its width: before and after the activation, kept or alive at once
+WIDENED_BLOCK, WIDENED_OUTSIDE, WIDENED_FORWARD = 5, 2, 4  # residual sums and norms, see Work.stream_itemsize
 GATHERED_FORWARD = 2  # blocks whose weights FSDP2 holds whole at once: the one at work and the next
 GATHERED_COPY = 1  # and a gathered buffer, before it is copied into parameters
 
@@ -130,10 +132,10 @@ class Work:
     """What a rank computes, as far as its memory depends on it.
 
     rows: samples of a forward. image_tokens, text_tokens: of one row. modulates_tokens: whether each token has a timestep
-    of its own. passes: forwards whose graphs exist at once, 2 under
-    guidance. itemsize: bytes of a number of engine.dtype. recompute_every: every n-th block is recomputed, 0: none.
-    num_microbatches: of an update. accumulates: whether gradients stay whole on each rank between microbatches.
-    keeps_average: whether the engine keeps a running average of the weights. compiled: whether blocks are.
+    of its own. passes: forwards whose graphs exist at once, 2 under guidance. itemsize: bytes of a number of engine.dtype.
+    stream_itemsize: of one that a block hands on. budget: share of their activations that blocks keep. num_microbatches: of
+    an update. accumulates: whether gradients stay whole on each rank between microbatches. keeps_average: whether the
+    engine keeps a running average of the weights. compiled: whether blocks are.
     """
 
     rows: int
@@ -142,7 +144,8 @@ class Work:
     modulates_tokens: bool = False
     passes: int
     itemsize: int
-    recompute_every: int
+    stream_itemsize: int
+    budget: float
     num_microbatches: int
     accumulates: bool
     keeps_average: bool
@@ -187,23 +190,32 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     use, tokens = model.activations, _tokens(model, placing, work)
     at_once = _mlp_bytes(model, placing, work)
     if not training:
+        at_once += _widened(model, placing, work, WIDENED_FORWARD)
         return round(model.width * tokens.split * use.forward.num_bytes(work.itemsize)) + at_once
     backward = round(model.width * tokens.split * use.backward.num_bytes(work.itemsize)) + at_once
-    again = _kept_by_block(model, placing, work) if work.recompute_every else 0
+    again = _kept_by_block(model, placing, work) if work.budget < 1 else 0
     return kept_bytes(model, placing, work) + again + backward
 
 
 def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
-    """What autograd keeps of the forward passes before a backward; of a recomputed block that is its input."""
+    """What autograd keeps of the forward passes before a backward: of a compiled block its inputs and the budget's share of
+    the rest, of others all or the inputs."""
     kept, tokens = model.kept(compiled=work.compiled), _tokens(model, placing, work)
     outside = model.width * (
         tokens.split * _with_modulation(kept.outside, kept.outside_modulation, work)
         + tokens.context * kept.outside_context.num_bytes(work.itemsize)
     )
-    recomputed = math.ceil(model.num_blocks / work.recompute_every) if work.recompute_every else 0
-    inputs = recomputed * model.width * work.itemsize * tokens.split
-    whole = (model.num_blocks - recomputed) * _kept_by_block(model, placing, work)
-    return work.passes * (round(outside) + inputs + whole)
+    whole = model.num_blocks * work.budget
+    if not work.compiled or placing.layout.sp > 1:
+        whole = len(kept_blocks(model.num_blocks, work.budget))
+    inputs = (model.num_blocks - whole) * model.width * work.stream_itemsize * tokens.split
+    outside += _widened(model, placing, work, WIDENED_OUTSIDE)
+    return work.passes * round(outside + inputs + whole * _kept_by_block(model, placing, work))
+
+
+def _widened(model: ModelShape, placing: Placing, work: Work, elements: int) -> int:
+    """What this many numbers of each token and feature take more where streams are float32."""
+    return elements * model.width * _tokens(model, placing, work).split * (work.stream_itemsize - work.itemsize)
 
 
 def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
@@ -215,7 +227,8 @@ def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
         + tokens.context * kept.context.num_bytes(work.itemsize) / (1 if placing.sequence_parallel else tp)
     )
     products = work.itemsize * model.lora_ranks * (tokens.gathered + tokens.context)  # A x
-    return round(model.width * per_width) + _mlp_bytes(model, placing, work) + products
+    widened = _widened(model, placing, work, WIDENED_BLOCK)
+    return round(model.width * per_width) + widened + _mlp_bytes(model, placing, work) + products
 
 
 def _with_modulation(part: Part, modulation: Part, work: Work) -> float:

@@ -217,22 +217,30 @@ def _build_transformer(
             parameter.data = parameter.data.to(DTYPES[config.engine.dtype])
     if adapters:
         adapt_linears(model, adapters)
-    if not is_veomnis:
+    if is_veomnis:
+        adapter.adapt_veomni_module(model)
+    else:
         _split_tokens(model, adapter, mesh, DTYPES[config.engine.dtype])
-    if config.engine.recompute:
-        recompute_blocks(model, plan, every=config.engine.recompute_every)
+    budget = config.engine.activation_memory_budget
+    if config.model.float32_streams:
+        adapter.keep_streams_in_float32(model, DTYPES[config.engine.dtype])
+    within_blocks = config.engine.compile and mesh.sp == 1  # Ulysses' exchanges cut a block into several graphs
+    if not within_blocks:
+        recompute_blocks(model, plan, budget=budget)
     mixed = MixedPrecisionConfig(
         enable=config.engine.dtype != "float32",
         param_dtype=config.engine.dtype,
         reduce_dtype="float32",
-        cast_forward_inputs=is_veomnis,  # FSDP2 would also round timesteps, which go up to 1000: 978 to 976
+        # FSDP2 would also round timesteps, which go up to 1000 (978 to 976), and streams
+        cast_forward_inputs=is_veomnis and not config.model.float32_streams,
     )
     units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
     sharded = parallelize_model_fsdp2(
         model, mixed_precision=mixed, basic_modules=sorted(units), should_skip_hf_weight_load=True, init_device="meta"
     )
     if config.engine.compile:
-        compile_blocks(sharded, plan, text_varies=adapter.activations.text_is_stream)
+        text_varies = adapter.activations.text_is_stream
+        compile_blocks(sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0)
     return sharded.train(), adapters
 
 

@@ -59,6 +59,13 @@ class ModelAdapter(Protocol):
     def attention(self, tokens: TokenAxes) -> TokenAttention:
         """The processor of the plan's attention sites when tokens and heads are split over ranks."""
 
+    def adapt_veomni_module(self, transformer: nn.Module) -> None:
+        """In place, what makes VeOmni's own class of this model fast to compile. Called where it is trained."""
+
+    def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
+        """In place, in the trainer's class and in the replica's: blocks, whose matrix products stay in dtype, add to streams
+        in float32, and the velocity is float32. Raises ValueError where a family cannot."""
+
     def validate(self, sampling: Sampling) -> None:
         """Raises ValueError when the model cannot sample at this size or guidance, or from a given first frame."""
 

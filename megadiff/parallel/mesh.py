@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megadiff.parallel.allocator import grow_segments
+
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
@@ -95,9 +97,8 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
 
     timeout_s: of every collective; ranks wait in one for the slowest rank's rollout, so it must outlast that.
     """
-    if (
-        layout.tp > 1
-    ):  # read when CUDA starts: Megatron's collectives are then queued before the products that hide them
+    grow_segments()  # this and the next are read when CUDA starts
+    if layout.tp > 1:  # Megatron's collectives are then queued before the products that hide them
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device, timeout = _local_device(device_type), timedelta(seconds=timeout_s)
     if not dist.is_initialized():

@@ -84,16 +84,16 @@ def parallelize(
     attention: Callable[[TokenAxes], TokenAttention],
     dtype: torch.dtype,
     sequence_parallel: bool = True,
-    recompute_every: int = 0,
+    activation_memory_budget: float = 1.0,
     fp8: str = "",
     adapters: Adapters | None = None,
 ) -> nn.Module:
     """The stock module, weights on meta, with this rank's pieces of them on the mesh's device: in dtype, uninitialised.
 
-    attention: the model's processor. sequence_parallel: split tokens over tp as well (nothing at tp=1). recompute_every:
-    n recomputes every n-th block's activations in backward, 0 none. fp8: "" or "hybrid" for the matrix products of the
-    blocks' column and row layers; all else stays in dtype. adapters: LoRA, not with fp8; they alone are trained then. Call
-    init_parallel_state(mesh) before.
+    attention: the model's processor. sequence_parallel: split tokens over tp as well (nothing at tp=1).
+    activation_memory_budget: share of the blocks that keep their activations; the others compute them again in backward. fp8:
+    "" or "hybrid" for the matrix products of the blocks' column and row layers; all else stays in dtype. adapters: LoRA, not
+    with fp8; they alone are trained then. Call init_parallel_state(mesh) before.
 
     Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement); those that are never trained get
     requires_grad False.
@@ -117,8 +117,7 @@ def parallelize(
     _materialise(module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters))
     if fp8:
         _wrap_blocks(module, plan, config)
-    if recompute_every:
-        recompute_blocks(module, plan, every=recompute_every)
+    recompute_blocks(module, plan, budget=activation_memory_budget)
     split_tokens(module, plan, axes, attention)
     return module.train()
 

@@ -51,6 +51,7 @@ class ServeConfig:
     parent_pid: int | None = None
     compile: bool = False
     fp8: bool = False
+    float32_streams: bool = False
     tp: int = 1
     limits: Limits = field(default_factory=Limits)
 
@@ -67,7 +68,9 @@ def serve(config: ServeConfig) -> None:
     listener = bind(config.host, config.port)
     config = replace(config, name=config.name or f"{socket.gethostname()}-{listener.getsockname()[1]}")
     from megadiff.models.registry import build_adapter, check_model_folder  # imports torch: a taken port is told before
+    from megadiff.parallel.allocator import grow_segments
 
+    grow_segments()
     try:
         family = check_model_folder(config.model)
         adapter = build_adapter(config.model)
@@ -178,6 +181,7 @@ async def _serve(
         pipeline=pipeline,
         compile=config.compile,
         fp8=config.fp8,
+        float32_streams=config.float32_streams,
         tp=config.tp,
     )
     engine = build_engine(engine_config)

@@ -200,7 +200,6 @@ def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine
         places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
-        make_room=partial(replicas.make_room, config, mesh),
     )
 
 
@@ -238,6 +237,7 @@ def build_evaluation(
     plan, folder = spread(eval_prompts(config), config.eval.num_samples), run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
+        replicas.make_room(config, mesh)
         with engine.averaged():
             sync.push(step)
         outcome = evaluate(

@@ -17,7 +17,7 @@ from megadiff.train import parity
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.experts import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
-from megadiff.train.replicas import put_to_sleep
+from megadiff.train.replicas import make_room, put_to_sleep
 from megadiff.train.rollout import group_requests, sample_and_score
 from megadiff.train.update import update
 from megadiff.types import Progress
@@ -46,11 +46,13 @@ def train(run: Run) -> None:
     """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
     config, engine, progress, timers = run.config, run.engine, run.progress, run.recorder.timers
     samplings = step_samplings(config, run.adapter)
+    put_to_sleep(run.fleet, run.sync, config, run.mesh)
+    with timers("parity"):
+        probe = parity.prepare(run.adapter, run.prompts.peek().prompts, config=config, mesh=run.mesh)
+    make_room(config, run.mesh)
     run.sync.push(progress.step)
     with timers("parity"):
-        gate = parity.check(
-            engine, run.adapter, run.fleet, run.prompts.peek().prompts, config=config, mesh=run.mesh, step=progress.step
-        )
+        gate = parity.check(engine, run.adapter, run.fleet, probe, config=config, mesh=run.mesh, step=progress.step)
     progress.recomputes = parity.recomputes(gate, config.algorithm, before=progress.recomputes)
     train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes)
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
@@ -71,6 +73,7 @@ def train(run: Run) -> None:
             put_to_sleep(run.fleet, run.sync, config, run.mesh)
             with timers("train"):
                 stats |= train_on(groups, rewards["total"])
+                make_room(config, run.mesh)
             progress.step, progress.prompts = progress.step + 1, run.prompts.state()
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)

@@ -211,10 +211,11 @@ def _phases(
 
     phases = {"update": resident | {"gradients": static.gradients} | asleep | passes(training=True)}
     if on_policy:
-        forward, encoder = passes(training=False), {"text encoder": replicas.encoder}
-        phases["log_probs"] = resting | asleep | forward
-        if config.parity.mode != "off":  # the gate: replicas are awake, and first rank 0 encodes a prompt
-            phases["log_probs"] = resting | awake | max(forward, encoder, key=lambda parts: sum(parts.values()))
+        phases["log_probs"] = resting | asleep | passes(training=False)
+        if config.parity.mode != "off":  # the gate: rank 0 encodes a prompt while replicas sleep, later they are awake
+            encoding = resting | asleep | {"text encoder": replicas.encoder}
+            forward = resting | awake | passes(training=False)
+            phases["log_probs"] = max(encoding, forward, key=lambda parts: sum(parts.values()))
     if on_policy or config.eval.every:
         phases["rollout"] = resting | awake | {"replica at work": replicas.working * replicas.per_gpu}
         phases["sync"] = resting | awake | {"buckets": _bucket_bytes(config, model)}
@@ -247,7 +248,8 @@ def work_of(
         modulates_tokens=tokens.is_modulated,
         passes=_num_passes(adapter, sampling),
         itemsize=itemsize,
-        recompute_every=config.engine.recompute_every if config.engine.recompute else 0,
+        stream_itemsize=4 if config.model.float32_streams else itemsize,
+        budget=config.engine.activation_memory_budget,
         num_microbatches=num_microbatches,
         accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,
         keeps_average=config.algorithm.ema_decay > 0,

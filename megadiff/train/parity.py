@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from safetensors.torch import load, save
@@ -36,11 +36,29 @@ class ParityError(RuntimeError):
     """Trainer and replica disagree by more than the clip range, or rounding, allows."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What the gate asks replicas for: the group of the first prompt, sampled in one call with as many of the others as a
+    call of the run holds, so that what padding and batching do to it is in the gap. conditioning: what each must answer."""
+
+    prompts: list[Prompt]
+    conditioning: dict[str, Tensor]
+
+
+def prepare(adapter: ModelAdapter, prompts: Sequence[Prompt], *, config: Config, mesh: Mesh) -> Probe | None:
+    """Collective. None where parity.mode is off. prompts: of the step to come. Rank 0 loads the text encoder meanwhile, so
+    it is called before replicas on the same GPUs hold their weights."""
+    if config.parity.mode == "off":
+        return None
+    prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // num_gate_samples(config))], mesh)
+    return Probe(prompts=prompts, conditioning=_expected_conditioning(adapter, prompts[0], config=config, mesh=mesh))
+
+
 def check(
     engine: Engine,
     adapter: ModelAdapter,
     fleet: Fleet,
-    prompts: Sequence[Prompt],
+    probe: Probe | None,
     *,
     config: Config,
     mesh: Mesh,
@@ -48,28 +66,23 @@ def check(
 ) -> dict[str, float]:
     """Collective. One group of every replica and component is recomputed: schedule, prompt embeddings, latents, log_probs.
 
-    prompts: of the step to come. The group is of the first one, sampled in one call with as many of the others as a call
-    of this run holds, so that what padding and batching do to it is in the gap.
-
     Returns the gaps, each the maximum over replicas, components and ranks: parity/log_prob_gap_max,
     parity/schedule_gap_max, parity/embedding_gap_max, parity/latents_gap_max; of several components each one's
     parity/log_prob_gap_max/<component>, too.
     Raises AgreedError when log_probs, schedule or embeddings differ by what verdict() does not allow, unless parity.mode is
-    warn; does nothing when it is off.
+    warn; does nothing without a probe.
     """
-    if config.parity.mode == "off":
+    if probe is None:
         return {}
-    prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // num_gate_samples(config))], mesh)
-    expected = _expected_conditioning(adapter, prompts[0], config=config, mesh=mesh)
     samplings = component_samplings(adapter, sampling_of(config.rollout))
     rounds = math.ceil(len(fleet.replicas) / mesh.dp)
     gaps: dict[str, float] = {}
     for turn in range(rounds):
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
         for component, sampling in samplings.items():
-            group = _probe(fleet, replica, prompts, sampling, config=config, mesh=mesh, step=step)
+            group = _sample(fleet, replica, probe.prompts, sampling, config=config, mesh=mesh, step=step)
             trim(fleet, config, mesh)
-            found = _gaps(engine, adapter, group, expected, config=config, mesh=mesh, step=step)
+            found = _gaps(engine, adapter, group, probe.conditioning, config=config, mesh=mesh, step=step)
             if len(samplings) > 1:
                 found[f"{LOG_PROB_GAP}/{component}"] = found[LOG_PROB_GAP]
             gaps |= {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
@@ -183,7 +196,7 @@ def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Con
     return load(broadcast_bytes(payload, source=0, group=mesh.cpu_group))
 
 
-def _probe(
+def _sample(
     fleet: Fleet, replica: int, prompts: Sequence[Prompt], sampling: Sampling, *, config: Config, mesh: Mesh, step: int
 ) -> RolloutGroup:
     """The first prompt's group, sampled together with the others'."""

@@ -91,8 +91,8 @@ def trim(fleet: Fleet, config: Config, mesh: Mesh) -> None:
 
 
 def make_room(config: Config, mesh: Mesh) -> None:
-    """Collective. Before replicas on the same GPUs take memory, every rank gives back what its allocator keeps of the
-    update's peak."""
+    """Collective. Before replicas on the same GPUs take memory for a push, every rank gives back what its allocator keeps of
+    what came before, an update's peak at most."""
     if _shares_gpus(config, mesh):
         agreed(torch.cuda.empty_cache, mesh.cpu_group)
 
@@ -142,6 +142,7 @@ def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
             num_threads=max(1, num_threads // (count * tp)),
             compile=config.rollout.compile,
             fp8=config.rollout.fp8,
+            float32_streams=config.model.float32_streams,
             tp=tp,
             weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -51,8 +51,7 @@ class WeightSync:
     transport: to this rank's replicas, which may be none. places: where their workers' pieces lie. manifest: of the base
     weights. After a whole push only what was trained since travels: of the engine's changed components the base weights, or
     with LoRA its tensors. seconds: of the last push on this rank, `gather` (waiting for buckets), `send` (waiting for
-    replicas), `fingerprint` and `commit`. make_room: collective, called before
-    replicas take memory for a push.
+    replicas), `fingerprint` and `commit`.
     """
 
     def __init__(
@@ -64,10 +63,9 @@ class WeightSync:
         places: Places,
         bucket_bytes: int,
         cpu_group: dist.ProcessGroup,
-        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine, self.transport, self.manifest, self.places = engine, transport, manifest, places
-        self.bucket_bytes, self.cpu_group, self.make_room = bucket_bytes, cpu_group, make_room
+        self.bucket_bytes, self.cpu_group = bucket_bytes, cpu_group
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
         self._sent = 0
@@ -81,7 +79,6 @@ class WeightSync:
         """
         if version != self.version:
             self.version = None
-            self.make_room()
             self._push(version)
             self.version = version
         return {"sync/gib": self._sent / 2**30}

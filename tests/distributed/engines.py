@@ -43,9 +43,9 @@ def build(
     keep_reference: bool = False,
     average_decay: float = 0.0,
     lora: tuple[int, float] = (0, 0.0),
-    recompute: bool = True,
-    recompute_every: int = 2,
+    budget: float = 0.5,
     compiled: bool = False,
+    float32_streams: bool = False,
     device: str = "cpu",
     adapter: ModelAdapter | None = None,
     components: tuple[str, ...] = (),
@@ -59,8 +59,9 @@ def build(
     distributed.DistributedDataParallelConfig = partial(distributed.DistributedDataParallelConfig, bucket_size=50_000)
     config = Config()
     config.model.path, config.model.dtype = str(tiny_model), "float32"
+    config.model.float32_streams = float32_streams
     config.engine.backend, config.engine.dtype = backend, dtype
-    config.engine.recompute, config.engine.recompute_every = recompute, recompute_every
+    config.engine.activation_memory_budget = budget
     config.engine.compile = compiled
     config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = lr, weight_decay, max_grad_norm
     config.lora.rank, config.lora.alpha = lora

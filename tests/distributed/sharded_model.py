@@ -72,12 +72,12 @@ def draw_inputs(shape: tuple[int, int], *, text_dim: int, dtype: torch.dtype, sa
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """dp is what the world leaves. recompute_every, num_microbatches: how the gradient is computed."""
+    """dp is what the world leaves. budget, num_microbatches: how the gradient is computed."""
 
     tp: int = 1
     sp: int = 1
     sequence_parallel: bool = True
-    recompute_every: int = 1
+    budget: float = 0.0
     num_microbatches: int = 1
 
 
@@ -181,7 +181,7 @@ class Ranks:
             attention=self.adapter.attention,
             dtype=self.dtype,
             sequence_parallel=layout.sequence_parallel,
-            recompute_every=layout.recompute_every,
+            activation_memory_budget=layout.budget,
         )
         size = NUM_SAMPLES // mesh.dp
         self.samples = range(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)

@@ -45,7 +45,7 @@ def test_a_run_starts_from_a_converted_model(tiny_model: Path, tmp_path: Path, a
 
 
 def _engine(model: Path, backend: str, sizes: dict[str, int], lora: tuple[int, float]) -> Engine:
-    return build(model, sizes, backend=backend, lora=lora, average_decay=0.25, recompute=False)
+    return build(model, sizes, backend=backend, lora=lora, average_decay=0.25, budget=1)
 
 
 def _train(model: Path, out: Path, backend: str, sizes: dict[str, int], lora: tuple[int, float]) -> None:
@@ -65,7 +65,7 @@ def _load_and_save(
 
 def _start(model: Path, source: Path, backend: str, sizes: dict[str, int]) -> None:
     """As with checkpoint.resume=source: at step 0, with the weights of the model, and the first update is the same."""
-    fresh, started = (build(model, sizes, backend=backend, recompute=False) for _ in range(2))
+    fresh, started = (build(model, sizes, backend=backend, budget=1) for _ in range(2))
     started.config.checkpoint.resume = str(source)
     positions = []
     order = EpochOrder(9, seed=0, shuffle=True)

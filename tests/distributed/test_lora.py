@@ -42,17 +42,17 @@ from tests.distributed.ranks import run_ranks
 
 RANK, ALPHA = 3, 7.5  # divides nothing, and a scale that is neither 1 nor a power of two
 WHOLE_TOKENS = {"sequence_parallel": False}
-LAYOUTS = {  # engine, world size, sizes of the axes, recompute
-    "veomni_dp1": ("veomni", 1, {}, False),
-    "veomni_dp2": ("veomni", 2, {}, True),
-    "veomni_sp2": ("veomni", 2, {"sp": 2}, True),
-    "veomni_hsdp2": ("veomni", 2, {"dp_replicate": 2}, False),
-    "megatron_tp1": ("megatron", 1, {}, True),
-    "megatron_tp2_whole_tokens": ("megatron", 2, {"tp": 2, **WHOLE_TOKENS}, True),
-    "megatron_tp2": ("megatron", 2, {"tp": 2}, False),
-    "megatron_tp2_dp2": ("megatron", 4, {"tp": 2}, True),
-    "megatron_tp4": ("megatron", 4, {"tp": 4}, False),
-    "megatron_tp2_sp2": ("megatron", 4, {"tp": 2, "sp": 2}, True),
+LAYOUTS = {  # engine, world size, sizes of the axes, budget
+    "veomni_dp1": ("veomni", 1, {}, 1.0),
+    "veomni_dp2": ("veomni", 2, {}, 0.5),
+    "veomni_sp2": ("veomni", 2, {"sp": 2}, 0.5),
+    "veomni_hsdp2": ("veomni", 2, {"dp_replicate": 2}, 1.0),
+    "megatron_tp1": ("megatron", 1, {}, 0.5),
+    "megatron_tp2_whole_tokens": ("megatron", 2, {"tp": 2, **WHOLE_TOKENS}, 0.5),
+    "megatron_tp2": ("megatron", 2, {"tp": 2}, 1.0),
+    "megatron_tp2_dp2": ("megatron", 4, {"tp": 2}, 0.5),
+    "megatron_tp4": ("megatron", 4, {"tp": 4}, 1.0),
+    "megatron_tp2_sp2": ("megatron", 4, {"tp": 2, "sp": 2}, 0.5),
 }
 STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 4, 2, 5e-3, 1e-1, 0.05
 
@@ -321,5 +321,5 @@ def _trainer(tiny_model: Path, layout: str) -> ExpertsEngine:
 
 
 def _engine(tiny_model: Path, layout: str, **options: object) -> ExpertsEngine:
-    backend, _, sizes, recompute = LAYOUTS[layout]
-    return build(tiny_model, sizes, backend=backend, recompute=recompute, lora=(RANK, ALPHA), **options)
+    backend, _, sizes, budget = LAYOUTS[layout]
+    return build(tiny_model, sizes, backend=backend, budget=budget, lora=(RANK, ALPHA), **options)

@@ -96,7 +96,7 @@ def _measure(
     config.model.path, config.model.dtype = str(model), "float32"
     config.engine.backend, config.engine.dtype = backend, dtype
     config.optim.lr, config.train.microbatch_size = 1e-3, 6
-    config.parallel.sequence_parallel, config.engine.recompute = sequence_parallel, False
+    config.parallel.sequence_parallel, config.engine.activation_memory_budget = sequence_parallel, 1.0
     config.lora.rank = rank
     config.algorithm.kl_coef, config.algorithm.ema_decay = 1.0, AVERAGE_DECAY
     engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), build_adapter(model))

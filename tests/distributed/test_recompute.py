@@ -4,12 +4,14 @@ blocks."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.engines.experts import ExpertsEngine
 from megadiff.engines.sharded import local
@@ -25,7 +27,7 @@ CASES = {  # backend, family, world size, sizes of the axes, what else the engin
     "wan_veomni_compiled": ("veomni", "wan", 1, {}, {"compiled": True}),
     "megatron_tp2": ("megatron", "qwen_image", 2, {"tp": 2}, {}),
 }
-CALLS = {None: (1, 1), 1: (2, 2), 2: (2, 1)}  # recompute_every, None: no recomputation → forwards of each block
+BUDGETS = {0.0: (2, 2), 0.5: (2, 1), 1.0: (1, 1)}  # of activations → forwards of each block, uncompiled
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,20 +39,42 @@ def test_gradients_do_not_depend_on_what_is_recomputed(case, tiny_model, tiny_wa
 def _worker(model: Path, case: str) -> None:
     """By a compiler's backend that leaves arithmetic as it is."""
     backend, _, _, sizes, options = CASES[case]
-    torch.compile = partial(torch.compile, backend="eager")
-    found = {}
-    for every, calls in CALLS.items():
+    torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
+    gradients, kept = {}, []
+    for budget, calls in BUDGETS.items():
+        torch._dynamo.reset()
         engine = build(
-            model, sizes, backend=backend, adapter=build_adapter(model), microbatch_size=5,
-            recompute=every is not None, recompute_every=every or 1, **options,
-        )  # fmt: skip
-        found[every], counted, num_microbatches = _update(engine)
-        assert counted == tuple(each * num_microbatches for each in calls), (every, counted)
-    for every, gradients in found.items():
-        assert gradients.keys() == found[1].keys()
-        for name, expected in found[1].items():
-            assert torch.equal(gradients[name], expected), (every, name)
-    assert max(float(each.abs().max()) for each in found[1].values() if each.numel()) > 1e-4
+            model, sizes, backend=backend, adapter=build_adapter(model), microbatch_size=5, budget=budget, **options
+        )
+        with _kept_bytes(only(engine).transformer) as num_bytes:
+            gradients[budget], counted, num_microbatches = _update(engine)
+        if not options.get("compiled"):
+            assert counted == tuple(each * num_microbatches for each in calls), (budget, counted)
+        kept.append(sum(num_bytes))
+    assert kept == sorted(kept) and kept[0] < kept[-1], kept  # a larger budget keeps more
+    for budget, found in gradients.items():
+        assert found.keys() == gradients[0.0].keys()
+        for name, expected in gradients[0.0].items():
+            if options.get("compiled"):
+                assert torch.allclose(found[name], expected, rtol=5e-6, atol=1e-9), (budget, name)
+            else:
+                assert torch.equal(found[name], expected), (budget, name)
+    assert max(float(each.abs().max()) for each in gradients[0.0].values() if each.numel()) > 1e-4
+
+
+@contextmanager
+def _kept_bytes(transformer: nn.Module) -> Iterator[list[int]]:
+    """Of what autograd keeps meanwhile beside weights, as often as it is kept."""
+    sizes: list[int] = []
+    weights = {tuple(sorted(parameter.shape)) for parameter in transformer.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tuple(sorted(tensor.shape)) not in weights:
+            sizes.append(tensor.numel() * tensor.itemsize)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
 
 
 def _update(engine: ExpertsEngine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:

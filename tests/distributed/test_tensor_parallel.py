@@ -37,10 +37,10 @@ NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 8, 16
 SAMPLING = Sampling(height=48, width=80, num_inference_steps=4, true_cfg_scale=2.0)
 TEXT_DIM = 24
 LAYOUTS = {
-    1: [Layout(), Layout(recompute_every=2, num_microbatches=4)],
+    1: [Layout(), Layout(budget=0.5, num_microbatches=4)],
     2: [
         Layout(tp=2, num_microbatches=2),
-        Layout(tp=2, recompute_every=0),
+        Layout(tp=2, budget=1),
         Layout(tp=2, sequence_parallel=False),
         Layout(sp=2),
         Layout(num_microbatches=2),
@@ -49,8 +49,8 @@ LAYOUTS = {
         Layout(tp=4),
         Layout(tp=4, sequence_parallel=False),
         Layout(tp=2),
-        Layout(tp=2, sequence_parallel=False, recompute_every=2),
-        Layout(tp=2, sp=2, recompute_every=2),
+        Layout(tp=2, sequence_parallel=False, budget=0.5),
+        Layout(tp=2, sp=2, budget=0.5),
         Layout(tp=2, sp=2, sequence_parallel=False),
     ],
     8: [Layout(tp=4), Layout(tp=4, sequence_parallel=False), Layout(tp=2, sp=2)],

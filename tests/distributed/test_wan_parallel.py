@@ -49,13 +49,13 @@ LAYOUTS = {
     1: [Layout()],
     2: [
         Layout(tp=2, num_microbatches=2),
-        Layout(tp=2, sequence_parallel=False, recompute_every=0),
+        Layout(tp=2, sequence_parallel=False, budget=1),
         Layout(sp=2),
     ],
     4: [
         Layout(tp=4),
         Layout(tp=4, sequence_parallel=False),
-        Layout(tp=2, sp=2, recompute_every=2),
+        Layout(tp=2, sp=2, budget=0.5),
         Layout(tp=2, sp=2, sequence_parallel=False),
     ],
 }

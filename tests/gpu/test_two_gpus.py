@@ -86,7 +86,7 @@ def _sharded(adapter: QwenImageAdapter, mesh: Mesh, fp8: str) -> nn.Module:
         mesh=mesh,
         attention=adapter.attention,
         dtype=torch.bfloat16,
-        recompute_every=1,
+        activation_memory_budget=0,
         fp8=fp8,
     )
     source = SourceFolder(adapter.model_folder / "transformer")

@@ -28,5 +28,6 @@ ACTIVATIONS = Activations(
         tokenwise=Part(elements=2), gathered=Part(elements=2), heads=Part(elements=8), outside=Part(elements=1)
     ),
 )
-# a CPU is faster where a call's pixels stay in its caches
-DECODING = Decoding(pixels={"cpu": 2**16, "cuda": 2**22}, bytes_per_pixel=3328)
+# a CPU is faster where a call's pixels stay in its caches; a GPU takes 145 ms for 16 images of 512² four at a time, 139 all
+# at once, but with 3.2 GiB in place of 12.8
+DECODING = Decoding(pixels={"cpu": 2**16, "cuda": 2**20}, bytes_per_pixel=3328)

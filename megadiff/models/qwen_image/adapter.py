@@ -18,6 +18,8 @@ from megadiff.models.encoders import EncodesPrompts, freed
 from megadiff.models.files import read_json
 from megadiff.models.qwen_image.activations import ACTIVATIONS, DECODING
 from megadiff.models.qwen_image.plan import PLAN
+from megadiff.models.qwen_image.rotary import rotate_in_real
+from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.types import Prompt, Sampling
 
@@ -66,6 +68,12 @@ class QwenImageAdapter(EncodesPrompts):
         from megadiff.models.qwen_image.attention import QwenImageAttention
 
         return QwenImageAttention(tokens)
+
+    def adapt_veomni_module(self, transformer: nn.Module) -> None:
+        rotate_in_real(transformer)
+
+    def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
+        keep_streams_in_float32(transformer, dtype)
 
     def validate(self, sampling: Sampling) -> None:
         for name, pixels in (("height", sampling.height), ("width", sampling.width)):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megadiff.models.qwen_image.rotary import rotate
 from megadiff.parallel.attention import TokenAxes
 
 
@@ -19,7 +19,7 @@ class WholeStreams:
     """What attention must know of the unsplit streams of one forward.
 
     text_length, image_length: tokens without padding. mask: [B, 1, 1, text + image] bool, or None when all text counts.
-    text_rotary_SD, image_rotary_SD: complex, of all tokens.
+    text_rotary_SD, image_rotary_SD: torch.view_as_real of the rotations of all tokens.
     """
 
     text_length: int
@@ -45,8 +45,8 @@ class QwenImageAttention:
             text_length=text_BSC.shape[1],
             image_length=image_BSC.shape[1],
             mask=_joint_mask(kwargs.get("encoder_hidden_states_mask"), image_BSC),
-            text_rotary_SD=text_rotary_SD,
-            image_rotary_SD=image_rotary_SD,
+            text_rotary_SD=torch.view_as_real(text_rotary_SD),
+            image_rotary_SD=torch.view_as_real(image_rotary_SD),
         )
         attention_kwargs = {**(kwargs.get("attention_kwargs") or {}), "streams": streams}
         return {**kwargs, "encoder_hidden_states_mask": None, "attention_kwargs": attention_kwargs}
@@ -88,8 +88,8 @@ def _rotated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key, value [B, S, H, D] of one stream: query and key normalised per head and rotated."""
     return (
-        apply_rotary_emb_qwen(norm_q(query), rotary_SD, use_real=False),
-        apply_rotary_emb_qwen(norm_k(key), rotary_SD, use_real=False),
+        rotate(norm_q(query), rotary_SD),
+        rotate(norm_k(key), rotary_SD),
         value,
     )
 

@@ -57,6 +57,12 @@ class WanAdapter(EncodesPrompts):
 
         return WanAttention(tokens)
 
+    def adapt_veomni_module(self, transformer: nn.Module) -> None:
+        pass  # the stock module is trained: veomni_splits_tokens
+
+    def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
+        raise ValueError("model.float32_streams=true, but Wan's streams are in its weights' dtype; set it to false")
+
     def validate(self, sampling: Sampling) -> None:
         self.checkpoint.validate(sampling)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadiff.parallel.allocator import fixed_segments
 from megadiff.weights.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
 from megadiff.weights.transports.base import Transport, WeightTarget
 
@@ -52,7 +53,8 @@ class CudaIpcTransport(Transport):
 
     def _reserve(self, num_bytes: int) -> None:
         if self._flat is None or self._flat.numel() < num_bytes:
-            self._flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            with fixed_segments():
+                self._flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             self._handles = {target.name: share(self._flat) for target in self.targets}
 
 

@@ -56,6 +56,11 @@ def latents_of(adapter: WanAdapter, sampling: Sampling = SAMPLING) -> Tensor:
     return torch.randn(len(TEXTS), *adapter.latents_shape(sampling), generator=torch.Generator().manual_seed(0))
 
 
+def test_streams_stay_in_the_weights_dtype(one: WanAdapter) -> None:
+    with pytest.raises(ValueError, match="model.float32_streams=true, but Wan's streams .* set it to false"):
+        one.keep_streams_in_float32(one.empty_transformer(), torch.bfloat16)
+
+
 def test_packing_is_in_the_transformers_order() -> None:
     grid = TokenGrid(frames=3, rows=2, columns=5)
     latents = torch.randn(2, 4, 3, 4, 10)

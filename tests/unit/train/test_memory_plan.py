@@ -15,7 +15,7 @@ from megadiff.rollout.footprint import replica_weights
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_4xh200.yaml")
 MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
-EAGER = "engine.compile=false"  # Megatron's layouts are compared, too
+EAGER = ("engine.compile=false", "engine.activation_memory_budget=0")  # Megatron's layouts are compared, too
 VIDEO = {
     "one": ROOT / "configs/recipes/wan22_ti2v_5b_flowgrpo_8xh200.yaml",
     "experts": ROOT / "configs/recipes/wan22_t2v_a14b_flowgrpo_64xh200.yaml",
@@ -30,7 +30,18 @@ def plan(capsys):
 
     def run(*arguments: str, world_size: int = 4) -> tuple[dict, int]:
         code = main(
-            ["plan", RECIPE, MODEL, EAGER, "--world-size", str(world_size), "--text-tokens", "64", "--json", *arguments]
+            [
+                "plan",
+                RECIPE,
+                MODEL,
+                *EAGER,
+                "--world-size",
+                str(world_size),
+                "--text-tokens",
+                "64",
+                "--json",
+                *arguments,
+            ]
         )
         return json.loads(capsys.readouterr().out), code
 
@@ -129,13 +140,18 @@ def test_what_is_trained_on_images_does_not_grow_with_what_evaluations_sample(ca
     assert video["rollout"]["replica at work"] != image["rollout"]["replica at work"]
 
 
-def test_the_gates_text_encoder_counts_where_it_is_larger_than_the_forward(plan):
+def test_the_gates_text_encoder_counts_beside_replicas_that_sleep_or_cannot(plan):
     """Whole, as the trainer loads it: with the vision tower."""
-    large = ("train.microbatch_size=128", "rollout.height=1024", "rollout.width=1024")
-    short, long = (plan(*each)[0]["layouts"][0]["phases"]["log_probs"] for each in (["train.microbatch_size=1"], large))
-    assert short["text encoder"] == 2 * 8_292_166_656 and "activations" not in short
-    assert "text encoder" not in long and long["gathered"] + long["activations"] > short["text encoder"]
-    off = plan("train.microbatch_size=1", *OFF)[0]["layouts"][0]["phases"]["log_probs"]
+
+    def gate(*arguments: str) -> dict:
+        return plan(*arguments)[0]["layouts"][0]["phases"]["log_probs"]
+
+    sleeping, never, off = gate(), gate("rollout.sleep=never"), gate(*OFF)
+    assert (
+        "text encoder" not in sleeping and sleeping["activations"] > 0
+    )  # less than the weights that are freed meanwhile
+    assert never["text encoder"] == 2 * 8_292_166_656 and "activations" not in never
+    assert sleeping["replica"] == never["replica"] > off["replica"]
     assert "text encoder" not in off and off["activations"] > 0
 
 
@@ -240,7 +256,7 @@ def test_heads_must_divide(plan):
 
 
 def test_text_says_what_to_set(capsys):
-    assert main(["plan", RECIPE, MODEL, EAGER, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron"]) == 0
+    assert main(["plan", RECIPE, MODEL, *EAGER, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron"]) == 0
     text = capsys.readouterr().out
     assert "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB" in text
     assert "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1" in text
@@ -253,8 +269,8 @@ def test_nothing_fits(capsys):
     assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]) == 1
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
-    assert "GiB > 35.5 GiB in log_probs: " in text and "text encoder 15.4" in text
-    assert "try rollout.mode=separate, or more GPUs" in text
+    assert "GiB > 35.5 GiB in update: " in text and "activations" in text
+    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate" in text
 
 
 @pytest.mark.parametrize(
@@ -272,7 +288,7 @@ def test_nothing_fits(capsys):
     ],
 )
 def test_wrong_input_is_refused(capsys, arguments, message):
-    assert main(["plan", RECIPE, MODEL, EAGER, *arguments]) == 2
+    assert main(["plan", RECIPE, MODEL, *EAGER, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
 

@@ -1,4 +1,5 @@
-"""How the threads of a CPU machine are divided: too many of them wait for one another instead of working."""
+"""How replicas are started. The threads of a CPU machine are divided: too many of them wait for one another instead of
+working."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig
+from megadiff.rollout.processes import serve_command
 from megadiff.train.replicas import _specs
 
 MESH = SimpleNamespace(device=torch.device("cpu"), world_size=1)
@@ -30,6 +32,14 @@ def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, 
 def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert [spec.num_threads for spec in _specs(_config(1), MESH, Path("run"))] == [8]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_replicas_have_the_trainers_streams(streams):
+    config = _config(1)
+    config.model.float32_streams = streams
+    (spec,) = _specs(config, MESH, Path("run"))
+    assert ("--float32-streams" in serve_command(spec, Path("registry"))) == streams
 
 
 def _config(num_replicas):

@@ -1,0 +1,37 @@
+"""How torch takes a GPU's memory: in segments that grow and shrink by pages, so that fragments do not keep what is free.
+
+With fixed segments a trainer of 15 blocks of Qwen-Image held 20 GiB that nothing used (72 of 92 GiB), and a decoder 7.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import torch
+
+VARIABLE = "PYTORCH_ALLOC_CONF"
+_OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
+_GROWING, _FIXED = "expandable_segments:True", "expandable_segments:False"
+
+
+def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """For processes of this environment, and for this one if it has not used a GPU yet. What the user has set stays."""
+    if _OLD_NAME not in environment:
+        environment.setdefault(VARIABLE, _GROWING)
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Memory that is allocated within can be opened by another process: a handle of growing ones needs a right
+    (pidfd_getfd) that containers withhold."""
+    settings = os.environ.get(VARIABLE, os.environ.get(_OLD_NAME, ""))
+    if _GROWING not in settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(settings.replace(_GROWING, _FIXED))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
