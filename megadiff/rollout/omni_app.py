@@ -31,8 +31,8 @@ OMNI_ROUTES = (  # the replica answers these itself, and sleeps by a route of it
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """dtype: float32 or bfloat16. compile: torch.compile. fp8: see megadiff.rollout.fp8. tp: workers that share the
-    transformer's weights."""
+    """dtype: float32 or bfloat16. compile: torch.compile. fp8: see megadiff.rollout.fp8. float32_streams: the
+    config's model.float32_streams. tp: workers that share the transformer's weights."""
 
     model: Path
     name: str
@@ -41,6 +41,7 @@ class EngineConfig:
     worker_extension: str = "megadiff.rollout.worker_extension.RolloutWorkerExtension"
     compile: bool = False
     fp8: bool = False
+    float32_streams: bool = False
     tp: int = 1
 
 
@@ -79,7 +80,11 @@ def build_engine(config: EngineConfig) -> Any:
         enforce_eager=not config.compile,
         max_num_seqs=1,
         parallel_config={"tensor_parallel_size": config.tp},
-        custom_pipeline_args={"pipeline_class": config.pipeline, "fp8": config.fp8},
+        custom_pipeline_args={
+            "pipeline_class": config.pipeline,
+            "fp8": config.fp8,
+            "float32_streams": config.float32_streams,
+        },
         worker_extension_cls=config.worker_extension,
     )
 

@@ -49,6 +49,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if parent is not None:  # a worker process of its own must not outlive the server
             exit_with(parent.pid)
         super().re_init_pipeline(custom_pipeline_args)
+        if custom_pipeline_args.get("float32_streams"):
+            self._keep_streams_in_float32()
         if custom_pipeline_args.get("fp8"):
             self._fp8 = Fp8Linears(self._fp8_layers())
         freeze_startup_objects()
@@ -166,6 +168,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
             else:
                 yield name, tensor
+
+    def _keep_streams_in_float32(self) -> None:
+        pipeline = self.model_runner.pipeline
+        adapter = build_adapter(Path(pipeline.od_config.model))
+        for component in pipeline.policy_components:
+            adapter.keep_streams_in_float32(pipeline.get_submodule(component), pipeline.od_config.dtype)
 
     def _fp8_layers(self) -> dict[str, nn.Module]:
         """Served name → layer, of the linears whose products FP8 takes over."""

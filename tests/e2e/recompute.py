@@ -3,25 +3,28 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.sde import log_prob, step_mean
 from megadiff.types import RolloutGroup
 
 
-def recomputed_log_probs(model: Path, group: RolloutGroup) -> Tensor:
-    """[N, W] log_probs of the recorded steps, with stock diffusers."""
+def float32_transformer(model: Path) -> nn.Module:
     from diffusers import QwenImageTransformer2DModel
 
-    transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=torch.float32)
+    return QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=torch.float32)
+
+
+def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
+    """[N, W] log_probs of the recorded steps. transformer: of diffusers."""
     sampling, grid = group.sampling, (1, group.sampling.height // 16, group.sampling.width // 16)
     latents_NSLC = torch.stack([trajectory.latents_SLC for trajectory in group.trajectories])
     num_samples, sigmas = len(latents_NSLC), group.trajectories[0].sigmas
 
     def velocity(prefix: str, latents_NLC: Tensor, sigma: Tensor) -> Tensor:
         return transformer(
-            hidden_states=latents_NLC,
+            hidden_states=latents_NLC.to(transformer.dtype),
             timestep=sigma.expand(num_samples),
             encoder_hidden_states=group.conditioning[f"{prefix}prompt_embeds"].expand(num_samples, -1, -1),
             encoder_hidden_states_mask=group.conditioning[f"{prefix}prompt_mask"].expand(num_samples, -1),
@@ -43,6 +46,7 @@ def recomputed_log_probs(model: Path, group: RolloutGroup) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def gap(model: Path, group: RolloutGroup) -> float:
+def gap(model: Path, group: RolloutGroup, transformer: nn.Module | None = None) -> float:
+    """The largest. transformer: in place of the folder's in float32."""
     rollout = torch.stack([trajectory.log_probs for trajectory in group.trajectories])
-    return (recomputed_log_probs(model, group) - rollout).abs().max().item()
+    return (recomputed_log_probs(transformer or float32_transformer(model), group) - rollout).abs().max().item()
