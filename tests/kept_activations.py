@@ -42,13 +42,16 @@ def activation_work(adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0
 
 
 def kept_by_autograd(adapter: ModelAdapter, transformer: nn.Module, *, first_frame: bool = False) -> int:
-    """Bytes of the distinct storages, without weights and without the table of rotary angles, which is complex."""
+    """Bytes of the distinct storages, without weights and without the tables of rotary angles: complex, or of cosines and
+    sines [S, 1, D / 2], the same for all blocks."""
+    half_head = transformer.config.attention_head_dim // 2
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage().data_ptr()
         weights = {p.untyped_storage().data_ptr() for p in transformer.parameters() if not hasattr(p, "to_local")}
-        if storage not in weights and not tensor.is_complex():
+        is_table = tensor.is_complex() or (tensor.ndim == 3 and tensor.shape[1:] == (1, half_head))
+        if storage not in weights and not is_table:
             kept[storage] = tensor  # alive, so that no address comes twice
         return tensor
 

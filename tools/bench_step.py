@@ -137,7 +137,8 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     if not own:
         return {}
     planned = {phase: own.peak(phase) for phase in own.phases}
-    planned["log_probs"] -= own.phases["log_probs"].get("optimizer", 0)
+    if "log_probs" in planned:
+        planned["log_probs"] -= own.phases["log_probs"].get("optimizer", 0)
     return {phase: num_bytes / GIB for phase, num_bytes in planned.items()}
 
 

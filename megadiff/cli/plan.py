@@ -43,6 +43,8 @@ def _plan(config: Config, machine: Machine, *, text_tokens: int) -> MemoryPlan:
     validate(config, dp=1)
     adapter = build_adapter(Path(config.model.path))
     adapter.validate(sampling_of(config.rollout))
+    if config.model.float32_streams:
+        adapter.check_float32_streams()
     return make_plan(config, adapter, machine=machine, text_tokens=text_tokens)
 
 

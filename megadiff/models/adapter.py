@@ -64,7 +64,10 @@ class ModelAdapter(Protocol):
 
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         """In place, in the trainer's class and in the replica's: blocks, whose matrix products stay in dtype, add to streams
-        in float32, and the velocity is float32. Raises ValueError where a family cannot."""
+        in float32, and the velocity is float32."""
+
+    def check_float32_streams(self) -> None:
+        """Raises ValueError where the family's streams cannot be kept in float32."""
 
     def validate(self, sampling: Sampling) -> None:
         """Raises ValueError when the model cannot sample at this size or guidance, or from a given first frame."""

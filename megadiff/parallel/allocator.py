@@ -1,7 +1,5 @@
-"""How torch takes a GPU's memory: in segments that grow and shrink by pages, so that fragments do not keep what is free.
-
-With fixed segments a trainer of 15 blocks of Qwen-Image held 20 GiB that nothing used (72 of 92 GiB), and a decoder 7.
-"""
+"""How torch takes a GPU's memory: in segments that grow and shrink by pages, so that what is freed can go back to the device
+and not only whole segments of it."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Memory that is allocated within can be opened by another process: a handle of growing ones needs a right
-    (pidfd_getfd) that containers withhold."""
-    settings = os.environ.get(VARIABLE, os.environ.get(_OLD_NAME, ""))
+    """Memory that is allocated within, in any thread, can be opened by another process: a handle of growing ones needs a
+    right (pidfd_getfd) that containers withhold."""
+    settings = os.environ.get(VARIABLE, os.environ.get(_OLD_NAME, "")).replace(" ", "")
     if _GROWING not in settings:
         yield
         return

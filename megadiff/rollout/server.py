@@ -77,6 +77,8 @@ def serve(config: ServeConfig) -> None:
         check_device(config.device)
         check_tensor_parallel(config, num_heads=adapter.num_heads)
         check_fp8(config)
+        if config.float32_streams:
+            adapter.check_float32_streams()
         asyncio.run(_serve(config, family.rollout_pipeline, adapter.validate, listener))
     finally:
         listener.close()

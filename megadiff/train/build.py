@@ -69,6 +69,8 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     check_model_folder(model)
     adapter = build_adapter(model)
     adapter.validate(sampling)
+    if config.model.float32_streams:
+        adapter.check_float32_streams()
     for warning in check_experts(config, adapter, on_policy=on_policy):
         if os.environ.get("RANK", "0") == "0":
             logger.warning("%s", warning)

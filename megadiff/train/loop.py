@@ -59,6 +59,7 @@ def train(run: Run) -> None:
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
+            make_room(config, run.mesh)
             with timers("sync"):
                 stats = run.sync.push(progress.step)
             requests = group_requests(
@@ -73,7 +74,6 @@ def train(run: Run) -> None:
             put_to_sleep(run.fleet, run.sync, config, run.mesh)
             with timers("train"):
                 stats |= train_on(groups, rewards["total"])
-                make_room(config, run.mesh)
             progress.step, progress.prompts = progress.step + 1, run.prompts.state()
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
@@ -82,4 +82,5 @@ def train(run: Run) -> None:
         gate = {}
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)
+    make_room(config, run.mesh)
     run.sync.push(progress.step)

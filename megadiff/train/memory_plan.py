@@ -248,13 +248,17 @@ def work_of(
         modulates_tokens=tokens.is_modulated,
         passes=_num_passes(adapter, sampling),
         itemsize=itemsize,
-        stream_itemsize=4 if config.model.float32_streams else itemsize,
+        stream_itemsize=_stream_itemsize(config, config.engine.dtype),
         budget=config.engine.activation_memory_budget,
         num_microbatches=num_microbatches,
         accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,
         keeps_average=config.algorithm.ema_decay > 0,
         compiled=config.engine.compile,
     )
+
+
+def _stream_itemsize(config: Config, dtype: str) -> int:
+    return DTYPES["float32" if config.model.float32_streams else dtype].itemsize
 
 
 def _num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
@@ -279,6 +283,7 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
         modulates_tokens=tokens.is_modulated,
         passes=_num_passes(adapter, sampling_of(rollout)),
         itemsize=DTYPES[dtype].itemsize,
+        stream_itemsize=_stream_itemsize(config, dtype),
     )
     size = dict(num_frames=rollout.num_frames, height=rollout.height, width=rollout.width)
     decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)

@@ -75,6 +75,9 @@ class QwenImageAdapter(EncodesPrompts):
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         keep_streams_in_float32(transformer, dtype)
 
+    def check_float32_streams(self) -> None:
+        pass
+
     def validate(self, sampling: Sampling) -> None:
         for name, pixels in (("height", sampling.height), ("width", sampling.width)):
             if pixels < PIXELS_PER_TOKEN or pixels % PIXELS_PER_TOKEN:

@@ -15,6 +15,10 @@ def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tenso
     The values and arguments of diffusers' apply_rotary_emb_qwen with use_real=False; computed in float32. rotation_SD: complex,
     or its torch.view_as_real.
     """
+    if use_real:
+        raise ValueError(
+            "use_real=True: rotations as cosines and sines of all features are not what this model's tables are"
+        )
     if rotation_SD.is_complex():
         rotation_SD = torch.view_as_real(rotation_SD)
     cos_S1D, sin_S1D = (each_SD[:, None] for each_SD in rotation_SD.unbind(-1))

@@ -61,6 +61,9 @@ class WanAdapter(EncodesPrompts):
         pass  # the stock module is trained: veomni_splits_tokens
 
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
+        self.check_float32_streams()
+
+    def check_float32_streams(self) -> None:
         raise ValueError("model.float32_streams=true, but Wan's streams are in its weights' dtype; set it to false")
 
     def validate(self, sampling: Sampling) -> None:

@@ -27,8 +27,9 @@ def restored():
 
 
 @pytest.mark.parametrize("name", [VARIABLE, "PYTORCH_CUDA_ALLOC_CONF"])
-def test_fixed_segments_within_and_growing_ones_after(monkeypatch, restored, name):
-    monkeypatch.setenv(name, GROWING)
+@pytest.mark.parametrize("value", [GROWING, "expandable_segments: True"])
+def test_fixed_segments_within_and_growing_ones_after(monkeypatch, restored, name, value):
+    monkeypatch.setenv(name, value)
     with pytest.raises(MemoryError), fixed_segments():
         assert "expandable_segments:False" in torch._C._accelerator_getAllocatorSettings()
         raise MemoryError

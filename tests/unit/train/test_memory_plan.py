@@ -270,7 +270,7 @@ def test_nothing_fits(capsys):
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate" in text
+    assert "try train.microbatch_size below 16, or rollout.mode=separate" in text
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,10 @@ def test_nothing_fits(capsys):
         (("--world-size", "4", "rollout.height=500"), "rollout.height=500 is not a positive multiple of 16"),
         (("--world-size", "4", "parallel.tp=2"), "parallel.tp=2 with engine.backend=veomni"),
         (("--world-size", "4", "model.path=nowhere"), "model folder nowhere does not exist"),
+        (
+            ("--world-size", "4", "model.float32_streams=true", f"model.path={ROOT / 'assets/wan22_ti2v_5b'}"),
+            "model.float32_streams=true, but Wan's streams",
+        ),
     ],
 )
 def test_wrong_input_is_refused(capsys, arguments, message):
@@ -302,3 +306,11 @@ def test_config_files_are_enough_for_a_replicas_size(tiny_model, tmp_path, capsy
     assert replica_weights(bare, dtype="bfloat16").unknown == ("text_encoder",)
     assert main(["plan", RECIPE, f"model.path={bare}", "--world-size", "1"]) == 0
     assert "not counted, for want of their config.json: text_encoder" in capsys.readouterr().out
+
+
+def test_a_replicas_work_is_of_its_own_dtype(plan):
+    def working(*arguments: str) -> int:
+        large = ("rollout.height=1024", "rollout.width=1024", "rollout.batch_size=32")
+        return plan(*large, *arguments)[0]["layouts"][0]["phases"]["rollout"]["replica at work"]
+
+    assert working() == working("engine.dtype=float32") < working("model.float32_streams=true")
