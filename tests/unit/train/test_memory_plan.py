@@ -270,7 +270,7 @@ def test_nothing_fits(capsys):
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert "try train.microbatch_size below 16, or rollout.mode=separate" in text
+    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate" in text
 
 
 @pytest.mark.parametrize(
