@@ -46,3 +46,9 @@ def test_the_rewards_can_score_the_prompts(recipe: Config) -> None:
     with closing(Scorer(recipe.reward, num_workers=1)) as scorer:
         scorer.validate(prompts)
     assert len({prompt.id for prompt in prompts}) == len(prompts)
+
+
+def test_the_prompts_suffice_for_a_step(recipe: Config) -> None:
+    """No prompt twice in a step: it would get the same noise."""
+    prompts = load_prompts(Path(recipe.data.prompts), max_chars=recipe.data.max_prompt_chars)
+    assert len(prompts) >= recipe.train.prompts_per_step
