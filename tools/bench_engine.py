@@ -109,7 +109,8 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         _wait(mesh)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[WARMUP:])
-    flops = 3 * options.rows * adapter.flops(sampling_of(config.rollout), options.text_tokens)
+    passes = 2 if config.lora.rank else 3  # forward, and backward once or twice that: frozen weights have no gradient
+    flops = passes * options.rows * adapter.flops(sampling_of(config.rollout), options.text_tokens)
     line = {
         "layout": options.layout[0],
         "size": config.rollout.height,

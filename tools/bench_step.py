@@ -102,7 +102,7 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
 
 
 def figures(rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace) -> dict:
-    """Medians over the rows, and rates from the model's FLOPs."""
+    """Medians over the rows, and rates from the model's FLOPs; that of rollout until the slowest rank has its samples."""
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
     adapter, sampling = build_adapter(model_folder), sampling_of(config.rollout)
@@ -112,7 +112,7 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
     train = one_step * sampling.sde_window_size * 3  # forward, and twice that backward
     if config.lora.rank:
         train = one_step * sampling.sde_window_size * 2  # frozen weights have no gradient of their own
-    rates = {"rollout": rollout / times["time/rollout_s"], "train": train / times["time/train_s"]}
+    rates = {"rollout": rollout / times["time/sample_s"], "train": train / times["time/train_s"]}
     return {
         "samples": samples,
         "seconds": times,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -18,6 +19,11 @@ def log_to_stderr(rank: int = 0) -> None:
     )
     for noisy in ("httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def show_crashes() -> None:
+    """A crash below Python (SIGSEGV, SIGABRT …) shows on stderr what every thread was doing."""
+    faulthandler.enable()
 
 
 def leave(code: int) -> NoReturn:

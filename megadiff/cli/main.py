@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 import megadiff
-from megadiff.cli.console import leave
+from megadiff.cli.console import leave, show_crashes
 
 COMMANDS = {
     "train": "post-train a policy: CONFIG.yaml … key=value …",
@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """The console command."""
+    show_crashes()
     leave(main())
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megadiff.cli.console import show_crashes
 from megadiff.rollout.server import ServeConfig, serve
 
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    show_crashes()
     code = main()
     logging.shutdown()
     sys.stdout.flush()

@@ -25,7 +25,7 @@ HINTS = {
     "reward": "scoring that sampling did not hide",
     "train": "forward, backward, optimizer",
     "sync": "weights to the replicas",
-    OTHER: "in no stage: figures of the samples, replicas falling asleep",
+    OTHER: "in no stage: replicas falling asleep, memory given back, the slowest rank's samples",
 }
 
 

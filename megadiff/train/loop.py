@@ -59,7 +59,8 @@ def train(run: Run) -> None:
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
-            make_room(config, run.mesh)
+            with timers("room"):
+                make_room(config, run.mesh)
             with timers("sync"):
                 stats = run.sync.push(progress.step)
             requests = group_requests(
@@ -71,7 +72,8 @@ def train(run: Run) -> None:
                 policy_version=progress.step,
             )
             groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
-            put_to_sleep(run.fleet, run.sync, config, run.mesh)
+            with timers("room"):
+                put_to_sleep(run.fleet, run.sync, config, run.mesh)
             with timers("train"):
                 stats |= train_on(groups, rewards["total"])
             progress.step, progress.prompts = progress.step + 1, run.prompts.state()

@@ -35,12 +35,13 @@ from megadiff.train.rollout import sampling_of, sft_sampling
 from megadiff.types import DTYPES, Sampling
 
 PHASES = ("rollout", "sync", "log_probs", "update")
+CONTEXT_BYTES = 3 << 29  # of a process on a GPU: its CUDA context, kernels, NCCL: 3 to 4 GiB of two, measured on H200s
 USABLE_GIB = {"h200": 139.8, "b200": 178.4, "h100": 79.1, "a100": 79.1, "a100-40": 39.4}  # as torch reports them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """num_bytes: of one GPU. headroom: share of it kept free for CUDA contexts, NCCL and fragmentation."""
+    """num_bytes: of one GPU. headroom: share of it kept free for fragmentation and what is not counted."""
 
     world_size: int
     gpus_per_node: int
@@ -198,6 +199,7 @@ def _phases(
 ) -> dict[str, dict[str, int]]:
     """Those of PHASES that a run has → part → bytes on the fullest GPU."""
     resident = {"parameters": static.parameters, "optimizer": static.optimizer, "average": static.average}
+    resident["contexts"] = CONTEXT_BYTES * (1 + replicas.per_gpu)
     resting = resident | {"optimizer": 0} if model.idle_offloaded else resident
     awake = {"replica": replicas.weights * replicas.per_gpu}
     asleep = {"replica": replicas.kept * replicas.per_gpu}

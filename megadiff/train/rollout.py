@@ -70,10 +70,11 @@ def sample_and_score(
 ) -> tuple[list[RolloutGroup], Rewards]:
     """Collective. The model group's first rank fetches and scores (scoring starts as groups arrive), its peers receive.
 
+    Timer `sample`: until every rank has its samples and scores; `rollout` and `reward` are this rank's own within it.
     Raises AgreedError on every rank of the world when any replica or reward fails.
     """
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")  # the peers' GPUs hold replicas too
-    with waiting:
+    with timers("sample"), waiting:
         fetched = agreed(
             lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
             mesh.cpu_group,

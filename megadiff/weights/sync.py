@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from megadiff.observe.metrics import stage_key
 from megadiff.parallel.collectives import raise_together
 from megadiff.types import LoraSpec
 from megadiff.weights.bucket import Bucket
@@ -73,15 +74,17 @@ class WeightSync:
 
     def push(self, version: int) -> dict[str, float]:
         """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib`, the size
-        of what travelled last.
+        of what travelled last, and where something did `time/sync_<part>_s`, this rank's `seconds`.
 
         Raises AgreedError when any replica refuses or differs.
         """
+        seconds = {}
         if version != self.version:
             self.version = None
             self._push(version)
             self.version = version
-        return {"sync/gib": self._sent / 2**30}
+            seconds = {stage_key(f"sync_{part}"): value for part, value in self.seconds.items()}
+        return {"sync/gib": self._sent / 2**30, **seconds}
 
     def forget(self) -> None:
         """The replicas hold nothing any more, as after Fleet.sleep(): the next push brings everything, whatever its version."""

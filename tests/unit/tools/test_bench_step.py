@@ -18,7 +18,7 @@ import bench_step  # noqa: E402
 from megadiff.config.load import load_config  # noqa: E402
 
 ROW = {
-    "time/step_s": 4.0, "time/rollout_s": 2.0, "time/train_s": 1.0,
+    "time/step_s": 4.0, "time/rollout_s": 1.5, "time/sample_s": 2.0, "time/train_s": 1.0,
     "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ sys.exit(bench_step.main(sys.argv[1:]))
 def test_figures_are_medians_and_rates(tiny_model):
     overrides = ["run.name=x", f"model.path={tiny_model}", "train.prompts_per_step=4", "algorithm.group_size=8"]
     config = load_config([str(ROOT / "configs/quickstart.yaml"), *overrides])
-    slow = ROW | {"time/step_s": 9.0, "time/rollout_s": 8.0, "memory/peak_gib": 5.0}
+    slow = ROW | {"time/step_s": 9.0, "time/sample_s": 8.0, "memory/peak_gib": 5.0}
     options = Namespace(gpus=2, text_tokens=8, peak_tflops=0.5)
     found = bench_step.figures([ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options)
     assert found["seconds"]["time/step_s"] == 4.0 and found["samples_per_s"] == 8.0 and found["peak_gib"] == 5.0

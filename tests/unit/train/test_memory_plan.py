@@ -68,9 +68,9 @@ def test_takes_pure_data_parallelism_where_it_fits(plan):
 @pytest.mark.parametrize(
     ("usable_gib", "taken"),
     [
-        (100, ("veomni", 4, 1, 1, 1)),
-        (95, ("veomni", 2, 1, 2, 1)),
-        (91, ("veomni", 1, 1, 4, 1)),
+        (102, ("veomni", 4, 1, 1, 1)),
+        (97, ("veomni", 2, 1, 2, 1)),
+        (93, ("veomni", 1, 1, 4, 1)),
     ],
 )
 def test_then_ulysses_as_memory_shrinks(plan, usable_gib, taken):
@@ -104,6 +104,7 @@ def test_where_replicas_count(plan):
     assert fp8["rollout"]["replica"] == weights + 60 * (8 * d * d + 4 * d * 4 * d + scales)
     assert fp8["update"]["replica"] == kept
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
+    assert all(asleep[phase]["contexts"] == 2 * separate[phase]["contexts"] > 0 for phase in asleep)  # two processes
 
 
 def test_gradients_exist_while_an_update_runs(plan):
