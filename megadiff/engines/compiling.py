@@ -11,10 +11,11 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 
+from megadiff.models.adapter import STREAMS
 from megadiff.parallel.plan import ParallelPlan
 
 VARIANTS = 32
-IMAGE, TEXT = "hidden_states", "encoder_hidden_states"  # arguments of diffusers' blocks
+IMAGE, TEXT = STREAMS
 
 
 def compile_blocks(model: nn.Module, plan: ParallelPlan, *, text_varies: bool, budget: float) -> None:

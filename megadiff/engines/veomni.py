@@ -34,7 +34,7 @@ from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.sharded import ShardedEngine, build_adamw, local
 from megadiff.engines.versions import check_version
-from megadiff.models.adapter import ModelAdapter
+from megadiff.models.adapter import STREAMS, ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import is_lora
@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # needs megatron-core
 logger = logging.getLogger(__name__)
 
 TESTED_VERSIONS = ("0.1.12",)
-STREAMS = ("hidden_states", "encoder_hidden_states")  # of diffusers' transformers
 LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not use; VeOmni wants a choice for each
     "moe",
     "cross_entropy_loss",

@@ -46,7 +46,7 @@ class ReplicaClient:
         self._http.close()
 
     def health(self) -> dict[str, Any]:
-        """name, policy_version, state (ready | updating | asleep), in_flight, vllm_omni."""
+        """name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8, float32_streams), vllm_omni."""
         return self._call("GET", "/health", timeout=HEALTH_TIMEOUT_S).json()
 
     def is_healthy(self) -> bool:

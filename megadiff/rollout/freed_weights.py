@@ -21,10 +21,6 @@ class FreedWeights:
         for storage in storages.values():
             storage.resize_(0)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for _, size in self._sizes)
-
     def take_back(self) -> None:
         """Raises torch.OutOfMemoryError when the device has no room; it may be called again then."""
         for storage, size in self._sizes:

@@ -43,12 +43,14 @@ class Replica:
         places: Sequence[Mapping[str, Any]],
         limits: Limits,
         model_rule: ModelRule,
+        arithmetic: Mapping[str, bool],
         weights_folder: Path | None = None,
     ) -> None:
         """expected: of the base weights. places: as the worker extension's policy_places() returns them. model_rule: raises
-        ValueError for what the model cannot sample. weights_folder: the one from which buckets on disk are taken."""
+        ValueError for what the model cannot sample. arithmetic: what /health says of how it computes. weights_folder: the
+        one from which buckets on disk are taken."""
         self.engine, self.name, self.limits = engine, name, limits
-        self.model_rule = model_rule
+        self.model_rule, self.arithmetic = model_rule, dict(arithmetic)
         self.places, self.weights_folder = list(places), weights_folder
         self.policy = PolicyState(expected)
         self.in_flight = 0

@@ -40,6 +40,7 @@ def _router(replica: Replica) -> APIRouter:
                 "policy_version": replica.policy.version,
                 "state": replica.policy.state,
                 "in_flight": replica.in_flight,
+                "arithmetic": replica.arithmetic,
                 "vllm_omni": version("vllm-omni"),
             }
         )

@@ -195,6 +195,7 @@ async def _serve(
             places=(await call_worker(engine, "policy_places"))["workers"],
             limits=config.limits,
             model_rule=model_rule,
+            arithmetic={"fp8": config.fp8, "float32_streams": config.float32_streams},
             weights_folder=config.weights,
         )
         if config.weights is not None:

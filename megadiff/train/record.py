@@ -62,8 +62,8 @@ class Recorder:
     def step(
         self, step: int, figures: dict[str, float], samples: Callable[[], list[SampleRecord]] | None = None
     ) -> None:
-        """Log the finished step `step` (from 1), with the timers' seconds. figures: equal on every rank but for seconds. samples: called
-        where images are due."""
+        """Log the finished step `step` (from 1), with the timers' seconds. figures: equal on every rank but for seconds.
+        samples: called where images are due."""
         metrics = {**figures, **self.timers.pop(), **self._memory()}
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]

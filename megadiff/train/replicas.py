@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,7 +47,8 @@ def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
 
 
 def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[ReplicaProcess]) -> Fleet:
-    """Collective. Rank 0 waits until the replicas are healthy, then every rank gets clients to all of them."""
+    """Collective. Rank 0 waits until the replicas are healthy, then every rank gets clients to all of them. Raises
+    AgreedError for a separate replica that computes otherwise than the run says."""
     rollout = config.rollout
     registry = registry_folder(folder) if rollout.mode == "colocated" else Path(rollout.registry)
     found = agreed(
@@ -58,11 +59,8 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         here=mesh.rank == 0,
     )
     found = broadcast_json(found, source=0, group=mesh.cpu_group)
-    token = os.environ.get("MEGADIFF_TOKEN")
-    clients = [
-        ReplicaClient(one["url"], one["name"], token=token, timeout_s=rollout.request_timeout_s)
-        for one in found  # type: ignore[union-attr]
-    ]
+    clients = _clients(found, config)
+    agreed(lambda: _check_arithmetic(clients, config), mesh.cpu_group, here=mesh.rank == 0)
     logs = {client.name: log_file(folder, client.name) for client in clients} if rollout.mode == "colocated" else {}
     return Fleet(
         clients,
@@ -72,6 +70,26 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         rank=mesh.dp_rank,
         num_ranks=mesh.dp,
     )
+
+
+def _clients(found: Sequence[Mapping[str, str]], config: Config) -> list[ReplicaClient]:
+    token, timeout_s = os.environ.get("MEGADIFF_TOKEN"), config.rollout.request_timeout_s
+    return [ReplicaClient(one["url"], one["name"], token=token, timeout_s=timeout_s) for one in found]
+
+
+def _check_arithmetic(clients: Sequence[ReplicaClient], config: Config) -> None:
+    """Raises ValueError: the difference would show as a parity gap without a cause."""
+    wanted = {"rollout.fp8": config.rollout.fp8, "model.float32_streams": config.model.float32_streams}
+    for client in clients:
+        found = client.health().get("arithmetic", {})
+        for key, value in wanted.items():
+            switch = key.partition(".")[2]
+            if found.get(switch) is not value:
+                flag = f"{'with' if value else 'without'} --{switch.replace('_', '-')}"
+                raise ValueError(
+                    f"{client.name} at {client.url} has {switch}={found.get(switch)}, the run {key}={value}; start it {flag}, "
+                    f"or set {key}={str(not value).lower()}"
+                )
 
 
 def put_to_sleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:

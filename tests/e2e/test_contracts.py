@@ -42,6 +42,20 @@ def test_broken_on_purpose(trainer, broken, fault, text):
     assert not (result.folder / "metrics.jsonl").exists() or not result.rows
 
 
+def test_a_replica_that_computes_otherwise_is_refused(trainer, broken):
+    """Before any weight is sent: as a parity gap it would have no cause."""
+    _, registry = broken
+    result = trainer.run(
+        "rollout.mode=separate", f"rollout.registry={registry}", "model.dtype=bfloat16", "model.float32_streams=true"
+    )
+    assert result.code == 1
+    assert (
+        "has float32_streams=False, the run model.float32_streams=True; start it with --float32-streams"
+        in result.stderr
+    )
+    assert "or set model.float32_streams=false" in result.stderr
+
+
 def test_warn_trains_all_the_same(trainer, broken):
     file, registry = broken
     file.write_text("round")

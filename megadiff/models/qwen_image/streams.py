@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-STREAMS = ("hidden_states", "encoder_hidden_states")
+from megadiff.models.adapter import STREAMS
 
 
 def keep_streams_in_float32(transformer: nn.Module, dtype: torch.dtype) -> None:

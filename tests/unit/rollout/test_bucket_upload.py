@@ -45,7 +45,7 @@ def served(memory, monkeypatch):
     monkeypatch.setattr(replica_module, "call_worker", call)
     replica = Replica(
         None, name="r", expected=bucket_manifest([*BUCKET, *LONG]), places=[], limits=Limits(bucket_bytes=LIMIT),
-        model_rule=None, 
+        model_rule=None, arithmetic={"fp8": False, "float32_streams": False},
     )  # fmt: skip
     app = replica_app(FastAPI(), replica, token=None)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))

@@ -16,7 +16,6 @@ def test_storages_are_empty_until_they_are_taken_back() -> None:
     x = torch.randn(5, 3)
     kept, expected = [weight.detach().clone() for weight in weights], module(x)
     freed = FreedWeights(weights)
-    assert freed.num_bytes == 4 * (12 + 4)
     assert [weight.untyped_storage().nbytes() for weight in weights] == [0, 0, 0]
     assert module.weight is weights[0] and module.weight.shape == (4, 3)
     for _ in range(2):  # a second call does nothing
