@@ -23,7 +23,6 @@ MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
 STEP_COUNTER = FLOAT32  # AdamW's, one a parameter tensor
 
 MLP_TENSORS = 2  # of its width: before and after the activation, kept or alive at once
-WIDENED_BLOCK, WIDENED_OUTSIDE, WIDENED_FORWARD = 5, 2, 4  # residual sums and norms, see Work.stream_itemsize
 GATHERED_FORWARD = 2  # blocks whose weights FSDP2 holds whole at once: the one at work and the next
 GATHERED_COPY = 1  # and a gathered buffer, before it is copied into parameters
 
@@ -190,7 +189,7 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     use, tokens = model.activations, _tokens(model, placing, work)
     at_once = _mlp_bytes(model, placing, work)
     if not training:
-        at_once += _widened(model, placing, work, WIDENED_FORWARD)
+        at_once += _widened(model, placing, work, use.widened.forward)
         return round(model.width * tokens.split * use.forward.num_bytes(work.itemsize)) + at_once
     backward = round(model.width * tokens.split * use.backward.num_bytes(work.itemsize)) + at_once
     again = _kept_by_block(model, placing, work) if work.budget < 1 else 0
@@ -209,7 +208,7 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     if not work.compiled or placing.layout.sp > 1:
         whole = len(kept_blocks(model.num_blocks, work.budget))
     inputs = (model.num_blocks - whole) * model.width * work.stream_itemsize * tokens.split
-    outside += _widened(model, placing, work, WIDENED_OUTSIDE)
+    outside += _widened(model, placing, work, model.activations.widened.outside)
     return work.passes * round(outside + inputs + whole * _kept_by_block(model, placing, work))
 
 
@@ -227,7 +226,7 @@ def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
         + tokens.context * kept.context.num_bytes(work.itemsize) / (1 if placing.sequence_parallel else tp)
     )
     products = work.itemsize * model.lora_ranks * (tokens.gathered + tokens.context)  # A x
-    widened = _widened(model, placing, work, WIDENED_BLOCK)
+    widened = _widened(model, placing, work, model.activations.widened.block)
     return round(model.width * per_width) + widened + _mlp_bytes(model, placing, work) + products
 
 

@@ -47,12 +47,22 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Widened:
+    """Elements a token, in units of the transformer's width, that float32 residual streams make wider: of what a block keeps,
+    of what is kept outside of blocks, and of a forward without autograd."""
+
+    block: int = 0
+    outside: int = 0
+    forward: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Activations:
     """Of a family's transformer. whole, lora: what is kept where all weights are trained, or low-rank pairs beside frozen
     ones, whose factors keep nothing; compiled_whole, compiled_lora: the same of compiled blocks, by default as if they were
     not. forward: what tokens have at once while a block is at work without autograd, beside
     the MLP's. backward: gradients that are alive at once beside what was kept. text_is_stream: whether text goes through
-    the blocks as the image does; else cross attention reads it."""
+    the blocks as the image does; else cross attention reads it. widened: by model.float32_streams."""
 
     whole: Kept
     lora: Kept
@@ -61,6 +71,7 @@ class Activations:
     text_is_stream: bool
     compiled_whole: Kept | None = None
     compiled_lora: Kept | None = None
+    widened: Widened = Widened()
 
     def kept(self, *, lora: bool, compiled: bool) -> Kept:
         if lora:

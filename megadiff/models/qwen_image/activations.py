@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadiff.models.activations import Activations, Decoding, Kept, Part
+from megadiff.models.activations import Activations, Decoding, Kept, Part, Widened
 
 ACTIVATIONS = Activations(
     whole=Kept(
@@ -20,6 +20,7 @@ ACTIVATIONS = Activations(
     forward=Part(elements=4),
     backward=Part(elements=2),
     text_is_stream=True,
+    widened=Widened(block=5, outside=2, forward=4),  # residual sums and norms
     # norms and modulations are computed again, from what is kept of matrix products and attention
     compiled_whole=Kept(
         tokenwise=Part(elements=3), gathered=Part(elements=1), heads=Part(elements=8), outside=Part(elements=4)
