@@ -48,9 +48,11 @@ class LoraSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """The whole groups of one data-parallel rank for one step."""
+    """The whole groups of one data-parallel rank for one step. repeats: how many groups of the step, over all ranks, have the
+    same prompt and come before."""
 
     prompts: tuple[Prompt, ...]
+    repeats: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

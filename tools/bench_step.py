@@ -102,7 +102,7 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
 
 
 def figures(rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace) -> dict:
-    """Medians over the rows, and rates from the model's FLOPs; that of rollout until the slowest rank has its samples."""
+    """Medians over the rows, and rates from the model's FLOPs; that of rollout until the slowest rank has samples and rewards."""
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
     adapter, sampling = build_adapter(model_folder), sampling_of(config.rollout)

@@ -22,7 +22,8 @@ def log_to_stderr(rank: int = 0) -> None:
 
 
 def show_crashes() -> None:
-    """A crash below Python (SIGSEGV, SIGABRT …) shows on stderr what every thread was doing."""
+    """A crash below Python (SIGSEGV, SIGABRT …) shows on stderr what every thread was doing; of child processes as well."""
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     faulthandler.enable()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,8 +16,8 @@ class PromptSampler:
 
     The global order is one endless list: the prompts permuted for epoch 0, then for epoch 1, … Step k takes its next
     `prompts_per_step` entries, and each data-parallel rank the contiguous slice of whole groups that is its own. So
-    the union over ranks does not depend on dp. A step may span two epochs, and with fewer prompts than
-    prompts_per_step it always does: a prompt that occurs twice in one step is sampled with equal noise.
+    the union over ranks does not depend on dp. A step may span two epochs, and then have a prompt
+    twice: `repeats` tells its groups apart.
 
     shuffle False keeps the file's order in every epoch. ValueError: prompts_per_step that dp does not divide.
     """
@@ -51,8 +52,14 @@ class PromptSampler:
     def peek(self) -> PromptBatch:
         """What next() will return, without moving on."""
         num_local = self._prompts_per_step // self._dp
-        start = self._position + self._dp_rank * num_local
-        return PromptBatch(prompts=tuple(self._prompts[index] for index in self._order.take(start, num_local)))
+        mine = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
+        indices = self._order.take(self._position, self._prompts_per_step).tolist()
+        seen = Counter[int]()
+        repeats = []
+        for index in indices:
+            repeats.append(seen[index])
+            seen[index] += 1
+        return PromptBatch(prompts=tuple(self._prompts[index] for index in indices[mine]), repeats=tuple(repeats[mine]))
 
     def state(self) -> dict[str, int]:
         """Where the sampler stands; equal on every rank."""

@@ -84,7 +84,11 @@ def _untimed_share(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | 
     if not step or not finite(stages):
         return None
     untimed = 1 - sum(finite(stages)) / step
-    return f"{untimed:.0%} of a step is in no stage (logging, saving, waiting)." if untimed > UNTIMED_SHARE else None
+    return (
+        f"{untimed:.0%} of a step is in no stage (waiting for other ranks, replicas falling asleep)."
+        if untimed > UNTIMED_SHARE
+        else None
+    )
 
 
 UNTRUSTED: tuple[Check, ...] = (_not_finite, _parity)  # with these, no other number can be trusted

@@ -25,7 +25,7 @@ HINTS = {
     "reward": "scoring that sampling did not hide",
     "train": "forward, backward, optimizer",
     "sync": "weights to the replicas",
-    OTHER: "in no stage: replicas falling asleep, memory given back, the slowest rank's samples",
+    OTHER: "in no stage: replicas falling asleep, the slowest rank's samples, figures of them",
 }
 
 
@@ -55,7 +55,7 @@ def time_section(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], seconds: Sequence[dict[str, float]], names: Sequence[str]) -> str:
-    """Median seconds and share of the run's time per stage, then the other timers, which lie within the stages."""
+    """Median seconds and share of the run's time per stage, then the other timers."""
     total = sum(sum(step.values()) for step in seconds) or 1.0
     body = ""
     for number, name in enumerate(names):
@@ -79,7 +79,7 @@ def _table(rows: Sequence[Row], seconds: Sequence[dict[str, float]], names: Sequ
 
 
 def inner_keys(rows: Sequence[Row]) -> list[str]:
-    """time/* metrics that are neither a stage nor the whole step: timers nested in one, evaluation, saving."""
+    """time/* metrics that are neither a stage nor the whole step: timers within one, or of what is in no stage; evaluation."""
     known = {stage_key(stage) for stage in (*STAGES, "step")}
     return [
         key for key in metric_keys(rows) if key.startswith("time/") and key not in known and finite(column(rows, key))

@@ -49,12 +49,13 @@ class ReplicaClient:
         """name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8, float32_streams), vllm_omni."""
         return self._call("GET", "/health", timeout=HEALTH_TIMEOUT_S).json()
 
-    def is_healthy(self) -> bool:
-        """Whether the replica of this name answers /health within HEALTH_TIMEOUT_S; one that still loads does not."""
+    def health_if_up(self) -> dict[str, Any] | None:
+        """health(), None where no replica of this name answers within HEALTH_TIMEOUT_S; one that still loads does not."""
         try:
-            return self.health()["name"] == self.name
+            health = self.health()
+            return health if health["name"] == self.name else None
         except (ReplicaError, ValueError, KeyError, TypeError):  # something else listens there
-            return False
+            return None
 
     def generate(self, request: RolloutRequest) -> RolloutGroup:
         """The group of one request. A 409 tells that the replica holds another policy version than asked."""

@@ -178,7 +178,8 @@ class WeightTarget:
 def wait_until_announced(
     registry: Path, *, count: int, timeout_s: float, processes: Sequence[ReplicaProcess] = ()
 ) -> list[dict[str, str]]:
-    """{"name", "url", …} of the first `count` healthy replicas, by name, that announced themselves in the registry folder.
+    """{"name", "url", …} of the first `count` healthy replicas, by name, that announced themselves in the registry folder, each
+    with what /health says under "health".
 
     Logs a progress line every few seconds. Raises ReplicaDied when one of the processes ends, or after timeout_s.
     An announcement that a killed replica left behind does not count.
@@ -188,7 +189,8 @@ def wait_until_announced(
         for process in processes:
             _raise_if_dead(process)
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(registry.glob("*.json"))]
-        healthy = [entry for entry in found if _is_healthy(entry)][:count]
+        answers = [(entry, _health(entry)) for entry in found]
+        healthy = [entry | {"health": health} for entry, health in answers if health][:count]
         elapsed = time.monotonic() - start
         if len(healthy) == count:
             logger.info("%d replicas healthy after %.1f s", count, elapsed)
@@ -202,7 +204,7 @@ def wait_until_announced(
             return healthy
         if elapsed > timeout_s:
             tails = "\n".join(log_tail(process.spec.log) for process in processes)
-            silent = [f"{entry['name']} at {entry['url']}" for entry in found if entry not in healthy]
+            silent = [f"{entry['name']} at {entry['url']}" for entry, health in answers if not health]
             raise ReplicaDied(
                 f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in {registry} after {elapsed:.0f} s, "
                 f"rollout.start_timeout_s={timeout_s:.0f}; raise it, or start more with `megadiff serve MODEL "
@@ -222,10 +224,11 @@ def wait_until_announced(
         time.sleep(POLL_S)
 
 
-def _is_healthy(entry: dict[str, str]) -> bool:
-    """Whether the replica that announced itself answers: another may have its port by now, and would get two pushes."""
+def _health(entry: dict[str, str]) -> dict[str, Any] | None:
+    """Of the replica that announced itself, None if it does not answer: another may have its port by now, and would get two
+    pushes."""
     with closing(ReplicaClient(entry["url"], entry["name"])) as client:
-        return client.is_healthy()
+        return client.health_if_up()
 
 
 def _raise_if_dead(process: ReplicaProcess) -> None:

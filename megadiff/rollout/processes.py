@@ -14,6 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
+LOG_TAIL_BYTES = 1 << 16
+CRASH = "Fatal Python error"  # the first line of faulthandler's
 STOP_GRACE_S = 5.0
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
 
@@ -113,13 +115,15 @@ def visible_gpu(index: int) -> str:
 
 
 def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log file, '' when there is none."""
+    """The last lines of a log file, or those around a crash below Python, which says so at length; '' when there is none."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 16384))
-        text = file.read().decode("utf-8", errors="replace")
-    return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+        file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+        found = file.read().decode("utf-8", errors="replace").splitlines()
+    crash = next((place for place, line in enumerate(found) if line.startswith(CRASH)), None)
+    shown = found[-lines:] if crash is None else found[max(0, crash - lines) : crash + lines]
+    return "\n".join(f"  | {line}" for line in shown)
 
 
 def stop_all(processes: Sequence[ReplicaProcess]) -> None:

@@ -110,7 +110,7 @@ def _check_count(prompts: list[Prompt], config: Config) -> None:
     if len(prompts) < config.train.prompts_per_step:
         raise ValueError(
             f"{config.data.prompts} has {len(prompts)} prompts < train.prompts_per_step={config.train.prompts_per_step}: a "
-            f"prompt twice in a step would get the same noise; set train.prompts_per_step<={len(prompts)}, add prompts, or "
+            f"step would take a prompt more than once; set train.prompts_per_step<={len(prompts)}, add prompts, or "
             "raise algorithm.group_size"
         )
 

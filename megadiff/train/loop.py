@@ -64,7 +64,7 @@ def train(run: Run) -> None:
             with timers("sync"):
                 stats = run.sync.push(progress.step)
             requests = group_requests(
-                next(run.prompts).prompts,
+                next(run.prompts),
                 sampling=samplings[progress.step % len(samplings)],
                 group_size=config.algorithm.group_size,
                 seed=config.seed,

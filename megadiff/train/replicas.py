@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,16 +52,13 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     AgreedError for a separate replica that computes otherwise than the run says."""
     rollout = config.rollout
     registry = registry_folder(folder) if rollout.mode == "colocated" else Path(rollout.registry)
-    found = agreed(
-        lambda: wait_until_announced(
-            registry, count=num_replicas(config, mesh), timeout_s=rollout.start_timeout_s, processes=processes
-        ),
-        mesh.cpu_group,
-        here=mesh.rank == 0,
-    )
+    found = agreed(lambda: _found(registry, config, mesh, processes), mesh.cpu_group, here=mesh.rank == 0)
     found = broadcast_json(found, source=0, group=mesh.cpu_group)
-    clients = _clients(found, config)
-    agreed(lambda: _check_arithmetic(clients, config), mesh.cpu_group, here=mesh.rank == 0)
+    token = os.environ.get("MEGADIFF_TOKEN")
+    clients = [
+        ReplicaClient(one["url"], one["name"], token=token, timeout_s=rollout.request_timeout_s)
+        for one in found  # type: ignore[union-attr]
+    ]
     logs = {client.name: log_file(folder, client.name) for client in clients} if rollout.mode == "colocated" else {}
     return Fleet(
         clients,
@@ -72,24 +70,29 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     )
 
 
-def _clients(found: Sequence[Mapping[str, str]], config: Config) -> list[ReplicaClient]:
-    token, timeout_s = os.environ.get("MEGADIFF_TOKEN"), config.rollout.request_timeout_s
-    return [ReplicaClient(one["url"], one["name"], token=token, timeout_s=timeout_s) for one in found]
+def _found(registry: Path, config: Config, mesh: Mesh, processes: Sequence[ReplicaProcess]) -> list[Mapping[str, Any]]:
+    count, timeout_s = num_replicas(config, mesh), config.rollout.start_timeout_s
+    found = wait_until_announced(registry, count=count, timeout_s=timeout_s, processes=processes)
+    for one in found:
+        check_arithmetic(one, config)
+    return found
 
 
-def _check_arithmetic(clients: Sequence[ReplicaClient], config: Config) -> None:
-    """Raises ValueError: the difference would show as a parity gap without a cause."""
+def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
+    """replica: its name, url and health. Raises ValueError where it computes otherwise than the run says, which would show as
+    a parity gap without a cause."""
     wanted = {"rollout.fp8": config.rollout.fp8, "model.float32_streams": config.model.float32_streams}
-    for client in clients:
-        found = client.health().get("arithmetic", {})
-        for key, value in wanted.items():
-            switch = key.partition(".")[2]
-            if found.get(switch) is not value:
-                flag = f"{'with' if value else 'without'} --{switch.replace('_', '-')}"
-                raise ValueError(
-                    f"{client.name} at {client.url} has {switch}={found.get(switch)}, the run {key}={value}; start it {flag}, "
-                    f"or set {key}={str(not value).lower()}"
-                )
+    who, found = f"{replica['name']} at {replica['url']}", replica["health"].get("arithmetic")
+    if found is None:
+        raise ValueError(f"{who} does not say how it computes; start it with this version of megadiff")
+    for key, value in wanted.items():
+        switch = key.partition(".")[2]
+        if found.get(switch) is not value:
+            flag = f"{'with' if value else 'without'} --{switch.replace('_', '-')}"
+            raise ValueError(
+                f"{who} has {switch}={found.get(switch)}, the run {key}={value}; start it {flag}, or set "
+                f"{key}={str(not value).lower()}"
+            )
 
 
 def put_to_sleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.wire import decode_groups, encode_groups
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from megadiff.types import Prompt, PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
 Rewards = dict[str, Tensor]  # reward name, and "total" → [P, G] float32
 
@@ -49,19 +49,19 @@ def sft_sampling(config: RolloutConfig) -> Sampling:
 
 
 def group_requests(
-    prompts: Sequence[Prompt], *, sampling: Sampling, group_size: int, seed: int, step: int, policy_version: int | None
+    batch: PromptBatch, *, sampling: Sampling, group_size: int, seed: int, step: int, policy_version: int | None
 ) -> list[RolloutRequest]:
-    """One request per prompt group."""
+    """One request per prompt group. Groups of one prompt have different samples, as noise follows from their indices."""
     return [
         RolloutRequest(
             prompt=prompt,
             sampling=sampling,
-            sample_indices=tuple(range(group_size)),
+            sample_indices=tuple(range(repeat * group_size, (repeat + 1) * group_size)),
             seed=seed,
             step=step,
             policy_version=policy_version,
         )
-        for prompt in prompts
+        for prompt, repeat in zip(batch.prompts, batch.repeats, strict=True)
     ]
 
 
@@ -70,7 +70,7 @@ def sample_and_score(
 ) -> tuple[list[RolloutGroup], Rewards]:
     """Collective. The model group's first rank fetches and scores (scoring starts as groups arrive), its peers receive.
 
-    Timer `sample`: until every rank has its samples and scores; `rollout` and `reward` are this rank's own within it.
+    Timer `sample`: until every source rank has its samples and scores; `rollout` and `reward` are this rank's own within it.
     Raises AgreedError on every rank of the world when any replica or reward fails.
     """
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")  # the peers' GPUs hold replicas too

@@ -57,6 +57,17 @@ def test_property_global_order_does_not_depend_on_dp_and_resumes_under_any() -> 
         assert max(Counter(flat).values()) - (len(flat) // count) <= 1
 
 
+@pytest.mark.parametrize(("count", "per_step"), [(5, 4), (6, 4), (3, 8), (40, 8)])
+def test_groups_of_one_prompt_in_a_step_are_told_apart_over_all_ranks(count: int, per_step: int) -> None:
+    for dp in (1, 2, 4):
+        world = [make(count, per_step, dp, rank) for rank in range(dp)]
+        for _ in range(10):
+            batches = [next(sampler) for sampler in world]
+            groups = [pair for batch in batches for pair in zip(texts(batch), batch.repeats, strict=True)]
+            assert len(set(groups)) == per_step
+            assert all((text, before) in groups for text, repeat in groups for before in range(repeat))
+
+
 def test_peek_does_not_advance() -> None:
     sampler = make(10, 4)
     for _ in range(5):

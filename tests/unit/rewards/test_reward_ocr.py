@@ -162,4 +162,4 @@ def test_canvas_keeps_ordinary_images_and_bounds_the_others() -> None:
 def test_shipped_prompts_have_text() -> None:
     prompts = load_prompts(Path(__file__).parents[3] / "assets/prompts/ocr.jsonl", max_chars=2000)
     OcrReward().validate(prompts)
-    assert len(prompts) >= 20
+    assert len(prompts) >= 200

@@ -49,6 +49,6 @@ def test_the_rewards_can_score_the_prompts(recipe: Config) -> None:
 
 
 def test_the_prompts_suffice_for_a_step(recipe: Config) -> None:
-    """No prompt twice in a step: it would get the same noise."""
+    """A run refuses fewer."""
     prompts = load_prompts(Path(recipe.data.prompts), max_chars=recipe.data.max_prompt_chars)
     assert len(prompts) >= recipe.train.prompts_per_step

@@ -9,7 +9,7 @@ import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig
 from megadiff.rollout.processes import serve_command
-from megadiff.train.replicas import _specs
+from megadiff.train.replicas import _specs, check_arithmetic
 
 MESH = SimpleNamespace(device=torch.device("cpu"), world_size=1)
 
@@ -40,6 +40,27 @@ def test_replicas_have_the_trainers_streams(streams):
     config.model.float32_streams = streams
     (spec,) = _specs(config, MESH, Path("run"))
     assert ("--float32-streams" in serve_command(spec, Path("registry"))) == streams
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "told"),
+    [
+        (
+            {"fp8": True, "float32_streams": False},
+            "has fp8=True, the run rollout.fp8=False; start it without --fp8, or set",
+        ),
+        (
+            {"fp8": False, "float32_streams": True},
+            "start it without --float32-streams, or set model.float32_streams=true",
+        ),
+        (None, "does not say how it computes; start it with this version"),
+    ],
+)
+def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
+    replica = {"name": "r", "url": "http://h:1", "health": {"arithmetic": arithmetic} if arithmetic else {}}
+    with pytest.raises(ValueError, match=told):
+        check_arithmetic(replica, _config(1))
+    check_arithmetic(replica | {"health": {"arithmetic": {"fp8": False, "float32_streams": False}}}, _config(1))
 
 
 def _config(num_replicas):
