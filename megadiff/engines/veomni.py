@@ -128,7 +128,7 @@ class VeOmniEngine(ShardedEngine):
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Cast before the gather, which then moves half the bytes."""
         parameters = [self._parameters[name] for name in names]
-        if len(parameters) > 1 and (group := _row_group(parameters)):
+        if group := _row_group(parameters):
             pieces = [local(parameter.detach()) for parameter in parameters]
             return gather_rows(pieces, [parameter.shape for parameter in parameters], dtype, group)
         return [_full_weight(parameter, dtype) for parameter in parameters]
