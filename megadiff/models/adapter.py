@@ -18,10 +18,7 @@ if TYPE_CHECKING:  # needs megatron-core, which only its engine does
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 Conditioning = Mapping[str, Tensor]
-STREAMS = (
-    "hidden_states",
-    "encoder_hidden_states",
-)  # image and text, as arguments of diffusers' transformers and blocks
+STREAMS = ("hidden_states", "encoder_hidden_states")  # image and text, as diffusers' modules name them
 FIRST_FRAME = "first_frame"  # in a conditioning: clean latents [B, tokens of a frame, C], where Sampling.first_frame
 PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts → what encode_prompt returns
 # uint8 RGB [B, H, W, 3], of a video model [B, F, H, W, 3] too → packed, normalised latents [B, L, C] float32

@@ -177,7 +177,7 @@ class WeightTarget:
 
 def wait_until_announced(
     registry: Path, *, count: int, timeout_s: float, processes: Sequence[ReplicaProcess] = ()
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """{"name", "url", …} of the first `count` healthy replicas, by name, that announced themselves in the registry folder, each
     with what /health says under "health".
 
