@@ -42,8 +42,6 @@ def _worker(model: Path, case: str) -> None:
     torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
     gradients, kept = {}, []
     for budget, calls in BUDGETS.items():
-        if options.get("compiled") and budget == 0.5:
-            continue  # compiling takes most of the time
         torch._dynamo.reset()
         engine = build(
             model, sizes, backend=backend, adapter=build_adapter(model), microbatch_size=5, budget=budget, **options

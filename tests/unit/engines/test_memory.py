@@ -113,7 +113,7 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("budget", [0.25, 1.0])
+@pytest.mark.parametrize("budget", [0.0, 0.25, 1.0])
 def test_compiled_blocks_keep_less(tiny_model, rank, budget):
     """By the partition of forward and backward that torch.compile makes, with the kernels of eager PyTorch."""
     adapter = QwenImageAdapter(tiny_model)
