@@ -177,7 +177,7 @@ def _replica_line(plan: MemoryPlan) -> str:
     replicas = plan.replicas
     if not replicas.per_gpu:
         return "replicas: none on these GPUs"
-    asleep = f"asleep with {_gib(replicas.kept)} GiB" if replicas.sleeps else "awake"
+    asleep = f"asleep, with {_gib(replicas.parked)} GiB in host memory," if replicas.sleeps else "awake"
     text = (
         f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights and {_gib(replicas.working)} GiB at "
         f"work, {asleep} while the trainer works"

@@ -75,7 +75,7 @@ class RolloutConfig:
     tp: int = 1  # workers (GPUs) of a replica that share its transformer's weights
     mode: str = "colocated"  # colocated | separate
     registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
-    sleep: str = "auto"  # auto | always | never: colocated replicas free their transformers while the trainer works
+    sleep: str = "auto"  # auto | always | never: colocated replicas free their weights while the trainer works
     start_timeout_s: float = 600.0
     request_timeout_s: float = 1800.0
 

@@ -128,7 +128,7 @@ def _check_fp8_rollout(config: Config) -> None:
 
 
 def sleeps(config: Config, *, device_type: str) -> bool:
-    """Whether replicas free their transformers while the trainer works; the push that wakes them brings all weights.
+    """Whether replicas free their weights while the trainer works; the push that wakes them brings all weights.
 
     rollout.sleep=auto: on GPUs where every push does so anyway, thus neither with LoRA nor with train.components.
     """

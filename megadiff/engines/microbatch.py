@@ -143,13 +143,14 @@ def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Ite
             prev_sample_BLC=_on(device, batch.latents_NSLC[sample_B, step_B + 1]),
             sigma_B=_on(device, batch.schedule[index_B]),
             sigma_next_B=_on(device, batch.schedule[index_B + 1]),
-            conditioning={name: value_P[group_B] for name, value_P in batch.conditioning.items()},
+            conditioning={name: _locked(device, value_P[group_B]) for name, value_P in batch.conditioning.items()},
         )
 
 
 @microbatches.register
 def _(batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device) -> Iterator[FlowMicrobatch]:
-    """Noised on the device: one pass over each tensor there, none on the CPU where rows follow each other."""
+    """Noised on the device: one pass over each tensor there; on the CPU none where rows follow each other, but for a GPU's
+    copy."""
     for row_B in _chunks(rows_R, size):
         first, last = int(row_B[0]), int(row_B[-1])
         rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
@@ -160,7 +161,10 @@ def _(batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device) -> Iter
             target_BLC=noise_BLC - latents_BLC,
             sigma_B=sigma_B,
             weight_B=_on(device, batch.weights_N[rows]),
-            conditioning={name: value_P[batch.group_index_N[rows]] for name, value_P in batch.conditioning.items()},
+            conditioning={
+                name: _locked(device, value_P[batch.group_index_N[rows]])
+                for name, value_P in batch.conditioning.items()
+            },
         )
 
 
@@ -186,7 +190,7 @@ def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInpu
 def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
     device, sample_B = velocity_BLC.device, microbatch.sample_B
     old, rollout, ref_mean = (
-        None if value_NW is None else value_NW[sample_B, microbatch.step_B].to(device, non_blocking=True)
+        None if value_NW is None else _on(device, value_NW[sample_B, microbatch.step_B])
         for value_NW in (batch.old_log_probs_NW, batch.rollout_log_probs_NW, batch.ref_means_NWLC)
     )
     return StepInputs(
@@ -206,4 +210,10 @@ def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepIn
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
-    return value.to(device, torch.float32, non_blocking=True)
+    """In float32, converted there."""
+    return _locked(device, value).to(device, non_blocking=True).float()
+
+
+def _locked(device: torch.device, value: Tensor) -> Tensor:
+    """Page-locked where it will be copied to a GPU: from other memory the host waits for all that the GPU has to do before."""
+    return value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value

@@ -20,8 +20,8 @@ NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pip
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaWeights:
-    """Bytes of one worker. transformers: freed in sleep. encoder: the text encoder as a checkpoint has it. others: text
-    encoder without what is not served, VAE, and so on, which stay. unknown: components that could not be sized."""
+    """Bytes of one worker. transformers: what a push replaces. encoder: the text encoder as a checkpoint has it. others: text
+    encoder without what is not served, VAE, and so on. unknown: components that could not be sized."""
 
     transformers: int
     encoder: int

@@ -128,7 +128,7 @@ class Replica:
             return workers
 
     async def sleep(self) -> None:
-        """Gives the memory of the policy's weights back, until a push brings all of them. Raises Refused when not ready."""
+        """Gives the memory of all weights back, until a push brings all of the policy's. Raises Refused when not ready."""
         async with self._weights_lock:
             self.policy.fall_asleep()
             await self._drained()

@@ -26,7 +26,7 @@ from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with
 from megadiff.parallel.plan import is_lora, module_of
 from megadiff.rollout.fp8 import Fp8Linears, fp8_targets
-from megadiff.rollout.freed_weights import FreedWeights
+from megadiff.rollout.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.replica_lora import WRAPPED, PolicyLora, plain_name
 from megadiff.rollout.weight_feed import WeightFeed
 from megadiff.types import LoraSpec
@@ -42,6 +42,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _feed: WeightFeed | None = None
     _served_places: dict[str, ServedPlace] | None = None
     _freed: FreedWeights | None = None
+    _parked: ParkedWeights | None = None
     _fp8: Fp8Linears | None = None
 
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
@@ -85,10 +86,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         )
 
     def begin_push(self, transport: dict[str, Any]) -> None:
-        """A push opens: what a broken-off one left is dropped, what free_weights() gave away is allocated. Joins the
-        trainer's group where there is one."""
+        """A push opens: what a broken-off one left is dropped, what free_weights() gave away is allocated or on its way back.
+        Joins the trainer's group where there is one."""
         if self._freed is not None:
             self._freed.take_back()
+            self._parked.fetch()
             self._freed = None
         self.lora_manager.drop_set_aside()
         with suppress(Exception):  # what the loader says of weights that did not all come
@@ -106,11 +108,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._load(pairs)
 
     def free_weights(self) -> None:
-        """Gives the memory of the base weights back to the device. What they were is lost; the next push opens with memory
-        for them and must bring them all. The text encoder and the VAE stay."""
+        """Gives the memory of all weights back to the device. What the base weights were is lost; the next push opens with
+        memory for them and must bring them all. Text encoder and VAE wait in host memory; adapters stay."""
         if self._freed is None:
             copies = self._fp8.buffers if self._fp8 else ()
-            self._freed = FreedWeights([*self._parameters().values(), *copies])
+            replaced = [*self._parameters().values(), *copies]
+            if self._parked is None:
+                self._parked = ParkedWeights(self._constant_parameters())
+            self._parked.park()
+            self._freed = FreedWeights(replaced)
             self.trim()
 
     def trim(self) -> None:
@@ -126,6 +132,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 self._fp8.refresh()
         if self._receiver is not None:
             self._receiver.end()
+        if self._parked is not None:
+            self._parked.wait()
         lora = LoraSpec(**{**spec, "modules": tuple(spec["modules"])}) if spec else None
         self.lora_manager.bind(lora, places=self._places())
 
@@ -196,9 +204,17 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def _parameters(self) -> dict[str, Tensor]:
         """The base weights as vllm-omni packs them, under the names that they have while LoRA wraps nothing."""
-        pipeline = self.model_runner.pipeline
-        prefixes = tuple(f"{component}." for component in pipeline.policy_components)
-        return {plain_name(name): tensor for name, tensor in pipeline.named_parameters() if name.startswith(prefixes)}
+        named = self.model_runner.pipeline.named_parameters()
+        return {plain_name(name): tensor for name, tensor in named if name.startswith(self._policy_prefixes)}
+
+    def _constant_parameters(self) -> list[Tensor]:
+        """Of all components that no push reaches: text encoder, VAE, and so on."""
+        named = self.model_runner.pipeline.named_parameters()
+        return [tensor for name, tensor in named if not name.startswith(self._policy_prefixes)]
+
+    @property
+    def _policy_prefixes(self) -> tuple[str, ...]:
+        return tuple(f"{component}." for component in self.model_runner.pipeline.policy_components)
 
     def _places(self) -> dict[str, ServedPlace]:
         """Of the base weights: the same for as long as the pipeline lives."""

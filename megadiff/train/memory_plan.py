@@ -55,13 +55,13 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes. kept: of these, what it keeps while
-    the trainer works; sleeps: whether that is less than all. encoder: of the text encoder that the trainer loads for the
-    parity gate. working: beside the weights while it samples. per_gpu: workers on the fullest GPU of the trainer. unknown:
-    components that could not be sized."""
+    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes. sleeps: whether it frees them while
+    the trainer works; parked: of these, what then waits in host memory. encoder: of the text encoder that the trainer loads
+    for the parity gate. working: beside the weights while it samples. per_gpu: workers on the fullest GPU of the trainer.
+    unknown: components that could not be sized."""
 
     weights: int
-    kept: int
+    parked: int
     encoder: int
     working: int
     per_gpu: int
@@ -191,6 +191,7 @@ def _estimate(
     host = {"reference": static.reference if build_algorithm(config.algorithm).needs_reference else 0}
     if model.idle_offloaded:
         host["idle optimizer"] = (model.num_components - model.num_frozen) * static.optimizer
+    host["sleeping replica"] = replicas.parked * replicas.per_gpu
     return Estimate(placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle)
 
 
@@ -202,7 +203,7 @@ def _phases(
     resident["contexts"] = CONTEXT_BYTES * (1 + replicas.per_gpu)
     resting = resident | {"optimizer": 0} if model.idle_offloaded else resident
     awake = {"replica": replicas.weights * replicas.per_gpu}
-    asleep = {"replica": replicas.kept * replicas.per_gpu}
+    asleep = {"replica": 0} if replicas.sleeps else awake
     on_policy = build_algorithm(config.algorithm).on_policy
 
     def passes(*, training: bool) -> dict[str, int]:
@@ -274,7 +275,7 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     is_asleep = sleeps(config, device_type="cuda")
     samples_here = build_algorithm(algorithm).on_policy or config.eval.every
     if rollout.mode == "separate" or not samples_here:
-        return Replicas(weights=0, kept=0, encoder=found.encoder, working=0, per_gpu=0, sleeps=False, unknown=())
+        return Replicas(weights=0, parked=0, encoder=found.encoder, working=0, per_gpu=0, sleeps=False, unknown=())
     rows = max(algorithm.group_size, rollout.batch_size // algorithm.group_size * algorithm.group_size)
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
     tokens = adapter.token_count(sampling_of(rollout), text_tokens)
@@ -293,7 +294,7 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     transformers = found.transformers + (_fp8_bytes(adapter, model, tp=rollout.tp) if rollout.fp8 else 0)
     return Replicas(
         weights=transformers + found.others,
-        kept=found.others + (0 if is_asleep else transformers),
+        parked=found.others if is_asleep else 0,
         encoder=found.encoder,
         working=max(decoding, activation_bytes(model, alone, work, training=False)),
         per_gpu=math.ceil(num_replicas * rollout.tp / machine.world_size),

@@ -96,8 +96,8 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
 
 
 def put_to_sleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:
-    """Collective. Where rollout.sleep says so, replicas free their transformers' memory. Nothing is copied to the host: the
-    next push, which then brings everything, wakes them. Elsewhere on shared GPUs they give back what sampling needed."""
+    """Collective. Where rollout.sleep says so, replicas free their weights' memory; the next push, which then brings every
+    weight of the policy, wakes them. Elsewhere on shared GPUs they give back what sampling needed."""
     if sleeps(config, device_type=mesh.device.type):
         agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
         sync.forget()

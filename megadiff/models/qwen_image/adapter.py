@@ -237,7 +237,7 @@ def _forward(
     velocity_BLC = transformer(
         hidden_states=latents_BLC.to(dtype),
         timestep=sigma_B.float().to(device),
-        encoder_hidden_states=embeds_BTD.to(device, dtype, non_blocking=True),
+        encoder_hidden_states=embeds_BTD.to(device, non_blocking=True).to(dtype),
         encoder_hidden_states_mask=None if mask_BT is None else mask_BT.to(device, non_blocking=True),
         # of one sample: only the first is read, and FSDP2 walks through an entry per sample, which took half of a small step
         img_shapes=[[(1, *_grid(sampling))]],

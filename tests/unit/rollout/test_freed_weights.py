@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megadiff.rollout.freed_weights import FreedWeights
+from megadiff.rollout.freed_weights import FreedWeights, ParkedWeights
 
 
 def test_storages_are_empty_until_they_are_taken_back() -> None:
@@ -30,3 +30,33 @@ def test_memory_that_cannot_be_freed_is_said() -> None:
     numpy = pytest.importorskip("numpy")
     with pytest.raises(RuntimeError, match="not resizable"):
         FreedWeights([torch.from_numpy(numpy.zeros(3, dtype=numpy.float32))])
+
+
+def test_parked_weights_come_back_as_they_were() -> None:
+    """Of several types and of any size, also where two tensors share memory; and again after the first time."""
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7).bfloat16(), nn.Embedding(0, 4))
+    shared = module[0].weight[1:]
+    weights = [*module.parameters(), shared]
+    expected = [weight.detach().clone() for weight in weights]
+    parked = ParkedWeights(weights)
+    assert all(torch.equal(weight, value) for weight, value in zip(weights, expected, strict=True))
+    for _ in range(2):
+        parked.park()
+        assert {weight.untyped_storage().nbytes() for weight in weights} == {0}
+        for _ in range(2):  # a second call does nothing
+            parked.fetch()
+        parked.wait()
+        assert all(torch.equal(weight, value) for weight, value in zip(weights, expected, strict=True))
+        assert shared.untyped_storage().data_ptr() == module[0].weight.untyped_storage().data_ptr()
+
+
+def test_what_cannot_be_parked_stays() -> None:
+    """A file's pages, and nothing at all."""
+    numpy = pytest.importorskip("numpy")
+    page = torch.from_numpy(numpy.ones(3, dtype=numpy.float32))
+    parked = ParkedWeights([page])
+    parked.park()
+    assert page.tolist() == [1, 1, 1]
+    parked.fetch()
+    parked.wait()
+    assert page.tolist() == [1, 1, 1]

@@ -92,17 +92,21 @@ def test_where_replicas_count(plan):
         return plan(*arguments)[0]["layouts"][0]["phases"]
 
     asleep, awake, separate = parts(), parts("rollout.sleep=never"), parts(*SEPARATE)
-    kept = 2 * (7_615_616_512 + 126_892_531)  # the text encoder without its vision tower, and the VAE
-    weights = 2 * 20_430_401_088 + kept
-    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [weights] * 3 + [kept]
+    parked = 2 * (7_615_616_512 + 126_892_531)  # the text encoder without its vision tower, and the VAE
+    weights = 2 * 20_430_401_088 + parked
+    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [weights] * 3 + [0]
+    hosts = [
+        plan(*arguments)[0]["layouts"][0]["host"]["sleeping replica"] for arguments in ((), ("rollout.sleep=never",))
+    ]
+    assert hosts == [parked, 0]
     assert awake["update"]["replica"] == weights
-    assert parts(*OFF)["log_probs"]["replica"] == kept
+    assert parts(*OFF)["log_probs"]["replica"] == 0
     assert parts("lora.rank=8")["update"]["replica"] == weights  # whose pushes would not bring all of it
-    assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == kept
+    assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
     d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
     fp8 = parts("rollout.fp8=true")
     assert fp8["rollout"]["replica"] == weights + 60 * (8 * d * d + 4 * d * 4 * d + scales)
-    assert fp8["update"]["replica"] == kept
+    assert fp8["update"]["replica"] == 0
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
     assert all(asleep[phase]["contexts"] == 2 * separate[phase]["contexts"] > 0 for phase in asleep)  # two processes
 
@@ -270,8 +274,12 @@ def test_nothing_fits(capsys):
     assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]) == 1
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
+    assert "GiB > 35.5 GiB in rollout: " in text and "replica at work" in text
+    assert "try rollout.mode=separate, or more GPUs" in text
+    assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40", *SEPARATE]) == 1
+    text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate" in text
+    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or more GPUs" in text
 
 
 @pytest.mark.parametrize(
