@@ -46,14 +46,14 @@ def _of_any_text_length(compiled: Callable[..., Any], signature: inspect.Signatu
 
 
 def _mark(arguments: dict[str, Any]) -> None:
-    """Every dimension of the text's length, in the streams' embeddings, masks and rotations. Not where that length is some
-    other size of the image's stream as well: torch would then take the two for one."""
-    length = arguments[TEXT].shape[1]
-    if length in arguments[IMAGE].shape:
-        return
+    """Every dimension of the text's length in the streams' embeddings, masks and rotations, and of both streams' length in
+    masks of their joint attention. Not where such a length is some other size of the image's stream as well: torch would
+    then take the two for one."""
+    image, text = arguments[IMAGE].shape, arguments[TEXT].shape[1]
+    lengths = {text, text + image[1]}.difference(image)
     for tensor in _tensors(value for name, value in arguments.items() if name != IMAGE):
         for dim, size in enumerate(tensor.shape):
-            if size == length:
+            if size in lengths:
                 maybe_mark_dynamic(tensor, dim)
 
 

@@ -92,20 +92,21 @@ def test_another_text_length_compiles_nothing(tiny_model):
 
 
 def _lengths_worker(tiny_model: Path) -> None:
-    """Of the same values as uncompiled blocks, by one variant for all lengths."""
+    """Of the same values as uncompiled blocks, by one variant for all lengths without padding, and one with."""
     torch.compile = partial(torch.compile, backend="eager")
     plain, compiled = (build(tiny_model, {}, backend="veomni", compiled=each) for each in (False, True))
     whole = mine(plain)
-    counts = []
-    for length in (5, 6, 9, 12):
-        embeds = torch.randn(*whole.conditioning["prompt_embeds"].shape[:1], length, 64)
-        batch = replace(
-            whole, conditioning={"prompt_embeds": embeds, "prompt_mask": torch.ones(embeds.shape[:2]).bool()}
-        )
-        expected, found = (engine.log_probs(batch).log_probs_NW for engine in (plain, compiled))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[0] == counts[-1] > 0, counts
+    counts = [0]
+    for num_padded in (0, 1):
+        for length in (5, 6, 9, 12):
+            embeds = torch.randn(*whole.conditioning["prompt_embeds"].shape[:1], length, 64)
+            mask = torch.ones(embeds.shape[:2]).bool()
+            mask[0, length - num_padded :] = False
+            batch = replace(whole, conditioning={"prompt_embeds": embeds, "prompt_mask": mask})
+            expected, found = (engine.log_probs(batch).log_probs_NW for engine in (plain, compiled))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < counts[1] == counts[4] < counts[5] == counts[8], counts
 
 
 @pytest.fixture(scope="module")

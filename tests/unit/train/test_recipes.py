@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from megadiff.cli.main import main
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.data.prompts import load_prompts
@@ -14,6 +17,7 @@ from megadiff.diffusion.schedule import check_window
 from megadiff.models.registry import build_adapter
 from megadiff.rewards.score import Scorer
 from megadiff.train.experts import check_experts, describe_experts
+from megadiff.train.memory_plan import PHASES
 from megadiff.train.rollout import sampling_of
 
 ROOT = Path(__file__).parents[3]
@@ -52,3 +56,18 @@ def test_the_prompts_suffice_for_a_step(recipe: Config) -> None:
     """A run refuses fewer."""
     prompts = load_prompts(Path(recipe.data.prompts), max_chars=recipe.data.max_prompt_chars)
     assert len(prompts) >= recipe.train.prompts_per_step
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_header_says_what_the_planner_does(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    header = re.sub(r"\n# ", " ", path.read_text().partition("\nrun:")[0])
+    (world_size,) = re.findall(r"--world-size (\d+)", header)
+    figures = header.partition("stay")[2].partition("Measured")[0]
+    said = {name: float(gib) for name, gib in re.findall(rf"({'|'.join(PHASES)}) (\d+\.\d)", figures)}
+    assert main(["plan", str(path), "--world-size", world_size, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    phases = found["layouts"][found["pick"]]["phases"]
+    assert said == {name: round(sum(parts.values()) / 2**30, 1) for name, parts in phases.items()}
