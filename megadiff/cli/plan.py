@@ -20,7 +20,15 @@ from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.engines.memory import GIB, ModelShape, Placing
 from megadiff.models.registry import build_adapter
-from megadiff.train.memory_plan import PHASES, USABLE_GIB, Estimate, Machine, MemoryPlan, make_plan
+from megadiff.train.memory_plan import (
+    PHASES,
+    USABLE_GIB,
+    Estimate,
+    Machine,
+    MemoryPlan,
+    largest_budget,
+    make_plan,
+)
 from megadiff.train.rollout import sampling_of
 
 
@@ -200,6 +208,11 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
         + ", ".join(f"{part} {_gib(size)}" for part, size in estimate.phases[worst].items() if size)
         + (f"; host memory {_gib(host)} GiB a GPU" if host else ""),
     ]
+    budget, peak = largest_budget(plan, estimate)
+    if budget > config.engine.activation_memory_budget:
+        lines.append(
+            f"  engine.activation_memory_budget={budget:g} fits too, with {_gib(peak)} GiB in update: less is computed again"
+        )
     own, backend = plan.own, config.engine.backend
     if own and own is not estimate:
         verdict = "fits too" if own.fits(plan.machine) else "does not fit" if not own.obstacle else "cannot run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -271,12 +272,13 @@ def test_text_says_what_to_set(capsys):
 
 
 def test_nothing_fits(capsys):
-    assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]) == 1
+    arguments = ["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]
+    assert main([*arguments, "engine.activation_memory_budget=0"]) == 1
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in rollout: " in text and "replica at work" in text
     assert "try rollout.mode=separate, or more GPUs" in text
-    assert main(["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40", *SEPARATE]) == 1
+    assert main([*arguments, *SEPARATE, "engine.activation_memory_budget=0.15"]) == 1
     text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
     assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or more GPUs" in text
@@ -323,3 +325,20 @@ def test_a_replicas_work_is_of_its_own_dtype(plan):
         return plan(*large, *arguments)[0]["layouts"][0]["phases"]["rollout"]["replica at work"]
 
     assert working() == working("engine.dtype=float32") < working("model.float32_streams=true")
+
+
+def test_a_larger_budget_that_fits_is_named(capsys):
+    """Its update is as large as said; the next one does not fit."""
+
+    def text(*arguments: str) -> str:
+        assert main(["plan", RECIPE, MODEL, "--world-size", "8", *arguments]) == 0
+        return capsys.readouterr().out
+
+    ((budget, gib),) = re.findall(r"budget=(\S+) fits too, with (\S+) GiB in update", text())
+    assert float(budget) > 0.25
+    assert "fits too" not in text(f"engine.activation_memory_budget={budget}")
+    row = next(line for line in text(f"engine.activation_memory_budget={budget}").splitlines() if line.startswith("> "))
+    assert gib in row.split()
+    more = f"engine.activation_memory_budget={float(budget) + 0.05:g}"
+    (row,) = [line for line in text(more).splitlines() if line[2:].split()[:2] == ["veomni", "8"]]
+    assert " over in update" in row
