@@ -78,9 +78,16 @@ class Receiver:
             manifest = source["tensors"]
             yield read_flat(manifest, flat_tensor(source, manifest))
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # the sender overwrites its memory after the answer
+                _finish_reading(self.device)
 
         return tensors
+
+
+def _finish_reading(device: torch.device) -> None:
+    """The sender overwrites its memory after the answer. What the device copies on other streams meanwhile (weights that come
+    back from host memory) goes on: a loader, in whatever thread, and this one read on these."""
+    torch.cuda.default_stream(device).synchronize()
+    torch.cuda.current_stream(device).synchronize()
 
 
 def _check_rows(manifest: object) -> None:
