@@ -211,7 +211,8 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
     budget, peak = largest_budget(plan, estimate)
     if budget > config.engine.activation_memory_budget:
         lines.append(
-            f"  engine.activation_memory_budget={budget:g} fits too, with {_gib(peak)} GiB in update: less is computed again"
+            f"  by this estimate engine.activation_memory_budget={budget:g} fits too, with {_gib(peak)} GiB in update: less is "
+            "computed again"
         )
     own, backend = plan.own, config.engine.backend
     if own and own is not estimate:

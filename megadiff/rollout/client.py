@@ -97,7 +97,7 @@ class ReplicaClient:
         return self._call("POST", "/rl/weights/commit", json={"version": version}).json()["workers"]
 
     def sleep(self) -> None:
-        """Free the memory of the policy's weights; a push of all of them wakes it."""
+        """Free the memory of all weights; a push of all of the policy's wakes it."""
         self._call("POST", "/rl/sleep")
 
     def trim(self) -> None:

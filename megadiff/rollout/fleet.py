@@ -103,7 +103,7 @@ class Fleet:
             _raise_if_dead(process)
 
     def sleep(self) -> None:
-        """Every replica frees its policy's weights, until a push brings all of them."""
+        """Every replica frees its weights, until a push brings all of the policy's."""
         self._for_all(ReplicaClient.sleep)
 
     def trim(self) -> None:

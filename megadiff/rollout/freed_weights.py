@@ -50,8 +50,13 @@ class ParkedWeights:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def park(self) -> None:
-        """Empties the tensors' storages; the allocator keeps the memory until it is told to give it back."""
+        """Empties the tensors' storages when what the current stream does has ended; the allocator keeps the memory until it is
+        told to give it back."""
         self.wait()
+        if self._stream is not None:
+            self._stream.wait_stream(
+                torch.cuda.current_stream(self.device)
+            )  # the memory is this stream's, from fetch() on
         for storage in self._storages:
             storage.resize_(0)
 
@@ -83,9 +88,17 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _empty_pieces(sizes: list[int], *, lock: bool) -> list[Tensor]:
-    """Of host memory, in one allocation: torch's own page-locked ones are of powers of two, up to twice what is asked for."""
+    """Of host memory, in one allocation: torch's own page-locked ones are of powers of two, up to twice what is asked for.
+
+    Raises RuntimeError where memory cannot be locked.
+    """
     ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
     memory = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
     if lock and ends:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code:
+            raise RuntimeError(
+                f"{memory.nbytes / 2**30:.1f} GiB of host memory for a sleeping replica's text encoder and VAE cannot be "
+                f"page-locked (CUDA error {code}); raise the container's memory limit, or set rollout.sleep=never"
+            )
     return [memory[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]

@@ -90,8 +90,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         Joins the trainer's group where there is one."""
         if self._freed is not None:
             self._freed.take_back()
-            self._parked.fetch()
             self._freed = None
+        if self._parked is not None:
+            self._parked.fetch()
         self.lora_manager.drop_set_aside()
         with suppress(Exception):  # what the loader says of weights that did not all come
             self._close_feed()

@@ -196,11 +196,11 @@ def _estimate(
 
 
 def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
-    """Of the budgets above the estimate's own, in steps of 0.05, the largest with which its update still fits; that update's
-    bytes. The estimate's own where none does."""
+    """Of the budgets above the estimate's own, in steps of 0.05 up to 0.5 (beyond it nothing has been measured), the largest
+    with which its update still fits; that update's bytes. The estimate's own where none does."""
     others = estimate.peak("update") - estimate.phases["update"]["activations"]
     best = estimate.work.budget, estimate.peak("update")
-    for budget in (step / 20 for step in range(1, 21)):
+    for budget in (step / 20 for step in range(1, 11)):
         work = replace(estimate.work, budget=budget)
         peak = others + activation_bytes(plan.model, estimate.placing, work, training=True)
         if budget > best[0] and peak <= plan.machine.budget:

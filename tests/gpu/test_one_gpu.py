@@ -84,7 +84,7 @@ def test_a_replica_frees_its_weights_until_a_push_brings_them(replica, tiny_mode
     for version in (1, 2):
         free, _ = torch.cuda.mem_get_info()
         replica.sleep()
-        assert torch.cuda.mem_get_info()[0] > free  # the text encoder's memory as well: images are the same afterwards
+        assert torch.cuda.mem_get_info()[0] > free
         push(replica, weights, version=version, model=tiny_model)
     after = replica.generate(REQUEST)
     for a, b in zip(before.trajectories, after.trajectories, strict=True):

@@ -158,10 +158,10 @@ class QwenImageAdapter(EncodesPrompts):
         Guidance is computed in the transformer's output dtype, as in the replica. Under CFG there are always two
         passes: one of 2B where widths agree would let ranks differ in their number of passes, and collectives hang.
         """
-        positive = _trim(conditioning["prompt_embeds"], conditioning["prompt_mask"])
+        positive = _trim(conditioning["prompt_embeds"], conditioning["prompt_mask"], latents_BLC.device)
         if sampling.true_cfg_scale <= 1:
             return _forward(transformer, latents_BLC, sigma_B, *positive, sampling).float()
-        negative = _trim(*_negative(conditioning))
+        negative = _trim(*_negative(conditioning), latents_BLC.device)
         velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *positive, sampling)
         negative_velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *negative, sampling)
         return true_cfg(velocity_BLC, negative_velocity_BLC, sampling.true_cfg_scale).float()
@@ -237,7 +237,7 @@ def _forward(
     velocity_BLC = transformer(
         hidden_states=latents_BLC.to(dtype),
         timestep=sigma_B.float().to(device),
-        encoder_hidden_states=embeds_BTD.to(device, non_blocking=True).to(dtype),
+        encoder_hidden_states=embeds_BTD.to(dtype),
         encoder_hidden_states_mask=None if mask_BT is None else mask_BT.to(device, non_blocking=True),
         # of one sample: only the first is read, and FSDP2 walks through an entry per sample, which took half of a small step
         img_shapes=[[(1, *_grid(sampling))]],
@@ -246,8 +246,9 @@ def _forward(
     return velocity_BLC
 
 
-def _trim(embeds_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Cut the columns that no sample uses; no mask when all that is left is used: it costs the fast kernels.
+def _trim(embeds_BTD: Tensor, mask_BT: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The embeddings on the device without the columns that no sample uses (cut there: the host would copy what it cuts); no
+    mask when all that is left is used: it costs the fast kernels.
 
     Text rotary positions count from the image's size on, whatever the width, so padding or cutting it changes nothing.
     """
@@ -256,7 +257,7 @@ def _trim(embeds_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor | None]:
     if width == 0:
         raise ValueError("prompt_mask has no True at all: a prompt must have at least one token")
     mask_BT = mask_BT[:, :width].bool()
-    return embeds_BTD[:, :width], None if bool(mask_BT.all()) else mask_BT
+    return embeds_BTD.to(device, non_blocking=True)[:, :width], None if bool(mask_BT.all()) else mask_BT
 
 
 def _negative(conditioning: Conditioning) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ def wan_velocity(
         (velocity_BCFHW,) = transformer(
             hidden_states=video_BCFHW,
             timestep=timestep.to(video_BCFHW.device),
-            encoder_hidden_states=_text(conditioning, prefix).to(video_BCFHW, non_blocking=True),
+            encoder_hidden_states=_text(conditioning, prefix, video_BCFHW.device).to(video_BCFHW),
             return_dict=False,
         )[:1]
         return pack(velocity_BCFHW)[:, num_given:]
@@ -57,8 +57,8 @@ def wan_velocity(
     return velocity_BLC.float()
 
 
-def _text(conditioning: Mapping[str, Tensor], prefix: str) -> Tensor:
-    """[B, TEXT_TOKENS, D], zero beyond each row's own tokens. Raises ValueError when it is absent or too long."""
+def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device) -> Tensor:
+    """[B, TEXT_TOKENS, D] on the device, zero beyond each row's own tokens. Raises ValueError when it is absent or too long."""
     names = [f"{prefix}prompt_embeds", f"{prefix}prompt_mask"]
     missing = [name for name in names if name not in conditioning]
     if missing:
@@ -66,7 +66,7 @@ def _text(conditioning: Mapping[str, Tensor], prefix: str) -> Tensor:
             f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; sample with the same "
             "guidance_scale as training uses"
         )
-    embeds_BTD, mask_BT = (conditioning[name] for name in names)
+    embeds_BTD, mask_BT = (conditioning[name].to(device, non_blocking=True) for name in names)
     num_tokens = embeds_BTD.shape[1]
     if num_tokens > TEXT_TOKENS:
         raise ValueError(f"{names[0]} has {num_tokens} tokens, the model takes {TEXT_TOKENS}; shorten the prompt")

@@ -331,14 +331,17 @@ def test_a_larger_budget_that_fits_is_named(capsys):
     """Its update is as large as said; the next one does not fit."""
 
     def text(*arguments: str) -> str:
-        assert main(["plan", RECIPE, MODEL, "--world-size", "8", *arguments]) == 0
+        assert main(["plan", RECIPE, MODEL, "--world-size", "8", "--memory-gib", memory, *arguments]) == 0
         return capsys.readouterr().out
 
+    memory = "125"
     ((budget, gib),) = re.findall(r"budget=(\S+) fits too, with (\S+) GiB in update", text())
-    assert float(budget) > 0.25
+    assert 0.25 < float(budget) < 0.5
     assert "fits too" not in text(f"engine.activation_memory_budget={budget}")
     row = next(line for line in text(f"engine.activation_memory_budget={budget}").splitlines() if line.startswith("> "))
     assert gib in row.split()
     more = f"engine.activation_memory_budget={float(budget) + 0.05:g}"
     (row,) = [line for line in text(more).splitlines() if line[2:].split()[:2] == ["veomni", "8"]]
     assert " over in update" in row
+    memory = "1000"
+    assert "budget=0.5 fits too" in text() and "fits too" not in text("engine.activation_memory_budget=0.5")
