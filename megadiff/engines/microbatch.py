@@ -190,7 +190,7 @@ def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInpu
 def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
     device, sample_B = velocity_BLC.device, microbatch.sample_B
     old, rollout, ref_mean = (
-        None if value_NW is None else _on(device, value_NW[sample_B, microbatch.step_B])
+        None if value_NW is None else _moved(device, value_NW[sample_B, microbatch.step_B])
         for value_NW in (batch.old_log_probs_NW, batch.rollout_log_probs_NW, batch.ref_means_NWLC)
     )
     return StepInputs(
@@ -211,7 +211,11 @@ def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepIn
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
     """In float32, converted there."""
-    return _locked(device, value).to(device, non_blocking=True).float()
+    return _moved(device, value).to(torch.float32)
+
+
+def _moved(device: torch.device, value: Tensor) -> Tensor:
+    return _locked(device, value).to(device, non_blocking=True)
 
 
 def _locked(device: torch.device, value: Tensor) -> Tensor:
