@@ -143,7 +143,7 @@ def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Ite
             prev_sample_BLC=_on(device, batch.latents_NSLC[sample_B, step_B + 1]),
             sigma_B=_on(device, batch.schedule[index_B]),
             sigma_next_B=_on(device, batch.schedule[index_B + 1]),
-            conditioning={name: _locked(device, value_P[group_B]) for name, value_P in batch.conditioning.items()},
+            conditioning=_conditioning(batch, group_B, device),
         )
 
 
@@ -161,10 +161,7 @@ def _(batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device) -> Iter
             target_BLC=noise_BLC - latents_BLC,
             sigma_B=sigma_B,
             weight_B=_on(device, batch.weights_N[rows]),
-            conditioning={
-                name: _locked(device, value_P[batch.group_index_N[rows]])
-                for name, value_P in batch.conditioning.items()
-            },
+            conditioning=_conditioning(batch, batch.group_index_N[rows], device),
         )
 
 
@@ -207,6 +204,10 @@ def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepIn
         ref_mean_BLC=ref_mean,
         rollout_log_prob_B=rollout,
     )
+
+
+def _conditioning(batch: Batch, group_B: Tensor, device: torch.device) -> Conditioning:
+    return {name: _locked(device, value_P[group_B]) for name, value_P in batch.conditioning.items()}
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:

@@ -54,9 +54,8 @@ class ParkedWeights:
         told to give it back."""
         self.wait()
         if self._stream is not None:
-            self._stream.wait_stream(
-                torch.cuda.current_stream(self.device)
-            )  # the memory is this stream's, from fetch() on
+            # whose the memory is, from fetch() on
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         for storage in self._storages:
             storage.resize_(0)
 

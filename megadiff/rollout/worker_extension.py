@@ -112,12 +112,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Gives the memory of all weights back to the device. What the base weights were is lost; the next push opens with
         memory for them and must bring them all. Text encoder and VAE wait in host memory; adapters stay."""
         if self._freed is None:
-            copies = self._fp8.buffers if self._fp8 else ()
-            replaced = [*self._parameters().values(), *copies]
             if self._parked is None:
                 self._parked = ParkedWeights(self._constant_parameters())
             self._parked.park()
-            self._freed = FreedWeights(replaced)
+            copies = self._fp8.buffers if self._fp8 else ()
+            self._freed = FreedWeights([*self._parameters().values(), *copies])
             self.trim()
 
     def trim(self) -> None:

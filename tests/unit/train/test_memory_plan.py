@@ -273,9 +273,13 @@ def test_text_says_what_to_set(capsys):
 
 def test_nothing_fits(capsys):
     arguments = ["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]
-    assert main([*arguments, "engine.activation_memory_budget=0"]) == 1
+    assert main(arguments) == 1
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
+    assert "GiB > 35.5 GiB in update: " in text and "activations" in text
+    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate" in text
+    assert main([*arguments, "engine.activation_memory_budget=0"]) == 1
+    text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in rollout: " in text and "replica at work" in text
     assert "try rollout.mode=separate, or more GPUs" in text
     assert main([*arguments, *SEPARATE, "engine.activation_memory_budget=0.15"]) == 1
