@@ -7,7 +7,9 @@ For every --layout (overrides of the config) and --size it starts torchrun on --
 samples and prints one JSON line: median seconds of Engine.update (forward, backward, clipping, optimizer), peak memory,
 model TFLOP/s a GPU. Every layout trains on the same --rows pairs of sample and window step; a dp rank takes its share of
 them in one microbatch, or with --keep-microbatch in as many as the config says. --profile N: also a table of the N kernels
-that rank 0 spent most time on in one more update. Without a GPU it runs on the CPU (give --model a tiny pipeline folder).
+that rank 0 spent most time on in one more update. --rank-of N: one GPU as the first of N, without the links between them
+(one_rank.py): seconds and memory of a layout before there are GPUs for it; for FSDP2 over dp. Without a GPU it runs on the
+CPU (give --model a tiny pipeline folder).
 Exit code 1 when a layout failed; the others are still measured.
 """
 
@@ -28,6 +30,7 @@ from pathlib import Path
 
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
+from one_rank import pretend
 from random_weights import write_random_transformer
 from torch.autograd import DeviceType
 from torch.profiler import profile
@@ -73,7 +76,7 @@ def _launch(configs: list[str], model: Path, size: int, layout: str, options: ar
     command += [__file__, *configs, *overrides, "--worker", f"--rows={options.rows}", f"--repeat={options.repeat}"]
     command += [f"--text-tokens={options.text_tokens}", "--layout", layout]
     command += ["--keep-microbatch"] if options.keep_microbatch else []
-    command += [f"--profile={options.profile}"]
+    command += [f"--profile={options.profile}", f"--rank-of={options.rank_of}"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
@@ -85,6 +88,8 @@ def _launch(configs: list[str], model: Path, size: int, layout: str, options: ar
 def _worker(arguments: list[str], options: argparse.Namespace) -> int:
     config = load_config(arguments)
     sizes = config.parallel
+    if options.rank_of:
+        _pretend(options.rank_of, config)
     layout = resolve_layout(
         dp=sizes.dp,
         sp=sizes.sp,
@@ -115,6 +120,7 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         "layout": options.layout[0],
         "size": config.rollout.height,
         "rows": options.rows,
+        "ranks": mesh.world_size,
         "update_s": round(median, 4),
         "tflops_per_gpu": round(flops / median / mesh.world_size / 1e12, 1),
         "peak_gib": _gib(torch.cuda.max_memory_allocated(), mesh),
@@ -129,6 +135,17 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
             print(kernels, flush=True)
     torch.distributed.destroy_process_group()
     return 0
+
+
+def _pretend(world_size: int, config: Config) -> None:
+    found = {"WORLD_SIZE": int(os.environ["WORLD_SIZE"]), "sp": config.parallel.sp, "tp": config.parallel.tp}
+    if config.engine.backend != "veomni" or set(found.values()) != {1}:
+        sizes = ", ".join(f"{name}={size}" for name, size in found.items())
+        raise ValueError(
+            f"--rank-of {world_size} imitates FSDP2's collectives on one GPU, but found engine.backend="
+            f"{config.engine.backend}, {sizes}; use engine.backend=veomni, --gpus 1 and no parallel.sp or parallel.tp"
+        )
+    pretend(world_size)
 
 
 def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int) -> TrainBatch:
@@ -202,6 +219,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--keep-microbatch", action="store_true", help="train.microbatch_size as configured")
+    parser.add_argument(
+        "--rank-of", type=int, default=0, metavar="N", help="as the first of N GPUs, without their links"
+    )
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="show the N longest kernels; 0: none")
     parser.add_argument("--layout", action="append", required=True, help="key=value …, once for each layout")
     parser.add_argument("--scratch", type=Path, help="folder for the random weights")

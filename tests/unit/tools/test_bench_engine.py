@@ -4,9 +4,15 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 import bench_engine  # noqa: E402
+from one_rank import repeat_own, take_own  # noqa: E402
+
+from megadiff.config.load import load_config  # noqa: E402
 
 CONFIG = str(ROOT / "configs/quickstart.yaml")
 
@@ -21,3 +27,47 @@ def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
     assert [each["layout"] for each in (done, failed)] == layouts
     assert done["update_s"] > 0 and done["grad_norm"] > 0 and done["rows"] == 4
     assert "world_size=1 is not a multiple of sp*tp = 3*1 = 3" in failed["failed"]
+
+
+def test_one_rank_of_many(tiny_model, tmp_path, capfd):
+    options = [
+        "--model",
+        str(tiny_model),
+        "--gpus",
+        "1",
+        "--size",
+        "64",
+        "--rows",
+        "8",
+        "--repeat",
+        "1",
+        "--rank-of",
+        "4",
+    ]
+    layout = ["--layout", "engine.backend=veomni parallel.dp_replicate=2"]
+    assert not bench_engine.main([CONFIG, "run.device=cpu", *options, "--scratch", str(tmp_path), *layout])
+    (done,) = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
+    assert (done["ranks"], done["rows"]) == (4, 8) and done["grad_norm"] > 0 and done["update_s"] > 0
+
+
+@pytest.mark.parametrize("override", ["parallel.sp=2", "parallel.tp=2", "engine.backend=megatron"])
+def test_what_more_than_fsdp2_splits_is_no_single_ranks(override, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = load_config([CONFIG, "engine.backend=veomni", override])
+    with pytest.raises(ValueError, match=f"{override.partition('.')[2]}.*use engine.backend=veomni"):
+        bench_engine._pretend(4, config)
+
+
+def test_what_one_rank_has_stands_for_the_others():
+    whole = torch.zeros(8)
+    whole[:2] = torch.tensor([1.0, 2.0])
+    repeat_own(whole, whole[:2])  # in place, as FSDP2 gathers
+    assert whole.tolist() == [1, 2] * 4
+    other = torch.zeros(4)
+    repeat_own(other, torch.tensor([5.0, 6.0]))
+    assert other.tolist() == [5, 6, 5, 6]
+    part = torch.zeros(2)
+    take_own(part, torch.arange(8.0))
+    assert part.tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match="shape"):
+        take_own(torch.zeros(3), torch.arange(8.0))
