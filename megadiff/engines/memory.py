@@ -284,11 +284,11 @@ def _fsdp_piece(shape: tuple[int, ...], shards: int) -> int:
 
 
 def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
-    """Under accumulation all weights stay whole in engine.dtype and all gradients in float32, until the last backward puts a
-    rank's own pieces (Static.gradients) in their place; else block by block."""
+    """Under accumulation all weights stay whole in engine.dtype and all gradients in float32, until the last backward
+    reduces them; else block by block. A rank's own pieces (Static.gradients) come beside them: what a block frees then is
+    the stream's that computes, and pieces are taken on the one that reduces."""
     if training and work.accumulates:
-        pieces = sum(_fsdp_piece(shape, placing.shards) for shape in model.trained.values())
-        return model.num_parameters * work.itemsize + FLOAT32 * max(0, model.num_trained - pieces)
+        return model.num_parameters * work.itemsize + FLOAT32 * model.num_trained
     weights = model.root_elements + (GATHERED_FORWARD + (0 if training else GATHERED_COPY)) * model.block_elements
     gradients = (
         model.trained_block_elements * (work.itemsize + FLOAT32) if training else 0

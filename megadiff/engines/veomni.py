@@ -89,6 +89,7 @@ class VeOmniEngine(ShardedEngine):
         trained = {} if frozen else masters
         self._fsdp_modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
         self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
+        self._are_whole = False  # all weights, from one microbatch to the next
         self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
         super().__init__(
             config,
@@ -112,12 +113,23 @@ class VeOmniEngine(ShardedEngine):
 
     @contextmanager
     def _microbatch(self, *, last: bool) -> Iterator[None]:
-        """Reduce gradients and free the gathered weights only after the last backward, where memory allows."""
+        """Reduce gradients and free the gathered weights only after the last backward, where memory allows: then each update
+        gathers them once."""
         sync = last or self._sync_every_microbatch
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(sync, recurse=False)
             module.set_reshard_after_backward(sync, recurse=False)
-        yield
+        self._keep_after_forward(self._are_whole or not sync)
+        try:
+            yield
+        finally:
+            self._are_whole = not sync
+            self._keep_after_forward(False)
+
+    def _keep_after_forward(self, keep: bool) -> None:
+        """Whether blocks keep gathered weights from their forward to their backward; FSDP2 has the root do so anyway."""
+        for module in self._fsdp_modules[1:]:
+            module.set_reshard_after_forward(not keep, recurse=False)
 
     def _reduced_gradients(self) -> dict[str, Tensor]:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
@@ -146,6 +158,7 @@ class VeOmniEngine(ShardedEngine):
 
     def _drop_unsharded(self) -> None:
         """Free gathered weights. FSDP2 keeps the root's after a forward without backward, stale or not."""
+        self._are_whole = False
         for module in self._fsdp_modules:
             module.reshard()
 

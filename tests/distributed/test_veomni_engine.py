@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -85,6 +87,41 @@ def _compiled_worker(tiny_model: Path) -> None:
     assert (of_base - log_probs[1]).abs().max() > 1e-4, "the adapter is compiled in"
     stats = torch._dynamo.utils.counters
     assert 0 < stats["stats"]["unique_graphs"] <= VARIANTS and not stats["graph_break"], stats
+
+
+def test_an_update_gathers_weights_once(tiny_model):
+    run_ranks(_gathers_worker, 2, tiny_model)
+
+
+def _gathers_worker(tiny_model: Path) -> None:
+    """However many microbatches it has, where memory allows; else twice for each. Its gradient is the same."""
+    gathered = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # from torch 2.13 on
+    gather = getattr(dist, name)
+
+    def counting(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered.append(output.nbytes)
+        return gather(output, *args, **kwargs)
+
+    setattr(dist, name, counting)
+    found = {}
+    for size, syncs_each in ((8, False), (3, False), (3, True)):
+        engine = build(tiny_model, {}, backend="veomni", microbatch_size=size)
+        member = only(engine)
+        member._sync_every_microbatch = syncs_each
+        batch = mine(engine)
+        gathered.clear()
+        norm = engine.update(batch, LOSS)["optim/grad_norm"]
+        found[size, syncs_each] = sum(gathered), norm
+        frees = [
+            module._get_fsdp_state()._fsdp_param_group._reshard_after_forward for module in member._fsdp_modules[1:]
+        ]
+        assert len(frees) > 1 and all(frees), "a forward without gradient would keep all weights"
+    root = sum(p.numel() * 4 for name, p in member._parameters.items() if ".transformer_blocks." not in f".{name}")
+    blocks = sum(p.numel() * 4 for p in member._parameters.values()) - root
+    sums, norms = zip(*found.values(), strict=True)
+    assert [round((total - root) / blocks) for total in sums] == [2, 1, 6], (sums, root, blocks)
+    assert norms[1:] == pytest.approx(norms[:2], rel=1e-6)
 
 
 def test_another_text_length_compiles_nothing(tiny_model):

@@ -179,8 +179,7 @@ def test_accumulating_without_sync_keeps_weights_and_gradients_whole(qwen_image)
     where = placing("veomni", dp=4)
     block_by_block = gathered_bytes(qwen_image, where, WORK, training=True)
     whole = gathered_bytes(qwen_image, where, replace(WORK, accumulates=True), training=True)
-    pieces = static_bytes(qwen_image, where, WORK).gradients  # take the place of whole gradients in the last backward
-    assert whole + pieces == qwen_image.num_parameters * (2 + 4)
+    assert whole == qwen_image.num_parameters * (2 + 4)  # and the reduced pieces, which static_bytes counts
     assert block_by_block < 0.1 * whole
 
 
