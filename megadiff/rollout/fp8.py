@@ -1,8 +1,8 @@
-"""FP8 matrix products in a replica's blocks: e4m3 copies of the weights beside the bfloat16 ones that pushes bring.
+"""FP8 matrix products in a replica's blocks: e4m3 copies of the bfloat16 weights that pushes bring.
 
 Weights are scaled by row (an output feature), inputs by token, both at the largest magnitude; products accumulate in
 float32 (`torch._scaled_mm`, compute capability 8.9 and higher). What is pushed, fingerprinted and wrapped by LoRA stays the
-bfloat16 weight; LoRA's own products stay in bfloat16.
+bfloat16 weight, of which a replica that sleeps between samples then keeps the copy alone; LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.parallel.plan import LINEAR_KINDS, ParallelPlan
+from megadiff.rollout.freed_weights import FreedWeights
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -28,26 +29,45 @@ class Fp8Linears:
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = list(layers.values())
+        self._freed_copies: list[FreedWeights] = []  # of each layer, or empty
+        self._freed_weights: list[FreedWeights] = []
         for name, layer in layers.items():
             _check(name, layer.weight)
             layer.register_buffer("fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False)
             scale = torch.empty(1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device)
             layer.register_buffer("fp8_scale", scale, persistent=False)
             layer.quant_method = _Fp8Method()
-        self.refresh()
+        self.refresh(keep_weights=True)
 
     @property
-    def buffers(self) -> Iterable[Tensor]:
-        """What the copies take."""
-        return [buffer for layer in self._layers for buffer in (layer.fp8_weight, layer.fp8_scale)]
+    def keeps_weights(self) -> bool:
+        """Whether the bfloat16 weights are there."""
+        return not self._freed_weights
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """The copies from what the weights are now."""
-        for layer in self._layers:
+    def refresh(self, *, keep_weights: bool) -> None:
+        """The copies from what the weights are now. keep_weights: false frees each weight as soon as it has its copy, until
+        take_back_weights(); so there are never all of both."""
+        for index, layer in enumerate(self._layers):
+            if self._freed_copies:
+                self._freed_copies[index].take_back()
             quantized, scale = quantize_rows(layer.weight)
             layer.fp8_weight.copy_(quantized)
             layer.fp8_scale.copy_(scale.T)
+            if not keep_weights:
+                self._freed_weights.append(FreedWeights([layer.weight]))
+        self._freed_copies = []
+
+    def free_copies(self) -> None:
+        """Until refresh()."""
+        if not self._freed_copies:
+            self._freed_copies = [FreedWeights([layer.fp8_weight, layer.fp8_scale]) for layer in self._layers]
+
+    def take_back_weights(self) -> None:
+        """Room for them, without their values. Raises as FreedWeights.take_back."""
+        for freed in self._freed_weights:
+            freed.take_back()
+        self._freed_weights = []
 
 
 class _Fp8Method:

@@ -33,7 +33,7 @@ class PolicyState:
         self.state = "ready"
         self.pending_version: int | None = None
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
-        self._holds_all = False  # every base weight was pushed, and nothing was broken off since
+        self._holds_all = False  # every base weight was pushed and kept, and nothing was broken off since
         self._pending: Manifest = {}
         self._received: set[str] = set()
 
@@ -90,11 +90,12 @@ class PolicyState:
         if difference:
             raise Refused(400, f"commit of version {version} before all tensors came: {difference}; send them")
 
-    def commit(self) -> None:
-        """The pending version is the policy."""
+    def commit(self, *, keeps_base: bool = True) -> None:
+        """The pending version is the policy. keeps_base: whether the base weights are held as they came, so that a later push
+        may leave them out."""
         assert self.pending_version is not None
         self.state, self.version, self.pending_version = "ready", self.pending_version, None
-        self._holds_all = True
+        self._holds_all = keeps_base
 
     def fall_asleep(self) -> None:
         self.require_ready()

@@ -117,13 +117,15 @@ class Replica:
         return sorted(bucket)
 
     async def weights_commit(self, version: int) -> list[dict[str, Any]]:
-        """Of each worker: fingerprints (name → digits) of what it now uses, bound_modules of the LoRA. Raises Refused."""
+        """Of each worker: fingerprints (name → digits) of what it now uses, or makes FP8 copies of; bound_modules of the LoRA.
+        Raises Refused."""
         async with self._weights_lock:
             self.policy.check_commit(version)
             lora = self.policy.lora
             await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
             workers = (await call_worker(self.engine, "fingerprints"))["workers"]
-            self.policy.commit()
+            kept = await call_worker(self.engine, "quantize") if self.arithmetic.get("fp8") else {"keeps_weights": True}
+            self.policy.commit(keeps_base=kept["keeps_weights"])
             logger.info("%s holds policy version %d, %d tensors", self.name, version, len(workers[0]["fingerprints"]))
             return workers
 

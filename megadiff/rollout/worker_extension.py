@@ -44,6 +44,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _freed: FreedWeights | None = None
     _parked: ParkedWeights | None = None
     _fp8: Fp8Linears | None = None
+    _has_new_weights = False  # of which there are no FP8 copies yet
+    _sleeps = False  # between samples
 
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         parent = multiprocessing.parent_process()
@@ -91,6 +93,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._freed is not None:
             self._freed.take_back()
             self._freed = None
+        if self._fp8 is not None:
+            self._fp8.take_back_weights()
         if self._parked is not None:
             self._parked.fetch()
         self.lora_manager.drop_set_aside()
@@ -115,8 +119,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             if self._parked is None:
                 self._parked = ParkedWeights(self._constant_parameters())
             self._parked.park()
-            copies = self._fp8.buffers if self._fp8 else ()
-            self._freed = FreedWeights([*self._parameters().values(), *copies])
+            self._freed = FreedWeights(self._parameters().values())
+            if self._fp8 is not None:
+                self._fp8.free_copies()
+            self._sleeps = True
             self.trim()
 
     def trim(self) -> None:
@@ -128,8 +134,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Puts the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""
         if self._feed is not None:
             self._close_feed()
-            if self._fp8 is not None:
-                self._fp8.refresh()
+            self._has_new_weights = True
         if self._receiver is not None:
             self._receiver.end()
         if self._parked is not None:
@@ -137,9 +142,23 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         lora = LoraSpec(**{**spec, "modules": tuple(spec["modules"])}) if spec else None
         self.lora_manager.bind(lora, places=self._places())
 
+    def quantize(self) -> dict[str, bool]:
+        """FP8 copies of what a push has brought, in place of it where the replica sleeps between samples: the next push then
+        brings it again. `keeps_weights`: whether the next one need not. After fingerprints(), which reads the weights."""
+        if self._fp8 is not None and self._has_new_weights:
+            self._fp8.refresh(keep_weights=not self._sleeps)
+            if self._sleeps:
+                self.trim()
+        self._has_new_weights = False
+        return {"keeps_weights": self._fp8 is None or self._fp8.keeps_weights}
+
     def fingerprints(self) -> dict[str, Any]:
         """`workers`, of each: fingerprints, name → digits of what the pipeline computes with at this moment (LoRA tensors as
-        `used_tensor` has them); bound_modules, of LoRA."""
+        `used_tensor` has them); bound_modules, of LoRA. Raises RuntimeError where only FP8 copies are left."""
+        if self._fp8 is not None and not self._fp8.keeps_weights:
+            raise RuntimeError(
+                "the weights have given way to their FP8 copies; fingerprints are taken before quantize()"
+            )
         places = self._places()
         prints = fingerprints(self._views() | self.lora_manager.used(places=places))
         return self._gathered({"fingerprints": prints, "bound_modules": self.lora_manager.bound_modules(places=places)})

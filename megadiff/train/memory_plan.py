@@ -16,6 +16,7 @@ from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config, LoraConfig
 from megadiff.config.validate import sleeps, validate
 from megadiff.engines.memory import (
+    FLOAT32,
     ModelShape,
     Placing,
     Static,
@@ -55,12 +56,13 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes. sleeps: whether it frees them while
-    the trainer works; parked: of these, what then waits in host memory. encoder: of the text encoder that the trainer loads
-    for the parity gate. working: beside the weights while it samples. per_gpu: workers on the fullest GPU of the trainer.
-    unknown: components that could not be sized."""
+    """Of one worker of a replica, which has rollout.tp of them. weights: their bytes while it samples; pushed: while a push
+    lands. sleeps: whether it frees them while the trainer works; parked: of these, what then waits in host memory. encoder:
+    of the text encoder that the trainer loads for the parity gate. working: beside the weights while it samples. per_gpu:
+    workers on the fullest GPU of the trainer. unknown: components that could not be sized."""
 
     weights: int
+    pushed: int
     parked: int
     encoder: int
     working: int
@@ -234,7 +236,8 @@ def _phases(
             phases["log_probs"] = max(encoding, forward, key=lambda parts: sum(parts.values()))
     if on_policy or config.eval.every:
         phases["rollout"] = resting | awake | {"replica at work": replicas.working * replicas.per_gpu}
-        phases["sync"] = resting | awake | {"buckets": _bucket_bytes(config, model)}
+        landing = {"replica": replicas.pushed * replicas.per_gpu}
+        phases["sync"] = resting | landing | {"buckets": _bucket_bytes(config, model)}
     return phases
 
 
@@ -288,7 +291,9 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     is_asleep = sleeps(config, device_type="cuda")
     samples_here = build_algorithm(algorithm).on_policy or config.eval.every
     if rollout.mode == "separate" or not samples_here:
-        return Replicas(weights=0, parked=0, encoder=found.encoder, working=0, per_gpu=0, sleeps=False, unknown=())
+        return Replicas(
+            weights=0, pushed=0, parked=0, encoder=found.encoder, working=0, per_gpu=0, sleeps=False, unknown=()
+        )
     rows = max(algorithm.group_size, rollout.batch_size // algorithm.group_size * algorithm.group_size)
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
     tokens = adapter.token_count(sampling_of(rollout), text_tokens)
@@ -304,9 +309,13 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     size = dict(num_frames=rollout.num_frames, height=rollout.height, width=rollout.width)
     decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)
     num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)  # as train/replicas.py starts them
-    transformers = found.transformers + (_fp8_bytes(adapter, model, tp=rollout.tp) if rollout.fp8 else 0)
+    whole = found.transformers + found.others
+    copies, copied = (
+        _fp8_bytes(adapter, model, tp=rollout.tp, itemsize=DTYPES[dtype].itemsize) if rollout.fp8 else (0, 0)
+    )
     return Replicas(
-        weights=transformers + found.others,
+        weights=whole + copies - (copied if is_asleep else 0),
+        pushed=whole + (0 if is_asleep else copies),
         parked=found.others if is_asleep else 0,
         encoder=found.encoder,
         working=max(decoding, activation_bytes(model, alone, work, training=False)),
@@ -316,10 +325,13 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     )
 
 
-def _fp8_bytes(adapter: ModelAdapter, model: ModelShape, *, tp: int) -> int:
-    """Of the copies beside the weights, one byte an element, and a scale for each of their rows."""
+def _fp8_bytes(adapter: ModelAdapter, model: ModelShape, *, tp: int, itemsize: int) -> tuple[int, int]:
+    """Of the copies, one byte an element and a scale for each of their rows; and of what they are copies of, whose place they
+    take in a replica that sleeps between samples."""
     shapes = [model.shapes[name] for name in fp8_targets(model.shapes, adapter.plan)]
-    return len(adapter.components) * math.ceil(sum(math.prod(shape) + 4 * shape[0] for shape in shapes) / tp)
+    elements, rows = sum(map(math.prod, shapes)), sum(shape[0] for shape in shapes)
+    count = len(adapter.components)
+    return count * math.ceil((elements + FLOAT32 * rows) / tp), count * elements * itemsize // tp
 
 
 def _bucket_bytes(config: Config, model: ModelShape) -> int:

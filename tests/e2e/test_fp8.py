@@ -1,4 +1,5 @@
-"""A replica whose blocks multiply in FP8: its copies follow every push, and its log_probs are near bfloat16's."""
+"""A replica whose blocks multiply in FP8: its copies follow every push, take the place of what was pushed once it has slept,
+and its log_probs are near bfloat16's."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.types import LoraSpec
 from megadiff.weights.bucket import encode_bucket
 from megadiff.weights.fingerprint import fingerprint
+from megadiff.weights.lora_names import lora_manifest
 from megadiff.weights.manifest import folder_manifest
 from tests.e2e.pushes import Tensors, folder_weights
 from tests.e2e.recompute import gap
@@ -44,3 +47,9 @@ def test_the_copies_follow_pushes_and_sleep(client: ReplicaClient, tiny_model: P
         client.sleep()
     assert torch.equal(states[0], loaded.trajectories[0].latents_SLC) and torch.equal(states[0], states[2])
     assert not torch.equal(states[0], states[1])  # the only weights that changed are those that FP8 copies
+    _push(client, weights, version=3, model=tiny_model)
+    spec = LoraSpec(rank=2, alpha=4.0, modules=("transformer_blocks.0.attn.to_q",))
+    base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
+    with pytest.raises(ReplicaError, match="leaves out transformer, which this replica does not hold"):
+        client.weights_begin(4, lora_manifest(spec, base), lora=spec)
+    assert torch.equal(client.generate(REQUEST).trajectories[0].latents_SLC, states[0])

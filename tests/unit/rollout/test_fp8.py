@@ -45,10 +45,59 @@ def test_copies_follow_the_weights_when_told() -> None:
     with torch.no_grad():
         layer.weight.mul_(2)
     assert torch.equal(layer.quant_method.apply(layer, x, layer.bias), before)
-    linears.refresh()
+    linears.refresh(keep_weights=True)
     assert not torch.equal(layer.quant_method.apply(layer, x, layer.bias), before)
-    assert sum(buffer.nbytes for buffer in linears.buffers) == 48 * 32 + 4 * 48
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"} == layer.state_dict().keys()
+
+
+def _sizes(layer: nn.Linear) -> list[int]:
+    """Bytes of a weight, of its copy and of the copy's scales."""
+    return [tensor.untyped_storage().nbytes() for tensor in (layer.weight, layer.fp8_weight, layer.fp8_scale)]
+
+
+def test_copies_in_place_of_weights() -> None:
+    """What a sleeping replica goes through, twice."""
+    layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "ab"}
+    linears, x, first = Fp8Linears(layers), torch.randn(5, 32, dtype=torch.bfloat16), layers["a"]
+    whole, copied = [2 * 32 * 48, 0, 0], [0, 32 * 48, 4 * 48]
+    pushed = first.weight.detach().clone()
+    before = first.quant_method.apply(first, x)
+    assert _sizes(first) == [2 * 32 * 48, 32 * 48, 4 * 48]
+    for _ in range(2):
+        linears.free_copies()
+        linears.free_copies()
+        linears.take_back_weights()
+        assert _sizes(first) == whole and linears.keeps_weights
+        with torch.no_grad():
+            first.weight.copy_(pushed)
+        linears.refresh(keep_weights=False)
+        assert [_sizes(layer) for layer in layers.values()] == [copied, copied] and not linears.keeps_weights
+        assert torch.equal(first.quant_method.apply(first, x), before)
+
+
+def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by memory that was not there: the next push brings everything."""
+    layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "abc"}
+    linears, x = Fp8Linears(layers), torch.randn(5, 32, dtype=torch.bfloat16)
+    before = {name: layer.quant_method.apply(layer, x) for name, layer in layers.items()}
+    pushed = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    linears.free_copies()
+    outcomes = iter([True, False])
+
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not next(outcomes, True):
+            raise torch.OutOfMemoryError("full")
+        return quantize_rows(weight)
+
+    monkeypatch.setattr("megadiff.rollout.fp8.quantize_rows", quantize)
+    with pytest.raises(torch.OutOfMemoryError):
+        linears.refresh(keep_weights=False)
+    linears.take_back_weights()
+    with torch.no_grad():
+        for name, layer in layers.items():
+            layer.weight.copy_(pushed[name])
+    linears.refresh(keep_weights=False)
+    assert all(torch.equal(layer.quant_method.apply(layer, x), before[name]) for name, layer in layers.items())
 
 
 def test_layers_that_it_does_not_take() -> None:

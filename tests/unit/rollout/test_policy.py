@@ -134,12 +134,12 @@ ADAPTER = {
 BASE = {"transformer.a.weight": EXPECTED["transformer.a"], "transformer.b": EXPECTED["transformer.b"]}
 
 
-def push_lora(policy: PolicyState, version: int, manifest: dict) -> None:
+def push_lora(policy: PolicyState, version: int, manifest: dict, *, keeps_base: bool = True) -> None:
     policy.begin(version, manifest, LORA)
     policy.check_bucket(manifest)
     policy.loaded(manifest)
     policy.check_commit(version)
-    policy.commit()
+    policy.commit(keeps_base=keeps_base)
 
 
 def test_lora_alone_needs_a_base_that_was_pushed_whole() -> None:
@@ -156,6 +156,18 @@ def test_lora_alone_needs_a_base_that_was_pushed_whole() -> None:
         policy.require_ready(None)
     push_lora(policy, 2, BASE | ADAPTER)
     push_lora(policy, 3, ADAPTER)
+
+
+def test_a_base_of_which_only_copies_are_left_is_pushed_again() -> None:
+    policy = PolicyState(BASE)
+    push_lora(policy, 0, BASE | ADAPTER, keeps_base=False)
+    policy.require_ready(0)
+    with refused(
+        409, "leaves out transformer, which this replica does not hold from pushes before it; push everything"
+    ):
+        policy.begin(1, ADAPTER, LORA)
+    push_lora(policy, 1, BASE | ADAPTER)
+    push_lora(policy, 2, ADAPTER)
 
 
 def of_second(manifest: dict) -> dict:

@@ -105,9 +105,16 @@ def test_where_replicas_count(plan):
     assert parts("lora.rank=8")["update"]["replica"] == weights  # whose pushes would not bring all of it
     assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
     d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
-    fp8 = parts("rollout.fp8=true")
-    assert fp8["rollout"]["replica"] == weights + 60 * (8 * d * d + 4 * d * 4 * d + scales)
-    assert fp8["update"]["replica"] == 0
+    copied = 60 * (8 * d * d + 4 * d * 4 * d)  # elements
+    fp8, both = parts("rollout.fp8=true"), parts("rollout.fp8=true", "rollout.sleep=never")
+    in_place = weights - copied + 60 * scales  # of one byte for two
+    assert [fp8[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [
+        in_place,
+        weights,
+        in_place,
+        0,
+    ]
+    assert [both[phase]["replica"] for phase in ("rollout", "sync", "update")] == [weights + copied + 60 * scales] * 3
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
     assert all(asleep[phase]["contexts"] == 2 * separate[phase]["contexts"] > 0 for phase in asleep)  # two processes
 
