@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
-from one_rank import pretend
+from one_rank import check_called, pretend
 from random_weights import write_random_transformer
 from torch.autograd import DeviceType
 from torch.profiler import profile
@@ -113,6 +113,8 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         figures = engine.update(batch, LOSS)
         _wait(mesh)
         seconds.append(time.perf_counter() - start)
+    if options.rank_of:
+        check_called()
     median = statistics.median(seconds[WARMUP:])
     passes = 2 if config.lora.rank else 3  # forward, and backward once or twice that: frozen weights have no gradient
     flops = passes * options.rows * adapter.flops(sampling_of(config.rollout), options.text_tokens)

@@ -1,21 +1,26 @@
 """One rank of a world that is not there: a single GPU then shows what a rank of many computes and what it holds.
 
-torch's fake process groups return at once from every collective. Those of FSDP2 copy, on the device, what this rank has: a
-gather repeats its own piece in place of the others', a reduction takes its own part. Weights, gradients and optimizer have
-the sizes of the real world and plausible values; what the links between GPUs cost is left out.
+torch's fake process groups return at once from every collective. In place of those of FSDP2 stand copies, on the device, of
+what this rank has: a gather repeats its own piece in place of the others', a reduction takes its own part. Weights, gradients
+and optimizer have the sizes of the real world and plausible values; what the links between GPUs cost is left out.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
 
-GATHERS = ("all_gather_into_tensor", "all_gather_single")  # FSDP2 calls the first until torch 2.12, then the second
-REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
+STAND_INS = {  # torch.distributed's functions as FSDP2 calls them: from torch 2.13 on "single", before it the other
+    "gather": ("all_gather_single", "all_gather_into_tensor"),
+    "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
+}
+calls = Counter[str]()  # of each stand-in
 
 
 def pretend(world_size: int) -> None:
@@ -26,18 +31,29 @@ def pretend(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     new_group = dist.new_group
     dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
-    for name in GATHERS:
-        setattr(dist, name, repeat_own)
-    for name in REDUCTIONS:
-        setattr(dist, name, take_own)
+    for kind, stand_in in (("gather", repeat_own), ("reduce", take_own)):
+        for name in STAND_INS[kind]:
+            setattr(dist, name, stand_in)
+
+
+def check_called() -> None:
+    """Raises RuntimeError when FSDP2 has not gathered and reduced by the stand-ins: this torch calls other functions."""
+    missing = [kind for kind in STAND_INS if not calls[kind]]
+    if missing:
+        raise RuntimeError(
+            f"FSDP2 of torch {torch.__version__} did not {' or '.join(missing)} by {STAND_INS}; add what it calls (torch/"
+            "distributed/fsdp/_fully_shard/_fsdp_collectives.py) to tools/one_rank.py"
+        )
 
 
 def repeat_own(output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
     """input_tensor: this rank's piece, which may be the first part of output_tensor's own memory, as it is with FSDP2."""
+    calls["gather"] += 1
     pieces = output_tensor.view(-1, input_tensor.numel())
     is_in_place = pieces.data_ptr() == input_tensor.data_ptr()
     pieces[int(is_in_place) :].copy_(input_tensor.view(1, -1))
 
 
 def take_own(output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
+    calls["reduce"] += 1
     output.copy_(input.view(-1, output.numel())[0].view_as(output))

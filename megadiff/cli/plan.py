@@ -186,9 +186,10 @@ def _replica_line(plan: MemoryPlan) -> str:
     if not replicas.per_gpu:
         return "replicas: none on these GPUs"
     asleep = f"asleep, with {_gib(replicas.parked)} GiB in host memory," if replicas.sleeps else "awake"
+    landing = f" ({_gib(replicas.pushed)} while a push lands)" if replicas.pushed != replicas.weights else ""
     text = (
-        f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights and {_gib(replicas.working)} GiB at "
-        f"work, {asleep} while the trainer works"
+        f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights{landing} and "
+        f"{_gib(replicas.working)} GiB at work, {asleep} while the trainer works"
     )
     missing = f"; not counted, for want of their config.json: {', '.join(replicas.unknown)}"
     return text + (missing if replicas.unknown else "")

@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="exit when this process does")
     parser.add_argument("--compile", action="store_true", help="torch.compile the transformer's blocks")
     parser.add_argument("--fp8", action="store_true", help="matrix products of the blocks in FP8 (needs bfloat16)")
+    parser.add_argument(
+        "--fp8-in-place",
+        action="store_true",
+        help="keep FP8 weights in place of the bfloat16 ones: half the memory, but every push must bring all weights",
+    )
     parser.add_argument("--float32-streams", action="store_true", help="as the run's model.float32_streams")
     return parser
 

@@ -108,28 +108,33 @@ class VeOmniEngine(ShardedEngine):
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        yield
-        self._drop_unsharded()
+        try:
+            yield
+        finally:
+            self._drop_unsharded()
 
     @contextmanager
     def _microbatch(self, *, last: bool) -> Iterator[None]:
         """Reduce gradients and free the gathered weights only after the last backward, where memory allows: then each update
-        gathers them once."""
+        gathers them once. (FSDP2 keeps the root's from forward to backward anyway. With guidance a block's backward comes
+        twice, and each of them reduces.)"""
         sync = last or self._sync_every_microbatch
+        keeps = self._are_whole or not sync
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(sync, recurse=False)
-            module.set_reshard_after_backward(sync, recurse=False)
-        self._keep_after_forward(self._are_whole or not sync)
+            module.set_reshard_after_backward(not keeps, recurse=False)
+        self._reshard_after_forward(not keeps)
         try:
             yield
         finally:
             self._are_whole = not sync
-            self._keep_after_forward(False)
+            self._reshard_after_forward(True)
+        if last:
+            self._drop_unsharded()
 
-    def _keep_after_forward(self, keep: bool) -> None:
-        """Whether blocks keep gathered weights from their forward to their backward; FSDP2 has the root do so anyway."""
+    def _reshard_after_forward(self, reshard: bool) -> None:
         for module in self._fsdp_modules[1:]:
-            module.set_reshard_after_forward(not keep, recurse=False)
+            module.set_reshard_after_forward(reshard, recurse=False)
 
     def _reduced_gradients(self) -> dict[str, Tensor]:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}

@@ -1,8 +1,8 @@
 """FP8 matrix products in a replica's blocks: e4m3 copies of the bfloat16 weights that pushes bring.
 
 Weights are scaled by row (an output feature), inputs by token, both at the largest magnitude; products accumulate in
-float32 (`torch._scaled_mm`, compute capability 8.9 and higher). What is pushed, fingerprinted and wrapped by LoRA stays the
-bfloat16 weight, of which a replica that sleeps between samples then keeps the copy alone; LoRA's own products stay in bfloat16.
+float32 (`torch._scaled_mm`, compute capability 8.9 and higher). What is pushed, fingerprinted and wrapped by LoRA is the bfloat16
+weight; in place, the copy alone is kept after that. LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ MULTIPLE = 16  # of both dimensions of a weight, which the kernel wants
 class Fp8Linears:
     """Layers of vLLM whose products are in FP8 from here on. layers: name → a linear layer with a bfloat16 `weight`.
 
-    refresh() must follow every change of the weights. Raises ValueError for a layer that FP8 products do not take.
+    in_place: the weights' memory is given back as soon as they have their copies, one after another, until make_room(), which
+    must come before each change of them, as refresh() must follow it. Never are all of both there.
+    Raises ValueError for a layer that FP8 products do not take.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self._layers = list(layers.values())
-        self._freed_copies: list[FreedWeights] = []  # of each layer, or empty
-        self._freed_weights: list[FreedWeights] = []
+    def __init__(self, layers: Mapping[str, nn.Module], *, in_place: bool = False) -> None:
+        self.in_place, self._layers = in_place, list(layers.values())
+        self._copies: list[FreedWeights] = []  # of each layer
+        self._weights: list[FreedWeights] = []  # of each layer, in place
         for name, layer in layers.items():
             _check(name, layer.weight)
             layer.register_buffer("fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False)
             scale = torch.empty(1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device)
             layer.register_buffer("fp8_scale", scale, persistent=False)
             layer.quant_method = _Fp8Method()
-        self.refresh(keep_weights=True)
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the bfloat16 weights are there."""
-        return not self._freed_weights
+            self._copies.append(FreedWeights([layer.fp8_weight, layer.fp8_scale]))
+        self.refresh()
 
     @torch.no_grad()
-    def refresh(self, *, keep_weights: bool) -> None:
-        """The copies from what the weights are now. keep_weights: false frees each weight as soon as it has its copy, until
-        take_back_weights(); so there are never all of both."""
+    def refresh(self) -> None:
+        """The copies from what the weights are now. When it raises, make_room() and all weights must come again."""
+        self.keeps_weights = not self.in_place
         for index, layer in enumerate(self._layers):
-            if self._freed_copies:
-                self._freed_copies[index].take_back()
+            self._copies[index].take_back()
             quantized, scale = quantize_rows(layer.weight)
             layer.fp8_weight.copy_(quantized)
             layer.fp8_scale.copy_(scale.T)
-            if not keep_weights:
-                self._freed_weights.append(FreedWeights([layer.weight]))
-        self._freed_copies = []
+            if index < len(self._weights):
+                self._weights[index].free()
+            elif self.in_place:
+                self._weights.append(FreedWeights([layer.weight]))
 
     def free_copies(self) -> None:
         """Until refresh()."""
-        if not self._freed_copies:
-            self._freed_copies = [FreedWeights([layer.fp8_weight, layer.fp8_scale]) for layer in self._layers]
+        for copies in self._copies:
+            copies.free()
 
-    def take_back_weights(self) -> None:
-        """Room for them, without their values. Raises as FreedWeights.take_back."""
-        for freed in self._freed_weights:
-            freed.take_back()
-        self._freed_weights = []
+    def make_room(self) -> None:
+        """For weights that are about to come. Raises as FreedWeights.take_back."""
+        if self.in_place:
+            self.free_copies()
+        for weights in self._weights:
+            weights.take_back()
+        self.keeps_weights = True
 
 
 class _Fp8Method:
@@ -89,7 +89,7 @@ def quantize_rows(x_RN: Tensor) -> tuple[Tensor, Tensor]:
     """x_RN: [R, N]. Returns e4m3 [R, N] and float32 [R, 1]: x = quantized × scale, a row's largest magnitude at e4m3's."""
     x = x_RN.float()
     scale_R1 = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    return (x / scale_R1).clamp(-LARGEST, LARGEST).to(FP8), scale_R1
+    return (x / scale_R1).clamp_(-LARGEST, LARGEST).to(FP8), scale_R1
 
 
 def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:

@@ -22,6 +22,10 @@ class FreedWeights:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in _storages(tensors)]
+        self.free()
+
+    def free(self) -> None:
+        """Again, after take_back()."""
         for storage, _ in self._sizes:
             storage.resize_(0)
 

@@ -31,8 +31,8 @@ OMNI_ROUTES = (  # the replica answers these itself, and sleeps by a route of it
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """dtype: float32 or bfloat16. compile: torch.compile. fp8: see megadiff.rollout.fp8. float32_streams: the
-    config's model.float32_streams. tp: workers that share the transformer's weights."""
+    """dtype: float32 or bfloat16. compile: torch.compile. fp8, fp8_in_place: see megadiff.rollout.fp8. float32_streams:
+    the config's model.float32_streams. tp: workers that share the transformer's weights."""
 
     model: Path
     name: str
@@ -41,6 +41,7 @@ class EngineConfig:
     worker_extension: str = "megadiff.rollout.worker_extension.RolloutWorkerExtension"
     compile: bool = False
     fp8: bool = False
+    fp8_in_place: bool = False
     float32_streams: bool = False
     tp: int = 1
 
@@ -83,6 +84,7 @@ def build_engine(config: EngineConfig) -> Any:
         custom_pipeline_args={
             "pipeline_class": config.pipeline,
             "fp8": config.fp8,
+            "fp8_in_place": config.fp8_in_place,
             "float32_streams": config.float32_streams,
         },
         worker_extension_cls=config.worker_extension,

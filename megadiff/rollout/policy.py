@@ -97,6 +97,10 @@ class PolicyState:
         self.state, self.version, self.pending_version = "ready", self.pending_version, None
         self._holds_all = keeps_base
 
+    def lose_received(self) -> None:
+        """What came is not whole any more: the push can only begin again."""
+        self._received = set()
+
     def fall_asleep(self) -> None:
         self.require_ready()
         self.state = "asleep"

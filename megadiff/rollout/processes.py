@@ -24,8 +24,8 @@ TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK
 class ReplicaSpec:
     """How one replica is started. device: cpu or cuda; gpus: which of the node's, one for each of its tp workers, none on CPU.
 
-    compile: torch.compile of its blocks. fp8: see megadiff.rollout.fp8. float32_streams: of the config's model. weights: the
-    folder of sync.transport=disk.
+    compile: torch.compile of its blocks. fp8, fp8_in_place: see megadiff.rollout.fp8. float32_streams: of the config's model.
+    weights: the folder of sync.transport=disk.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ReplicaSpec:
     num_threads: int
     compile: bool = False
     fp8: bool = False
+    fp8_in_place: bool = False
     float32_streams: bool = False
     tp: int = 1
     weights: Path | None = None
@@ -102,6 +103,7 @@ def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:
         *("--registry", str(registry), "--parent-pid", str(os.getpid())),
         *(["--compile"] if spec.compile else []),
         *(["--fp8"] if spec.fp8 else []),
+        *(["--fp8-in-place"] if spec.fp8_in_place else []),
         *(["--float32-streams"] if spec.float32_streams else []),
         *(["--tp", str(spec.tp)] if spec.tp > 1 else []),
         *(["--weights", str(spec.weights)] if spec.weights else []),

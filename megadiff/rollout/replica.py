@@ -124,10 +124,16 @@ class Replica:
             lora = self.policy.lora
             await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
             workers = (await call_worker(self.engine, "fingerprints"))["workers"]
-            kept = await call_worker(self.engine, "quantize") if self.arithmetic.get("fp8") else {"keeps_weights": True}
-            self.policy.commit(keeps_base=kept["keeps_weights"])
+            self.policy.commit(keeps_base=await self._quantized())
             logger.info("%s holds policy version %d, %d tensors", self.name, version, len(workers[0]["fingerprints"]))
             return workers
+
+    async def _quantized(self) -> bool:
+        """Makes FP8 copies, where products are in FP8; returns whether the weights were kept as they came."""
+        if not self.arithmetic.get("fp8"):
+            return True
+        self.policy.lose_received()  # else a commit could be tried again, if the next line failed
+        return (await call_worker(self.engine, "quantize"))["keeps_weights"]
 
     async def sleep(self) -> None:
         """Gives the memory of all weights back, until a push brings all of the policy's. Raises Refused when not ready."""

@@ -51,6 +51,7 @@ class ServeConfig:
     parent_pid: int | None = None
     compile: bool = False
     fp8: bool = False
+    fp8_in_place: bool = False
     float32_streams: bool = False
     tp: int = 1
     limits: Limits = field(default_factory=Limits)
@@ -133,7 +134,9 @@ def check_tensor_parallel(config: ServeConfig, *, num_heads: int) -> None:
 
 
 def check_fp8(config: ServeConfig) -> None:
-    """Raises ValueError for --fp8 beside weights that are not bfloat16."""
+    """Raises ValueError for --fp8 beside weights that are not bfloat16, and for --fp8-in-place alone."""
+    if config.fp8_in_place and not config.fp8:
+        raise ValueError("--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither")
     if config.fp8 and config.dtype != "bfloat16":
         raise ValueError(
             f"--fp8 multiplies copies of bfloat16 weights, but --dtype is {config.dtype}; give --dtype bfloat16"
@@ -183,6 +186,7 @@ async def _serve(
         pipeline=pipeline,
         compile=config.compile,
         fp8=config.fp8,
+        fp8_in_place=config.fp8_in_place,
         float32_streams=config.float32_streams,
         tp=config.tp,
     )

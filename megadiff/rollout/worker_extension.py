@@ -45,7 +45,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _parked: ParkedWeights | None = None
     _fp8: Fp8Linears | None = None
     _has_new_weights = False  # of which there are no FP8 copies yet
-    _sleeps = False  # between samples
 
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         parent = multiprocessing.parent_process()
@@ -55,7 +54,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if custom_pipeline_args.get("float32_streams"):
             self._keep_streams_in_float32()
         if custom_pipeline_args.get("fp8"):
-            self._fp8 = Fp8Linears(self._fp8_layers())
+            self._fp8 = Fp8Linears(self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"])
+            self.trim()
         freeze_startup_objects()
 
     def init_lora_manager(self) -> None:
@@ -67,7 +67,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         Raises ValueError when the pipeline's tensors are not those of the model folder.
         """
-        pipeline, views = self.model_runner.pipeline, self._views()
+        pipeline, views = self.model_runner.pipeline, self._shapes()
         manifest = folder_manifest(Path(pipeline.od_config.model), pipeline.policy_components, dtype="float32")
         difference = views.keys() ^ manifest.keys()
         if difference:
@@ -81,7 +81,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """`workers`, of each: host, device, and boxes, the parts that it has of tensors which it does not have whole."""
         rank, size, _ = _tensor_parallel()
         shapes = {name: row["shape"] for name, row in self.policy_manifest().items()}
-        views = {name: list(view.shape) for name, view in self._views().items()}
+        views = {name: list(view.shape) for name, view in self._shapes().items()}
         boxes = worker_boxes(shapes, views, rank=rank, size=size)
         return self._gathered(
             {"host": host_name(), "device": device_name(self.model_runner.pipeline.device), "boxes": boxes}
@@ -90,11 +90,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def begin_push(self, transport: dict[str, Any]) -> None:
         """A push opens: what a broken-off one left is dropped, what free_weights() gave away is allocated or on its way back.
         Joins the trainer's group where there is one."""
+        if self._fp8 is not None:
+            self._fp8.make_room()
         if self._freed is not None:
             self._freed.take_back()
             self._freed = None
-        if self._fp8 is not None:
-            self._fp8.take_back_weights()
         if self._parked is not None:
             self._parked.fetch()
         self.lora_manager.drop_set_aside()
@@ -122,7 +122,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._freed = FreedWeights(self._parameters().values())
             if self._fp8 is not None:
                 self._fp8.free_copies()
-            self._sleeps = True
             self.trim()
 
     def trim(self) -> None:
@@ -143,11 +142,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         self.lora_manager.bind(lora, places=self._places())
 
     def quantize(self) -> dict[str, bool]:
-        """FP8 copies of what a push has brought, in place of it where the replica sleeps between samples: the next push then
-        brings it again. `keeps_weights`: whether the next one need not. After fingerprints(), which reads the weights."""
+        """FP8 copies of what a push has brought, which fingerprints() has read. `keeps_weights`: whether what was brought stays
+        beside them, so that the next push may leave it out."""
         if self._fp8 is not None and self._has_new_weights:
-            self._fp8.refresh(keep_weights=not self._sleeps)
-            if self._sleeps:
+            self._fp8.refresh()
+            if self._fp8.in_place:
                 self.trim()
         self._has_new_weights = False
         return {"keeps_weights": self._fp8 is None or self._fp8.keeps_weights}
@@ -218,7 +217,14 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return {"workers": gather_json(value, group) if size > 1 else [value]}
 
     def _views(self) -> dict[str, Tensor]:
-        parameters = self._parameters()
+        """Diffusers name → this worker's part of the tensor, in the pipeline's own memory."""
+        return self._served(self._parameters())
+
+    def _shapes(self) -> dict[str, Tensor]:
+        """As _views(), without memory: weights need not have any at the moment."""
+        return self._served({name: torch.empty_like(one, device="meta") for name, one in self._parameters().items()})
+
+    def _served(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: served_view(place, parameters=parameters) for name, place in self._places().items()}
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -163,6 +163,7 @@ def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
             num_threads=max(1, num_threads // (count * tp)),
             compile=config.rollout.compile,
             fp8=config.rollout.fp8,
+            fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=mesh.device.type),
             float32_streams=config.model.float32_streams,
             tp=tp,
             weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,

@@ -94,34 +94,38 @@ def test_an_update_gathers_weights_once(tiny_model):
 
 
 def _gathers_worker(tiny_model: Path) -> None:
-    """However many microbatches it has, where memory allows; else twice for each. Its gradient is the same."""
-    gathered = []
+    """However many microbatches and passes it has, where memory allows. The gradient is the same."""
+    calls = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # from torch 2.13 on
     gather = getattr(dist, name)
 
-    def counting(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gathered.append(output.nbytes)
-        return gather(output, *args, **kwargs)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return gather(*args, **kwargs)
 
     setattr(dist, name, counting)
-    found = {}
-    for size, syncs_each in ((8, False), (3, False), (3, True)):
+
+    def update(*, size: int, syncs_each: bool, scale: float) -> tuple[int, float]:
         engine = build(tiny_model, {}, backend="veomni", microbatch_size=size)
         member = only(engine)
         member._sync_every_microbatch = syncs_each
-        batch = mine(engine)
-        gathered.clear()
+        batch = mine(engine, scale)
+        calls.clear()
         norm = engine.update(batch, LOSS)["optim/grad_norm"]
-        found[size, syncs_each] = sum(gathered), norm
-        frees = [
-            module._get_fsdp_state()._fsdp_param_group._reshard_after_forward for module in member._fsdp_modules[1:]
-        ]
-        assert len(frees) > 1 and all(frees), "a forward without gradient would keep all weights"
-    root = sum(p.numel() * 4 for name, p in member._parameters.items() if ".transformer_blocks." not in f".{name}")
-    blocks = sum(p.numel() * 4 for p in member._parameters.values()) - root
-    sums, norms = zip(*found.values(), strict=True)
-    assert [round((total - root) / blocks) for total in sums] == [2, 1, 6], (sums, root, blocks)
-    assert norms[1:] == pytest.approx(norms[:2], rel=1e-6)
+        count = len(calls)
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in member._fsdp_modules]
+        assert len(groups) == 3 and not any(group.is_unsharded for group in groups)
+        assert all(group._reshard_after_forward for group in groups[1:]), "log_probs would keep all weights"
+        return count, norm
+
+    # a root and two blocks: gathered once; or the root once, a block in each pass and in its backward, for each of 3
+    for scale, counts in ((1.0, [3, 15]), (2.0, [3, 27])):
+        (one, norm), *others = (
+            update(size=size, syncs_each=syncs_each, scale=scale)
+            for size, syncs_each in ((8, True), (3, False), (3, True))
+        )
+        assert [count for count, _ in others] == counts and one == counts[1] / 3
+        assert [other for _, other in others] == pytest.approx([norm] * 2, rel=1e-6)
 
 
 def test_another_text_length_compiles_nothing(tiny_model):

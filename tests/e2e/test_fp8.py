@@ -1,5 +1,5 @@
-"""A replica whose blocks multiply in FP8: its copies follow every push, take the place of what was pushed once it has slept,
-and its log_probs are near bfloat16's."""
+"""A replica whose blocks multiply in FP8: its copies follow every push, take the place of what was pushed and its
+log_probs are near bfloat16's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.e2e.replica import REQUEST, start
 
 @pytest.fixture(scope="module")
 def client(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    server = start(tiny_model, tmp_path_factory.mktemp("fp8"), "--fp8", "--dtype", "bfloat16")
+    server = start(tiny_model, tmp_path_factory.mktemp("fp8"), "--fp8", "--fp8-in-place", "--dtype", "bfloat16")
     yield server.client
     server.end()
 

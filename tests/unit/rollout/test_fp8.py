@@ -45,7 +45,7 @@ def test_copies_follow_the_weights_when_told() -> None:
     with torch.no_grad():
         layer.weight.mul_(2)
     assert torch.equal(layer.quant_method.apply(layer, x, layer.bias), before)
-    linears.refresh(keep_weights=True)
+    linears.refresh()
     assert not torch.equal(layer.quant_method.apply(layer, x, layer.bias), before)
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"} == layer.state_dict().keys()
 
@@ -56,32 +56,43 @@ def _sizes(layer: nn.Linear) -> list[int]:
 
 
 def test_copies_in_place_of_weights() -> None:
-    """What a sleeping replica goes through, twice."""
+    """What a sleeping replica goes through, twice; the second time without a sleep between two pushes."""
     layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "ab"}
-    linears, x, first = Fp8Linears(layers), torch.randn(5, 32, dtype=torch.bfloat16), layers["a"]
+    pushed = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    x, first = torch.randn(5, 32, dtype=torch.bfloat16), layers["a"]
+    expected = fp8_linear(x, *_transposed(quantize_rows(first.weight.detach())))
     whole, copied = [2 * 32 * 48, 0, 0], [0, 32 * 48, 4 * 48]
-    pushed = first.weight.detach().clone()
-    before = first.quant_method.apply(first, x)
-    assert _sizes(first) == [2 * 32 * 48, 32 * 48, 4 * 48]
-    for _ in range(2):
-        linears.free_copies()
-        linears.free_copies()
-        linears.take_back_weights()
-        assert _sizes(first) == whole and linears.keeps_weights
-        with torch.no_grad():
-            first.weight.copy_(pushed)
-        linears.refresh(keep_weights=False)
+    linears = Fp8Linears(layers, in_place=True)
+    for sleeps in (True, False):
         assert [_sizes(layer) for layer in layers.values()] == [copied, copied] and not linears.keeps_weights
-        assert torch.equal(first.quant_method.apply(first, x), before)
+        assert torch.equal(first.quant_method.apply(first, x), expected)
+        if sleeps:
+            linears.free_copies()
+            assert _sizes(first) == [0, 0, 0]
+        linears.make_room()
+        assert [_sizes(layer) for layer in layers.values()] == [whole, whole] and linears.keeps_weights
+        _fill(layers, pushed)
+        linears.refresh()
+
+
+def test_copies_beside_weights_are_freed_and_made_again() -> None:
+    layer = nn.Linear(32, 48, dtype=torch.bfloat16)
+    linears, x = Fp8Linears({"a": layer}), torch.randn(5, 32, dtype=torch.bfloat16)
+    before = layer.quant_method.apply(layer, x)
+    linears.free_copies()
+    linears.make_room()
+    assert _sizes(layer) == [2 * 32 * 48, 0, 0]
+    linears.refresh()
+    assert _sizes(layer) == [2 * 32 * 48, 32 * 48, 4 * 48] and linears.keeps_weights
+    assert torch.equal(layer.quant_method.apply(layer, x), before)
 
 
 def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by memory that was not there: the next push brings everything."""
     layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "abc"}
-    linears, x = Fp8Linears(layers), torch.randn(5, 32, dtype=torch.bfloat16)
-    before = {name: layer.quant_method.apply(layer, x) for name, layer in layers.items()}
     pushed = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    linears.free_copies()
+    linears, x = Fp8Linears(layers, in_place=True), torch.randn(5, 32, dtype=torch.bfloat16)
+    before = {name: layer.quant_method.apply(layer, x) for name, layer in layers.items()}
     outcomes = iter([True, False])
 
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,14 +101,28 @@ def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch
         return quantize_rows(weight)
 
     monkeypatch.setattr("megadiff.rollout.fp8.quantize_rows", quantize)
+    linears.make_room()
+    _fill(layers, pushed)
     with pytest.raises(torch.OutOfMemoryError):
-        linears.refresh(keep_weights=False)
-    linears.take_back_weights()
+        linears.refresh()
+    assert not linears.keeps_weights
+    linears.make_room()
+    assert {tuple(_sizes(layer)) for layer in layers.values()} == {(2 * 32 * 48, 0, 0)}
+    _fill(layers, pushed)
+    linears.refresh()
+    monkeypatch.undo()
+    assert all(torch.equal(layer.quant_method.apply(layer, x), before[name]) for name, layer in layers.items())
+
+
+def _fill(layers: dict[str, nn.Linear], pushed: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, layer in layers.items():
             layer.weight.copy_(pushed[name])
-    linears.refresh(keep_weights=False)
-    assert all(torch.equal(layer.quant_method.apply(layer, x), before[name]) for name, layer in layers.items())
+
+
+def _transposed(quantized: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    weight_ON, scale_O1 = quantized
+    return weight_ON, scale_O1.T.contiguous()
 
 
 def test_layers_that_it_does_not_take() -> None:

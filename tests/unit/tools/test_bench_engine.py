@@ -10,7 +10,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 import bench_engine  # noqa: E402
-from one_rank import repeat_own, take_own  # noqa: E402
+from one_rank import calls, check_called, repeat_own, take_own  # noqa: E402
 
 from megadiff.config.load import load_config  # noqa: E402
 
@@ -56,6 +56,15 @@ def test_what_more_than_fsdp2_splits_is_no_single_ranks(override, monkeypatch):
     config = load_config([CONFIG, "engine.backend=veomni", override])
     with pytest.raises(ValueError, match=f"{override.partition('.')[2]}.*use engine.backend=veomni"):
         bench_engine._pretend(4, config)
+
+
+def test_other_collectives_than_the_stand_ins_are_noticed(monkeypatch):
+    monkeypatch.setitem(calls, "gather", 1)
+    monkeypatch.setitem(calls, "reduce", 0)
+    with pytest.raises(RuntimeError, match="did not reduce by .*reduce_scatter_single"):
+        check_called()
+    monkeypatch.setitem(calls, "reduce", 1)
+    check_called()
 
 
 def test_what_one_rank_has_stands_for_the_others():

@@ -42,6 +42,15 @@ def test_replicas_have_the_trainers_streams(streams):
     assert ("--float32-streams" in serve_command(spec, Path("registry"))) == streams
 
 
+@pytest.mark.parametrize(("fp8", "sleep"), [(True, "always"), (True, "never"), (False, "always")])
+def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, sleep):
+    config = _config(1)
+    config.rollout.fp8, config.rollout.sleep = fp8, sleep
+    (spec,) = _specs(config, MESH, Path("run"))
+    command = serve_command(spec, Path("registry"))
+    assert ("--fp8" in command) == fp8 and ("--fp8-in-place" in command) == (fp8 and sleep == "always")
+
+
 @pytest.mark.parametrize(
     ("arithmetic", "told"),
     [
