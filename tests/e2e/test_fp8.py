@@ -20,9 +20,9 @@ from tests.e2e.recompute import gap
 from tests.e2e.replica import REQUEST, start
 
 
-@pytest.fixture(scope="module")
-def client(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    server = start(tiny_model, tmp_path_factory.mktemp("fp8"), "--fp8", "--fp8-in-place", "--dtype", "bfloat16")
+@pytest.fixture
+def client(tiny_model: Path, tmp_path: Path, in_place: bool):
+    server = start(tiny_model, tmp_path, "--fp8", *["--fp8-in-place"] * in_place, "--dtype", "bfloat16")
     yield server.client
     server.end()
 
@@ -34,7 +34,8 @@ def _push(client: ReplicaClient, weights: Tensors, *, version: int, model: Path)
     assert worker["fingerprints"] == {name: fingerprint(tensor) for name, tensor in weights.items()}
 
 
-def test_the_copies_follow_pushes_and_sleep(client: ReplicaClient, tiny_model: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_copies_follow_pushes_and_sleep(client: ReplicaClient, tiny_model: Path, in_place: bool) -> None:
     weights = {name: t.bfloat16() for name, t in folder_weights(tiny_model, ("transformer",)).items()}
     loaded = client.generate(REQUEST)
     float32 = {name: t.float() if t.is_floating_point() else t for name, t in loaded.conditioning.items()}
@@ -50,6 +51,9 @@ def test_the_copies_follow_pushes_and_sleep(client: ReplicaClient, tiny_model: P
     _push(client, weights, version=3, model=tiny_model)
     spec = LoraSpec(rank=2, alpha=4.0, modules=("transformer_blocks.0.attn.to_q",))
     base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
+    if not in_place:
+        client.weights_begin(4, lora_manifest(spec, base), lora=spec)
+        return
     with pytest.raises(ReplicaError, match="leaves out transformer, which this replica does not hold"):
         client.weights_begin(4, lora_manifest(spec, base), lora=spec)
     assert torch.equal(client.generate(REQUEST).trajectories[0].latents_SLC, states[0])
