@@ -129,7 +129,7 @@ class VeOmniEngine(ShardedEngine):
         finally:
             self._are_whole = not sync
             self._reshard_after_forward(True)
-        if last:
+        if last and keeps:
             self._drop_unsharded()
 
     def _reshard_after_forward(self, reshard: bool) -> None:

@@ -31,30 +31,30 @@ class Fp8Linears:
 
     def __init__(self, layers: Mapping[str, nn.Module], *, in_place: bool = False) -> None:
         self.in_place, self._layers = in_place, list(layers.values())
-        self._copies: list[FreedWeights] = []  # of each layer
-        self._weights: list[FreedWeights] = []  # of each layer, in place
+        self._weights: list[FreedWeights] = []  # of each layer
+        self._copies: list[FreedWeights] = []
         for name, layer in layers.items():
             _check(name, layer.weight)
             layer.register_buffer("fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False)
             scale = torch.empty(1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device)
             layer.register_buffer("fp8_scale", scale, persistent=False)
             layer.quant_method = _Fp8Method()
+            self._weights.append(FreedWeights([layer.weight]))
             self._copies.append(FreedWeights([layer.fp8_weight, layer.fp8_scale]))
+            self._copies[-1].free()  # until refresh() comes to it
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """The copies from what the weights are now. When it raises, make_room() and all weights must come again."""
         self.keeps_weights = not self.in_place
-        for index, layer in enumerate(self._layers):
-            self._copies[index].take_back()
+        for layer, weights, copies in zip(self._layers, self._weights, self._copies, strict=True):
+            copies.take_back()
             quantized, scale = quantize_rows(layer.weight)
             layer.fp8_weight.copy_(quantized)
             layer.fp8_scale.copy_(scale.T)
-            if index < len(self._weights):
-                self._weights[index].free()
-            elif self.in_place:
-                self._weights.append(FreedWeights([layer.weight]))
+            if self.in_place:
+                weights.free()
 
     def free_copies(self) -> None:
         """Until refresh()."""

@@ -13,19 +13,17 @@ ALIGNMENT = 512  # bytes, of each copy on the host
 
 
 class FreedWeights:
-    """The tensors keep their identity, shape and place in the module; their storages are empty from here to take_back(),
-    after which they hold whatever the memory held. Nothing is copied, on or off the device; the allocator keeps the memory
-    until it is told to give it back.
+    """Weights that are about to be replaced. They keep their identity, shape and place in the module; their storages are
+    empty from free() to take_back(), after which they hold whatever the memory held. Nothing is copied, on or off the device;
+    the allocator keeps the memory until it is told to give it back.
 
-    What shares a storage with one of the tensors shares its fate.
+    What shares a storage with one of the tensors shares its fate; one without memory now is left as it is.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in _storages(tensors)]
-        self.free()
 
     def free(self) -> None:
-        """Again, after take_back()."""
         for storage, _ in self._sizes:
             storage.resize_(0)
 

@@ -120,6 +120,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 self._parked = ParkedWeights(self._constant_parameters())
             self._parked.park()
             self._freed = FreedWeights(self._parameters().values())
+            self._freed.free()
             if self._fp8 is not None:
                 self._fp8.free_copies()
             self.trim()

@@ -16,6 +16,7 @@ def test_storages_are_empty_until_they_are_taken_back() -> None:
     x = torch.randn(5, 3)
     kept, expected = [weight.detach().clone() for weight in weights], module(x)
     freed = FreedWeights(weights)
+    freed.free()
     assert [weight.untyped_storage().nbytes() for weight in weights] == [0, 0, 0]
     assert module.weight is weights[0] and module.weight.shape == (4, 3)
     for _ in range(2):  # a second call does nothing
@@ -29,7 +30,7 @@ def test_memory_that_cannot_be_freed_is_said() -> None:
     """A view of memory that is not torch's own."""
     numpy = pytest.importorskip("numpy")
     with pytest.raises(RuntimeError, match="not resizable"):
-        FreedWeights([torch.from_numpy(numpy.zeros(3, dtype=numpy.float32))])
+        FreedWeights([torch.from_numpy(numpy.zeros(3, dtype=numpy.float32))]).free()
 
 
 def test_parked_weights_come_back_as_they_were() -> None:

@@ -30,20 +30,7 @@ def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
 
 
 def test_one_rank_of_many(tiny_model, tmp_path, capfd):
-    options = [
-        "--model",
-        str(tiny_model),
-        "--gpus",
-        "1",
-        "--size",
-        "64",
-        "--rows",
-        "8",
-        "--repeat",
-        "1",
-        "--rank-of",
-        "4",
-    ]
+    options = f"--model {tiny_model} --gpus 1 --size 64 --rows 8 --repeat 1 --rank-of 4".split()
     layout = ["--layout", "engine.backend=veomni parallel.dp_replicate=2"]
     assert not bench_engine.main([CONFIG, "run.device=cpu", *options, "--scratch", str(tmp_path), *layout])
     (done,) = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
