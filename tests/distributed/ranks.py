@@ -3,6 +3,7 @@ user gives it."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -60,6 +61,7 @@ def run_ranks(
 
 
 def _rank_main(rank: int, world_size: int, port: int, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
+    faulthandler.enable()  # a crash below Python shows where
     torch.set_num_threads(1)
     if world_size > 1:
         os.environ.update(

@@ -149,16 +149,22 @@ addEventListener("load", async () => {
   const seen = { paused: videos.map((video) => video.paused) };
   document.querySelector(".strip").scrollIntoView();
   const moments = videos.map(() => new Set());
-  for (let turn = 0; turn < 30; turn++) {
+  const ready = videos.map(() => 0); // at best: one that starts again from its end has no frame for a moment
+  const played = () => Math.min(...ready) >= 2 && moments.slice(0, 3).every((each) => each.size >= 3);
+  for (let turn = 0; turn < 150 && !played(); turn++) {
     await pause(100);
-    videos.forEach((video, index) => moments[index].add(video.currentTime));
+    videos.forEach((video, index) => {
+      moments[index].add(video.currentTime);
+      ready[index] = Math.max(ready[index], video.readyState);
+    });
   }
   seen.moments = moments.map((each) => each.size);
-  seen.videos = videos.map((video) => ({
-    size: [video.videoWidth, video.videoHeight], ready: video.readyState, length: video.duration,
+  seen.videos = videos.map((video, index) => ({
+    size: [video.videoWidth, video.videoHeight], ready: ready[index], length: video.duration,
     error: video.error ? video.error.message : null,
     shown: video.getBoundingClientRect().width, label: video.ariaLabel, loops: video.loop, silent: video.muted,
   }));
+  for (let turn = 0; turn < 150 && videos[0].readyState < 2; turn++) await pause(100);
   const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 64 });
   canvas.getContext("2d").drawImage(videos[0], 0, 0);
   seen.colours = new Set(canvas.getContext("2d").getImageData(0, 0, 64, 64).data).size;
