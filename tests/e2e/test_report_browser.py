@@ -6,18 +6,15 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from synthetic_run import PROMPTS, TASKS, write_run
 
 from megadiff.observe.metrics import metric_keys, read_rows
 from megadiff.observe.report import write_report
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "observe"))  # the same synthetic run as the unit tests'
-from synthetic_run import PROMPTS, TASKS, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome found")

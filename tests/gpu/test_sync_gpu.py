@@ -1,15 +1,10 @@
 """Weights between a trainer's GPU and a replica: through opened memory on one GPU, by NCCL to another."""
 
 import json
-import sys
-from pathlib import Path
 
+import bench_sync
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import bench_sync  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

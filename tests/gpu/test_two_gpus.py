@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,6 @@ def test_fp8_stays_close(tmp_path, world_size):
 
 def _errors(folder: Path, *, world_size: int, fp8: str) -> dict[str, dict[str, float]]:
     """Relative to the unsharded float32 model: of the unsharded one in bfloat16, and of the sharded."""
-    sys.path.insert(0, str(ROOT / "tools"))
     from random_weights import write_random_transformer
 
     write_random_transformer(ROOT / "assets" / "qwen_image", folder / "model", device="cuda", num_layers=2)

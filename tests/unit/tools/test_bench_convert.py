@@ -2,12 +2,8 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-import bench_convert  # noqa: E402
+import bench_convert
 
 
 def test_both_directions_are_timed_and_compared(tiny_model, tmp_path, capsys, monkeypatch):

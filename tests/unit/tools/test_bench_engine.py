@@ -1,19 +1,16 @@
 """The engine benchmark as it is called, on the tiny model: one line a layout, a failure named."""
 
 import json
-import sys
 from pathlib import Path
 
+import bench_engine
 import pytest
 import torch
+from one_rank import calls, check_called, repeat_own, take_own
+
+from megadiff.config.load import load_config
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-import bench_engine  # noqa: E402
-from one_rank import calls, check_called, repeat_own, take_own  # noqa: E402
-
-from megadiff.config.load import load_config  # noqa: E402
-
 CONFIG = str(ROOT / "configs/quickstart.yaml")
 
 

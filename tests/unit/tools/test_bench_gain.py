@@ -14,15 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import bench_gain
+import gain_curves
 import pytest
+from gain_curves import Point, RunResult
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import bench_gain  # noqa: E402
-import gain_curves  # noqa: E402
-from gain_curves import Point, RunResult  # noqa: E402
-
 CONFIG = str(ROOT / "configs/shapes/flowgrpo.yaml")
 LOG = """\
 12:00:01 I megadiff.train.record: evaluation at step 0, 9.0 s: eval/shapes_strict 0.5

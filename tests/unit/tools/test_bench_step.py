@@ -8,15 +8,13 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import bench_step
 import psutil
 import pytest
 
+from megadiff.config.load import load_config
+
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-import bench_step  # noqa: E402
-
-from megadiff.config.load import load_config  # noqa: E402
-
 ROW = {
     "time/step_s": 4.0, "time/rollout_s": 1.5, "time/sample_s": 2.0, "time/train_s": 1.0,
     "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,

@@ -1,12 +1,8 @@
 """The sync benchmark as it is called, on the tiny model: a real replica, a line for each transport, a table."""
 
 import json
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-import bench_sync  # noqa: E402
+import bench_sync
 
 
 def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd):
