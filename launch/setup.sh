@@ -42,7 +42,7 @@ pip_install() {
   local what=$1
   shift
   printf 'setup: %s ...\n' "$what"
-  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1 || {
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$LOG" 2>&1 || {
     printf 'setup: the last lines of %s:\n' "$LOG" >&2
     tail -n 15 "$LOG" | sed 's/^/  | /' >&2
     die "could not install $what; run launch/setup.sh again once that is fixed"
@@ -80,6 +80,9 @@ torch=$(grep -E '^torch==' "$lock")
 pip_install "$torch" -c "$lock" "$torch"
 pip_install "$(grep -c '==' "$lock") pinned packages" --no-deps -r "$lock"
 pip_install "megadiff" --no-deps --no-build-isolation -e .
+printf 'setup: bytecode ...\n'
+# On all cores, where pip would use one. What does not compile here, like templates, nobody imports.
+"$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >>"$LOG" 2>&1 || true
 "$VENV/bin/python" -c 'import megadiff.cli.main, torch, diffusers, vllm, vllm_omni' >>"$LOG" 2>&1 || {
   tail -n 15 "$LOG" | sed 's/^/  | /' >&2
   die "installed, but the packages do not import together"
