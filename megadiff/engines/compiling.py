@@ -48,11 +48,11 @@ def _of_any_text_length(compiled: Callable[..., Any], signature: inspect.Signatu
 def _mark(arguments: dict[str, Any]) -> None:
     """Every dimension of the text's length in the streams' embeddings, masks and rotations, and of both streams' length in
     masks of their joint attention. Not where such a length is some other size of the image's stream as well: torch would
-    then take the two for one."""
+    then take the two for one. The last dimension of all but masks is one of features, whatever its size."""
     image, text = arguments[IMAGE].shape, arguments[TEXT].shape[1]
     lengths = {text, text + image[1]}.difference(image)
     for tensor in _tensors(value for name, value in arguments.items() if name != IMAGE):
-        for dim, size in enumerate(tensor.shape):
+        for dim, size in enumerate(tensor.shape if tensor.dtype == torch.bool else tensor.shape[:-1]):
             if size in lengths:
                 maybe_mark_dynamic(tensor, dim)
 

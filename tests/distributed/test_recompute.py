@@ -27,7 +27,7 @@ CASES = {  # backend, family, world size, sizes of the axes, what else the engin
     "wan_veomni_compiled": ("veomni", "wan", 1, {}, {"compiled": True}),
     "megatron_tp2": ("megatron", "qwen_image", 2, {"tp": 2}, {}),
 }
-MICROBATCH = {False: 5, True: 4}  # compiled or not; of 16 rows: one remains, or, where each size is compiled, none
+MICROBATCH = {False: 5, True: 2}  # uncompiled or compiled; of 4 × 4 rows: of one prompt, its text is not masked
 BUDGETS = {0.0: (2, 2), 0.5: (2, 1), 1.0: (1, 1)}  # of activations → forwards of each block, uncompiled
 
 

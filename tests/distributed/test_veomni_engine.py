@@ -139,7 +139,7 @@ def _lengths_worker(tiny_model: Path) -> None:
     whole = mine(plain)
     counts = [0]
     for num_padded in (0, 1):
-        for length in (5, 6, 9, 12):
+        for length in (5, 7, 9, 16):  # 16: also the pairs of a head that are rotated, and the joint length with 7
             embeds = torch.randn(*whole.conditioning["prompt_embeds"].shape[:1], length, 64)
             mask = torch.ones(embeds.shape[:2]).bool()
             mask[0, length - num_padded :] = False
