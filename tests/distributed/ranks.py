@@ -3,7 +3,6 @@ user gives it."""
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import random
@@ -18,6 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.multiprocessing
+
+from megadiff.cli.console import show_crashes
 
 PRELOAD = [
     "torch._dynamo",  # imported by the first optimizer
@@ -61,7 +62,7 @@ def run_ranks(
 
 
 def _rank_main(rank: int, world_size: int, port: int, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
-    faulthandler.enable()  # a crash below Python shows where
+    show_crashes()
     torch.set_num_threads(1)
     if world_size > 1:
         os.environ.update(
