@@ -128,6 +128,7 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         "peak_gib": _gib(torch.cuda.max_memory_allocated(), mesh),
         "reserved_gib": _gib(torch.cuda.max_memory_reserved(), mesh),  # fragments among it
         "grad_norm": figures["optim/grad_norm"],
+        "clip_fraction": figures["policy/clip_fraction"],
     }
     if mesh.rank == 0:
         print(json.dumps(line), flush=True)
@@ -151,7 +152,10 @@ def _pretend(world_size: int, config: Config) -> None:
 
 
 def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int) -> TrainBatch:
-    """This dp rank's share of `rows` samples with one window step each, of the same global batch for every layout."""
+    """This dp rank's share of `rows` samples with one window step each, of the same global batch for every layout.
+
+    Without old log_probs no row is clipped: rows without a gradient would be cheaper, as products with zeros draw less power.
+    """
     sampling = sampling_of(config.rollout)
     generator = torch.Generator().manual_seed(0)
     shape = (rows, 2, *adapter.latents_shape(sampling))
@@ -161,7 +165,7 @@ def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: 
     text_dim = sizes.get("joint_attention_dim") or sizes.text_dim
     return TrainBatch(
         latents_NSLC=latents_NSLC,
-        old_log_probs_NW=torch.zeros(len(latents_NSLC), 1, dtype=torch.float64),
+        old_log_probs_NW=None,
         window_start_N=torch.ones(len(latents_NSLC), dtype=torch.int64),
         advantages_N=torch.randn(rows, generator=generator)[mine],
         weights_N=torch.ones(len(latents_NSLC)),

@@ -122,6 +122,7 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
         "peak_tflops": options.peak_tflops,
         "peak_gib": max(row["memory/peak_gib"] for row in rows),
         "grad_norm": _median(rows, "optim/grad_norm"),
+        "zero_std_ratio": _median(rows, "reward/zero_std_ratio"),
         "sync_gib": _median(rows, "sync/gib"),
     }
 
@@ -170,6 +171,11 @@ def table(report: dict) -> str:
         f"{report['peak_tflops']:g}): {rates}; peak {report['peak_gib']:.1f} GiB of a trainer rank; "
         f"{report['start_s']:.0f} s to the first step\n"
     )
+    if report["zero_std_ratio"]:
+        lines.append(
+            f"{report['zero_std_ratio']:.0%} of the groups have equal rewards, so no gradient: products with zeros draw less "
+            "power, and training is faster than it would be. Random weights write no text: add reward.jpeg.type=jpeg_size.\n"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -23,6 +23,7 @@ def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
     assert code == 1
     assert [each["layout"] for each in (done, failed)] == layouts
     assert done["update_s"] > 0 and done["grad_norm"] > 0 and done["rows"] == 4
+    assert done["clip_fraction"] == 0  # rows without a gradient would be cheaper
     assert "world_size=1 is not a multiple of sp*tp = 3*1 = 3" in failed["failed"]
 
 

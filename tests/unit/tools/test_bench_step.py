@@ -17,7 +17,7 @@ from megadiff.config.load import load_config
 ROOT = Path(__file__).parents[3]
 ROW = {
     "time/step_s": 4.0, "time/rollout_s": 1.5, "time/sample_s": 2.0, "time/train_s": 1.0,
-    "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,
+    "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0, "reward/zero_std_ratio": 0.0,
 }  # fmt: skip
 
 HANGING = """
@@ -72,10 +72,14 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     assert found == {"parity": {"measured": 7.0}, "train": {"measured": 5.0, "planned": 4.0}}
     seconds = {"time/step_s": 2.0}
     rates = {"tflops_per_gpu": {"train": 380.0}, "mfu": {"train": 0.5}, "peak_tflops": 761.0}
-    sizes = {"samples": 8, "samples_per_s": 4.0, "peak_gib": 3.0, "start_s": 9.0}
+    sizes = {"samples": 8, "samples_per_s": 4.0, "peak_gib": 3.0, "start_s": 9.0, "zero_std_ratio": 0.0}
     text = bench_step.table({"seconds": seconds, "memory_gib": found, **rates, **sizes})
     assert "| train | 5.0 | 4.0 | 1.25 |" in text and "| parity | 7.0 | – | – |" in text
-    assert "MFU of 761): train 380 (50%)" in text
+    assert "MFU of 761): train 380 (50%)" in text and "equal rewards" not in text
+    unequal = sizes | {"zero_std_ratio": 0.25}
+    assert "25% of the groups have equal rewards" in bench_step.table(
+        {"seconds": seconds, "memory_gib": found, **rates, **unequal}
+    )
     other_world = load_config([str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"])
     assert bench_step.planned_gib(other_world, Namespace(gpu="h200", gpus=1, text_tokens=8)) == {}
 
