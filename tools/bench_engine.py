@@ -128,7 +128,6 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         "peak_gib": _gib(torch.cuda.max_memory_allocated(), mesh),
         "reserved_gib": _gib(torch.cuda.max_memory_reserved(), mesh),  # fragments among it
         "grad_norm": figures["optim/grad_norm"],
-        "clip_fraction": figures["policy/clip_fraction"],
     }
     if mesh.rank == 0:
         print(json.dumps(line), flush=True)

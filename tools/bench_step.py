@@ -122,7 +122,8 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
         "peak_tflops": options.peak_tflops,
         "peak_gib": max(row["memory/peak_gib"] for row in rows),
         "grad_norm": _median(rows, "optim/grad_norm"),
-        "zero_std_ratio": _median(rows, "reward/zero_std_ratio"),
+        "clip_fraction": _median(rows, "policy/clip_fraction"),
+        "zero_std_ratio": statistics.fmean(row["reward/zero_std_ratio"] for row in rows),
         "sync_gib": _median(rows, "sync/gib"),
     }
 
@@ -173,8 +174,9 @@ def table(report: dict) -> str:
     )
     if report["zero_std_ratio"]:
         lines.append(
-            f"{report['zero_std_ratio']:.0%} of the groups have equal rewards, so no gradient: products with zeros draw less "
-            "power, and training is faster than it would be. Random weights write no text: add reward.jpeg.type=jpeg_size.\n"
+            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards, so no gradient: products with zeros draw "
+            "less power, and training is faster than it would be. Random weights write no text: add "
+            "reward.jpeg.type=jpeg_size.\n"
         )
     return "\n".join(lines) + "\n"
 

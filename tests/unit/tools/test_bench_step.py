@@ -17,7 +17,8 @@ from megadiff.config.load import load_config
 ROOT = Path(__file__).parents[3]
 ROW = {
     "time/step_s": 4.0, "time/rollout_s": 1.5, "time/sample_s": 2.0, "time/train_s": 1.0,
-    "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0, "reward/zero_std_ratio": 0.0,
+    "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,
+    "policy/clip_fraction": 0.5, "reward/zero_std_ratio": 0.0,
 }  # fmt: skip
 
 HANGING = """
@@ -54,10 +55,11 @@ sys.exit(bench_step.main(sys.argv[1:]))
 def test_figures_are_medians_and_rates(tiny_model):
     overrides = ["run.name=x", f"model.path={tiny_model}", "train.prompts_per_step=4", "algorithm.group_size=8"]
     config = load_config([str(ROOT / "configs/quickstart.yaml"), *overrides])
-    slow = ROW | {"time/step_s": 9.0, "time/sample_s": 8.0, "memory/peak_gib": 5.0}
+    slow = ROW | {"time/step_s": 9.0, "time/sample_s": 8.0, "memory/peak_gib": 5.0, "reward/zero_std_ratio": 0.75}
     options = Namespace(gpus=2, text_tokens=8, peak_tflops=0.5)
     found = bench_step.figures([ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options)
     assert found["seconds"]["time/step_s"] == 4.0 and found["samples_per_s"] == 8.0 and found["peak_gib"] == 5.0
+    assert found["zero_std_ratio"] == 0.25  # a mean: a median would hide one step
     rollout, train = found["tflops_per_gpu"]["rollout"], found["tflops_per_gpu"]["train"]
     assert train / rollout == pytest.approx((2 * 3 / 1.0) / (10 / 2.0))  # 2 of 10 steps, forward and backward
     assert found["mfu"] == {"rollout": rollout / 0.5, "train": train / 0.5}
@@ -77,7 +79,7 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     assert "| train | 5.0 | 4.0 | 1.25 |" in text and "| parity | 7.0 | – | – |" in text
     assert "MFU of 761): train 380 (50%)" in text and "equal rewards" not in text
     unequal = sizes | {"zero_std_ratio": 0.25}
-    assert "25% of the groups have equal rewards" in bench_step.table(
+    assert "25 % of the groups have equal rewards" in bench_step.table(
         {"seconds": seconds, "memory_gib": found, **rates, **unequal}
     )
     other_world = load_config([str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"])
