@@ -174,9 +174,8 @@ def table(report: dict) -> str:
     )
     if report["zero_std_ratio"]:
         lines.append(
-            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards, so no gradient: products with zeros draw "
-            "less power, and training is faster than it would be. Random weights write no text: add "
-            "reward.jpeg.type=jpeg_size.\n"
+            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards, so no gradient, and training leaves "
+            "most of them out. Random weights write no text: add reward.jpeg.type=jpeg_size.\n"
         )
     return "\n".join(lines) + "\n"
 

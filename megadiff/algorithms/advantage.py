@@ -21,7 +21,7 @@ def group_advantages(
 
     std is each group's own, or with global_std the population std over the batch of all ranks, for which all_reduce sums a
     [3] float64 tensor over the data-parallel group (once). A group whose rewards are all equal gets weight 0 and keeps
-    its place: dropping it would give ranks different numbers of steps, and hang them.
+    its place; `train.update.groups_to_train` says which of them are computed, as many on every rank.
     """
     rewards_PG = rewards_PG.double()
     centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)

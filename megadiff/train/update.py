@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from megadiff.algorithms import Algorithm
 from megadiff.algorithms.advantage import group_advantages
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
-from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
+from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, sum_tensor
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.types import RolloutGroup, TrainBatch
@@ -35,7 +36,8 @@ def update(
         global_std=config.algorithm.global_std,
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
-    batch = to_train_batch(groups, advantages_PG, weights_P)
+    kept = groups_to_train(groups, weights_P, config=config, mesh=mesh)
+    batch = to_train_batch([groups[index] for index in kept], advantages_PG[kept], weights_P[kept])
     if algorithm.needs_reference:
         with engine.reference():
             batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
@@ -46,6 +48,17 @@ def update(
     stats = [engine.update(with_denominator(part, mesh), algorithm.loss) for part in parts]
     found = {key: [stat[key] for stat in stats if key in stat] for stat in stats for key in stat}
     return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def groups_to_train(groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh) -> list[int]:
+    """Collective. Indices, rising, of this rank's groups that an update computes: those with a weight, and of the others, which
+    add nothing to a gradient or a figure, as many as make every rank's microbatches equally many and full."""
+    rows = len(groups[0].trajectories) // config.train.updates_per_step * len(groups[0].trajectories[0].log_probs)
+    most = all_reduce_max({"groups": float((weights_P > 0).sum())}, mesh.cpu_group)["groups"]
+    size = config.train.microbatch_size
+    step = size // math.gcd(size, rows)  # groups whose rows fill whole microbatches
+    count = min(max(math.ceil(most / step), 1) * step, len(groups))
+    return sorted(torch.argsort(weights_P, descending=True, stable=True)[:count].tolist())
 
 
 def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBatch]:

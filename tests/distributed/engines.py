@@ -22,7 +22,7 @@ from megadiff.engines.sharded import ShardedEngine, local
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
-from megadiff.types import Sampling, TrainBatch
+from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch, Trajectory
 from megadiff.weights.shards import Shard, ShardFolder
 
 # 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
@@ -118,6 +118,36 @@ def train_batch(
 def mine(engine: Engine, scale: float = 1.0) -> TrainBatch:
     """The engine's part of the batch."""
     return train_batch(engine.adapter, scale, engine.mesh.dp, engine.mesh.dp_rank)
+
+
+def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGroup:
+    """The group that the batch has at this index, as it came from a replica that recorded these log_probs."""
+    prompt = Prompt(text=f"prompt {index}", id=f"{index:016x}")
+    trajectories = []
+    for sample in torch.nonzero(batch.group_index_N == index)[:, 0].tolist():
+        start = int(batch.window_start_N[sample])
+        sigmas = batch.schedule[start : start + 3]
+        trajectory = Trajectory(
+            latents_SLC=batch.latents_NSLC[sample],
+            sigmas=sigmas,
+            timesteps=1000 * sigmas[:-1],
+            log_probs=log_probs_NW[sample],
+            window_start=start,
+            pixels=torch.empty(0, dtype=torch.uint8),
+            prompt_id=prompt.id,
+            sample_index=len(trajectories),
+            policy_version=0,
+        )
+        trajectories.append(trajectory)
+    return RolloutGroup(
+        prompt=prompt,
+        sampling=batch.sampling,
+        schedule=batch.schedule,
+        conditioning={name: value_P[index : index + 1] for name, value_P in batch.conditioning.items()},
+        trajectories=tuple(trajectories),
+        policy_version=0,
+        replica="replica_0",
+    )
 
 
 def at_step(batch: TrainBatch, step: int) -> TrainBatch:

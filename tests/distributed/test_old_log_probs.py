@@ -23,9 +23,9 @@ from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.collectives import sum_tensor
 from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.train.update import update, with_denominator
-from megadiff.types import Prompt, RolloutGroup, TrainBatch, Trajectory
+from megadiff.types import RolloutGroup
 from megadiff.weights.shards import ShardFolder
-from tests.distributed.engines import build, mine, whole
+from tests.distributed.engines import build, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import batch_of, exact
 
@@ -79,36 +79,7 @@ def _groups(engine: ExpertsEngine) -> list[RolloutGroup]:
     is_pair = len(engine.members) > 1
     batch = batch_of(engine.adapter, "apart", 2, engine.mesh.dp_rank) if is_pair else mine(engine)
     recorded_NW = engine.log_probs(batch).log_probs_NW + ABOVE_W
-    return [_group(batch, index, recorded_NW) for index in range(len(REWARDS_PG))]
-
-
-def _group(batch: TrainBatch, index: int, recorded_NW: Tensor) -> RolloutGroup:
-    prompt = Prompt(text=f"prompt {index}", id=f"{index:016x}")
-    trajectories = []
-    for sample in torch.nonzero(batch.group_index_N == index)[:, 0].tolist():
-        start = int(batch.window_start_N[sample])
-        sigmas = batch.schedule[start : start + 3]
-        trajectory = Trajectory(
-            latents_SLC=batch.latents_NSLC[sample],
-            sigmas=sigmas,
-            timesteps=1000 * sigmas[:-1],
-            log_probs=recorded_NW[sample],
-            window_start=start,
-            pixels=torch.empty(0, dtype=torch.uint8),
-            prompt_id=prompt.id,
-            sample_index=len(trajectories),
-            policy_version=0,
-        )
-        trajectories.append(trajectory)
-    return RolloutGroup(
-        prompt=prompt,
-        sampling=batch.sampling,
-        schedule=batch.schedule,
-        conditioning={name: value_P[index : index + 1] for name, value_P in batch.conditioning.items()},
-        trajectories=tuple(trajectories),
-        policy_version=0,
-        replica="replica_0",
-    )
+    return [group_of(batch, index, recorded_NW) for index in range(len(REWARDS_PG))]
 
 
 def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
