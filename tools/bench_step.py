@@ -122,7 +122,7 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
         "peak_tflops": options.peak_tflops,
         "peak_gib": max(row["memory/peak_gib"] for row in rows),
         "grad_norm": _median(rows, "optim/grad_norm"),
-        "clip_fraction": _median(rows, "policy/clip_fraction"),
+        "clip_fraction": statistics.fmean(row.get("policy/clip_fraction", 0.0) for row in rows),
         "zero_std_ratio": statistics.fmean(row["reward/zero_std_ratio"] for row in rows),
         "sync_gib": _median(rows, "sync/gib"),
     }
@@ -174,8 +174,8 @@ def table(report: dict) -> str:
     )
     if report["zero_std_ratio"]:
         lines.append(
-            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards, so no gradient, and training leaves "
-            "most of them out. Random weights write no text: add reward.jpeg.type=jpeg_size.\n"
+            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards. Training leaves them out where it can, "
+            "and its TFLOP/s count them all. Random weights write no text: add reward.jpeg.type=jpeg_size.\n"
         )
     return "\n".join(lines) + "\n"
 

@@ -17,7 +17,8 @@ from megadiff.train.rollout import sampling_of, sft_sampling
 
 
 def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int) -> dict[str, object]:
-    """JSON values: sigmas, sde_window_range, experts, samples_per_step, …, layout, config."""
+    """JSON values: sigmas, sde_window_range, experts, samples_per_step, …, layout, config. Microbatches are
+    those of groups that all have a signal."""
     sampling, train = sampling_of(config.rollout), config.train
     on_policy = build_algorithm(config.algorithm).on_policy
     tokens, channels = adapter.latents_shape(sampling if on_policy else sft_sampling(config.rollout))

@@ -99,7 +99,7 @@ class Recorder:
 
 
 def rollout_metrics(groups: list[RolloutGroup], rewards: Rewards, *, step: int, mesh: Mesh) -> dict[str, float]:
-    """Rewards, diversity and staleness of what step `step` (from 1) trained on. Collective."""
+    """Rewards, diversity and staleness of what step `step` (from 1) sampled. Collective."""
     return {
         **reward_metrics(rewards, mesh),
         **diversity_metrics(groups, mesh),

@@ -52,7 +52,8 @@ def update(
 
 def groups_to_train(groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh) -> list[int]:
     """Collective. Indices, rising, of this rank's groups that an update computes: those with a weight, and of the others, which
-    add nothing to a gradient or a figure, as many as make every rank's microbatches equally many and full."""
+    add nothing to a gradient or a figure, as many as give every rank equally many and, where there are enough, full
+    microbatches; one microbatch where no rank has a weight."""
     rows = len(groups[0].trajectories) // config.train.updates_per_step * len(groups[0].trajectories[0].log_probs)
     most = all_reduce_max({"groups": float((weights_P > 0).sum())}, mesh.cpu_group)["groups"]
     size = config.train.microbatch_size

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -148,6 +151,20 @@ def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGrou
         policy_version=0,
         replica="replica_0",
     )
+
+
+@contextmanager
+def forwards(engine: ExpertsEngine) -> Iterator[dict[bool, list[int]]]:
+    """Rows of each forward, by whether it has a gradient."""
+    counted: dict[bool, list[int]] = {True: [], False: []}
+    velocity = engine.adapter.velocity
+
+    def counting(transformer: Any, latents_BLC: Tensor, *rest: Any, **named: Any) -> Tensor:
+        counted[torch.is_grad_enabled()].append(len(latents_BLC))
+        return velocity(transformer, latents_BLC, *rest, **named)
+
+    with patch.object(engine.adapter, "velocity", counting):
+        yield counted
 
 
 def at_step(batch: TrainBatch, step: int) -> TrainBatch:

@@ -3,17 +3,12 @@ forwards that train it, against one that computes all of them before. On two glo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.advantage import group_advantages
@@ -25,7 +20,7 @@ from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.train.update import update, with_denominator
 from megadiff.types import RolloutGroup
 from megadiff.weights.shards import ShardFolder
-from tests.distributed.engines import build, group_of, mine, whole
+from tests.distributed.engines import build, forwards, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import batch_of, exact
 
@@ -84,7 +79,7 @@ def _groups(engine: ExpertsEngine) -> list[RolloutGroup]:
 
 def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
     config, num_updates = engine.config, engine.config.train.updates_per_step
-    with _forwards_without_gradient(engine) as counted:
+    with forwards(engine) as counted:
         figures = update(
             engine,
             build_algorithm(config.algorithm),
@@ -96,22 +91,8 @@ def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, 
         )
     fillers = len(engine.members) - 1  # a rank has rows of one expert, and a row to throw away for each other
     later = [NUM_ROWS // num_updates + fillers] * (num_updates - 1)
-    assert sum(counted) == sum([NUM_ROWS + fillers, *later])  # the reference's, and the policy's
+    assert sum(counted[False]) == sum([NUM_ROWS + fillers, *later])  # the reference's, and the policy's
     return figures
-
-
-@contextmanager
-def _forwards_without_gradient(engine: ExpertsEngine) -> Iterator[list[int]]:
-    """Rows of each."""
-    counted, velocity = [], engine.adapter.velocity
-
-    def counting(transformer: Any, latents_BLC: Tensor, *rest: Any, **named: Any) -> Tensor:
-        if not torch.is_grad_enabled():
-            counted.append(len(latents_BLC))
-        return velocity(transformer, latents_BLC, *rest, **named)
-
-    with patch.object(engine.adapter, "velocity", counting):
-        yield counted
 
 
 def _update_before(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
