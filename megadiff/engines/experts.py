@@ -1,7 +1,7 @@
 """The engine of a model: one ShardedEngine for each trained component, of which Wan2.2's experts are two.
 
 A row of a batch belongs to the component in charge of its sigma. Components work one after another, each on its own rows,
-in the same order on every rank; one of several that no rank has rows with a weight of is left alone, its optimizer included.
+in the same order on every rank; of several, one without a weighted row on any rank is left alone, its optimizer included.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ExpertsEngine:
         steps: dict[str, Step] = {}
         for component in self._trained:
             share, member = shares[component], self.members[component]
-            if not share.num_microbatches or (len(self.members) > 1 and not share.num_pairs):
+            if len(self.members) > 1 and not share.num_pairs:
                 continue
             self._rest()
             member.onload()

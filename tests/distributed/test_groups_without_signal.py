@@ -79,8 +79,15 @@ def _update(engine: ExpertsEngine, batch: TrainBatch, rewards_PG: torch.Tensor) 
         for group in member.optimizer.param_groups:
             group["eps"] = 1.0  # weights move with their gradients, and not by the sign of one that is rounding
     groups = [group_of(batch, index, batch.old_log_probs_NW) for index in range(len(rewards_PG))]
-    algorithm, sizes = build_algorithm(engine.config.algorithm), dict(config=engine.config, mesh=engine.mesh)
-    return update(engine, algorithm, groups, rewards_PG, **sizes, recompute=True)
+    return update(
+        engine,
+        build_algorithm(engine.config.algorithm),
+        groups,
+        rewards_PG,
+        config=engine.config,
+        mesh=engine.mesh,
+        recompute=True,
+    )
 
 
 def _every(groups: list[Any], *_: Any, **__: Any) -> list[int]:
