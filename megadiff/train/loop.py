@@ -13,7 +13,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
-from megadiff.train import parity
+from megadiff.train import parity, probe
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.experts import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
@@ -48,11 +48,11 @@ def train(run: Run) -> None:
     samplings = step_samplings(config, run.adapter)
     put_to_sleep(run.fleet, run.sync, config, run.mesh)
     with timers("parity"):
-        probe = parity.prepare(run.adapter, run.prompts.peek().prompts, config=config, mesh=run.mesh)
+        asked = probe.prepare(run.adapter, run.prompts.peek().prompts, config=config, mesh=run.mesh)
     make_room(config, run.mesh)
     run.sync.push(progress.step)
     with timers("parity"):
-        gate = parity.check(engine, run.adapter, run.fleet, probe, config=config, mesh=run.mesh, step=progress.step)
+        gate = parity.check(engine, run.adapter, run.fleet, asked, config=config, mesh=run.mesh, step=progress.step)
     progress.recomputes = parity.recomputes(gate, config.algorithm, before=progress.recomputes)
     train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes)
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does

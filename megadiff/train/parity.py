@@ -1,28 +1,31 @@
-"""The parity gate: before step 1 the trainer recomputes what each replica sampled, and says how far apart they are."""
+"""The parity gate: before step 1 the trainer recomputes what each replica sampled.
+
+Every group of a call is compared, alone and together with the others: see megadiff.train.probe.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
-from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
-from megadiff.parallel.collectives import agreed, all_reduce_max, broadcast_bytes, broadcast_json, raise_together
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.experts import component_steps
+from megadiff.train.probe import Probe
 from megadiff.train.replicas import trim
-from megadiff.train.rollout import first_frame_of, for_replica, sampling_of, share
-from megadiff.types import DTYPES, LOG_PROB_ROUNDING, Prompt, RolloutGroup, RolloutRequest, Sampling, TrainBatch
+from megadiff.train.rollout import for_replica, sampling_of, share
+from megadiff.types import LOG_PROB_ROUNDING, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
@@ -36,24 +39,6 @@ class ParityError(RuntimeError):
     """Trainer and replica disagree by more than the clip range, or rounding, allows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """What the gate asks replicas for: the group of the first prompt, sampled in one call with as many of the others as a
-    call of the run holds, so that what padding and batching do to it is in the gap. conditioning: what each must answer."""
-
-    prompts: list[Prompt]
-    conditioning: dict[str, Tensor]
-
-
-def prepare(adapter: ModelAdapter, prompts: Sequence[Prompt], *, config: Config, mesh: Mesh) -> Probe | None:
-    """Collective. None where parity.mode is off. prompts: of the step to come. Rank 0 loads the text encoder meanwhile, so
-    it is called before replicas on the same GPUs hold their weights."""
-    if config.parity.mode == "off":
-        return None
-    prompts = _same_prompts(prompts[: max(1, config.rollout.batch_size // num_gate_samples(config))], mesh)
-    return Probe(prompts=prompts, conditioning=_expected_conditioning(adapter, prompts[0], config=config, mesh=mesh))
-
-
 def check(
     engine: Engine,
     adapter: ModelAdapter,
@@ -64,37 +49,43 @@ def check(
     mesh: Mesh,
     step: int,
 ) -> dict[str, float]:
-    """Collective. One group of every replica and component is recomputed: schedule, prompt embeddings, latents, log_probs.
+    """Recompute one call of every replica and component, group by group. Collective.
 
-    Returns the gaps, each the maximum over replicas, components and ranks: parity/log_prob_gap_max,
-    parity/schedule_gap_max, parity/embedding_gap_max, parity/latents_gap_max; of several components each one's
-    parity/log_prob_gap_max/<component>, too.
-    Raises AgreedError when log_probs, schedule or embeddings differ by what verdict() does not allow, unless parity.mode is
-    warn; does nothing without a probe.
+    Returns the gaps, each the maximum over groups, replicas, components and ranks:
+    parity/log_prob_gap_max, parity/schedule_gap_max, parity/embedding_gap_max and
+    parity/latents_gap_max; of several components also parity/log_prob_gap_max/<component>.
+    Returns {} without a probe.
+
+    Raises AgreedError that names replica, group and prompt when a gap is more than verdict()
+    allows, unless parity.mode is warn.
     """
     if probe is None:
         return {}
     samplings = component_samplings(adapter, sampling_of(config.rollout))
-    rounds = math.ceil(len(fleet.replicas) / mesh.dp)
     gaps: dict[str, float] = {}
-    for turn in range(rounds):
+    problem = ""
+    for turn in range(math.ceil(len(fleet.replicas) / mesh.dp)):
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
         for component, sampling in samplings.items():
-            group = _sample(fleet, replica, probe.prompts, sampling, config=config, mesh=mesh, step=step)
+            groups = _sample(fleet, replica, probe, sampling, config=config, mesh=mesh, step=step)
             trim(fleet, config, mesh)
-            found = _gaps(engine, adapter, group, probe.conditioning, config=config, mesh=mesh, step=step)
-            if len(samplings) > 1:
-                found[f"{LOG_PROB_GAP}/{component}"] = found[LOG_PROB_GAP]
-            gaps |= {key: max(value, gaps.get(key, 0.0)) for key, value in found.items()}
+            rows = _gaps(engine, adapter, groups, probe, seed=config.seed, step=step)
+            for index, (group, group_gaps) in enumerate(zip(groups, rows, strict=True)):
+                if not problem and (text := verdict(group_gaps, config)):
+                    problem = f"{text} in {_whose(group, index, len(groups))}"
+                if len(samplings) > 1:
+                    group_gaps[f"{LOG_PROB_GAP}/{component}"] = group_gaps[LOG_PROB_GAP]
+                gaps |= {key: max(gap, gaps.get(key, 0.0)) for key, gap in group_gaps.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
-    logger.info("parity with %d replicas: %s", len(fleet.replicas), "  ".join(f"{k} {v:.2e}" for k, v in gaps.items()))
-    problem = verdict(gaps, config)
+    summary = "  ".join(f"{key} {gap:.2e}" for key, gap in gaps.items())
+    num_groups = len(probe.prompts)
+    logger.info("parity with %d replicas, %d groups: %s", len(fleet.replicas), num_groups, summary)
     if problem and config.parity.mode == "warn":
         logger.warning("parity.mode=warn, training goes on: %s", problem)
-    elif problem:
-        raise_together(
-            ParityError(f"{problem}; fix the cause, or set parity.mode=warn to train all the same"), mesh.cpu_group
-        )
+    elif config.parity.mode != "warn":
+        advice = "fix the cause, or set parity.mode=warn to train all the same"
+        error = ParityError(f"{problem}; {advice}") if problem else None
+        raise_together(error, mesh.cpu_group)
     return gaps
 
 
@@ -165,80 +156,84 @@ def _log_prob_limit(config: Config) -> tuple[float, str]:
     return max(rounding, half), f"more than {coarsest} rounds: {different}"
 
 
-def num_gate_samples(config: Config) -> int:
-    """Of each group that is sampled for the gate."""
-    return min(config.algorithm.group_size, config.train.microbatch_size)
-
-
-def _same_prompts(prompts: Sequence[Prompt], mesh: Mesh) -> list[Prompt]:
-    plain = [asdict(replace(prompt, fields={})) for prompt in prompts]
-    return [Prompt(**each) for each in broadcast_json(plain, source=0, group=mesh.cpu_group)]  # type: ignore[union-attr]
-
-
-def _expected_conditioning(adapter: ModelAdapter, prompt: Prompt, *, config: Config, mesh: Mesh) -> dict[str, Tensor]:
-    """What every replica must answer as conditioning, encoded once, on global rank 0, and sent to all."""
-    sampling, texts = sampling_of(config.rollout), {"": prompt.text}
-    if any(adapter.num_passes(component, sampling) > 1 for component in adapter.components):
-        texts["negative_"] = prompt.negative_text
-
-    def encode() -> bytes:
-        tensors = {}
-        for prefix, text in texts.items():
-            embeds, mask = adapter.encode_prompt([text], dtype=DTYPES[config.model.dtype], device=mesh.device)
-            tensors |= {f"{prefix}prompt_embeds": embeds, f"{prefix}prompt_mask": mask}
-        if sampling.first_frame:
-            pixels = torch.tensor(first_frame_of(prompt, sampling))
-            with adapter.image_encoder(dtype=DTYPES[config.model.dtype], device=mesh.device) as encode_images:
-                tensors[FIRST_FRAME] = encode_images(pixels[None]).cpu()
-        return save({name: tensor.contiguous() for name, tensor in tensors.items()})
-
-    payload = agreed(encode, mesh.cpu_group, here=mesh.rank == 0)
-    return load(broadcast_bytes(payload, source=0, group=mesh.cpu_group))
+def _whose(group: RolloutGroup, index: int, count: int) -> str:
+    text = group.prompt.text
+    shown = text if len(text) <= 60 else f"{text[:60]}…"
+    return f"{group.replica}, group {index + 1} of {count} (prompt {shown!r})"
 
 
 def _sample(
-    fleet: Fleet, replica: int, prompts: Sequence[Prompt], sampling: Sampling, *, config: Config, mesh: Mesh, step: int
-) -> RolloutGroup:
-    """The first prompt's group, sampled together with the others'."""
+    fleet: Fleet,
+    replica: int,
+    probe: Probe,
+    sampling: Sampling,
+    *,
+    config: Config,
+    mesh: Mesh,
+    step: int,
+) -> list[RolloutGroup]:
+    """Draw all groups of the probe in one call of the replica; on every rank of the model group."""
     requests = [
         RolloutRequest(
             prompt=prompt,
             sampling=sampling,
-            sample_indices=tuple(range(num_gate_samples(config))),
+            sample_indices=tuple(range(probe.num_samples)),
             seed=config.seed,
             step=step,
             policy_version=step,
         )
-        for prompt in prompts
+        for prompt in probe.prompts
     ]
     groups = agreed(
         lambda: fleet.generate_on(replica, list(map(for_replica, requests))),
         mesh.cpu_group,
         here=mesh.is_model_group_source,
     )
-    return share(groups[:1] if groups else [], 1, mesh=mesh)[0]
+    return share(groups or [], len(requests), mesh=mesh)
 
 
 def _gaps(
     engine: Engine,
     adapter: ModelAdapter,
-    group: RolloutGroup,
-    expected: dict[str, Tensor],
+    groups: Sequence[RolloutGroup],
+    probe: Probe,
     *,
-    config: Config,
-    mesh: Mesh,
+    seed: int,
     step: int,
-) -> dict[str, float]:
-    num_samples = len(group.trajectories)
-    batch = to_train_batch([group], torch.zeros(1, num_samples), torch.ones(1))
-    log_probs_NW = engine.log_probs(batch).log_probs_NW
-    replayed_NSLC = _replay(engine, batch, group, seed=config.seed, step=step)
-    return {
-        "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
-        "parity/embedding_gap_max": _conditioning_gap(expected, group),
-        "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
-        LOG_PROB_GAP: _gap(log_probs_NW, batch.old_log_probs_NW),
-    }
+) -> list[dict[str, float]]:
+    """Compare each group with what the trainer computes. Returns a dict of gaps for each.
+
+    A group is computed by itself, where no other row can be taken for its own, and once more
+    beside the others in one batch, as an update has them.
+    """
+    gaps_NW = _log_prob_gaps(engine, _batch(groups))
+    rows = []
+    for group, conditioning, mixed_GW in zip(
+        groups, probe.conditioning, gaps_NW.split(probe.num_samples), strict=True
+    ):
+        batch = _batch([group])
+        own_GW = _log_prob_gaps(engine, batch)
+        replayed_NSLC = _replay(engine, batch, group, seed=seed, step=step)
+        rows.append(
+            {
+                "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
+                "parity/embedding_gap_max": _conditioning_gap(conditioning, group),
+                "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
+                LOG_PROB_GAP: max(_largest(own_GW), _largest(mixed_GW)),
+            }
+        )
+    return rows
+
+
+def _batch(groups: Sequence[RolloutGroup]) -> TrainBatch:
+    shape = (len(groups), len(groups[0].trajectories))
+    return to_train_batch(groups, torch.zeros(shape), torch.ones(len(groups)))
+
+
+def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:
+    """Return trainer minus replica, [N, W] float64 on the CPU."""
+    assert batch.old_log_probs_NW is not None, "samples of a replica bring its log_probs"
+    return engine.log_probs(batch).log_probs_NW.double().cpu() - batch.old_log_probs_NW
 
 
 def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int, step: int) -> Tensor:
@@ -294,8 +289,13 @@ def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Largest absolute difference; inf for another shape, and when either holds a nan (no limit admits it)."""
+    """Return the largest absolute difference; inf for another shape."""
     if ours.shape != theirs.shape:
         return math.inf
-    gap = float((ours.double().cpu() - theirs.double().cpu()).abs().max())
+    return _largest(ours.double().cpu() - theirs.double().cpu())
+
+
+def _largest(difference: Tensor) -> float:
+    """Return the largest magnitude; inf where there is a nan, which no limit admits."""
+    gap = float(difference.abs().max())
     return math.inf if math.isnan(gap) else gap

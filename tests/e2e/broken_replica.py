@@ -1,6 +1,7 @@
 """`megadiff serve`, with a contract broken on purpose; the fault is read from a file at each use.
 
-Faults: none, nudge, round, shift, noise, skip, flip.
+Faults of what a push brings or a group records: none, nudge, round, shift, noise, skip, flip.
+Faults of the policy's forward: first_row, unmasked, swapped, timestep, unguided, call_norm.
 """
 
 import sys
@@ -53,6 +54,58 @@ def _shift_noise(initial_latents_rows):
     return broken
 
 
+def _spoil_texts(spread):
+    """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
+    swapped: the texts of the last two groups are exchanged. What is recorded stays right."""
+
+    def broken(self, context, side, place_P):
+        changed = spread(self, context, side, place_P)
+        embeds = f"{side}prompt_embeds"
+        mask = f"{side}prompt_embeds_mask"
+        if changed[mask] is None:
+            return changed
+        if fault() == "first_row":
+            changed[mask] = changed[mask][:1].expand_as(changed[mask])
+        elif fault() == "unmasked":
+            changed[mask] = None
+        elif fault() == "swapped":
+            count = len(self._sampler.requests)
+            order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
+            order_N = self._sampler.per_row(order_P) * (len(changed[mask]) // count)
+            order_N += torch.arange(len(order_N)) % (len(order_N) // count)
+            changed[embeds] = changed[embeds][order_N]
+            changed[mask] = changed[mask][order_N]
+        return changed
+
+    return broken
+
+
+def _cast_timestep(model_sigma):
+    """timestep: sigma passes through bfloat16 on its way to the transformer."""
+
+    def broken(self, latents, dtype):
+        sigma = model_sigma(self, latents, dtype)
+        return sigma.bfloat16().to(dtype) if fault() == "timestep" else sigma
+
+    return broken
+
+
+def _spoil_guidance(combine, normalize):
+    """unguided: the negative branch is dropped. call_norm: the norm is taken over the whole call."""
+
+    def broken_combine(self, positive, negative, *arguments, **options):
+        if fault() == "unguided":
+            return positive[0] if isinstance(positive, tuple) else positive
+        return combine(self, positive, negative, *arguments, **options)
+
+    def broken_normalize(self, noise_pred, comb_pred):
+        if fault() == "call_norm":
+            return comb_pred * (noise_pred.norm() / comb_pred.norm())
+        return normalize(self, noise_pred, comb_pred)
+
+    return broken_combine, broken_normalize
+
+
 def _damage_bucket(load_weights):
     """One tensor of each push is skipped, or loaded with one bit flipped, and nobody is told."""
 
@@ -78,4 +131,9 @@ if __name__ == "__main__":
     qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)
+    pipeline._spread = _spoil_texts(pipeline._spread)
+    pipeline.combine_cfg_noise, pipeline.cfg_normalize_function = _spoil_guidance(
+        pipeline.combine_cfg_noise, pipeline.cfg_normalize_function
+    )
+    rollout_base.BatchSampler.model_sigma = _cast_timestep(rollout_base.BatchSampler.model_sigma)
     sys.exit(main(sys.argv[1:]))

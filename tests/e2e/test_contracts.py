@@ -42,6 +42,36 @@ def test_broken_on_purpose(trainer, broken, fault, text):
     assert not (result.folder / "metrics.jsonl").exists() or not result.rows
 
 
+GUIDED = "rollout.true_cfg_scale=4"
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "overrides"),
+    [
+        ("first_row", "group 2 of 4 (prompt 'a wide photograph", []),
+        ("unmasked", "group 1 of 4", []),
+        ("swapped", "group 3 of 4 (prompt '一只", []),
+        ("timestep", "group 1 of 4", []),
+        ("shift", "group 1 of 4", []),
+        ("first_row", "of 4", [GUIDED]),
+        ("unguided", "group 1 of 4", [GUIDED]),
+        ("call_norm", "group 1 of 4", [GUIDED]),
+    ],
+)
+def test_another_policy_is_refused_with_the_group_named(trainer, broken, fault, where, overrides):
+    """Half of these are right for the first group of a call, which alone was looked at once."""
+    file, registry = broken
+    shared = ["rollout.mode=separate", f"rollout.registry={registry}", "train.num_steps=0"]
+    file.write_text("none")
+    result = trainer.run(*shared, *overrides, name="whole")
+    assert result.code == 0, result.stderr
+    file.write_text(fault)
+    result = trainer.run(*shared, *overrides)
+    assert result.code == 1
+    assert "gap_max = " in result.stderr
+    assert f"in replica_0, {where}" in result.stderr or (where == "of 4" and where in result.stderr)
+
+
 def test_a_replica_that_computes_otherwise_is_refused(trainer, broken):
     """Before any weight is sent: as a parity gap it would have no cause."""
     _, registry = broken

@@ -1,0 +1,49 @@
+"""What the parity gate asks for: groups that no pipeline can take for one another."""
+
+import pytest
+
+from megadiff.config.schema import AlgorithmConfig, Config, RolloutConfig
+from megadiff.train.probe import TEXTS, call_size, probe_prompts
+from megadiff.types import Prompt
+
+PROMPT = Prompt(text="a red cat", id="00" * 8, fields={"color": "red"})
+
+
+def config(*, batch_size: int, group_size: int, **rollout: object) -> Config:
+    rollout = {"height": 64, "width": 64, **rollout}
+    return Config(
+        rollout=RolloutConfig(batch_size=batch_size, **rollout),
+        algorithm=AlgorithmConfig(group_size=group_size),
+    )
+
+
+def test_texts_differ_in_length_script_and_negative_text():
+    prompts = probe_prompts([PROMPT], 4)
+    lengths = [len(prompt.text.encode()) for prompt in prompts]
+    assert len(set(lengths)) == 4 and max(lengths) > 10 * min(lengths)
+    assert len({prompt.id for prompt in prompts}) == 4
+    assert any(not prompt.text.isascii() for prompt in prompts)
+    assert len({prompt.negative_text for prompt in prompts}) >= 3
+    assert prompts[0].text == PROMPT.text and not prompts[0].fields
+
+
+def test_images_of_the_step_are_asked_for_in_turn():
+    step = [Prompt(text=f"cat {name}", id=name * 16, image=f"{name}.png") for name in "ab"]
+    assert [prompt.image for prompt in probe_prompts(step, 4)] == ["a.png", "b.png", "a.png", "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "group_size", "expected"),
+    [(16, 16, (4, 4)), (32, 8, (4, 8)), (64, 8, (4, 8)), (1, 4, (4, 1)), (1, 2, (2, 1)), (7, 3, (4, 1))],
+)
+def test_a_call_is_no_larger_than_the_runs(batch_size, group_size, expected):
+    num_groups, num_samples = call_size(config(batch_size=batch_size, group_size=group_size))
+    assert (num_groups, num_samples) == expected
+    assert num_groups <= 1 + len(TEXTS)
+
+
+def test_first_frames_fit_a_calls_body():
+    settings = config(batch_size=16, group_size=4, first_frame=True)
+    assert call_size(settings)[0] == 4
+    settings.rollout.height = settings.rollout.width = 2800  # 31 MB each in base64: two of them
+    assert call_size(settings)[0] == 2
