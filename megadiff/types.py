@@ -252,11 +252,12 @@ class LogProbs:
 @dataclass
 class Progress:
     """Where a run stands; the only mutable record. step: finished steps. prompts: the sampler's position. recomputes: whether
-    old log_probs are the trainer's."""
+    old log_probs are the trainer's. skipped: batches that were stepped over (optim.skip_nonfinite)."""
 
     step: int = 0
     prompts: dict[str, int] = field(default_factory=dict)
     recomputes: bool = False
+    skipped: int = 0
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -24,13 +24,16 @@ from megadiff.config.schema import Config
 from megadiff.engines import check_engine_installed
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.garbage import freeze_startup_objects
+from megadiff.parallel.lifeline import kill_children, launcher_pid, watch
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
-from megadiff.train.build import build_run, check, collective_timeout_s, lock, run_folder
+from megadiff.train.build import build_run, check, collective_timeout_s, run_folder
 from megadiff.train.build_sft import build_sft_run
 from megadiff.train.checkpoint import CheckpointError
 from megadiff.train.dry_run import describe, to_text
-from megadiff.train.loop import Run, train
-from megadiff.train.sft import SftRun, train_sft
+from megadiff.train.loop import train
+from megadiff.train.rescue import Rescue
+from megadiff.train.run_lock import lock
+from megadiff.train.sft import train_sft
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, rank, code=2)
     except (AgreedError, OSError, FloatingPointError) as error:
         return _fail(error, rank, code=1)
+    except torch.OutOfMemoryError as error:
+        advice = "lower train.microbatch_size or engine.activation_memory_budget; see `megadiff plan`"
+        return _fail(RuntimeError(f"{error}; {advice}"), rank, code=1)
+    except KeyboardInterrupt:  # once training has begun, a rescue answers Ctrl-C
+        sys.stderr.write("stopped by Ctrl-C before training began\n" if rank == 0 else "")
+        return 130
 
 
 def _train(config: Config, *, world_size: int) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
+    launcher = _Launcher()
     layout, adapter, data = check(config, world_size=world_size)
     check_engine_installed(config)
     with ExitStack() as stack:
@@ -71,22 +81,36 @@ def _train(config: Config, *, world_size: int) -> int:
         build = build_run if on_policy else build_sft_run
         run = build(config, mesh, adapter, data, stack)
         freeze_startup_objects()
+        run.rescue.start()
+        launcher.rescue = run.rescue
         try:
             train(run) if on_policy else train_sft(run)
-        except CheckpointError:
+        except SystemExit:  # a signal, or another rank's failure: it has been dealt with
             raise
-        except AgreedError:
-            _rescue(run)
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):  # it would fail again
+                run.rescue.failed(error)
             raise
+        finally:
+            run.rescue.stop()
     dist.destroy_process_group()  # not on the way out of an error: other ranks may never answer
     return 0
 
 
-def _rescue(run: Run | SftRun) -> None:
-    """All ranks agreed on the failure between two updates, so the weights are those of the last finished step: keep them."""
-    if run.progress.step > run.checkpoints.saved_step:
-        folder = run.checkpoints.save(run.engine, run.progress)
-        logger.error("saved %s before giving up; the same command continues from there", folder)
+class _Launcher:
+    """torchrun, which this rank ends with: at once while the run is built, later by a rescue."""
+
+    def __init__(self) -> None:
+        self.rescue: Rescue | None = None
+        pid = launcher_pid()
+        if pid is not None:
+            watch(os.pidfd_open(pid), self._gone)
+
+    def _gone(self) -> None:
+        if self.rescue is not None:
+            self.rescue.launcher_gone()
+        kill_children()
+        os._exit(1)
 
 
 def _parser() -> argparse.ArgumentParser:

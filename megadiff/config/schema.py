@@ -112,6 +112,7 @@ class OptimConfig:
     beta2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    skip_nonfinite: int = 0  # batches with a nan or infinite gradient that a run steps over; one more ends it
     warmup_steps: int = 0  # the learning rate rises linearly over this many optimizer steps
 
 

@@ -36,6 +36,7 @@ AT_LEAST = {
     "lora.rank": 0,
     "lora.alpha": 0,
     "optim.warmup_steps": 0,
+    "optim.skip_nonfinite": 0,
     "rollout.num_inference_steps": 2,
     "rollout.sde_window_size": 1,
     "rollout.batch_size": 1,

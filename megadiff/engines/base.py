@@ -9,9 +9,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megadiff.engines.gate import StepGate
 from megadiff.types import FlowBatch, FlowInputs, LogProbs, LoraSpec, LossOutput, StepInputs, TrainBatch
 
 Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient is nan or infinite; raised on every rank, before weights change."""
 
 
 class Engine(Protocol):
@@ -19,10 +24,12 @@ class Engine(Protocol):
 
     lora: the low-rank adapter that is trained beside frozen weights; None where all weights are trained. changed: components
     whose trained weights an update has changed since mark_pushed(), all of them at the start; the same on every rank.
+    gate: counts optimizer steps and can hold them up.
     """
 
     lora: LoraSpec | None
     changed: set[str]
+    gate: StepGate
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """log_prob of each stored window step under the current policy, without gradient."""
@@ -61,6 +68,10 @@ class Engine(Protocol):
 
     def load(self, folder: Path) -> None:
         """Read what save() wrote, under this or another layout and world size."""
+
+    def save_now(self, folder: Path, timeout_s: float) -> None:
+        """Write what save() writes, from another thread and without collectives, and change nothing
+        any more. Raises TimeoutError when a change that is on does not end within timeout_s."""
 
     def offload(self) -> None:
         """Move optimizer state and gradients off the accelerator; a no-op on CPU."""

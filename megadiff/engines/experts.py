@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megadiff.config.schema import Config
 from megadiff.engines.base import Loss
+from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
 from megadiff.engines.microbatch import Batch, Share, component_rows, num_microbatches, row_weights
 from megadiff.engines.sharded import ShardedEngine, Step
@@ -39,12 +40,14 @@ class ExpertsEngine:
         """build: component → its engine, with the checkpoint's weights."""
         self.config, self.mesh, self.adapter = config, mesh, adapter
         self.members: dict[str, ShardedEngine] = {}
+        self.gate = StepGate(mesh.device)
         self.changed = set(adapter.components)
         self._trained = [name for name in adapter.components if name in config.train.components] or [
             *adapter.components
         ]
         for component in adapter.components:
             self.members[component] = build(component)
+            self.members[component].gate = self.gate
             self._rest()
 
     @property
@@ -65,7 +68,7 @@ class ExpertsEngine:
         return found
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """Raises FloatingPointError on every rank when a component's gradient is not finite; its weights, and those of the
+        """Raises NonFiniteError on every rank when a component's loss or gradient is not finite; its weights, and those of the
         components after it, were left as they were."""
         shares = self._shares(batch)
         whole = (batch.denominator or 1.0) * self._trained_share(shares)
@@ -129,6 +132,15 @@ class ExpertsEngine:
         if self.lora:
             values["lora"] = lora_values(self.lora)
         write_shards(folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values)
+
+    def save_now(self, folder: Path, timeout_s: float) -> None:
+        """Save from a rescue's thread; see engines.base.Engine."""
+        if not self.gate.take(timeout_s):
+            raise TimeoutError(f"weights were being moved for more than {timeout_s:.0f} s")
+        with self.gate.after_changes():
+            for member in self.members.values():
+                member.undo_exchange()
+            self.save(folder)
 
     def load(self, folder: Path) -> None:
         """As ShardedEngine.load says, without collectives."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 GATHERED_AT_ONCE = 1 << 26  # bytes: two copies of it are alive beside the bucket
 
@@ -51,3 +52,11 @@ def gather_rows(
 def _filled(flat: Tensor, size: int) -> Tensor:
     missing = size - flat.numel()
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece, sharing memory with the tensor. Without autograd: its way costs 50 µs a tensor, 20 ms a step."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()

@@ -25,7 +25,8 @@ from megadiff.engines.base import Loss
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.microbatch import Batch, Share
-from megadiff.engines.sharded import ShardedEngine, Step, build_adamw
+from megadiff.engines.optimizer import build_adamw
+from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu

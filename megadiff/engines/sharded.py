@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from megadiff.config.schema import Config, OptimConfig
+from megadiff.config.schema import Config
 from megadiff.diffusion import sde
-from megadiff.engines.base import Loss
-from megadiff.engines.gathering import GATHERED_AT_ONCE, runs
+from megadiff.engines.base import Loss, NonFiniteError
+from megadiff.engines.gathering import GATHERED_AT_ONCE, local, runs
+from megadiff.engines.gate import StepGate
 from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, Share, loss_inputs, pieces
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
@@ -82,6 +82,8 @@ class ShardedEngine(ABC):
         self._on_host: dict[str, tuple[Tensor, Tensor]] = {}  # name in a checkpoint → the emptied piece and its values
         self._are_masters_back = False  # alone of what was offloaded
         self.num_updates = 0
+        self.gate = StepGate(mesh.device)
+        self._exchanged: Mapping[str, Tensor] | None = None  # what changed places with the masters
         self._reference: dict[str, Tensor] | None = None
         if keep_reference and not adapters:
             held = {} if frozen else self._masters
@@ -150,18 +152,19 @@ class ShardedEngine(ABC):
     def update(self, batch: Batch, loss: Loss, share: Share, *, denominator: float) -> Step:
         """One optimizer step over the component's rows, of the gradient of the loss's sum over all ranks / denominator.
 
-        Raises FloatingPointError on every rank, with the weights as they were, when the gradient is not finite.
+        Raises NonFiniteError on every rank, with the weights as they were, when loss or gradient is not finite.
         """
         try:
             with self._in_use():
                 sums = self._backward(batch, loss, share, self.gradient_scale / denominator)
-                grad_norm = self._clip_gradients(self.config.optim.max_grad_norm)
+                grad_norm = self._clip_gradients(self.config.optim.max_grad_norm, sums)
                 self._set_learning_rate()
-                self.optimizer.step()
+                with self.gate.step():
+                    self.optimizer.step()
+                    self.num_updates += 1
+                    self._update_average()
         finally:
             self._drop_gradients()
-        self.num_updates += 1
-        self._update_average()
         self._masters_changed()
         return Step(sums=sums, grad_norm=grad_norm)
 
@@ -233,9 +236,10 @@ class ShardedEngine(ABC):
         if not self._can_offload or (self._is_offloaded and not self._are_masters_back):
             return
         self._is_offloaded, self._are_masters_back = True, False
-        for key, piece in self._offloadable().items():
-            if key not in self._on_host:
-                self._put_away(key, piece)
+        with self.gate.change():
+            for key, piece in self._offloadable().items():
+                if key not in self._on_host:
+                    self._put_away(key, piece)
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
@@ -254,9 +258,10 @@ class ShardedEngine(ABC):
         piece.untyped_storage().resize_(0)
 
     def _bring_back(self, keys: Sequence[str]) -> None:
-        for piece, host in map(self._on_host.pop, keys):
-            piece.untyped_storage().resize_(host.untyped_storage().nbytes())
-            piece.copy_(host)
+        with self.gate.change():
+            for piece, host in map(self._on_host.pop, keys):
+                piece.untyped_storage().resize_(host.untyped_storage().nbytes())
+                piece.copy_(host)
 
     def _offloadable(self) -> dict[str, Tensor]:
         """Name in a checkpoint → piece, of those with a storage of their own that only an update needs."""
@@ -287,17 +292,20 @@ class ShardedEngine(ABC):
                 totals[name] = totals.get(name, 0) + (value if counts else torch.zeros_like(value))
         return totals
 
-    def _clip_gradients(self, max_norm: float) -> float:
+    def _clip_gradients(self, max_norm: float, sums: Mapping[str, Tensor]) -> float:
         """Norm over all parameters before clipping, equal on every rank: each piece counts on its first holder."""
         gradients = self._reduced_gradients()
         counted = [gradient for name, gradient in gradients.items() if self._is_first_holder(name)]
         squared = torch.zeros((), device=self.mesh.device)
         if counted:
             squared += torch.nn.utils.get_total_norm(counted).float().square()
+        for name, value in sums.items():
+            if name.startswith("loss/"):
+                squared += 0 * value.float()  # nan where one rank's loss is not finite
         dist.all_reduce(squared)
         norm = squared.sqrt()
         if not torch.isfinite(norm):
-            raise FloatingPointError(f"gradient norm is {norm.item()}; the weights were left as they were")
+            raise NonFiniteError(f"gradient norm is {norm.item()}; the weights were left as they were")
         if gradients:
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.item()
@@ -333,12 +341,23 @@ class ShardedEngine(ABC):
     def _swap(self, held: Mapping[str, Tensor]) -> None:
         """Exchange the masters with held pieces (on any device) in place, one tensor at a time."""
         self._onload_masters()
+        with self.gate.change():
+            self._exchange(held)
+            self._exchanged = None if self._exchanged is held else held
+        self._masters_changed()
+
+    def _exchange(self, held: Mapping[str, Tensor]) -> None:
         for name, other in held.items():
             master = self._masters[name]
             policy = master.to(other.device, copy=True)
             master.copy_(other)
             other.copy_(policy)
-        self._masters_changed()
+
+    def undo_exchange(self) -> None:
+        """Put the policy back into the masters, where reference() or averaged() is on for good."""
+        if self._exchanged is not None:
+            self._exchange(self._exchanged)
+            self._exchanged = None
 
     def _moments(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) → AdamW's moment, of the parameters that have had a gradient: an unused branch never has."""
@@ -375,24 +394,3 @@ class ShardedEngine(ABC):
                 self.optimizer.state[held] = {"step": step, **moments}
                 for kind, moment in moments.items() if self._is_offloaded else ():
                     self._put_away(self._moment_key(kind, name), local(moment))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, sharing memory with the tensor. Without autograd: its way costs 50 µs a tensor, 20 ms a step."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def build_adamw(optim: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW without weight decay on biases, norms and other 1-D parameters.
-
-    It is torch's on every device and for every engine: checkpoints hold its state.
-    """
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)

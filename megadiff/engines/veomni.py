@@ -29,10 +29,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
-from megadiff.engines.gathering import gather_rows
+from megadiff.engines.gathering import gather_rows, local
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
-from megadiff.engines.sharded import ShardedEngine, build_adamw, local
+from megadiff.engines.optimizer import build_adamw
+from megadiff.engines.sharded import ShardedEngine
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import STREAMS, ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears

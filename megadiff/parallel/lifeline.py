@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 
 import psutil
 
@@ -23,7 +24,17 @@ def exit_with(pid: int) -> None:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise ValueError(f"process {pid} does not exist; --parent-pid is the process to exit with") from None
-    threading.Thread(target=_wait_and_die, args=(pidfd, pid), name="lifeline", daemon=True).start()
+    watch(pidfd, lambda: _die(pid))
+
+
+def watch(pidfd: int, then: Callable[[], object]) -> None:
+    """Call `then` in a thread of its own when the process behind the pidfd is gone."""
+    threading.Thread(target=_wait, args=(pidfd, then), name="lifeline", daemon=True).start()
+
+
+def launcher_pid() -> int | None:
+    """Return the pid of the torchrun that started this process, None where there is none."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def kill_children() -> None:
@@ -37,10 +48,14 @@ def kill_children() -> None:
             continue
 
 
-def _wait_and_die(pidfd: int, pid: int) -> None:
+def _wait(pidfd: int, then: Callable[[], object]) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()
+    then()
+
+
+def _die(pid: int) -> None:
     logger.warning("process %d is gone; exiting with it", pid)
     kill_children()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -34,13 +34,15 @@ from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
+from megadiff.train.board import FOLDER, Board
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
+from megadiff.train.rescue import Rescue
 from megadiff.train.rollout import check_call, first_frame_size, sampling_of
-from megadiff.types import Prompt, Sampling
+from megadiff.types import Progress, Prompt, Sampling
 from megadiff.weights.manifest import folder_manifest
 from megadiff.weights.places import boxes_from_json, device_name, host_name
 from megadiff.weights.sync import WeightSync
@@ -137,16 +139,6 @@ def collective_timeout_s(config: Config) -> float:
     return max(config.rollout.start_timeout_s, config.rollout.request_timeout_s) + 600
 
 
-def lock(folder: Path, stack: ExitStack) -> None:
-    """Refuses a second run in the same folder; the lock goes with the process, however that ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context((folder / ".lock").open("w"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"{folder} is in use by another run; give this one another run.name") from error
-
-
 def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[Prompt], stack: ExitStack) -> Run:
     """Collective. Replicas start while the engine loads; whatever is started is stopped when `stack` closes."""
     folder = run_folder(config)
@@ -173,8 +165,24 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     return Run(
         config=config, mesh=mesh, adapter=adapter, algorithm=build_algorithm(config.algorithm), engine=engine,
         fleet=fleet, sync=sync, scorer=scorer, prompts=sampler, checkpoints=checkpoints, recorder=recorder,
-        progress=progress,
+        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress), progress=progress,
     )  # fmt: skip
+
+
+def build_rescue(
+    folder: Path,
+    mesh: Mesh,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    progress: Progress,
+) -> Rescue:
+    """Lay out what the ranks tell each other by. Collective; it does not listen yet."""
+    attempt = broadcast_json(secrets.token_hex(4), source=0, group=mesh.cpu_group)
+    board = Board(folder / f"{FOLDER}{attempt}", rank=mesh.rank, world_size=mesh.world_size)
+    agreed(board.lay_out, mesh.cpu_group, here=mesh.rank == 0)
+    recorded = recorder.recorded_step if mesh.rank == 0 else None
+    return Rescue(engine, checkpoints, board, progress, recorded=recorded)
 
 
 def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet) -> WeightSync:

@@ -19,7 +19,7 @@ from megadiff.rewards.score import Scorer
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
-from megadiff.train.build import build_evaluation, build_recorder, build_sync, run_folder
+from megadiff.train.build import build_evaluation, build_recorder, build_rescue, build_sync, run_folder
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.rollout import sft_sampling
 from megadiff.train.sft import SftRun
@@ -62,7 +62,8 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return SftRun(
         config=config, mesh=mesh, algorithm=build_algorithm(config.algorithm), engine=engine, batches=batches,
-        checkpoints=checkpoints, recorder=recorder, progress=progress,
+        checkpoints=checkpoints, recorder=recorder,
+        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress), progress=progress,
     )  # fmt: skip
 
 

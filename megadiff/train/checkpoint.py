@@ -41,7 +41,7 @@ class Checkpoints:
 
     def save(self, engine: Engine, progress: Progress) -> Path:
         """Write the checkpoint of progress.step. Raises AgreedError (e.g. a full disk); earlier ones stay whole."""
-        target, aside = self.folder / step_name(progress.step), self.folder / f"{ASIDE}{step_name(progress.step)}"
+        target, aside = self.folder_of(progress.step), self.aside_of(progress.step)
         group, is_first = self.mesh.cpu_group, self.mesh.rank == 0
         try:
             agreed(lambda: _fresh_folder(aside), group, here=is_first)
@@ -55,6 +55,19 @@ class Checkpoints:
             ) from error
         self.saved_step = progress.step
         return target
+
+    def folder_of(self, step: int) -> Path:
+        return self.folder / step_name(step)
+
+    def aside_of(self, step: int, *, rescue: bool = False) -> Path:
+        """Return where a checkpoint is written before it is renamed; a rescue's is its own."""
+        return self.folder / f"{ASIDE}{step_name(step)}{'_rescue' if rescue else ''}"
+
+    def complete(self, aside: Path, progress: Progress) -> None:
+        """Turn the ranks' files of a rescue into a checkpoint, on rank 0 alone."""
+        if progress.step > self.saved_step:
+            self._finish(aside, self.folder_of(progress.step), progress)
+            self.saved_step = progress.step
 
     def load(self, engine: Engine, load_prompts: Callable[[dict[str, int]], None]) -> Progress:
         """Continue from the newest checkpoint that loads, or start at step 0 where there is none (or resume is `never`).

@@ -18,6 +18,7 @@ from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.experts import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
 from megadiff.train.replicas import make_room, put_to_sleep
+from megadiff.train.rescue import Rescue
 from megadiff.train.rollout import group_requests, sample_and_score
 from megadiff.train.update import update
 from megadiff.types import Progress
@@ -39,6 +40,7 @@ class Run:
     prompts: PromptSampler
     checkpoints: Checkpoints
     recorder: Recorder
+    rescue: Rescue
     progress: Progress
 
 
@@ -75,8 +77,8 @@ def train(run: Run) -> None:
             with timers("room"):
                 put_to_sleep(run.fleet, run.sync, config, run.mesh)
             with timers("train"):
-                stats |= train_on(groups, rewards["total"])
-            progress.step, progress.prompts = progress.step + 1, run.prompts.state()
+                stats |= train_on(groups, rewards, progress=progress)
+            run.rescue.finish_step(progress, run.prompts.state())
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=run.adapter.frames_per_s)

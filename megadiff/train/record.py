@@ -46,10 +46,15 @@ class Recorder:
     ) -> None:
         self.trackers, self.progress_bar, self.config, self.mesh = trackers, progress_bar, config, mesh
         self.evaluate, self.timers, self.memory = evaluate, timers, memory
+        self._recorded_step = 0
 
     def is_due(self, every: int, step: int) -> bool:
         """Every `every` steps (0: never), and at the end of the run."""
         return step == self.config.train.num_steps or bool(every and step % every == 0)
+
+    def recorded_step(self) -> int:
+        """Return the last step whose metrics this rank has written."""
+        return self._recorded_step
 
     def start(self, step: int) -> None:
         """Before the first step of a run that evaluates: the figures of the untrained policy, as step 0. A resumed run,
@@ -73,6 +78,10 @@ class Recorder:
                 metrics |= self._evaluated(step)
             except AgreedError as error:  # the step itself is finished, and its line must not be lost
                 failure = error
+            except SystemExit:  # stopped meanwhile: other ranks may be gone, so nothing is agreed on
+                if self.mesh.rank == 0:
+                    self._write(step, metrics, None)
+                raise
         agreed(lambda: self._write(step, metrics, samples), self.mesh.cpu_group, here=self.mesh.rank == 0)
         if failure:
             raise failure
@@ -92,6 +101,7 @@ class Recorder:
 
     def _write(self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None) -> None:
         self.trackers.log(step, metrics)
+        self._recorded_step = step
         if samples and (step == 1 or self.is_due(self.config.sample_every, step)):
             self.trackers.images(step, samples())
         if self.progress_bar:

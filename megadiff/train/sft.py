@@ -12,6 +12,7 @@ from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.record import Recorder
+from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
 
 
@@ -26,6 +27,7 @@ class SftRun:
     batches: FlowBatches
     checkpoints: Checkpoints
     recorder: Recorder
+    rescue: Rescue
     progress: Progress
 
 
@@ -39,7 +41,7 @@ def train_sft(run: SftRun) -> None:
                 batch = agreed(lambda: next(run.batches), run.mesh.cpu_group)
             with timers("train"):
                 stats = engine.update(batch, run.algorithm.loss)
-            progress.step, progress.prompts = progress.step + 1, run.batches.state()
+            run.rescue.finish_step(progress, run.batches.state())
         run.recorder.step(progress.step, stats)
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)

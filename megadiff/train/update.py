@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,27 +12,36 @@ import torch
 from megadiff.algorithms import Algorithm
 from megadiff.algorithms.advantage import group_advantages
 from megadiff.config.schema import Config
-from megadiff.engines.base import Engine
-from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, sum_tensor
+from megadiff.engines.base import Engine, NonFiniteError
+from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json, sum_tensor
 from megadiff.parallel.mesh import Mesh
+from megadiff.rewards.score import TOTAL
 from megadiff.train.batch import to_train_batch, update_parts
-from megadiff.types import RolloutGroup, TrainBatch
+from megadiff.train.rollout import Rewards
+from megadiff.types import Progress, RolloutGroup, TrainBatch
+
+logger = logging.getLogger(__name__)
+SHOWN_PROMPTS = 3
 
 
 def update(
     engine: Engine,
     algorithm: Algorithm,
     groups: list[RolloutGroup],
-    rewards_PG: torch.Tensor,
+    rewards: Rewards,
     *,
     config: Config,
     mesh: Mesh,
     recompute: bool,
+    progress: Progress,
 ) -> dict[str, float]:
     """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them.
 
     recompute: old log_probs are this engine's, from before the first of them, and not the replicas', which drew the samples.
+    progress: its skipped counts batches that are stepped over, at most optim.skip_nonfinite.
+    Raises NonFiniteError that names the step, and the prompts with the largest rewards.
     """
+    rewards_PG = rewards["total"]
     advantages_PG, weights_P = group_advantages(
         rewards_PG,
         global_std=config.algorithm.global_std,
@@ -45,9 +56,67 @@ def update(
     del batch  # parts are copies
     if recompute:
         parts = with_own_log_probs(engine, parts)
-    stats = [engine.update(with_denominator(part, mesh), algorithm.loss) for part in parts]
-    found = {key: [stat[key] for stat in stats if key in stat] for stat in stats for key in stat}
-    return {key: sum(values) / len(values) for key, values in found.items()}
+    stats = []
+    for part in parts:
+        try:
+            stats.append(engine.update(with_denominator(part, mesh), algorithm.loss))
+        except NonFiniteError as error:
+            step_over(error, groups, rewards, config=config, mesh=mesh, progress=progress)
+    figures = mean_of_dicts(stats)
+    if config.optim.skip_nonfinite:
+        figures["optim/skipped_batches"] = float(progress.skipped)
+    return figures
+
+
+def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each key over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(value)
+    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
+
+
+def step_over(
+    error: NonFiniteError,
+    groups: Sequence[RolloutGroup],
+    rewards: Rewards,
+    *,
+    config: Config,
+    mesh: Mesh,
+    progress: Progress,
+) -> None:
+    """Count a batch whose update was given up. Collective; the error came on every rank.
+
+    Raises NonFiniteError with the largest rewards' prompts when optim.skip_nonfinite are used up.
+    """
+    rows = gather_json(_largest_rewards(groups, rewards), mesh.cpu_group)
+    largest = sorted((row for rank_rows in rows for row in rank_rows), reverse=True)[:SHOWN_PROMPTS]
+    shown = "; ".join(dict.fromkeys(f"{text} {value:.4g}" for _, value, text in largest))
+    limit = config.optim.skip_nonfinite
+    text = f"step {progress.step + 1}: {error}. Largest rewards: {shown}"
+    if progress.skipped >= limit:
+        raise NonFiniteError(
+            f"{text}. optim.skip_nonfinite={limit} batches may be stepped over, {progress.skipped} "
+            "were; look at these rewards, lower optim.lr, or raise it"
+        ) from error
+    progress.skipped += 1
+    if mesh.rank == 0:
+        logger.warning("%s. Stepped over, %d of optim.skip_nonfinite=%d", text, progress.skipped, limit)
+
+
+def _largest_rewards(
+    groups: Sequence[RolloutGroup], rewards: Rewards
+) -> list[tuple[float, float, str]]:
+    """Return (magnitude, value, "reward 'name' of prompt 'text'") of this rank's largest."""
+    rows = []
+    for name, values_PG in rewards.items():
+        if name == TOTAL:
+            continue
+        for group, values_G in zip(groups, values_PG.double(), strict=True):
+            value = values_G[values_G.abs().argmax()].item()
+            rows.append((abs(value), value, f"{name!r} of prompt {group.prompt.text[:60]!r}"))
+    return sorted(rows, reverse=True)[:SHOWN_PROMPTS]
 
 
 def groups_to_train(groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh) -> list[int]:

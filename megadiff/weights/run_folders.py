@@ -58,7 +58,12 @@ def read_progress(folder: Path) -> Progress:
         raise ValueError(f"{record} is missing")
     try:
         saved = json.loads(record.read_text(encoding="utf-8"))
-        progress = Progress(step=saved["step"], prompts=saved["prompts"], recomputes=saved.get("recomputes", False))
+        progress = Progress(
+            step=saved["step"],
+            prompts=saved["prompts"],
+            recomputes=saved.get("recomputes", False),
+            skipped=saved.get("skipped", 0),
+        )
         sizes = dict(saved["sizes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{record} is corrupt: {error!r}") from error

@@ -1,0 +1,130 @@
+"""A few words between ranks when collectives may hang and the launcher may be gone: files in the run's folder.
+
+All files exist from the start and are overwritten in place. Over NFS, opening a known file asks the
+server what is in it, while the name of a new one may stay unseen for a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from megadiff.weights.places import host_name
+
+# closed: its gate is. settled: it will not step again. saved: its part is written. done: it may end.
+PHASES = ("running", "closed", "settled", "saved", "done")
+POLL_S = 0.05
+FOLDER = ".ranks-"  # with an attempt's name behind it: a rank left over from another sees its own
+ALARM = "alarm.json"
+FILE_BYTES = 2048  # written whole at the start: a disk that is full later has room for the words
+MOST_CHARS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What a rank says about itself.
+
+    phase: one of PHASES. steps: optimizer steps of this attempt. counted_steps: those that were
+    done when finished_step, its newest finished step, was counted. saved_step: of the newest
+    checkpoint. error: why it could not write its part.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    phase: str = "running"
+    steps: int = 0
+    counted_steps: int = 0
+    finished_step: int = 0
+    saved_step: int = 0
+    error: str = ""
+
+    def has_come(self, phase: str) -> bool:
+        """Say whether it is in the phase or beyond; one that failed goes no further."""
+        return bool(self.error) or PHASES.index(self.phase) >= PHASES.index(phase)
+
+    def is_alive(self) -> bool:
+        """Say whether the process runs; one on another host is taken to."""
+        if self.host != host_name():
+            return True
+        try:
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+class Board:
+    """The files of one attempt of a run. lay_out() comes first, on one rank, then a barrier."""
+
+    def __init__(self, folder: Path, *, rank: int, world_size: int) -> None:
+        self.folder = folder
+        self.world_size = world_size
+        self.mine = RankState(rank=rank, host=host_name(), pid=os.getpid())
+
+    def lay_out(self) -> None:
+        """Make all files, empty, and remove those of earlier attempts."""
+        for old in self.folder.parent.glob(f"{FOLDER}*"):
+            shutil.rmtree(old, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        for name in (ALARM, *(_name(rank) for rank in range(self.world_size))):
+            _overwrite(self.folder / name, {})
+
+    def say(self, **changes: object) -> None:
+        """Change this rank's state and show it to the others."""
+        self.mine = replace(self.mine, **changes)
+        _overwrite(self.folder / _name(self.mine.rank), asdict(self.mine))
+
+    def states(self) -> list[RankState]:
+        """Read what every rank says; one that is being written counts as running."""
+        found = []
+        for rank in range(self.world_size):
+            row = _read(self.folder / _name(rank))
+            found.append(RankState(**row) if row else RankState(rank=rank, host="?"))
+        return found
+
+    def raise_alarm(self, reason: str) -> None:
+        """Tell all ranks that the run ends; the first reason stays."""
+        if not self.alarm():
+            _overwrite(self.folder / ALARM, {"reason": reason[:MOST_CHARS]})
+
+    def alarm(self) -> str:
+        """Return why the run ends, '' as long as it goes on."""
+        return str((_read(self.folder / ALARM) or {}).get("reason", ""))
+
+    def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
+        """Return all states once a rank, or every one, has come to the phase, is gone, or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = self.states()
+            awaited = states if rank is None else [states[rank]]
+            waiting = [state for state in awaited if not state.has_come(phase)]
+            if not any(state.is_alive() for state in waiting) or time.monotonic() > deadline:
+                return states
+            time.sleep(POLL_S)
+
+
+def _name(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
+
+
+def _overwrite(path: Path, row: dict[str, object]) -> None:
+    """Write in place; a reader that comes in between finds no JSON and asks again."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.pwrite(descriptor, json.dumps(row).encode().ljust(FILE_BYTES), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> dict | None:
+    try:
+        row = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,304 @@
+"""Whatever ends a run early, its last finished step is saved: an error on any rank, a signal, a dead launcher.
+
+A thread of every rank does it. The main thread may sit in a collective that another rank will never
+join, where no exception and no signal handler reaches it. So nothing here is collective: ranks talk
+by files (megadiff.train.board), and the engine's gate says which optimizer step a rank has come to.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megadiff.engines.base import Engine
+from megadiff.parallel.lifeline import kill_children
+from megadiff.train.board import MOST_CHARS, Board, RankState
+from megadiff.train.checkpoint import Checkpoints
+from megadiff.types import Progress
+
+logger = logging.getLogger(__name__)
+LISTEN_S = 1.0  # between two looks at what other ranks say
+ANSWER_S = 30.0  # for a rank to say where it stands
+CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
+SAVE_S = 1800.0  # for a rank of another node to write its part; one of this node may take as long as it lives
+LEAVE_S = 10.0  # for the main thread to leave; then the process ends where it stands
+AGAIN_S = 2.0  # a second signal after this ends the process; torchrun repeats a Ctrl-C at once
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NEXT = "the same command continues from there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The newest finished step. num_steps: the gate's count by then."""
+
+    progress: Progress
+    num_steps: int
+
+
+class Rescue:
+    """Watches over one attempt of a run, from start() to stop(), on every rank.
+
+    finish_step() is called by the loop. failed() is called by the main thread with its error.
+    recorded: returns the last step whose metrics are written; where given, they are waited for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        board: Board,
+        progress: Progress,
+        *,
+        recorded: Callable[[], int] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.checkpoints = checkpoints
+        self.board = board
+        self.recorded = recorded
+        self.exit_code = 1
+        self.is_leaving = False
+        self._finished = Finished(progress=replace(progress), num_steps=engine.gate.num_steps)
+        self._settled_at = self._finished
+        self._first_step = progress.step
+        self._main_failed = threading.Event()
+        self._stopped = threading.Event()
+        self._reason = ""
+        self._signalled_s = 0.0
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
+
+    def start(self) -> None:
+        """Take over SIGTERM and SIGINT, and listen. Every rank's board is laid out by now."""
+        self.board.say()
+        # The handler itself may never run: see above. C code writes the signal's number here.
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening: the run is over, or its end has been dealt with."""
+        self._stopped.set()
+        self._wake()
+        self._thread.join(timeout=1.0)
+        signal.set_wakeup_fd(-1)
+
+    def finish_step(self, progress: Progress, prompts: dict) -> None:
+        """Count a finished step in progress. Its weights are what a rescue saves from now on."""
+        progress.step += 1
+        progress.prompts = prompts
+        self._finished = Finished(
+            progress=replace(progress), num_steps=self.engine.gate.num_steps
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """Save what is whole, after the main thread's error; returns when that is done."""
+        if self.is_leaving or not self._thread.is_alive():
+            return
+        self._reason = self._reason or f"{type(error).__name__}: {error}"
+        self._main_failed.set()
+        self._wake()
+        self._thread.join()
+
+    def launcher_gone(self) -> None:
+        """Save what is whole, as torchrun was killed; returns when the process should be gone."""
+        self._reason = self._reason or "the launcher (torchrun) is gone"
+        self._wake()
+        self._thread.join()
+        time.sleep(LEAVE_S)
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._pipe[1], b"\0")
+        except BlockingIOError:
+            pass  # full: it is awake
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """Let the main thread leave once the rescue is over; until then signals only wake it."""
+        if self.is_leaving:
+            raise SystemExit(self.exit_code)
+
+    def _run(self) -> None:
+        reason = self._listen()
+        if not reason:
+            return
+        try:
+            self._rescue(reason)
+        except BaseException as error:  # whatever it is, the process must end
+            logger.exception("the rescue failed")
+            self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
+        if not self._main_failed.is_set():
+            self._leave()
+
+    def _listen(self) -> str:
+        """Wait for a reason to end; '' after stop()."""
+        poll = select.poll()
+        poll.register(self._pipe[0], select.POLLIN)
+        while not self._stopped.is_set():
+            poll.poll(1000 * LISTEN_S)
+            self._read_signals()
+            if not self._reason:
+                self._reason = self.board.alarm()
+            if self._reason and not self._stopped.is_set():
+                self.board.raise_alarm(self._reason)
+                return self._reason
+        return ""
+
+    def _read_signals(self) -> None:
+        """Note a first signal as the reason; end the process on a second one."""
+        try:
+            numbers = os.read(self._pipe[0], 4096)
+        except BlockingIOError:
+            return
+        for number in filter(None, numbers):
+            if self.is_leaving:  # what _leave() sends comes here as well
+                return
+            now = time.monotonic()
+            if self._signalled_s and now - self._signalled_s > AGAIN_S:
+                kill_children()
+                os._exit(128 + number)
+            if not self._signalled_s:
+                self._signalled_s = now
+                self._reason = self._reason or signal.Signals(number).name
+                self.exit_code = 128 + number
+
+    def _rescue(self, reason: str) -> None:
+        """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
+        threading.Thread(target=self._end_at_a_second_signal, daemon=True).start()
+        states = self._settled()
+        first = states[0]
+        problem = disagreement(states)
+        if not problem and first.finished_step > first.saved_step:
+            problem = self._save(first)
+        if self.board.mine.rank == _speaker(states):
+            logger.error("%s: %s", reason, _outcome(self.checkpoints, first, problem))
+        if self.board.mine.rank == 0:
+            self._wait_for_metrics()
+            self.board.say(phase="done")
+        # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
+        self.board.wait_for("done", rank=0, timeout_s=SAVE_S)
+
+    def _settled(self) -> list[RankState]:
+        """Close the gate and let ranks that are behind catch up; returns where all of them are."""
+        self._say_where("closed", self.engine.gate.close())
+        states = self.board.wait_for("closed", timeout_s=ANSWER_S)
+        goal = goal_steps(states)
+        deadline = time.monotonic() + CATCH_UP_S
+        self.engine.gate.close(goal)
+        # A step that is complete on every rank is only counted a moment later.
+        while self.engine.gate.num_steps < goal or self._finished.num_steps < goal:
+            if self._main_failed.is_set() or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        self._say_where("settled", self.engine.gate.close())
+        return self.board.wait_for("settled", timeout_s=ANSWER_S)
+
+    def _say_where(self, phase: str, num_steps: int) -> None:
+        self._settled_at = self._finished
+        self.board.say(
+            phase=phase,
+            steps=num_steps,
+            counted_steps=self._settled_at.num_steps,
+            finished_step=self._settled_at.progress.step,
+            saved_step=self.checkpoints.saved_step,
+        )
+
+    def _save(self, first: RankState) -> str:
+        """Write this rank's part; rank 0 completes the checkpoint. Returns what went wrong."""
+        aside = self.checkpoints.aside_of(first.finished_step, rescue=True)
+        try:
+            aside.mkdir(parents=True, exist_ok=True)
+            self.engine.save_now(aside, CATCH_UP_S)
+            self.board.say(phase="saved")
+        except (OSError, ValueError, RuntimeError) as error:
+            self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
+        states = self.board.wait_for("saved", timeout_s=SAVE_S)
+        failed = [state for state in states if state.error or not state.has_come("saved")]
+        if failed:
+            error = failed[0].error or "it is gone"
+            return f"rank {failed[0].rank} could not write its part: {error}"
+        if self.board.mine.rank == 0:
+            try:
+                self.checkpoints.complete(aside, self._settled_at.progress)
+            except (OSError, ValueError) as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _wait_for_metrics(self) -> None:
+        """Let the main thread write the finished step's row, so that none is missing later."""
+        step = self._settled_at.progress.step
+        if self.recorded is None or step == self._first_step:
+            return
+        deadline = time.monotonic() + LEAVE_S
+        while self.recorded() < step and time.monotonic() < deadline:
+            if self._main_failed.is_set():
+                return
+            time.sleep(0.02)
+
+    def _leave(self) -> None:
+        """Make the main thread unwind, which stops replicas; end the process if it cannot."""
+        self.is_leaving = True
+        _thread.interrupt_main(signal.SIGTERM)
+        self._stopped.wait(LEAVE_S)
+        if not self._stopped.is_set():
+            kill_children()
+            os._exit(self.exit_code)
+
+    def _end_at_a_second_signal(self) -> None:
+        poll = select.poll()
+        poll.register(self._pipe[0], select.POLLIN)
+        while not self._stopped.is_set():
+            poll.poll(1000 * LISTEN_S)
+            self._read_signals()
+
+
+def goal_steps(states: list[RankState]) -> int:
+    """Return the optimizer step that all ranks can come to: where the first of them is.
+
+    A rank passes the norm's all-reduce before it steps, and so has every other by then.
+    """
+    return max(state.steps for state in states)
+
+
+def _speaker(states: list[RankState]) -> int:
+    """Return the first rank that is there, which tells the outcome for all."""
+    return next((state.rank for state in states if state.has_come("settled")), 0)
+
+
+def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
+    """Say in one line what is on disk. first: rank 0's state when it had settled."""
+    newest = checkpoints.saved_step
+    if problem:
+        rest = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        return f"nothing was saved, {problem}; {rest}"
+    if first.finished_step <= first.saved_step:
+        return f"step {newest} is saved; {NEXT}" if newest else "no step was finished"
+    more = first.steps - first.counted_steps
+    beyond = f" (with {more} updates of step {first.finished_step + 1}, which is repeated)"
+    folder = checkpoints.folder_of(first.finished_step)
+    return f"saved {folder}{beyond if more else ''}; {NEXT}"
+
+
+def disagreement(states: list[RankState]) -> str:
+    """Return '' when all ranks stand at one optimizer step of one attempt, else who does not."""
+    for state in states:
+        if not state.has_come("settled") and not state.is_alive():
+            gone = f"rank {state.rank} (pid {state.pid} on {state.host.split('/')[0]})"
+            return f"{gone} is gone, and its part of the weights with it"
+        if not state.has_come("settled"):
+            return f"rank {state.rank} does not answer"
+    first = states[0]
+    for state in states[1:]:
+        if state.steps != first.steps:
+            return (
+                f"rank {first.rank} is at optimizer step {first.steps}, "
+                f"rank {state.rank} at {state.steps}: their weights are of two policies"
+            )
+    return ""

@@ -1,0 +1,103 @@
+"""One run a folder: the lock that a run takes, and whom it names to the next one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from megadiff.parallel.lifeline import launcher_pid
+from megadiff.weights.places import host_name
+
+logger = logging.getLogger(__name__)
+LOCK = ".lock"
+WAIT_S = 60.0  # for a holder that is ending, or dead on another node: NFS gives its lock back late
+RETRY_S = 0.5
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who has the folder. launcher: the pid of its torchrun, 0 without one."""
+
+    host: str
+    pid: int
+    launcher: int
+    since: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(host=host_name(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now)
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host.split('/')[0]} since {self.since}"
+
+    def is_working(self) -> bool:
+        """Say whether it is alive here and no one has told it to end, as far as one can see."""
+        if self.host != host_name() or not psutil.pid_exists(self.pid):
+            return False
+        return not self.launcher or psutil.pid_exists(self.launcher)
+
+
+def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
+    """Take the run's folder until the stack closes or the process ends, however it does.
+
+    Raises ValueError that names the holder: at once for one that works on this host, after wait_s
+    for one that is dead, ending or elsewhere.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = stack.enter_context((folder / LOCK).open("a+", encoding="utf-8"))
+    deadline = time.monotonic() + wait_s
+    said = False
+    while not _taken(file, folder):
+        holder = _holder(file)
+        who = f"{folder} is in use by another run ({holder or 'which does not say its name'})"
+        if (holder and holder.is_working()) or time.monotonic() > deadline:
+            raise ValueError(f"{who}; wait for it to end, or give this one another run.name")
+        if not said:
+            logger.warning("%s that is ending or gone; waiting %.0f s for its lock", who, wait_s)
+            said = True
+        time.sleep(RETRY_S)
+    file.seek(0)
+    file.truncate()
+    json.dump(asdict(Holder.this_process()), file)
+    file.flush()
+
+
+def _taken(file: IO[str], folder: Path) -> bool:
+    """Try to lock the file. Without locks on this filesystem the holder's own word must do."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        holder = _holder(file)
+        if holder and holder.is_working() and holder.pid != os.getpid():
+            return False
+        logger.warning(
+            "%s is on a filesystem without locks (%s): see to it that no run of another host uses it",
+            folder,
+            error.strerror,
+        )
+    return True
+
+
+def _holder(file: IO[str]) -> Holder | None:
+    try:
+        file.seek(0)
+        return Holder(**json.load(file))
+    except (ValueError, TypeError):  # empty, torn, or of another version
+        return None

@@ -1,0 +1,193 @@
+"""Whatever ends a run early, its finished steps are on disk, and the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megadiff.train.checkpoint import whole_looking
+from tests.e2e.servers import ENVIRONMENT
+
+FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
+NO_FAULT = "reward.fault.args.step=1000"
+MACHINE = ("time/", "perf/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def shared(registry):
+    return ["rollout.mode=separate", f"rollout.registry={registry}", "checkpoint.every=0"]
+
+
+def rows_of(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in row if not key.startswith(MACHINE)} for row in rows]
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return [path.name for path in whole_looking(folder / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def whole_run(shared, tmp_path_factory, tiny_model):
+    """Rows of six steps that nothing interrupts."""
+    from tests.e2e.conftest import Trainer
+
+    trainer = Trainer(tmp_path_factory.mktemp("whole"), tiny_model)
+    result = trainer.run(*shared, FAULT, NO_FAULT, "train.num_steps=6")
+    assert result.code == 0, result.stderr
+    return rows_of(result.folder)
+
+
+@pytest.mark.parametrize("kind", ["nan", "out_of_memory", "library_error"])
+def test_an_error_in_an_update_loses_no_step(trainer, shared, whole_run, kind):
+    """Three steps are finished when the fourth fails; resumed, the run is the uninterrupted one."""
+    steps = ["train.num_steps=6", FAULT]
+    failed = trainer.run(*shared, *steps, f"reward.fault.args.kind={kind}")
+    assert failed.code == 1
+    assert saved_steps(failed.folder) == ["step_000003"]
+    assert "saved " in failed.stderr and "the same command continues from there" in failed.stderr
+    assert "nothing was saved" not in failed.stderr
+    if kind == "nan":
+        assert "step 4: gradient norm is nan; the weights were left as they were" in failed.stderr
+        assert "Largest rewards: 'fault' of prompt 'a " in failed.stderr
+        assert "optim.skip_nonfinite=0" in failed.stderr
+    if kind == "out_of_memory":
+        assert "lower train.microbatch_size" in failed.stderr
+    again = trainer.run(*shared, *steps, NO_FAULT)
+    assert again.code == 0, again.stderr
+    assert rows_of(again.folder) == whole_run
+
+
+def test_half_a_step_is_saved_and_said(trainer, shared):
+    """The second of two updates fails: weights are whole, but beyond step 3."""
+    result = trainer.run(*shared, FAULT, "reward.fault.args.update=1", "train.num_steps=6")
+    assert result.code == 1
+    assert saved_steps(result.folder) == ["step_000003"]
+    assert "(with 1 updates of step 4, which is repeated)" in result.stderr
+
+
+def test_some_batches_may_be_stepped_over(trainer, shared):
+    skip = "optim.skip_nonfinite=1"
+    result = trainer.run(*shared, FAULT, skip, "reward.fault.args.step=2", "train.num_steps=4")
+    assert result.code == 0, result.stderr
+    assert "Stepped over, 1 of optim.skip_nonfinite=1" in result.stderr
+    assert [row["optim/skipped_batches"] for row in result.rows] == [0.0, 1.0, 1.0, 1.0]
+
+
+class Running:
+    """A trainer in the background, as a shell starts it, in a process group of its own."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.folder = folder / "run"
+        self.log = folder / "stderr.txt"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=ENVIRONMENT,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def wait_for_rows(self, count: int, timeout_s: float = 200.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        path = self.folder / "metrics.jsonl"
+        while not path.exists() or path.read_text().count("\n") < count:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def family(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+
+@pytest.fixture
+def start(trainer):
+    started = []
+
+    def start_one(*overrides: str, num_processes: int = 1) -> Running:
+        command = trainer.command(*overrides, num_processes=num_processes)
+        started.append(Running(command, trainer.folder))
+        return started[-1]
+
+    yield start_one
+    for running in started:
+        try:
+            os.killpg(running.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        running.process.wait()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_says_so_in_one_line(trainer, shared, start, number, code):
+    running = start(*shared, "train.num_steps=1000")
+    running.wait_for_rows(2)
+    running.process.send_signal(number)
+    assert running.process.wait(60) == code
+    stderr = running.log.read_text()
+    (line,) = [line for line in stderr.splitlines() if "the same command continues" in line]
+    assert number.name in line
+    assert "Traceback" not in stderr
+    rows = rows_of(running.folder)
+    assert saved_steps(running.folder) == [f"step_{len(rows):06d}"]
+    again = trainer.run(*shared, f"train.num_steps={len(rows) + 1}")
+    assert again.code == 0, again.stderr
+    assert [row["step"] for row in again.rows] == list(range(1, len(rows) + 2))
+
+
+def test_a_second_signal_ends_at_once(shared, start):
+    slow = [FAULT, "reward.fault.args.step=3", "reward.fault.args.kind=none", "reward.fault.args.slow_save_s=600"]
+    running = start(*shared, *slow, "train.num_steps=1000", "reward.fault.args.update=1000")
+    running.wait_for_rows(3)
+    running.process.send_signal(signal.SIGTERM)
+    time.sleep(3)
+    assert running.process.poll() is None  # it saves
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(10) == 143
+    assert not saved_steps(running.folder)
+
+
+def test_one_ranks_error_saves_every_ranks_part(trainer, shared, start):
+    """Rank 1 runs out of memory in the middle of an update, rank 0 waits for it in a collective."""
+    fault = [FAULT, "reward.fault.args.rank=1", "reward.fault.args.kind=out_of_memory", "reward.fault.args.groups_per_step=2"]
+    running = start(*shared, *fault, "train.num_steps=6", "parallel.dp=2", num_processes=2)
+    family = running.family()
+    running.wait_for_rows(3)
+    family = running.family()
+    assert running.process.wait(100) == 1
+    stderr = running.log.read_text()
+    assert "error: rank 1: CUDA out of memory" in stderr
+    assert saved_steps(running.folder) == ["step_000003"], stderr
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    again = trainer.run(*shared, FAULT, NO_FAULT, "train.num_steps=4")  # under another layout
+    assert again.code == 0, again.stderr
+    assert [row["step"] for row in again.rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_torchrun_and_save(shared, start, number):
+    running = start(*shared, "train.num_steps=1000", "parallel.dp=2", num_processes=2)
+    running.wait_for_rows(2)
+    family = running.family()
+    if number == signal.SIGINT:
+        os.killpg(running.process.pid, number)  # as a terminal does
+    else:
+        running.process.send_signal(number)
+    running.process.wait(60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive, running.log.read_text()
+    stderr = running.log.read_text()
+    assert "the same command continues from there" in stderr, stderr
+    rows = rows_of(running.folder)
+    assert saved_steps(running.folder) == [f"step_{len(rows):06d}"]

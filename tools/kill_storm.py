@@ -1,0 +1,317 @@
+"""Kill a small run again and again, at random, and count what is lost, left over or hangs.
+
+    python tools/kill_storm.py --count 200 --seed 0
+
+Each trial starts a trainer (alone, under torchrun with two ranks, or with a replica of its own),
+waits a random time, and sends SIGTERM, SIGINT or SIGKILL to a random rank, torchrun, its process
+group or a replica. Trials go on with the run of the trial before, so each resumes what another left.
+
+Counted: finished steps that no checkpoint has, although the weights were whole (no rank of several,
+nor the only one, was killed by SIGKILL); processes that are left, found by a mark in their
+environment, whatever they call themselves; ends that took more than --limit-s after the signal.
+Exit code 0 when all three are 0. All traffic is on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "MEGADIFF_KILL_STORM"
+CONFIG = """
+run: {device: cpu}
+model: {dtype: float32}
+train: {num_steps: 1000000, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
+algorithm: {group_size: 4, clip_range: 1e-4}
+rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], num_replicas: 1}
+engine: {dtype: float32}
+optim: {lr: 1e-5}
+parallel: {dp: 0}
+parity: {mode: warn}
+reward: {color: {type: color}}
+checkpoint: {every: 7}
+track: []
+sample_every: 0
+"""
+# (way to start, victim, weight in the draw)
+SCENES = (
+    ("alone", "rank", 9),
+    ("alone", "replica", 2),
+    ("torchrun", "rank", 3),
+    ("torchrun", "torchrun", 3),
+    ("torchrun", "group", 1),
+    ("colocated", "rank", 1),
+    ("colocated", "replica", 1),
+)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is done to which run."""
+
+    start: str
+    victim: str
+    number: signal.Signals
+    rows: int  # of this attempt, before the signal; -1: while it starts
+    delay_s: float
+
+    @property
+    def kills_weights(self) -> bool:
+        """Say whether a rank goes with its part of the weights, and nobody can save it."""
+        return self.number == signal.SIGKILL and self.victim == "rank"
+
+
+def draw(random_source: random.Random) -> Trial:
+    scenes = [scene[:2] for scene in SCENES]
+    weights = [scene[2] for scene in SCENES]
+    start, victim = random_source.choices(scenes, weights)[0]
+    return Trial(
+        start=start,
+        victim=victim,
+        number=random_source.choice(SIGNALS),
+        rows=random_source.choice((-1, 1, 2, 2, 3, 4)),
+        delay_s=random_source.uniform(0.0, 1.5),
+    )
+
+
+class Storm:
+    """One run folder, one replica that serves the trials without a replica of their own."""
+
+    def __init__(self, folder: Path, model: Path, limit_s: float) -> None:
+        self.folder = folder
+        self.model = model
+        self.limit_s = limit_s
+        self.registry = folder / "registry"
+        self.run = folder / "run"
+        (folder / "storm.yaml").write_text(CONFIG)
+        self.environment = {
+            **os.environ,
+            MARK: folder.name,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        }
+        self.replica: subprocess.Popen | None = None
+
+    def serve(self) -> None:
+        """Start the shared replica where there is none."""
+        if self.replica is not None and self.replica.poll() is None:
+            return
+        shutil.rmtree(self.registry, ignore_errors=True)
+        command = [
+            *(sys.executable, "-m", "megadiff.cli.serve", str(self.model), "--dtype", "float32"),
+            *("--port", "0", "--registry", str(self.registry), "--parent-pid", str(os.getpid())),
+        ]
+        # Not marked: it outlives the trials.
+        environment = {key: self.environment[key] for key in self.environment if key != MARK}
+        with (self.folder / "replica.log").open("wb") as log:
+            self.replica = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        wait_until(lambda: list(self.registry.glob("*.json")), 240, "the replica does not start")
+
+    def trainer(self, start: str, log: Path) -> subprocess.Popen:
+        """Start the run's next attempt, in a process group of its own as a shell does."""
+        launcher = [sys.executable, "-m", "megadiff.cli.train"]
+        if start == "torchrun":
+            module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            launcher = [sys.executable, *module, "-m", "megadiff.cli.train"]
+        command = [
+            *launcher,
+            str(self.folder / "storm.yaml"),
+            *(f"run.dir={self.folder}", "run.name=run", f"model.path={self.model}"),
+            f"data.prompts={ROOT / 'assets/prompts/colors.txt'}",
+        ]
+        if start != "colocated":
+            command += ["rollout.mode=separate", f"rollout.registry={self.registry}"]
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def config_time(self) -> int:
+        """Return when the attempt wrote its config, which is when it begins to record."""
+        path = self.run / "config.yaml"
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    def num_rows(self) -> int:
+        path = self.run / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def steps(self) -> list[int]:
+        """Return the steps of the metrics' rows."""
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["step"] for line in lines]
+
+    def saved_step(self) -> int:
+        folders = (self.run / "checkpoints").glob("step_*")
+        return max((int(folder.name.removeprefix("step_")) for folder in folders), default=0)
+
+
+def marked(name: str) -> list[int]:
+    """Return the pids of all processes that carry the mark, renamed or not."""
+    wanted = f"{MARK}={name}".encode()
+    pids = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            continue
+        if wanted in environment and not is_zombie:
+            pids.append(int(folder.name))
+    return sorted(pids)
+
+
+def wait_until(condition, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} within {timeout_s:.0f} s")
+        time.sleep(0.05)
+
+
+def victim_pid(trial: Trial, storm: Storm, process: subprocess.Popen, source: random.Random) -> int:
+    """Return whom the signal goes to; minus a process group for all of it."""
+    import psutil
+
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child.pid for child in children if "megadiff.cli.train" in child.cmdline()]
+    replicas = [child.pid for child in children if "megadiff.cli.serve" in child.cmdline()]
+    if trial.victim == "group":
+        return -process.pid
+    if trial.victim == "replica":
+        return replicas[0] if trial.start == "colocated" and replicas else storm.replica.pid
+    if trial.victim == "rank" and trial.start == "torchrun":
+        return source.choice(ranks) if ranks else process.pid
+    return process.pid
+
+
+def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) -> dict[str, object]:
+    """Return what came of one trial."""
+    storm.serve()
+    log = storm.folder / f"trial_{number:03d}.log"
+    goal = storm.saved_step() + trial.rows
+    config_before = storm.config_time()
+    steps_before = storm.steps()
+    process = storm.trainer(trial.start, log)
+    began = time.monotonic()
+    if trial.rows >= 0:
+        # Rows that the attempt before wrote and did not save are dropped when this one begins.
+        wait_until(
+            lambda: storm.config_time() != config_before or process.poll() is not None,
+            240,
+            f"no run, see {log}",
+        )
+        time.sleep(0.2)
+        wait_until(
+            lambda: storm.num_rows() >= goal or process.poll() is not None, 240, f"no rows, see {log}"
+        )
+        time.sleep(trial.delay_s)
+    else:
+        time.sleep(8 * trial.delay_s)
+    if process.poll() is not None:
+        raise RuntimeError(f"the trainer ended by itself, see {log}:\n{log.read_text()[-3000:]}")
+    target = victim_pid(trial, storm, process, source)
+    (os.killpg if target < 0 else os.kill)(abs(target), trial.number)
+    signalled = time.monotonic()
+    hangs = False
+    while marked(storm.folder.name):
+        if time.monotonic() - signalled > storm.limit_s:
+            hangs = True
+            break
+        process.poll()
+        time.sleep(0.05)
+    seconds = time.monotonic() - signalled
+    left = [pid for pid in marked(storm.folder.name)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    steps = storm.steps()
+    saved = storm.saved_step()
+    finished = max(steps, default=0)
+    began_steps = steps != steps_before
+    lost = max(0, finished - saved) if began_steps and not trial.kills_weights else 0
+    gaps = steps != list(range(1, len(steps) + 1))
+    return {
+        "lost": lost,
+        "left": 0 if hangs else len(left),
+        "hangs": int(hangs),
+        "gaps": int(gaps),
+        "finished": finished,
+        "saved": saved,
+        "start_s": signalled - began,
+        "end_s": seconds,
+        "code": process.returncode,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=200, help="trials")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=60.0, help="an end that takes longer hangs")
+    parser.add_argument("--folder", type=Path, help="keep the run and the logs there")
+    options = parser.parse_args(argv)
+    from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+
+    source = random.Random(options.seed)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-storm-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_pipeline(folder / "model")
+    storm = Storm(folder, folder / "model", options.limit_s)
+    totals: Counter[str] = Counter()
+    slowest = 0.0
+    try:
+        for number in range(options.count):
+            trial = draw(source)
+            result = run_trial(storm, trial, number, source)
+            slowest = max(slowest, result["end_s"])
+            totals.update({key: result[key] for key in ("lost", "left", "hangs", "gaps")})
+            totals["killed"] += trial.kills_weights
+            say(
+                f"{number:3d} seed {options.seed} {trial.start:9s} {trial.number.name:7s} to "
+                f"{trial.victim:8s} code {result['code']:4d} end {result['end_s']:5.1f} s "
+                f"finished {result['finished']:3d} saved {result['saved']:3d} "
+                f"lost {result['lost']} left {result['left']} hangs {result['hangs']}"
+            )
+    finally:
+        if storm.replica is not None:
+            storm.replica.terminate()
+            storm.replica.wait(20)
+    say(
+        f"{options.count} trials, seed {options.seed}: {totals['lost']} finished steps lost where "
+        f"weights were whole ({totals['killed']} trials killed a rank's), {totals['left']} processes "
+        f"left, {totals['hangs']} ends over {options.limit_s:.0f} s, {totals['gaps']} gaps in the "
+        f"metrics; slowest end {slowest:.1f} s"
+    )
+    if options.folder is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(any(totals[key] for key in ("lost", "left", "hangs", "gaps")))
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
