@@ -20,7 +20,7 @@ from megadiff.rollout.bounded_http import (
     BoundedHttp,
     NoAnswer,
 )
-from megadiff.rollout.proof import REPLICA, TRAINER, is_valid, new_nonce, sign
+from megadiff.rollout.proof import REPLICA, TRAINER, check_token, is_valid, new_nonce, sign
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 from megadiff.weights.bucket import BucketBody
@@ -74,7 +74,7 @@ class ReplicaClient:
     ) -> None:
         self.url, self.name = url, name
         self.timeout_s = timeout_s
-        self._token = token
+        self._token = check_token(token) if token else None
         self._run_header = {RUN_HEADER: run} if run else {}
         self._http = BoundedHttp(url)
         self._is_proven = False

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadiff.rollout.proof import check_token
+
 logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 1 << 16
@@ -88,6 +90,15 @@ class ReplicaProcess:
                 continue
             break
         _signal_group(self.process.pid, signal.SIGKILL)  # what the leader may have left in its group
+
+
+def environment_token() -> str | None:
+    """Return MEGADIFF_TOKEN, None where it is empty or not set.
+
+    Raises ValueError for one that no header can hold.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    return check_token(token) if token else None
 
 
 def write_token(registry: Path) -> str:

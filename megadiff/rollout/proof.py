@@ -13,7 +13,18 @@ import secrets
 
 TRAINER = "trainer"
 REPLICA = "replica"
+_TOKEN = re.compile(r"[!-~]+")
 _NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+def check_token(token: str) -> str:
+    """Return a token that a header can hold. Raises ValueError, which does not show it."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(
+            f"the token (MEGADIFF_TOKEN) of {len(token)} characters has some that are not visible "
+            "ASCII; draw one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return token
 
 
 def new_nonce() -> str:

@@ -21,9 +21,9 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client import ReplicaClient
 from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import (
-    TOKEN_VARIABLE,
     ReplicaProcess,
     ReplicaSpec,
+    environment_token,
     write_token,
 )
 from megadiff.rollout.registry import wait_until_announced
@@ -109,7 +109,7 @@ def _access(
     config: Config, folder: Path, processes: Sequence[ReplicaProcess]
 ) -> dict[str, str | None]:
     """Return what clients need to be let in: the run's id, and its replicas' token."""
-    token = processes[0].token if processes else os.environ.get(TOKEN_VARIABLE) or None
+    token = processes[0].token if processes else environment_token()
     return {"run": run_id(config, folder), "token": token}
 
 
@@ -134,7 +134,7 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
     a parity gap without a cause."""
     wanted = {"rollout.fp8": config.rollout.fp8, "model.float32_streams": config.model.float32_streams}
     who, found = f"{replica['name']} at {replica['url']}", replica["health"].get("arithmetic")
-    if found is None:
+    if not isinstance(found, dict):
         raise ValueError(f"{who} does not say how it computes; start it with this version of megadiff")
     for key, value in wanted.items():
         switch = key.partition(".")[2]
@@ -193,7 +193,7 @@ def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
         clear(weights_folder(config, folder))  # else replicas would load an older state before they get this one
     specs = _specs(config, mesh, folder)
     # Without a token anybody on this host could put the replicas to sleep, or push to them.
-    token = os.environ.get(TOKEN_VARIABLE) or write_token(registry)
+    token = environment_token() or write_token(registry)
     return [ReplicaProcess(spec, registry, token=token) for spec in specs]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
 from megadiff.rollout import processes
-from megadiff.rollout.processes import serve_command
+from megadiff.rollout.processes import environment_token, serve_command
 from megadiff.train.replicas import (
     _access,
     _launch,
@@ -106,7 +106,7 @@ def test_an_id_is_a_header(tmp_path):
     assert re.fullmatch("[!-~]+-[0-9a-f]{8}", run_id(config, tmp_path))
 
 
-@pytest.mark.parametrize("given", ["", "the user's"])
+@pytest.mark.parametrize("given", ["", "the-users"])
 def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
     """Drawn where the user gave none; one that the user gave is written nowhere."""
     monkeypatch.setenv("MEGADIFF_TOKEN", given)
@@ -123,6 +123,15 @@ def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
         assert given or path.read_text().strip() == access["token"]
         assert path.exists() == (not given)
     assert tokens == [given, given] if given else len(set(tokens)) == 2
+
+
+@pytest.mark.parametrize("odd", ["hushed\n", "two words", "húshed"])
+def test_a_token_that_no_header_holds_is_refused_and_not_shown(tmp_path, monkeypatch, odd):
+    monkeypatch.setenv("MEGADIFF_TOKEN", odd)
+    for start in (lambda: _launch(_config(1), MESH, tmp_path), lambda: environment_token()):
+        with pytest.raises(ValueError, match=f"of {len(odd)} characters has some") as error:
+            start()
+        assert odd.strip() not in str(error.value)
 
 
 def test_other_replicas_have_the_environments_token(tmp_path, monkeypatch):

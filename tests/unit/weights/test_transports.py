@@ -364,7 +364,7 @@ def test_http_waits_for_every_replica_before_it_raises():
 
 
 def test_a_group_by_gloo_across_two_hosts():
-    """Each end listens on its address that leads to the other, whatever its host name stands for."""
+    """Each end listens on its address that leads to the other, whatever its name stands for."""
     namespace = ["unshare", "-rn"]
     veth = [*namespace, *"ip link add cable0 type veth peer name cable1".split()]
     if shutil.which("unshare") is None or shutil.which("ip") is None:

@@ -1,4 +1,4 @@
-"""A trainer and a replica worker as on two hosts: network namespaces of their own, joined by a cable.
+"""A trainer and a replica worker as on two hosts: two network namespaces, joined by a cable.
 
 Started as `unshare -rn python two_hosts.py`. The namespaces go with their processes.
 """
@@ -54,7 +54,7 @@ class Worker:
         self._process.stdin.flush()
         return self._answer()
 
-    def weights_begin(self, version: int, manifest: object, *, lora: object, transport: Any) -> None:
+    def weights_begin(self, version: int, manifest: Any, *, lora: Any, transport: Any) -> None:
         self.order("join", transport)
 
     def weights_bucket(self, bucket: object) -> None:
