@@ -10,7 +10,7 @@ import torch
 from random_weights import write_random_pipeline
 
 from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.fleet import wait_until_announced
+from megadiff.rollout.registry import wait_until_announced
 from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
 
 START_TIMEOUT_S = 900.0

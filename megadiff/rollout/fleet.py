@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
 from megadiff.rollout.processes import ReplicaProcess, log_tail
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 from megadiff.weights.bucket import BucketBody
@@ -23,7 +21,6 @@ from megadiff.weights.manifest import Manifest
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
-PROGRESS_S = 5.0
 CALLS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between calls
 
 
@@ -36,6 +33,7 @@ class Fleet:
 
     batch_size: samples of one call to a replica. processes: the replicas that this very rank started and watches (empty
     on the other ranks). logs: name → log file. rank, num_ranks: of those that share the replicas, each with its own Fleet.
+    releases: closing it tells the replicas that the run is over; for one rank only.
     """
 
     def __init__(
@@ -47,8 +45,10 @@ class Fleet:
         logs: dict[str, Path] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
+        releases: bool = False,
     ) -> None:
         self.batch_size = batch_size
+        self._releases = releases
         self.replicas, self.processes, self.logs = list(clients), list(processes), logs or {}
         self._load = {client.name: 0 for client in clients}
         self._lock = threading.Lock()
@@ -65,8 +65,21 @@ class Fleet:
     def close(self) -> None:
         """Drops what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._releases:
+            self._release()
         for client in self.replicas:
             client.close()
+
+    def _release(self) -> None:
+        """Free the replicas for another run; one that does not hear it misses this run in time."""
+        # A pool of its own: the other may be full of requests that are still in flight.
+        pool = ThreadPoolExecutor(max_workers=len(self.replicas))
+        futures = {pool.submit(client.release): client for client in self.replicas}
+        done, late = wait(futures, timeout=RELEASE_TIMEOUT_S)
+        pool.shutdown(wait=False, cancel_futures=True)
+        for future in [*done, *late]:
+            if future in late or future.exception() is not None:
+                logger.debug("%s did not hear that the run is over", futures[future].name)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
         """Yields (index of the request, group) as groups arrive. Raises ReplicaDied or ReplicaError at the first failure.
@@ -100,7 +113,7 @@ class Fleet:
     def check_alive(self) -> None:
         """Raises ReplicaDied when a process that this rank started has ended."""
         for process in self.processes:
-            _raise_if_dead(process)
+            raise_if_dead(process)
 
     def sleep(self) -> None:
         """Every replica frees its weights, until a push brings all of the policy's."""
@@ -175,63 +188,8 @@ class WeightTarget:
         return self._call(self._client, lambda client: client.weights_commit(version))
 
 
-def wait_until_announced(
-    registry: Path, *, count: int, timeout_s: float, processes: Sequence[ReplicaProcess] = ()
-) -> list[dict[str, Any]]:
-    """{"name", "url", …} of the first `count` healthy replicas, by name, that announced themselves in the registry folder, each
-    with what /health says under "health".
-
-    Logs a progress line every few seconds. Raises ReplicaDied when one of the processes ends, or after timeout_s.
-    An announcement that a killed replica left behind does not count.
-    """
-    start, last_line = time.monotonic(), 0.0
-    while True:
-        for process in processes:
-            _raise_if_dead(process)
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(registry.glob("*.json"))]
-        answers = [(entry, _health(entry)) for entry in found]
-        healthy = [entry | {"health": health} for entry, health in answers if health][:count]
-        elapsed = time.monotonic() - start
-        if len(healthy) == count:
-            logger.info("%d replicas healthy after %.1f s", count, elapsed)
-            if len(found) > count:
-                logger.warning(
-                    "%d replicas are announced in %s; rollout.num_replicas=%d of them are used",
-                    len(found),
-                    registry,
-                    count,
-                )
-            return healthy
-        if elapsed > timeout_s:
-            tails = "\n".join(log_tail(process.spec.log) for process in processes)
-            silent = [f"{entry['name']} at {entry['url']}" for entry, health in answers if not health]
-            raise ReplicaDied(
-                f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in {registry} after {elapsed:.0f} s, "
-                f"rollout.start_timeout_s={timeout_s:.0f}; raise it, or start more with `megadiff serve MODEL "
-                f"--registry {registry}` (on other nodes with --host ADDRESS)"
-                + (f"; announced, but no answer from here: {', '.join(silent[:8])}" if silent else "")
-                + f"\n{tails}"
-            )
-        if elapsed - last_line > PROGRESS_S:
-            last_line = elapsed
-            logger.info(
-                "waiting for replicas: %d of %d healthy, %.0f s of at most %.0f s",
-                len(healthy),
-                count,
-                elapsed,
-                timeout_s,
-            )
-        time.sleep(POLL_S)
-
-
-def _health(entry: dict[str, str]) -> dict[str, Any] | None:
-    """Of the replica that announced itself, None if it does not answer: another may have its port by now, and would get two
-    pushes."""
-    with closing(ReplicaClient(entry["url"], entry["name"])) as client:
-        return client.health_if_up()
-
-
-def _raise_if_dead(process: ReplicaProcess) -> None:
+def raise_if_dead(process: ReplicaProcess) -> None:
+    """Raise ReplicaDied with the end of its log when a process has ended."""
     text = process.exit_text()
     if text:
         raise ReplicaDied(text)

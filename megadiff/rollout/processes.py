@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,11 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadiff.rollout.proof import check_token
+
 logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 1 << 16
 CRASH = "Fatal Python error"  # the first line of faulthandler's
 STOP_GRACE_S = 5.0
+TOKEN_VARIABLE = "MEGADIFF_TOKEN"
+TOKEN_FILE = "token"  # in the registry of a run that drew one; announcements end in .json
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
 
 
@@ -47,11 +52,13 @@ class ReplicaProcess:
     """A `megadiff serve` child in its own process group; it also dies when its parent does, however that dies.
 
     It takes a free port itself and announces its address in the registry folder when it is ready.
+    token: None leaves it with this process's, if that has one.
     """
 
-    def __init__(self, spec: ReplicaSpec, registry: Path) -> None:
+    def __init__(self, spec: ReplicaSpec, registry: Path, *, token: str | None = None) -> None:
         self.spec = spec
-        environment = replica_environment(spec)
+        self.token = token
+        environment = replica_environment(spec, token=token)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -85,14 +92,39 @@ class ReplicaProcess:
         _signal_group(self.process.pid, signal.SIGKILL)  # what the leader may have left in its group
 
 
-def replica_environment(spec: ReplicaSpec) -> dict[str, str]:
+def environment_token() -> str | None:
+    """Return MEGADIFF_TOKEN, None where it is empty or not set.
+
+    Raises ValueError for one that no header can hold.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    return check_token(token) if token else None
+
+
+def write_token(registry: Path) -> str:
+    """Draw a token for this registry's replicas, and write it where the user alone can read it.
+
+    Raises FileExistsError where there is one.
+    """
+    token = secrets.token_hex(32)
+    registry.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(registry / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(f"{token}\n")
+    return token
+
+
+def replica_environment(spec: ReplicaSpec, *, token: str | None = None) -> dict[str, str]:
     """This process's environment without torchrun's variables: the replica is a world of its own.
 
     With TORCHELASTIC_USE_AGENT_STORE left in it, its process group would wait for torchrun's store for ever.
+
+    The token travels here and not as an argument: every user of the machine can read those.
     """
     kept = {name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)}
     gpu = {"CUDA_VISIBLE_DEVICES": ",".join(map(visible_gpu, spec.gpus))} if spec.gpus else {}
-    return {**kept, "OMP_NUM_THREADS": str(spec.num_threads), **gpu}
+    secret = {TOKEN_VARIABLE: token} if token else {}
+    return {**kept, "OMP_NUM_THREADS": str(spec.num_threads), **gpu, **secret}
 
 
 def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:

@@ -14,18 +14,24 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from megadiff.rollout.policy import Refused
+from megadiff.rollout.proof import REPLICA, TRAINER, is_valid, sign
 from megadiff.rollout.replica import Replica
 from megadiff.rollout.wire import requests_from_json
 from megadiff.weights.lora_names import lora_from_json
 
 logger = logging.getLogger(__name__)
-OPEN_PATHS = ("/health",)  # no token needed
+OPEN_PATHS = ("/health", "/rl/hello")  # no token needed
+HELLO_BYTES = 2**12  # of a body that is read before its sender has proved anything
 RL_PREFIX = "/rl/"  # these check the state themselves; any other POST may run the policy
 
 
-def replica_app(app: FastAPI, replica: Replica, *, token: str | None) -> Guard:
-    """vllm-omni's app with the RL routes and /health, behind the guard."""
+def replica_app(app: FastAPI, replica: Replica, *, token: str | None, url: str = "") -> Guard:
+    """vllm-omni's app with the RL routes and /health, behind the guard.
+
+    url: as announced; proofs are tied to it.
+    """
     app.include_router(_router(replica))
+    app.include_router(_hello_router(replica, token=token, url=url))
     return Guard(app, replica=replica, token=token)
 
 
@@ -107,6 +113,40 @@ def _router(replica: Replica) -> APIRouter:
     return router
 
 
+def _hello_router(replica: Replica, *, token: str | None, url: str) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/rl/hello")
+    async def hello(request: Request) -> Response:
+        async def answer() -> Response:
+            body = await _json(request, replica, max_bytes=HELLO_BYTES)
+            nonce, proof = _key(body, "nonce", str), _key(body, "proof", str)
+            own = _own_proof(nonce, proof, token=token, url=url)
+            return JSONResponse({"nonce": nonce, "proof": own})
+
+        return await _answer(answer)
+
+    return router
+
+
+def _own_proof(nonce: str, proof: str, *, token: str | None, url: str) -> str:
+    """Sign this replica's url for a trainer that has proved itself; '' where neither has a token.
+
+    Raises Refused(401).
+    """
+    way_out = "start both with the same MEGADIFF_TOKEN"
+    if token is None:
+        if proof:
+            raise Refused(401, f"this replica has no token and the trainer has one; {way_out}")
+        return ""
+    if not proof:
+        raise Refused(401, f"this replica has a token and the trainer has none; {way_out}")
+    if not is_valid(proof, token, role=TRAINER, nonce=nonce, url=url):
+        # Without this check it would sign for anybody, and the signature could be passed on.
+        raise Refused(401, f"the trainer has another token, or does not call it {url}; {way_out}")
+    return sign(token, role=REPLICA, nonce=nonce, url=url)
+
+
 async def _answer(handler: Callable[[], Awaitable[Response]]) -> Response:
     """Turns each kind of failure into a status and a text; the replica lives on."""
     try:
@@ -128,13 +168,15 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status)
 
 
-async def _json(request: Request, replica: Replica) -> Any:
+async def _json(request: Request, replica: Replica, *, max_bytes: int | None = None) -> Any:
     """The body's JSON value. Raises Refused(413) past the limit and ValueError when it is not JSON."""
+    max_bytes = max_bytes or replica.limits.json_bytes
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > replica.limits.json_bytes:
-            raise Refused(413, f"the JSON body exceeds {replica.limits.json_bytes} bytes; send fewer requests at once")
+        if len(body) > max_bytes:
+            message = f"the JSON body exceeds {max_bytes} bytes; send fewer requests at once"
+            raise Refused(413, message)
     try:
         return json.loads(body)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

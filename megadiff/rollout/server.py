@@ -205,9 +205,10 @@ async def _serve(
         if config.weights is not None:
             await load_newest(replica, config.weights)
         app = await build_app(engine, engine_config, max_image_pixels=config.limits.side**2)
+        url = reachable_url(config.host, listener.getsockname()[1])
         server = uvicorn.Server(
             uvicorn.Config(
-                replica_app(app, replica, token=config.token),
+                replica_app(app, replica, token=config.token, url=url),
                 log_level="warning",
                 timeout_graceful_shutdown=GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -215,7 +216,6 @@ async def _serve(
             )
         )
         freeze_startup_objects()
-        url = reachable_url(config.host, listener.getsockname()[1])
         logger.info("%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
@@ -16,12 +19,19 @@ from megadiff.config.validate import sleeps
 from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.fleet import Fleet, wait_until_announced
-from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.processes import (
+    ReplicaProcess,
+    ReplicaSpec,
+    environment_token,
+    write_token,
+)
+from megadiff.rollout.registry import wait_until_announced
 from megadiff.weights.sync import WeightSync
 from megadiff.weights.transports.disk import clear
 
 logger = logging.getLogger(__name__)
+RUN_ID_FILE = "run_id"  # in the run's folder
 
 
 def check_placement(config: Config, *, world_size: int) -> None:
@@ -52,12 +62,19 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     AgreedError for a separate replica that computes otherwise than the run says."""
     rollout = config.rollout
     registry = registry_folder(folder) if rollout.mode == "colocated" else Path(rollout.registry)
-    found = agreed(lambda: _found(registry, config, mesh, processes), mesh.cpu_group, here=mesh.rank == 0)
+    here = mesh.rank == 0
+    access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
+    # Every rank gets rank 0's token: a run may have drawn its own, which no environment holds.
+    access = broadcast_json(access, source=0, group=mesh.cpu_group)
+    found = agreed(
+        lambda: _found(registry, config, mesh, processes, access), mesh.cpu_group, here=here
+    )
     found = broadcast_json(found, source=0, group=mesh.cpu_group)
-    token = os.environ.get("MEGADIFF_TOKEN")
     clients = [
-        ReplicaClient(one["url"], one["name"], token=token, timeout_s=rollout.request_timeout_s)
-        for one in found  # type: ignore[union-attr]
+        ReplicaClient(
+            replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
+        )
+        for replica in found  # type: ignore[union-attr]  # rank 0's list
     ]
     logs = {client.name: log_file(folder, client.name) for client in clients} if rollout.mode == "colocated" else {}
     return Fleet(
@@ -67,12 +84,46 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         logs=logs,
         rank=mesh.dp_rank,
         num_ranks=mesh.dp,
+        releases=mesh.rank == 0 and rollout.mode == "separate",  # others end with their run
     )
 
 
-def _found(registry: Path, config: Config, mesh: Mesh, processes: Sequence[ReplicaProcess]) -> list[Mapping[str, Any]]:
+def run_id(config: Config, folder: Path) -> str:
+    """Return the run's name and 8 hex digits, which are drawn once and kept in its folder.
+
+    By it a replica tells its owner from another run. The name is not in the file, so that a copied
+    folder is another run. Rank 0 calls it, under the run's lock.
+    """
+    path = folder / RUN_ID_FILE
+    digits = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    if not re.fullmatch("[0-9a-f]{8}", digits):
+        digits = secrets.token_hex(4)
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{RUN_ID_FILE}.{os.getpid()}")
+        aside.write_text(f"{digits}\n", encoding="utf-8")
+        os.replace(aside, path)  # a run that is killed here leaves a whole file or none
+    return f"{quote(config.run.name, safe='')}-{digits}"  # it travels in a header, which is ASCII
+
+
+def _access(
+    config: Config, folder: Path, processes: Sequence[ReplicaProcess]
+) -> dict[str, str | None]:
+    """Return what clients need to be let in: the run's id, and its replicas' token."""
+    token = processes[0].token if processes else environment_token()
+    return {"run": run_id(config, folder), "token": token}
+
+
+def _found(
+    registry: Path,
+    config: Config,
+    mesh: Mesh,
+    processes: Sequence[ReplicaProcess],
+    access: Mapping[str, Any],
+) -> list[Mapping[str, Any]]:
     count, timeout_s = num_replicas(config, mesh), config.rollout.start_timeout_s
-    found = wait_until_announced(registry, count=count, timeout_s=timeout_s, processes=processes)
+    found = wait_until_announced(
+        registry, count=count, timeout_s=timeout_s, processes=processes, **access
+    )
     for one in found:
         check_arithmetic(one, config)
     return found
@@ -83,7 +134,7 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
     a parity gap without a cause."""
     wanted = {"rollout.fp8": config.rollout.fp8, "model.float32_streams": config.model.float32_streams}
     who, found = f"{replica['name']} at {replica['url']}", replica["health"].get("arithmetic")
-    if found is None:
+    if not isinstance(found, dict):
         raise ValueError(f"{who} does not say how it computes; start it with this version of megadiff")
     for key, value in wanted.items():
         switch = key.partition(".")[2]
@@ -136,10 +187,14 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
-    shutil.rmtree(registry_folder(folder), ignore_errors=True)
+    registry = registry_folder(folder)
+    shutil.rmtree(registry, ignore_errors=True)
     if config.sync.transport == "disk":
         clear(weights_folder(config, folder))  # else replicas would load an older state before they get this one
-    return [ReplicaProcess(spec, registry_folder(folder)) for spec in _specs(config, mesh, folder)]
+    specs = _specs(config, mesh, folder)
+    # Without a token anybody on this host could put the replicas to sleep, or push to them.
+    token = environment_token() or write_token(registry)
+    return [ReplicaProcess(spec, registry, token=token) for spec in specs]
 
 
 def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:

@@ -200,8 +200,9 @@ def _new_group(
     else:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
-        loopback = {"hostname": address} if _is_loopback(address) else {"hostname": ""}
-        options._devices = [dist.ProcessGroupGloo.create_device(**loopback)]
+        # gloo must be told: this host's name may stand for an address that others cannot reach.
+        own_address = _source_address((address, port))
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
         group = dist.ProcessGroupGloo(store, rank, world_size, options)
     if device.type == "cuda":  # NCCL connects at the first collective
         _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).result()
@@ -286,20 +287,24 @@ def _own_address(targets: Sequence[WeightTarget]) -> str:
     """The address of this host that all targets reach: loopback where all are on it."""
     for target in targets:
         host, port = urlsplit(target.url).hostname, urlsplit(target.url).port
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        _, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if not ipaddress.ip_address(where[0]).is_loopback:
-            with socket.socket(family, kind) as probe:
-                probe.connect(where)
-                return probe.getsockname()[0]
+            return _source_address(where)
     return "127.0.0.1"
+
+
+def _source_address(target: tuple[Any, ...]) -> str:
+    """Return this host's own address on the way to another one; nothing is sent.
+
+    Connecting a UDP socket only asks the routing table. Raises OSError where no way leads there.
+    """
+    with socket.socket(_family(target[0]), socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 @contextmanager

@@ -1,36 +1,34 @@
-"""The registry: who is in it, and that an entry counts only where the very replica answers that announced itself."""
+"""The registry: who is in it, and that an entry counts only where the very replica answers that
+announced itself."""
 
 import json
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from tests.unit.rollout.addresses import Stranger, drip, flood, replica_routes, reply
 
-from megadiff.rollout.fleet import ReplicaDied, wait_until_announced
+from megadiff.rollout import processes
+from megadiff.rollout.fleet import ReplicaDied
+from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
+from megadiff.rollout.registry import wait_until_announced
 from megadiff.rollout.server import Announcement
 
 
-@contextmanager
-def answering(body: bytes):
-    """The address of a server that says this whatever is asked."""
+def announce(folder, name, url, *, file=None):
+    (folder / (file or f"{name}.json")).write_text(json.dumps({"name": name, "url": url, "pid": 1}))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802, its name in http.server
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+@pytest.fixture
+def replica_a(tmp_path):
+    """The url of a replica that is announced as 'a'."""
+    with replica_routes("a") as url, Announcement(tmp_path, name="a", url=url):
+        yield url
 
 
 def test_the_later_of_one_name_stays(tmp_path):
@@ -42,14 +40,143 @@ def test_the_later_of_one_name_stays(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_replica_of_that_name_counts(tmp_path):
-    with answering(b'{"name": "a"}') as url, Announcement(tmp_path, name="a", url=url):
-        (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=5)
-        assert (entry["name"], entry["url"]) == ("a", url)
+def test_the_replica_of_that_name_counts(tmp_path, replica_a):
+    (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=5)
+    assert (entry["name"], entry["url"]) == ("a", replica_a)
+    assert entry["health"]["state"] == "ready"
 
 
-@pytest.mark.parametrize("body", [b'{"name": "b"}', b"<html>", b"[]", b"{}"])
+@pytest.mark.parametrize("body", [b'{"name": "b"}', b"<html>", b"[]", b"{}", b"[" * 200_000])
 def test_another_service_on_its_port_does_not(tmp_path, body):
-    with answering(body) as url, Announcement(tmp_path, name="a", url=url):
-        with pytest.raises(ReplicaDied, match=f"0 of rollout.num_replicas=1 .*no answer from here: a at {url}"):
+    with Stranger(lambda handler, _: reply(handler, body)) as stranger:
+        announce(tmp_path, "a", stranger.url)
+        with pytest.raises(
+            ReplicaDied, match=f"0 of rollout.num_replicas=1 .*left out: .*a at {stranger.url}"
+        ):
             wait_until_announced(tmp_path, count=1, timeout_s=0.1)
+
+
+ODD = {
+    "empty": (b"", "not JSON"),
+    "notes": (b"notes", "not JSON"),
+    "binary": (b"\xff\xfe\x00", "not JSON"),
+    "deep": (b"[" * 50_000, "not JSON"),
+    "list": (b"[]", "a list and not a JSON object"),
+    "no_name": (b'{"url": "http://127.0.0.1:1"}', "its name is None"),
+    "path": (b'{"name": "../a", "url": "http://127.0.0.1:1"}', "its name is '../a'"),
+    "newline": (b'{"name": "a\\nb", "url": "http://127.0.0.1:1"}', "its name is"),
+    "no_url": (b'{"name": "x"}', "its url is None"),
+    "number": (b'{"name": "x", "url": 5}', "its url is 5"),
+    "bracket": (b'{"name": "x", "url": "http://[bad"}', "its url is"),
+    "file": (b'{"name": "x", "url": "file:///etc/passwd"}', "its url is"),
+    "port": (b'{"name": "x", "url": "http://127.0.0.1:99999"}', "its url is"),
+    "large": (b" " * 2**17, "larger than 65536 bytes"),
+}
+
+
+def test_odd_files_are_left_out_with_one_warning_each(tmp_path, replica_a, caplog):
+    for name, (body, _) in ODD.items():
+        (tmp_path / f"{name}.json").write_bytes(body)
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "dangling.json").symlink_to("/nonexistent/file")
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "token").write_text("secret")
+    expected = {name: reason for name, (_, reason) in ODD.items()}
+    expected |= {"folder": "not a regular file", "dangling": "a link to nothing"}
+    expected |= {"loop": "cannot be read", "pipe": "not a regular file"}
+    with caplog.at_level(logging.WARNING):
+        (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=5)
+        assert entry["url"] == replica_a
+        caplog.clear()
+        with pytest.raises(ReplicaDied, match="1 of rollout.num_replicas=2 .*left out: "):
+            wait_until_announced(tmp_path, count=2, timeout_s=1)  # several looks
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == len(expected)
+    for message, (name, reason) in zip(messages, sorted(expected.items()), strict=True):
+        assert message.startswith(f"registry: {tmp_path / name}.json: ") and reason in message
+
+
+def test_an_announcement_that_lies_there_twice_counts_once(tmp_path, replica_a, caplog):
+    announce(tmp_path, "a", replica_a, file="copy.json")
+    with pytest.raises(ReplicaDied, match="1 of rollout.num_replicas=2 "):
+        wait_until_announced(tmp_path, count=2, timeout_s=0.5)
+    assert "copy.json: a at http" in caplog.text and "announced in a.json already" in caplog.text
+
+
+def test_a_claim_to_a_name_does_not_keep_its_replica_out(tmp_path, replica_a):
+    with Stranger(lambda handler, _: reply(handler, b'{"name": "a"}', status=404)) as stranger:
+        announce(tmp_path, "a", stranger.url, file="0.json")
+        (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=5)
+    assert entry["url"] == replica_a
+
+
+def test_announcements_that_come_and_go(tmp_path):
+    stop = threading.Event()
+
+    def churn():
+        while not stop.is_set():
+            announce(tmp_path, "a", "http://127.0.0.1:1", file="aside")
+            os.replace(tmp_path / "aside", tmp_path / "a.json")
+            (tmp_path / "a.json").unlink()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(200):
+            with pytest.raises(ReplicaDied):
+                wait_until_announced(tmp_path, count=1, timeout_s=-1)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("slow", [drip, flood])
+def test_a_bad_address_delays_no_other_and_no_end(tmp_path, replica_a, slow):
+    with ExitStack() as stack:
+        for number in range(3):
+            stranger = stack.enter_context(Stranger(slow))
+            announce(tmp_path, f"0{number}", stranger.url)
+        start_s = time.monotonic()
+        (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=20)
+        assert entry["url"] == replica_a and time.monotonic() - start_s < 2
+        start_s = time.monotonic()
+        with pytest.raises(ReplicaDied):
+            wait_until_announced(tmp_path, count=2, timeout_s=0.5)
+        assert time.monotonic() - start_s < 2
+
+
+def test_a_dead_process_ends_the_wait_at_once(tmp_path, monkeypatch):
+    """Any of them, also while an address keeps those waiting who ask it."""
+    codes = {"lives": "import time; time.sleep(60)", "dies": "import time; time.sleep(0.3); 1 / 0"}
+    monkeypatch.setattr(
+        processes, "serve_command", lambda spec, _: [sys.executable, "-c", codes[spec.name]]
+    )
+    started = [ReplicaProcess(_spec(name, tmp_path), tmp_path) for name in codes]
+    try:
+        with Stranger(drip) as stranger:
+            announce(tmp_path, "a", stranger.url)
+            start_s = time.monotonic()
+            with pytest.raises(ReplicaDied, match="(?s)dies .* exited with code 1.*ZeroDivision"):
+                wait_until_announced(tmp_path, count=1, timeout_s=30, processes=started)
+            assert time.monotonic() - start_s < 5
+    finally:
+        processes.stop_all(started)
+
+
+def test_a_folder_that_others_can_write_to_is_named(tmp_path, replica_a, caplog):
+    tmp_path.chmod(0o777)
+    wait_until_announced(tmp_path, count=1, timeout_s=5)
+    assert f"registry: {tmp_path}: every user of this machine can write here" in caplog.text
+
+
+def _spec(name: str, folder: Path) -> ReplicaSpec:
+    return ReplicaSpec(
+        name=name,
+        model=folder,
+        dtype="float32",
+        device="cpu",
+        gpus=(),
+        log=folder / f"{name}.log",
+        num_threads=1,
+    )

@@ -1,10 +1,26 @@
-"""What is shown of a replica that died."""
+"""What a replica process is given, and what is shown of one that died."""
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
 from pathlib import Path
 
-from megadiff.rollout.processes import LOG_TAIL_LINES, log_tail
+import pytest
+
+from megadiff.rollout import processes
+from megadiff.rollout.processes import (
+    LOG_TAIL_LINES,
+    TOKEN_VARIABLE,
+    ReplicaProcess,
+    ReplicaSpec,
+    log_tail,
+    replica_environment,
+    serve_command,
+    write_token,
+)
+from megadiff.rollout.registry import read_claims
 
 
 def test_the_end_of_a_log_is_shown(tmp_path: Path) -> None:
@@ -24,3 +40,52 @@ def test_of_a_crash_what_came_before_it_and_who_crashed(tmp_path: Path) -> None:
     shown = log_tail(log)
     assert "illegal memory access" in shown and "Current thread 7" in shown and "Extension modules" not in shown
     assert len(shown.splitlines()) == 2 * LOG_TAIL_LINES
+
+
+def test_the_token_is_in_the_environment_and_on_no_command_line(tmp_path, monkeypatch):
+    """Every user of the machine can read a command line, and nobody else's environment."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "the trainer's own")
+    spec = spec_in(tmp_path)
+    assert replica_environment(spec, token="drawn")[TOKEN_VARIABLE] == "drawn"
+    assert replica_environment(spec)[TOKEN_VARIABLE] == "the trainer's own"
+    report = "import os; print(os.environ['MEGADIFF_TOKEN'])"
+    monkeypatch.setattr(processes, "serve_command", lambda *_: [sys.executable, "-c", report])
+    process = ReplicaProcess(spec, tmp_path, token="drawn")
+    assert process.process.wait(30) == 0
+    assert spec.log.read_text() == "drawn\n"
+    monkeypatch.undo()
+    assert "drawn" not in " ".join(serve_command(spec, tmp_path)) and "drawn" not in repr(spec)
+
+
+def test_only_the_user_can_read_the_token(tmp_path):
+    registry = tmp_path / "run" / "replicas"
+    before = os.umask(0)
+    try:
+        token = write_token(registry)
+    finally:
+        os.umask(before)
+    path = registry / "token"
+    assert path.read_text() == f"{token}\n" and len(token) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_claims(registry) == ([], {})
+    with pytest.raises(FileExistsError):
+        write_token(registry)
+
+
+def test_a_token_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "token").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        write_token(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def spec_in(folder: Path) -> ReplicaSpec:
+    return ReplicaSpec(
+        name="a",
+        model=folder,
+        dtype="float32",
+        device="cpu",
+        gpus=(),
+        log=folder / "a.log",
+        num_threads=1,
+    )

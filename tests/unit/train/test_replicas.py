@@ -1,15 +1,25 @@
 """How replicas are started. The threads of a CPU machine are divided: too many of them wait for one another instead of
 working."""
 
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megadiff.config.schema import Config, ModelConfig, RolloutConfig
-from megadiff.rollout.processes import serve_command
-from megadiff.train.replicas import _specs, check_arithmetic
+from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
+from megadiff.rollout import processes
+from megadiff.rollout.processes import environment_token, serve_command
+from megadiff.train.replicas import (
+    _access,
+    _launch,
+    _specs,
+    check_arithmetic,
+    registry_folder,
+    run_id,
+)
 
 MESH = SimpleNamespace(device=torch.device("cpu"), world_size=1)
 
@@ -72,5 +82,67 @@ def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
     check_arithmetic(replica | {"health": {"arithmetic": {"fp8": False, "float32_streams": False}}}, _config(1))
 
 
+def test_a_run_keeps_its_id_and_a_copy_has_another(tmp_path):
+    config = _config(1)
+    first = run_id(config, tmp_path / "run")
+    assert re.fullmatch("mine-[0-9a-f]{8}", first)
+    assert run_id(config, tmp_path / "run") == first
+    assert run_id(config, tmp_path / "other") != first
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    config.run.name = "copy"
+    assert run_id(config, tmp_path / "copy") == first.replace("mine", "copy")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run_id"]
+
+
+def test_an_id_that_is_torn_is_drawn_again(tmp_path):
+    (tmp_path / "run_id").write_text("0123")
+    drawn = run_id(_config(1), tmp_path)
+    assert drawn != "mine-0123" and run_id(_config(1), tmp_path) == drawn
+
+
+def test_an_id_is_a_header(tmp_path):
+    config = _config(1)
+    config.run.name = "Über 1/b\r\nX: y"
+    assert re.fullmatch("[!-~]+-[0-9a-f]{8}", run_id(config, tmp_path))
+
+
+@pytest.mark.parametrize("given", ["", "the-users"])
+def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
+    """Drawn where the user gave none; one that the user gave is written nowhere."""
+    monkeypatch.setenv("MEGADIFF_TOKEN", given)
+    monkeypatch.setattr(processes, "serve_command", lambda *_: ["true"])
+    tokens = []
+    for _ in range(2):  # the second start finds what the first left
+        started = _launch(_config(2), MESH, tmp_path)
+        for process in started:
+            process.process.wait(30)
+        access = _access(_config(2), tmp_path, started)
+        assert [process.token for process in started] == [access["token"]] * 2
+        tokens.append(access["token"])
+        path = registry_folder(tmp_path) / "token"
+        assert given or path.read_text().strip() == access["token"]
+        assert path.exists() == (not given)
+    assert tokens == [given, given] if given else len(set(tokens)) == 2
+
+
+@pytest.mark.parametrize("odd", ["hushed\n", "two words", "húshed"])
+def test_a_token_that_no_header_holds_is_refused_and_not_shown(tmp_path, monkeypatch, odd):
+    monkeypatch.setenv("MEGADIFF_TOKEN", odd)
+    for start in (lambda: _launch(_config(1), MESH, tmp_path), lambda: environment_token()):
+        with pytest.raises(ValueError, match=f"of {len(odd)} characters has some") as error:
+            start()
+        assert odd.strip() not in str(error.value)
+
+
+def test_other_replicas_have_the_environments_token(tmp_path, monkeypatch):
+    for given in ("secret", ""):
+        monkeypatch.setenv("MEGADIFF_TOKEN", given)
+        assert _access(_config(1), tmp_path, [])["token"] == (given or None)
+
+
 def _config(num_replicas):
-    return Config(model=ModelConfig(path="m"), rollout=RolloutConfig(height=64, width=64, num_replicas=num_replicas))
+    return Config(
+        run=RunConfig(name="mine"),
+        model=ModelConfig(path="m"),
+        rollout=RolloutConfig(height=64, width=64, num_replicas=num_replicas),
+    )

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -359,3 +361,24 @@ def test_http_waits_for_every_replica_before_it_raises():
     with pytest.raises(ConnectionError):
         HttpTransport([Broken(), Slow()]).send(BUCKETS[0])
     assert slow_done.is_set()
+
+
+def test_a_group_by_gloo_across_two_hosts():
+    """Each end listens on its address that leads to the other, whatever its name stands for."""
+    namespace = ["unshare", "-rn"]
+    veth = [*namespace, *"ip link add cable0 type veth peer name cable1".split()]
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("network namespaces need unshare and ip (util-linux, iproute2)")
+    refusal = subprocess.run(veth, capture_output=True, text=True)
+    if refusal.returncode:
+        pytest.skip(f"network namespaces are not permitted here: {refusal.stderr.strip()}")
+    script = Path(__file__).with_name("two_hosts.py")
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [*namespace, sys.executable, str(script), "trainer"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

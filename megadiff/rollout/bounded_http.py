@@ -1,0 +1,160 @@
+"""HTTP requests whose answers are bounded in size and in total time.
+
+httpx and httpcore limit the seconds of each read, so an answer of one byte a second never ends.
+Here the limit is a deadline for everything, from the connection to the last byte.
+
+Tested with httpcore 1.0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import httpcore
+
+CONNECT_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 5.0  # of an idle connection; shorter than the replica's own
+WRITE_BYTES = 1 << 18  # between two looks at the clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A whole answer. content_type: '' where there is none."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class AnswerTooLate(RuntimeError):
+    """The answer was not whole when its time was over; the connection may be well."""
+
+
+class AnswerTooLarge(RuntimeError):
+    """The answer is larger than the caller expects; the rest of it was not read."""
+
+
+class NoAnswer(RuntimeError):
+    """The address could not be reached, or the connection broke."""
+
+
+class BoundedHttp:
+    """Keep connections to one address, for any number of threads.
+
+    url: http://host:port, reached without a proxy, whatever the environment names.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._pool = httpcore.ConnectionPool(
+            max_connections=None,
+            keepalive_expiry=KEEP_ALIVE_S,
+            network_backend=_DeadlineBackend(),
+        )
+
+    def close(self) -> None:
+        """Close all connections, those in use as well."""
+        self._pool.close()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        content: bytes | Iterable[bytes] = b"",
+        timeout_s: float,
+        max_bytes: int,
+    ) -> Answer:
+        """Send a request and read its whole answer.
+
+        content: needs a Content-Length among the headers where it is not bytes. timeout_s: for
+        everything. max_bytes: of the answer's body.
+        Raises AnswerTooLate, AnswerTooLarge or NoAnswer.
+        """
+        deadline = time.monotonic() + timeout_s
+        extensions = {"timeout": {"connect": deadline, "write": deadline, "read": deadline}}
+        asked = f"{method} {self.url}{path}"
+        request = {"headers": dict(headers), "content": content, "extensions": extensions}
+        try:
+            with self._pool.stream(method, self.url + path, **request) as response:
+                fields = {name.lower(): value for name, value in response.headers}
+                body = _read(response, fields, max_bytes=max_bytes, asked=asked)
+        except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
+            raise AnswerTooLate(f"{asked} had no whole answer within {timeout_s:.0f} s") from error
+        except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
+            raise NoAnswer(f"{asked} failed: {error!r}") from error
+        content_type = fields.get(b"content-type", b"").decode("latin-1")
+        return Answer(status=response.status, content_type=content_type, body=body)
+
+
+def _read(
+    response: httpcore.Response, fields: Mapping[bytes, bytes], *, max_bytes: int, asked: str
+) -> bytes:
+    announced = fields.get(b"content-length", b"0")
+    if int(announced) > max_bytes:  # h11 has checked that it is a number
+        raise AnswerTooLarge(f"{asked} answers {int(announced)} bytes, its limit is {max_bytes}")
+    chunks = []
+    size = 0
+    for chunk in response.iter_stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise AnswerTooLarge(f"{asked} answers over {size - 1} bytes, its limit is {max_bytes}")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+class _DeadlineBackend(httpcore.NetworkBackend):
+    """httpcore's sockets, with every timeout of a request taken as a point of time.monotonic().
+
+    httpcore hands a request's timeouts on unchanged; they are the only thing that reaches all of
+    its reads, those of the headers included.
+    """
+
+    def __init__(self) -> None:
+        self._backend = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        seconds = min(CONNECT_TIMEOUT_S, _seconds_left(timeout, httpcore.ConnectTimeout))
+        try:
+            stream = self._backend.connect_tcp(host, port, seconds, local_address, socket_options)
+        except UnicodeError as error:  # of a host name that DNS cannot have
+            raise httpcore.ConnectError(f"{host!r:.80} is no host name: {error}") from error
+        return _DeadlineStream(stream)
+
+
+class _DeadlineStream(httpcore.NetworkStream):
+    def __init__(self, stream: httpcore.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _seconds_left(timeout, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        view = memoryview(buffer)
+        for begin in range(0, len(view), WRITE_BYTES):
+            seconds = _seconds_left(timeout, httpcore.WriteTimeout)
+            self._stream.write(view[begin : begin + WRITE_BYTES], seconds)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> object:
+        return self._stream.get_extra_info(info)
+
+
+def _seconds_left(deadline: float | None, late: type[httpcore.TimeoutException]) -> float:
+    assert deadline is not None, "every request has a deadline"
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise late("the time for the whole answer is over")
+    return seconds

@@ -1,0 +1,49 @@
+"""Prove that trainer and replica know the same token, without sending it.
+
+A proof is HMAC-SHA256 over role, nonce and url. The url ties it to one address. A stranger that
+passes a trainer's challenge on to a real replica gets nothing: the replica signs its own address,
+and the trainer expects the one that it called.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+
+TRAINER = "trainer"
+REPLICA = "replica"
+_TOKEN = re.compile(r"[!-~]+")
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+def check_token(token: str) -> str:
+    """Return a token that a header can hold. Raises ValueError, which does not show it."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(
+            f"the token (MEGADIFF_TOKEN) of {len(token)} characters has some that are not visible "
+            "ASCII; draw one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return token
+
+
+def new_nonce() -> str:
+    """Draw 32 hex digits that nobody can foresee."""
+    return secrets.token_hex(16)
+
+
+def sign(token: str, *, role: str, nonce: str, url: str) -> str:
+    """Return the proof in hex. url: the replica's address, as its announcement names it.
+
+    Role and nonce have fixed forms and the url comes last: no two triples give the same text.
+    """
+    text = "\n".join(("megadiff", role, nonce, url))
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+
+
+def is_valid(proof: object, token: str, *, role: str, nonce: object, url: str) -> bool:
+    """Tell whether proof is sign() of the same token, role, nonce and url."""
+    if not isinstance(proof, str) or not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
+        return False
+    expected = sign(token, role=role, nonce=nonce, url=url)
+    return hmac.compare_digest(proof.encode(errors="replace"), expected.encode())

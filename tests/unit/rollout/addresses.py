@@ -1,0 +1,113 @@
+"""Addresses that answer in a test: the routes of a real replica, and strangers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import uvicorn
+from fastapi import FastAPI
+
+from megadiff.rollout.limits import Limits
+from megadiff.rollout.replica import Replica
+from megadiff.rollout.routes import replica_app
+
+
+@contextmanager
+def replica_routes(name: str, *, token: str | None = None) -> Iterator[str]:
+    """Serve a replica's routes without an engine behind them; yields the url that it signs."""
+    replica = Replica(
+        None,
+        name=name,
+        expected={},
+        places=[{"host": "here"}],
+        limits=Limits(),
+        model_rule=lambda sampling: None,
+        arithmetic={"fp8": False, "float32_streams": False},
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    app = replica_app(FastAPI(), replica, token=token, url=url)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class Stranger:
+    """An address that answers everything with one function, and keeps what it was asked."""
+
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler, bytes], None]) -> None:
+        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        stranger = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:  # noqa: N802, its name in http.server
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                stranger.asked.append((self.path, dict(self.headers), body))
+                answer(self, body)
+
+            do_POST = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:
+                pass  # who asked has hung up, as it should
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Stranger:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def reply(handler: BaseHTTPRequestHandler, body: bytes, *, status: int = 200) -> None:
+    """Send a whole answer."""
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def drip(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+    """Send a byte of the body now and then, for a minute."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(600):
+        handler.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+def drip_headers(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+    """Send a byte of the headers now and then, for a minute."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    for _ in range(600):
+        handler.wfile.write(b"x")
+        time.sleep(0.1)
+
+
+def flood(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+    """Send a body without an end."""
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(bytes(1 << 16))

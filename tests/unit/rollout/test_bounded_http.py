@@ -1,0 +1,73 @@
+"""Answers that are too slow or too large end in time, whatever is slow or large about them."""
+
+import time
+
+import pytest
+from tests.unit.rollout.addresses import Stranger, drip, drip_headers, flood, reply
+
+from megadiff.rollout.bounded_http import AnswerTooLarge, AnswerTooLate, BoundedHttp, NoAnswer
+
+
+def ask(url, *, timeout_s=0.5, max_bytes=1000, **arguments):
+    http = BoundedHttp(url)
+    try:
+        return http.request(
+            "POST", "/x", headers={}, timeout_s=timeout_s, max_bytes=max_bytes, **arguments
+        )
+    finally:
+        http.close()
+
+
+@pytest.mark.parametrize("slow", [drip, drip_headers, lambda handler, body: time.sleep(60)])
+def test_the_time_is_for_the_whole_answer(slow):
+    with Stranger(slow) as stranger:
+        start_s = time.monotonic()
+        with pytest.raises(AnswerTooLate, match=r"POST http://.*/x had no whole answer within 0"):
+            ask(stranger.url)
+        assert time.monotonic() - start_s < 2
+
+
+def test_a_body_without_end_is_not_read():
+    with Stranger(flood) as stranger:
+        with pytest.raises(AnswerTooLarge, match=r"over \d+ bytes, its limit is 1000"):
+            ask(stranger.url, timeout_s=20)
+
+
+def test_a_length_over_the_limit_is_refused_before_it_is_read():
+    def boast(handler, body):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(10**15))
+        handler.end_headers()
+        time.sleep(5)
+
+    with Stranger(boast) as stranger:
+        start_s = time.monotonic()
+        with pytest.raises(AnswerTooLarge, match=f"answers {10**15} bytes, its limit is 1000"):
+            ask(stranger.url, timeout_s=20)
+        assert time.monotonic() - start_s < 2
+
+
+def test_answers_within_the_limits_come_whole():
+    """Refusals as well: a status is the caller's to judge. Connections are used again."""
+    body = bytes(range(256)) * 4096
+    with Stranger(lambda handler, sent: reply(handler, sent, status=409)) as stranger:
+        http = BoundedHttp(stranger.url)
+        for content in (body, b""):
+            answer = http.request(
+                "POST", "/x", headers={}, content=content, timeout_s=20, max_bytes=len(body)
+            )
+            assert (answer.status, answer.content_type) == (409, "application/json")
+            assert answer.body == content
+        http.close()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no..name:80"])
+def test_an_address_that_cannot_be_reached(url):
+    with pytest.raises(NoAnswer, match=f"POST {url}/x failed"):
+        ask(url, timeout_s=20)
+
+
+def test_a_broken_connection():
+    with Stranger(lambda handler, body: handler.connection.close()) as stranger:
+        with pytest.raises(NoAnswer):
+            ask(stranger.url)
