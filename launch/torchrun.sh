@@ -8,4 +8,6 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 num_processes=$1
 shift
+# Asked to stop, ranks save the last finished step first. torchrun would kill them after 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 exec .venv/bin/torchrun --standalone --nproc-per-node "$num_processes" -m megadiff.cli.main train "$@"

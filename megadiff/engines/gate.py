@@ -47,6 +47,12 @@ class StepGate:
             self._opened.notify_all()
             return self.num_steps
 
+    def open(self) -> None:
+        """Let steps go on."""
+        with self._lock:
+            self._limit = None
+            self._opened.notify_all()
+
     def take(self, timeout_s: float) -> bool:
         """Hold up every change from now on; False where one did not end within timeout_s."""
         return self._lock.acquire(timeout=timeout_s)

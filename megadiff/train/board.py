@@ -17,8 +17,9 @@ import psutil
 
 from megadiff.weights.places import host_name
 
-# closed: its gate is. settled: it will not step again. saved: its part is written. done: it may end.
-PHASES = ("running", "closed", "settled", "saved", "done")
+# closed: its gate is. stepped: the step it was in is over, where it could be. settled: it will not
+# step again. saved: its part is written. done: the ranks may end.
+PHASES = ("running", "closed", "stepped", "settled", "saved", "done")
 POLL_S = 0.05
 FOLDER = ".ranks-"  # with an attempt's name behind it: a rank left over from another sees its own
 ALARM = "alarm.json"
@@ -32,7 +33,8 @@ class RankState:
 
     phase: one of PHASES. steps: optimizer steps of this attempt. counted_steps: those that were
     done when finished_step, its newest finished step, was counted. saved_step: of the newest
-    checkpoint. error: why it could not write its part.
+    checkpoint. has_failed: its main thread has, and steps no more. error: why it could not write
+    its part.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class RankState:
     counted_steps: int = 0
     finished_step: int = 0
     saved_step: int = 0
+    has_failed: bool = False
     error: str = ""
 
     def has_come(self, phase: str) -> bool:

@@ -26,6 +26,7 @@ from megadiff.types import Progress
 logger = logging.getLogger(__name__)
 LISTEN_S = 1.0  # between two looks at what other ranks say
 ANSWER_S = 30.0  # for a rank to say where it stands
+FINISH_S = 10.0  # for ranks to finish the step that they are in, where none of them has failed
 CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
 SAVE_S = 1800.0  # for a rank of another node to write its part; one of this node may take as long as it lives
 LEAVE_S = 10.0  # for the main thread to leave; then the process ends where it stands
@@ -67,6 +68,7 @@ class Rescue:
         self._finished = Finished(progress=replace(progress), num_steps=engine.gate.num_steps)
         self._settled_at = self._finished
         self._first_step = progress.step
+        self._finishes = False  # the step that is on is the last one
         self._main_failed = threading.Event()
         self._stopped = threading.Event()
         self._reason = ""
@@ -97,6 +99,8 @@ class Rescue:
         self._finished = Finished(
             progress=replace(progress), num_steps=self.engine.gate.num_steps
         )
+        if self._finishes:
+            self.engine.gate.close()
 
     def failed(self, error: BaseException) -> None:
         """Save what is whole, after the main thread's error; returns when that is done."""
@@ -130,7 +134,7 @@ class Rescue:
         if not reason:
             return
         try:
-            self._rescue(reason)
+            self.rescue(reason)
         except BaseException as error:  # whatever it is, the process must end
             logger.exception("the rescue failed")
             self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
@@ -169,7 +173,7 @@ class Rescue:
                 self._reason = self._reason or signal.Signals(number).name
                 self.exit_code = 128 + number
 
-    def _rescue(self, reason: str) -> None:
+    def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
         threading.Thread(target=self._end_at_a_second_signal, daemon=True).start()
         states = self._settled()
@@ -186,19 +190,37 @@ class Rescue:
         self.board.wait_for("done", rank=0, timeout_s=SAVE_S)
 
     def _settled(self) -> list[RankState]:
-        """Close the gate and let ranks that are behind catch up; returns where all of them are."""
-        self._say_where("closed", self.engine.gate.close())
+        """Bring all ranks to one optimizer step, at the end of a step if it can be.
+
+        Ranks decide by themselves, from what all have said, and come to the same.
+        """
+        gate = self.engine.gate
+        self._say_where("closed", gate.close())
         states = self.board.wait_for("closed", timeout_s=ANSWER_S)
-        goal = goal_steps(states)
-        deadline = time.monotonic() + CATCH_UP_S
-        self.engine.gate.close(goal)
-        # A step that is complete on every rank is only counted a moment later.
-        while self.engine.gate.num_steps < goal or self._finished.num_steps < goal:
-            if self._main_failed.is_set() or time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-        self._say_where("settled", self.engine.gate.close())
+        mine = self.board.mine
+        most = max(state.steps for state in states)
+        is_between = mine.steps == most == mine.counted_steps
+        if not is_between and not any(state.has_failed for state in states):
+            self._finishes = True
+            gate.open()
+            self._wait_until(lambda: self._finished.num_steps >= most, FINISH_S)
+        self._say_where("stepped", gate.close())
+        states = self.board.wait_for("stepped", timeout_s=ANSWER_S)
+        # A rank passes the norm's all-reduce before it steps, and so has every other by then:
+        # where the first of them is, all can come to.
+        most = max(state.steps for state in states)
+        gate.close(most)
+        self._wait_until(lambda: gate.num_steps >= most, CATCH_UP_S)
+        self._say_where("settled", gate.close())
         return self.board.wait_for("settled", timeout_s=ANSWER_S)
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for the main thread to bring the condition about, as long as it can."""
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            if self._main_failed.is_set():
+                return
+            time.sleep(0.005)
 
     def _say_where(self, phase: str, num_steps: int) -> None:
         self._settled_at = self._finished
@@ -208,6 +230,7 @@ class Rescue:
             counted_steps=self._settled_at.num_steps,
             finished_step=self._settled_at.progress.step,
             saved_step=self.checkpoints.saved_step,
+            has_failed=self._main_failed.is_set(),
         )
 
     def _save(self, first: RankState) -> str:
@@ -257,14 +280,6 @@ class Rescue:
         while not self._stopped.is_set():
             poll.poll(1000 * LISTEN_S)
             self._read_signals()
-
-
-def goal_steps(states: list[RankState]) -> int:
-    """Return the optimizer step that all ranks can come to: where the first of them is.
-
-    A rank passes the norm's all-reduce before it steps, and so has every other by then.
-    """
-    return max(state.steps for state in states)
 
 
 def _speaker(states: list[RankState]) -> int:

@@ -16,7 +16,7 @@ from megadiff.engines.experts import ExpertsEngine
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.train import update as update_module
 from megadiff.train.update import groups_to_train, update
-from megadiff.types import TrainBatch
+from megadiff.types import Progress, TrainBatch
 from megadiff.weights.shards import ShardFolder
 from tests.distributed.engines import build, forwards, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
@@ -83,10 +83,11 @@ def _update(engine: ExpertsEngine, batch: TrainBatch, rewards_PG: torch.Tensor) 
         engine,
         build_algorithm(engine.config.algorithm),
         groups,
-        rewards_PG,
+        {"total": rewards_PG},
         config=engine.config,
         mesh=engine.mesh,
         recompute=True,
+        progress=Progress(),
     )
 
 

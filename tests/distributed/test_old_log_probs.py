@@ -18,7 +18,7 @@ from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.collectives import sum_tensor
 from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.train.update import update, with_denominator
-from megadiff.types import RolloutGroup
+from megadiff.types import Progress, RolloutGroup
 from megadiff.weights.shards import ShardFolder
 from tests.distributed.engines import build, forwards, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
@@ -84,10 +84,11 @@ def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, 
             engine,
             build_algorithm(config.algorithm),
             groups,
-            REWARDS_PG,
+            {"total": REWARDS_PG},
             config=config,
             mesh=engine.mesh,
             recompute=True,
+            progress=Progress(),
         )
     fillers = len(engine.members) - 1  # a rank has rows of one expert, and a row to throw away for each other
     later = [NUM_ROWS // num_updates + fillers] * (num_updates - 1)

@@ -1,0 +1,198 @@
+"""Ranks that are stopped at any moment come to one optimizer step, and save that one."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadiff.engines.gate import StepGate
+from megadiff.train import rescue as rescue_module
+from megadiff.train.board import Board, RankState
+from megadiff.train.rescue import Rescue, disagreement
+from megadiff.types import Progress
+
+UPDATES_PER_STEP = 2
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """Weights that count their updates; the file of a rank says how many."""
+
+    def __init__(self, rank: int) -> None:
+        self.gate = StepGate(CPU)
+        self.rank = rank
+        self.weight = 0
+
+    def save_now(self, folder: Path, timeout_s: float) -> None:
+        assert self.gate.take(timeout_s)
+        (folder / f"rank_{self.rank}.json").write_text(json.dumps(self.weight))
+
+
+class Checkpoints:
+    """Folders as train.checkpoint has them, without tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved_step = 0
+
+    def folder_of(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def aside_of(self, step: int, *, rescue: bool = False) -> Path:
+        return self.folder / f".writing_{step}"
+
+    def complete(self, aside: Path, progress: Progress) -> None:
+        aside.rename(self.folder_of(progress.step))
+        self.saved_step = progress.step
+
+
+class Rank:
+    """A main thread that trains in step with its peers, and its rescue."""
+
+    def __init__(self, rank: int, size: int, folder: Path, source: random.Random) -> None:
+        self.engine = Engine(rank)
+        self.checkpoints = Checkpoints(folder)
+        self.progress = Progress()
+        board = Board(folder / ".ranks-test", rank=rank, world_size=size)
+        self.rescue = Rescue(self.engine, self.checkpoints, board, self.progress)
+        self.pauses = [source.uniform(0, 0.004) for _ in range(400)]
+
+    def train(self, reduce: threading.Barrier) -> None:
+        """reduce stands for the all-reduce of the gradient's norm, which every rank must join."""
+        for update, pause in enumerate(self.pauses, start=1):
+            time.sleep(pause)
+            try:
+                reduce.wait(timeout=20)
+            except threading.BrokenBarrierError:
+                return
+            with self.engine.gate.step():
+                self.engine.weight += 1
+                time.sleep(pause / 4)
+            if update % UPDATES_PER_STEP == 0:
+                self.rescue.finish_step(self.progress, {"position": update})
+
+
+def start_ranks(folder: Path, size: int, seed: int) -> tuple[list[Rank], threading.Barrier]:
+    source = random.Random(seed)
+    ranks = [Rank(rank, size, folder, source) for rank in range(size)]
+    ranks[0].rescue.board.lay_out()
+    for rank in ranks:
+        rank.rescue.board.say()
+    reduce = threading.Barrier(size)
+    for rank in ranks:
+        threading.Thread(target=rank.train, args=(reduce,), daemon=True).start()
+    return ranks, reduce
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_stopped_at_random_moments_save_one_finished_step(tmp_path, size):
+    """A signal reaches the ranks one after another, at any place of a step."""
+    for seed in range(12):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        source = random.Random(1000 + seed)
+        ranks, reduce = start_ranks(folder, size, seed)
+        time.sleep(source.uniform(0.0, 0.15))
+        rescues = []
+        for rank in source.sample(ranks, size):
+            time.sleep(source.uniform(0.0, 0.01))
+            rescues.append(threading.Thread(target=rank.rescue.rescue, args=("SIGTERM",)))
+            rescues[-1].start()
+        for thread in rescues:
+            thread.join(30)
+            assert not thread.is_alive()
+        reduce.abort()
+        saved = sorted(path.name for path in folder.glob("step_*"))
+        steps = ranks[0].progress.step
+        if not steps:
+            assert not saved
+            continue
+        assert saved == [f"step_{steps}"], (seed, saved)
+        weights = [json.loads(path.read_text()) for path in (folder / saved[0]).iterdir()]
+        assert weights == [UPDATES_PER_STEP * steps] * size, (seed, weights)
+
+
+def test_a_rank_that_is_gone_is_named(tmp_path, caplog):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    ranks = [Rank(rank, 2, tmp_path, random.Random(0)) for rank in range(2)]
+    ranks[0].rescue.board.lay_out()
+    for rank in ranks:
+        rank.rescue.board.say()
+    ranks[1].rescue.board.say(pid=ended.pid)
+    ranks[0].rescue.finish_step(ranks[0].progress, {})
+    began = time.monotonic()
+    ranks[0].rescue.rescue("SIGTERM")
+    assert time.monotonic() - began < 10
+    assert f"nothing was saved, rank 1 (pid {ended.pid} on" in caplog.text
+    assert "there is no checkpoint" in caplog.text
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_a_part_that_cannot_be_written_is_said(tmp_path, caplog, monkeypatch):
+    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
+    rank.rescue.board.lay_out()
+    rank.rescue.finish_step(rank.progress, {})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank.engine, "save_now", full)
+    rank.rescue.rescue("AgreedError: the judge is out")
+    assert "AgreedError: the judge is out: nothing was saved" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+def test_ranks_of_two_policies_are_not_saved_together():
+    first = RankState(rank=0, host="a", phase="settled", steps=4)
+    assert disagreement([first, replace(first, rank=1)]) == ""
+    text = disagreement([first, replace(first, rank=1, steps=5)])
+    assert text == (
+        "rank 0 is at optimizer step 4, rank 1 at 5: their weights are of two policies"
+    )
+    assert "rank 1 does not answer" in disagreement([first, replace(first, rank=1, phase="closed")])
+
+
+def test_a_rank_that_never_steps_again_is_not_waited_for_long(tmp_path, caplog, monkeypatch):
+    """Rank 1 stepped and rank 0's main thread is stuck before it: nothing whole can be saved."""
+    monkeypatch.setattr(rescue_module, "CATCH_UP_S", 0.3)
+    monkeypatch.setattr(rescue_module, "FINISH_S", 0.3)
+    ranks = [Rank(rank, 2, tmp_path, random.Random(0)) for rank in range(2)]
+    ranks[0].rescue.board.lay_out()
+    for rank in ranks:
+        rank.rescue.board.say()
+        rank.rescue.finish_step(rank.progress, {})
+    with ranks[1].engine.gate.step():
+        pass
+    threads = [threading.Thread(target=rank.rescue.rescue, args=("SIGTERM",)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "rank 0 is at optimizer step 0, rank 1 at 1" in caplog.text
+
+
+def test_words_on_the_board_survive_torn_and_missing_files(tmp_path):
+    board = Board(tmp_path / ".ranks-a", rank=1, world_size=3)
+    board.lay_out()
+    board.say(steps=7)
+    (tmp_path / ".ranks-a" / "rank_00002.json").write_bytes(b'{"rank": 2, "ho')
+    states = board.states()
+    assert [state.steps for state in states] == [0, 7, 0]
+    assert board.alarm() == ""
+    board.raise_alarm("first " + "x" * 10_000)
+    board.raise_alarm("second")
+    assert board.alarm().startswith("first")
+    later = Board(tmp_path / ".ranks-b", rank=0, world_size=1)
+    later.lay_out()
+    assert not (tmp_path / ".ranks-a").exists() and later.alarm() == ""
