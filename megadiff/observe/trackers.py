@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megadiff.observe.alarm import Alarm
 from megadiff.observe.evaluation import drop_evaluations_after
+from megadiff.observe.jsonl import read_lines
 from megadiff.observe.metrics import check_keys, parse_row, read_rows
 from megadiff.observe.samples import SampleRecord, drop_samples_after, frame_strip, sample_grid, save_samples
 
@@ -63,7 +64,7 @@ def drop_rows_after(path: Path, *, step: int) -> None:
     ones again. Written aside and renamed; torn lines go."""
     if not path.exists():
         return
-    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    lines = read_lines(path)
     rows = [(line, parse_row(line)) for line in lines]
     kept = [line for line, row in rows if row is not None and line.endswith("\n") and row["step"] <= step]
     if len(kept) == len(lines):
