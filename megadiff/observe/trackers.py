@@ -184,14 +184,19 @@ class Trackers:
             tracker.close()
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for the name of no tracker."""
+    unknown = sorted(set(names) - TRACKERS.keys())
+    if unknown:
+        raise ValueError(f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}")
+
+
 def build_trackers(
     names: Sequence[str], run_folder: Path, config: Mapping[str, Any], *, resume_step: int = 0
 ) -> Trackers:
     """Trackers of a run that continues after `resume_step` (0: from the start); what the folder holds of later steps is
     dropped. `jsonl` is always among them. Built on one rank. ValueError for an unknown name or a missing package."""
-    unknown = sorted(set(names) - TRACKERS.keys())
-    if unknown:
-        raise ValueError(f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}")
+    check_trackers(names)
     run_folder.mkdir(parents=True, exist_ok=True)
     wanted = dict.fromkeys(["jsonl", *names])
     built = [TRACKERS[name](run_folder, config=config, resume_step=resume_step) for name in wanted]
