@@ -64,7 +64,15 @@ AT_LEAST = {
     "data.max_prompt_chars": 1,
     "sample_every": 0,
 }
-AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
+AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py; and what float32 survives
+    "optim.lr": 10,
+    "optim.weight_decay": 1000,
+    "optim.eps": 1,
+    "algorithm.kl_coef": 10**6,
+    "rollout.eta": 100,
+    "rollout.true_cfg_scale": 1000,
+    "rollout.guidance_scale": 1000,
+    "rollout.guidance_scale_2": 1000,
     "data.max_prompt_chars": 2000,
     "algorithm.group_size": 1024,
     "rollout.height": 4096,
@@ -123,9 +131,10 @@ def validate(config: Config, *, dp: int) -> None:
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
     for component, rate in config.optim.component_lr.items():
-        if not rate > 0:
-            key = f"optim.component_lr.{component}"
-            raise ConfigError(f"{key}={rate} is not positive; set {key}>0")
+        key = f"optim.component_lr.{component}"
+        most = AT_MOST["optim.lr"]
+        if not 0 < rate <= most:
+            raise ConfigError(f"{key}={rate} is not within 0 and {most}; set 0<{key}<={most}")
     if not config.run.name.strip():
         raise ConfigError(f"run.name={config.run.name!r} names no folder; set run.name")
     _check_engine(config)
@@ -159,7 +168,8 @@ def _check_numbers(config: Config) -> None:
     for key, value in _numbers(config):
         if isinstance(value, float) and not abs(value) <= FLOAT32_MAX:
             raise ConfigError(
-                f"{key}={value} is not a finite number in float32 (at most {FLOAT32_MAX:.2g}); set another"
+                f"{key}={value} is not a finite number in float32 (at most {FLOAT32_MAX:.2g}); "
+                "set another"
             )
         if isinstance(value, int) and abs(value) > INT64_MAX:
             raise ConfigError(f"{key}={value} is beyond int64's ±{INT64_MAX}; set a smaller one")

@@ -14,7 +14,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def parse_line(line: str) -> Any:
-    """Return the line's JSON value, None where there is none: a torn line, or one nested too deep."""
+    """Return the line's JSON value, None where there is none: it is torn, or nested too deep."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

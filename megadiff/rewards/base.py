@@ -64,7 +64,7 @@ def build_rewards(configs: Mapping[str, RewardConfig]) -> dict[str, Reward]:
 def build_reward(name: str, config: RewardConfig) -> Reward:
     """Build the reward `reward.<name>`.
 
-    ValueError: unknown type, a path that does not lead to a Reward, wrong args, samples_per_call < 1.
+    ValueError: unknown type, a path that leads to no Reward, wrong args, samples_per_call < 1.
     """
     reward_class = _resolve(name, config.type)
     _check_args(name, config.type, reward_class, config.args)
@@ -76,8 +76,8 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
     count = reward.samples_per_call
     if count is not None and (type(count) is not int or count < 1):
         raise ValueError(
-            f"reward.{name}: samples_per_call={count!r} of type={config.type} must be a whole number "
-            "of at least 1, or None for the whole group in one call"
+            f"reward.{name}: samples_per_call={count!r} of type={config.type} must be a whole "
+            "number of at least 1, or None for the whole group in one call"
         )
     return reward
 

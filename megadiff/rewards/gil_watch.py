@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 BEAT_S = 1.0
-GRACE_S = 10.0  # a call that gives the GIL back is timed out by the scorer, which names it, before this
+GRACE_S = 10.0  # by then the scorer has timed out, and named, a call that gave the GIL back
 STDERR = 2  # the descriptor: sys.stderr may be something else, and the timer cannot ask Python
 
 
 class GilWatch:
-    """Ends the process when a call keeps the GIL for limit_s: Python cannot, none of its threads run.
+    """End the process when a call keeps the GIL for limit_s: no thread of Python runs to do so.
 
     The timer is faulthandler's, a thread of C: it writes what every Python thread was doing to
     stderr and ends the process with code 1. A thread of ours puts it off every second, as long as

@@ -57,10 +57,10 @@ class Scorer:
     read text 1.7 times as fast as one, exactly as two processes do, and processes would add copies of all pixels.
     They start with the first group.
 
-    num_workers: threads; None takes this rank's share of the node's cores, at most 16. timeout_s: limit of one score()
-    call, from its start; a call that keeps the GIL for longer ends the process, see GilWatch. weights: reward name →
-    weight in the total. reward_s: reward name → seconds spent in score() for the groups last collected, summed over
-    workers.
+    num_workers: threads; None takes this rank's share of the node's cores, at most 16.
+    timeout_s: limit of one score() call, from its start; for calls that keep the GIL see GilWatch.
+    weights: reward name → weight in the total.
+    reward_s: reward name → seconds in score() for the groups last collected, summed over workers.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Scorer:
         self._groups = []
 
     def close(self) -> None:
-        """Stop the workers and close the rewards. Waits at most a second for calls that are running.
+        """Stop the workers, with a second for running calls, and close the rewards.
 
         What a reward's close() raises is logged.
         """
@@ -169,7 +169,7 @@ class Scorer:
         self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
-        """Raise the first failure, if there is one; the user's own traceback goes to the log, once."""
+        """Raise the first failure, if there is one, and log the user's own traceback once."""
         failed = [call for call in self._calls if _failure(call) is not None]
         if not failed:
             return
@@ -197,14 +197,15 @@ class Scorer:
         wrong = (~total.isfinite()).nonzero().tolist()
         if not wrong:
             return
-        group, place = wrong[0]
-        sample = self._groups[group][place]
+        group, index = wrong[0]
+        sample = self._groups[group][index]
         terms = " + ".join(
-            f"{self.weights[name]:g}·{score[group, place]:g} ({name})" for name, score in scores.items()
+            f"{self.weights[name]:g}·{score[group, index]:g} ({name})"
+            for name, score in scores.items()
         )
         raise RewardError(
-            f"the total reward on {samples_text([sample])} is {terms}, beyond float32's {FLOAT32_MAX:.2g}; "
-            "lower the rewards' weights"
+            f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
+            f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
         )
 
 
@@ -218,8 +219,8 @@ def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
     for name, config in configs.items():
         if not abs(config.weight) <= FLOAT32_MAX:
             raise ValueError(
-                f"reward.{name}.weight={config.weight}, must be finite in float32 (at most {FLOAT32_MAX:.2g}); 0 only "
-                "watches the reward"
+                f"reward.{name}.weight={config.weight}, must be finite in float32 "
+                f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
             )
 
 

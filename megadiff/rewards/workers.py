@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from megadiff.rewards.gil_watch import GilWatch
+from megadiff.rewards.gil_watch import STDERR, GilWatch
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Workers:
             return
         logger.error("a reward's call does not end; its traceback follows, and exit code 1")
         logging.shutdown()
-        faulthandler.dump_traceback()
+        faulthandler.dump_traceback(file=STDERR)
         os._exit(1)
 
 

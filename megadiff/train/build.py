@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 def check(
     config: Config, *, world_size: int, stack: ExitStack
 ) -> tuple[Layout, ModelAdapter, list[Prompt] | ImageSource, Scorer | None]:
-    """Check everything that needs neither a process group nor a GPU. Raises ValueError (ConfigError).
+    """Check all that needs neither a process group nor a GPU. Raises ValueError (ConfigError).
 
     The third value is what the run trains on: prompts, or for supervised training captioned images.
-    The scorer holds the run's rewards, each constructed once, and is None without any. `stack` closes it.
+    The scorer, None without rewards, has them constructed once for the run. `stack` closes it.
     """
     parallel = config.parallel
     layout = resolve_layout(
@@ -65,15 +65,20 @@ def check(
     validate(config, dp=layout.dp)
     check_trackers(config.track)
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise ValueError(f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never")
+    if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
+        raise ValueError(
+            f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
+        )
     replicas.check_placement(config, world_size=world_size)
     sampling, on_policy = sampling_of(config.rollout), build_algorithm(config.algorithm).on_policy
     if on_policy:
         window = dict(window_size=sampling.sde_window_size, window_range=sampling.sde_window_range)
         check_window(sampling.num_inference_steps, **window)
     model = Path(config.model.path)
-    check_model_folder(model)
+    try:
+        check_model_folder(model)
+    except ValueError as error:
+        raise ValueError(f"model.path={config.model.path}: {error}") from error
     adapter = build_adapter(model)
     adapter.validate(sampling)
     if config.model.float32_streams:

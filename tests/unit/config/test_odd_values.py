@@ -1,4 +1,4 @@
-"""Odd values of every key: each is refused by a ConfigError that names the key, or fit for a run."""
+"""Odd values of every key are refused by a ConfigError that names the key, or fit for a run."""
 
 from __future__ import annotations
 
@@ -81,6 +81,9 @@ def test_every_integer_is_of_64_bits(config: Config, key: str, odd: str) -> None
         "optim.eps=-1",
         "optim.eps=1e-40",
         "optim.component_lr={transformer: 0}",
+        "optim.lr=1e21",
+        "rollout.eta=1e21",
+        "rollout.true_cfg_scale=1e21",
         "optim.component_lr={transformer: .inf}",
         "reward.color.weight=.nan",
         "rollout.start_timeout_s=1e9",
@@ -106,9 +109,21 @@ def test_a_value_that_no_run_can_use_is_refused(base: str, override: str) -> Non
 @pytest.mark.parametrize("value", ["{}", "{a: 1}", "[]", "[1]", "[[1]]", "3", "null", "abc"])
 @pytest.mark.parametrize(
     "key",
-    ["track", "train.components", "rollout.sde_window_range", "optim.component_lr", "optim", "reward",
-     "reward.color", "reward.color.args", "reward.color.weight", "optim.lr", "run.name", "seed"],
-)  # fmt: skip
+    [
+        "track",
+        "train.components",
+        "rollout.sde_window_range",
+        "optim.component_lr",
+        "optim",
+        "reward",
+        "reward.color",
+        "reward.color.args",
+        "reward.color.weight",
+        "optim.lr",
+        "run.name",
+        "seed",
+    ],
+)
 def test_wrong_containers_are_refused_by_name(base: str, key: str, value: str) -> None:
     """Whatever is not refused here is of the schema's kind."""
     try:

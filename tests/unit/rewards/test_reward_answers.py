@@ -1,4 +1,4 @@
-"""Whatever a user's score() returns or raises is that reward's failure, at once and in its own words."""
+"""Whatever a user's score() returns or raises is its own failure, at once and in its own words."""
 
 from __future__ import annotations
 

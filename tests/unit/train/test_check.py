@@ -73,6 +73,8 @@ def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixtu
     [
         ("track=[tensorbord]", "track has unknown tensorbord; the trackers are jsonl, tensorboard"),
         ("checkpoint.resume=gone", "checkpoint.resume=gone is no folder"),
+        ("checkpoint.resume=''", "checkpoint.resume= is no folder"),
+        ("model.path=gone", "model.path=gone: model folder gone does not exist"),
     ],
 )
 def test_what_only_the_run_refused(arguments: list[str], override: str, words: str) -> None:
