@@ -8,6 +8,8 @@ import os
 import sys
 from typing import NoReturn
 
+from megadiff.parallel.lifeline import kill_children
+
 
 def log_to_stderr(rank: int = 0) -> None:
     """INFO of rank 0, warnings of the others; stdout stays free for data."""
@@ -28,7 +30,12 @@ def show_crashes() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once: everything is closed by now, and interpreter shutdown would wait for threads whose requests hang."""
+    """Exit at once: everything is closed by now, and interpreter shutdown would wait for threads whose requests hang.
+
+    Child processes that are left, such as a reward's, end with this one. Those that got a session
+    of their own, such as the browser that shows a report, were meant to stay.
+    """
+    kill_children(session=os.getsid(0))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -88,8 +88,10 @@ def main(argv: list[str] | None = None) -> int:
     log_to_stderr()
     try:
         subject, plan = _subject(options, config_arguments)
-        baseline = _baseline(subject, options, config_arguments) if options.baseline else None
-        evaluation, comparison = _evaluate_all(subject, baseline, plan)
+        with closing(Scorer(subject.config.reward)) as scorer:
+            scorer.validate([prompt for prompt, _ in plan])
+            baseline = _baseline(subject, options, config_arguments) if options.baseline else None
+            evaluation, comparison = _evaluate_all(subject, baseline, plan, scorer)
         _write(subject, baseline, evaluation, comparison)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -115,8 +117,6 @@ def _subject(options: argparse.Namespace, config_arguments: list[str]) -> tuple[
     num_groups = groups_in_a_call(plan, sampling, batch_size=config.rollout.batch_size)
     check_call(sampling, num_groups, what="the evaluation")
     adapter.check_prompts(prompts)
-    with closing(Scorer(config.reward, num_workers=1)) as scorer:
-        scorer.validate(prompts)
     folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))
     return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
 
@@ -145,11 +145,12 @@ def _size_text(sampling: Sampling) -> str:
     return f"{sampling.width}x{sampling.height}" + (f"x{sampling.num_frames}" if sampling.num_frames > 1 else "")
 
 
-def _evaluate_all(subject: Subject, baseline: Subject | None, plan: Plan) -> tuple[Evaluation, Comparison | None]:
+def _evaluate_all(
+    subject: Subject, baseline: Subject | None, plan: Plan, scorer: Scorer
+) -> tuple[Evaluation, Comparison | None]:
     """The baseline first: what is compared with it comes last, and stays on the screen."""
-    with closing(Scorer(subject.config.reward)) as scorer:
-        before = _evaluate(baseline, subject.config, scorer, plan) if baseline else None
-        evaluation = _evaluate(subject, subject.config, scorer, plan)
+    before = _evaluate(baseline, subject.config, scorer, plan) if baseline else None
+    evaluation = _evaluate(subject, subject.config, scorer, plan)
     return evaluation, Comparison(evaluation=evaluation, baseline=before) if before else None
 
 

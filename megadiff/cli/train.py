@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         world_size = world_size_from_env()
         if options.dry_run:
             world_size = options.world_size or world_size
-            layout, adapter, data = check(config, world_size=world_size)
+            with ExitStack() as stack:
+                layout, adapter, data, _ = check(config, world_size=world_size, stack=stack)
             plan = describe(config, layout, adapter, num_prompts=len(data))
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
             return 0
@@ -68,9 +69,9 @@ def main(argv: list[str] | None = None) -> int:
 def _train(config: Config, *, world_size: int) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     launcher = _Launcher()
-    layout, adapter, data = check(config, world_size=world_size)
-    check_engine_installed(config)
     with ExitStack() as stack:
+        layout, adapter, data, scorer = check(config, world_size=world_size, stack=stack)
+        check_engine_installed(config)
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
@@ -79,7 +80,7 @@ def _train(config: Config, *, world_size: int) -> int:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         on_policy = build_algorithm(config.algorithm).on_policy
         build = build_run if on_policy else build_sft_run
-        run = build(config, mesh, adapter, data, stack)
+        run = build(config, mesh, adapter, data, scorer, stack)
         freeze_startup_objects()
         run.rescue.start()
         launcher.rescue = run.rescue

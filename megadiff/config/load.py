@@ -15,6 +15,10 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from megadiff.config.schema import Config, RewardConfig
 
 
+SCHEMA = OmegaConf.to_container(OmegaConf.structured(Config))
+REWARD_SCHEMA = OmegaConf.to_container(OmegaConf.structured(RewardConfig))
+
+
 class ConfigError(ValueError):
     """The config is wrong; the text says which key, and what would be right."""
 
@@ -28,6 +32,7 @@ def load_config(arguments: Sequence[str]) -> Config:
     for source, layer in _layers(arguments):
         if OmegaConf.select(layer, "parity.mode") is False:  # what YAML makes of a bare off
             layer.parity.mode = "off"
+        _check_kinds(source, SCHEMA, OmegaConf.to_container(layer, resolve=False))
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:
@@ -51,6 +56,28 @@ def to_dict(config: Config) -> dict:
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config as yaml; loading it gives the same config."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> None:
+    """Refuse a list where the schema has a mapping, or the other way round.
+
+    OmegaConf refuses them too, but names no key.
+    """
+    for name, value in layer.items():
+        known = REWARD_SCHEMA if prefix == "reward." else schema.get(name)
+        is_reference = isinstance(value, str) and value.startswith("${")
+        if not isinstance(known, (dict, list)) or value is None or is_reference:
+            continue
+        if not isinstance(value, type(known)):
+            kind = "a mapping" if isinstance(known, dict) else "a list"
+            example = "{key: value}" if isinstance(known, dict) else "[a, b]"
+            raise ConfigError(
+                f"{source}: {prefix}{name} is {value!r}, must be {kind}; write it as {example}"
+            )
+        if isinstance(value, dict):
+            _check_kinds(source, known, value, f"{prefix}{name}.")
+        elif any(isinstance(item, (dict, list)) for item in value):
+            raise ConfigError(f"{source}: {prefix}{name} is {value!r}, must be a flat list")
 
 
 def _layers(arguments: Sequence[str]) -> Iterable[tuple[str, DictConfig]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Iterator
 
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config
 
 MAX_LORA_RANK = 512  # of vLLM's MaxLoRARanks; ranks between its steps are fine
+FLOAT32_MAX = 3.4028234663852886e38
+INT64_MAX = 2**63 - 1
 CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
@@ -30,13 +33,24 @@ AT_LEAST = {
     "train.updates_per_step": 1,
     "train.microbatch_size": 1,
     "algorithm.group_size": 1,
+    "algorithm.kl_coef": 0,
     "algorithm.caption_drop": 0,
     "algorithm.ema_decay": 0,
     "engine.activation_memory_budget": 0,
     "lora.rank": 0,
     "lora.alpha": 0,
+    "optim.weight_decay": 0,
+    "optim.beta1": 0,
+    "optim.beta2": 0,
+    "optim.eps": 1e-30,  # smaller ones are 0 beside float32 gradients, and 0/0 is the first update
     "optim.warmup_steps": 0,
     "optim.skip_nonfinite": 0,
+    "rollout.height": 1,
+    "rollout.width": 1,
+    "rollout.num_frames": 1,
+    "rollout.true_cfg_scale": 0,
+    "rollout.guidance_scale": 0,
+    "rollout.guidance_scale_2": 0,
     "rollout.num_inference_steps": 2,
     "rollout.sde_window_size": 1,
     "rollout.batch_size": 1,
@@ -47,17 +61,40 @@ AT_LEAST = {
     "checkpoint.every": 0,
     "eval.every": 0,
     "eval.num_samples": 0,
+    "eval.num_inference_steps": 0,
     "data.max_prompt_chars": 1,
     "sample_every": 0,
 }
-AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py
+AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py; and what float32 survives
+    "optim.lr": 10,
+    "optim.weight_decay": 1000,
+    "optim.eps": 1,
+    "algorithm.kl_coef": 10**6,
+    "rollout.eta": 100,
+    "rollout.true_cfg_scale": 1000,
+    "rollout.guidance_scale": 1000,
+    "rollout.guidance_scale_2": 1000,
     "data.max_prompt_chars": 2000,
     "algorithm.group_size": 1024,
+    "rollout.height": 4096,
+    "rollout.width": 4096,
+    "rollout.num_frames": 1024,
+    "rollout.num_inference_steps": 1000,
     "rollout.batch_size": 1024,
+    "rollout.num_replicas": 1024,
+    "rollout.tp": 1024,
+    "rollout.start_timeout_s": 10**6,
+    "rollout.request_timeout_s": 10**6,
+    "eval.num_samples": 10**6,
+    "eval.num_inference_steps": 1000,
     "algorithm.caption_drop": 1,
     "algorithm.ema_decay": 1,
     "engine.activation_memory_budget": 1,
     "sync.bucket_mib": 4096,
+}
+BELOW = {
+    "optim.beta1": 1,
+    "optim.beta2": 1,
 }
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, the value that it must have for another)
     "parallel.tp": ("megatron", 1),
@@ -78,6 +115,7 @@ POSITIVE = (
 
 def validate(config: Config, *, dp: int) -> None:
     """Raises ConfigError for the first rule that is broken. dp: the resolved data-parallel size."""
+    _check_numbers(config)
     for key, choices in CHOICES.items():
         if _get(config, key) not in choices:
             raise ConfigError(f"{key}={_get(config, key)!r} is not one of {', '.join(choices)}")
@@ -87,9 +125,19 @@ def validate(config: Config, *, dp: int) -> None:
     for key, most in AT_MOST.items():
         if _get(config, key) > most:
             raise ConfigError(f"{key}={_get(config, key)} > {most}; set {key}<={most}")
+    for key, bound in BELOW.items():
+        if _get(config, key) >= bound:
+            raise ConfigError(f"{key}={_get(config, key)} >= {bound}; set {key}<{bound}")
     for key in POSITIVE:
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} is not positive; set {key}>0")
+    for component, rate in config.optim.component_lr.items():
+        key = f"optim.component_lr.{component}"
+        most = AT_MOST["optim.lr"]
+        if not 0 < rate <= most:
+            raise ConfigError(f"{key}={rate} is not within 0 and {most}; set 0<{key}<={most}")
+    if not config.run.name.strip():
+        raise ConfigError(f"run.name={config.run.name!r} names no folder; set run.name")
     _check_engine(config)
     _check_lora(config)
     if config.algorithm.name == "sft":
@@ -114,6 +162,36 @@ def validate(config: Config, *, dp: int) -> None:
         raise ConfigError(
             f"eval.every={config.eval.every} but eval.prompts is empty; set eval.prompts to a prompt file"
         )
+
+
+def _check_numbers(config: Config) -> None:
+    """Refuse what is not a number to torch: NaN and infinity, also in float32, or beyond int64."""
+    for key, value in _numbers(config):
+        if isinstance(value, float) and not abs(value) <= FLOAT32_MAX:
+            raise ConfigError(
+                f"{key}={value} is not a finite number in float32 (at most {FLOAT32_MAX:.2g}); "
+                "set another"
+            )
+        if isinstance(value, int) and abs(value) > INT64_MAX:
+            raise ConfigError(f"{key}={value} is beyond int64's ±{INT64_MAX}; set a smaller one")
+
+
+def _numbers(value: object, key: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number of the config with its key. A reward's args are for its own class to check."""
+    if isinstance(value, (int, float)):
+        yield key, value
+        return
+    if dataclasses.is_dataclass(value):
+        children = vars(value).items()
+    elif isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list):
+        children = enumerate(value)
+    else:
+        return
+    for name, child in children:
+        if not (key.startswith("reward.") and name == "args"):
+            yield from _numbers(child, f"{key}.{name}" if key else str(name))
 
 
 def _check_fp8_rollout(config: Config) -> None:
@@ -155,8 +233,6 @@ def _check_engine(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     lora, fp8 = config.lora, config.engine.fp8
-    if not math.isfinite(lora.alpha):
-        raise ConfigError(f"lora.alpha={lora.alpha} is not a finite number; set it, e.g. to lora.rank={lora.rank}")
     if lora.alpha and not lora.rank:
         raise ConfigError(f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; set lora.rank, or lora.alpha=0")
     if lora.rank > MAX_LORA_RANK:

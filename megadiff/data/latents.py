@@ -23,14 +23,14 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megadiff.data.images import Block, ImageSource
 from megadiff.data.pixels import ENLARGED
-from megadiff.data.prompts import checked_text, prompt_id
+from megadiff.data.prompts import checked_text, parse_json, prompt_id
 from megadiff.data.row_files import RowTable, RowWriter, write_json, write_tensor
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums, broadcast_json
@@ -77,7 +77,7 @@ class LatentDataset:
     """
 
     def __init__(self, folder: Path, *, memory_bytes: int = MEMORY_BYTES) -> None:
-        self.captions: list[str] = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
+        self.captions: list[str] = _read_json(folder / "captions.json")
         self.caption_index = RowTable([folder / "caption_index.safetensors"]).whole().long()
         of_images = json.dumps(self.captions).encode() + self.caption_index.numpy().tobytes()
         self.captions_digest = int.from_bytes(hashlib.blake2b(of_images, digest_size=6).digest(), "little")
@@ -284,7 +284,11 @@ def _written_captions(aside: Path, world_size: int) -> list[str]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ValueError(f"{aside} has no {', '.join(absent)}: latents need a folder that all nodes share")
-    return [caption for file in files for caption in json.loads(file.read_text(encoding="utf-8"))]
+    return [caption for file in files for caption in _read_json(file)]
+
+
+def _read_json(path: Path) -> Any:
+    return parse_json(path, path.read_text(encoding="utf-8"))
 
 
 def _is_whole(cache: Path) -> bool:
@@ -292,9 +296,9 @@ def _is_whole(cache: Path) -> bool:
     if not cache.is_dir():
         return False
     try:
-        sizes = json.loads((cache / INDEX).read_text(encoding="utf-8"))["files"]
+        sizes = _read_json(cache / INDEX)["files"]
         torn = [name for name, size in sizes.items() if (cache / name).stat().st_size != size]
-    except (FileNotFoundError, ValueError, KeyError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         torn = [str(error)]
     if torn:
         logger.warning("%s is torn (%s) and is made again", cache, ", ".join(torn))

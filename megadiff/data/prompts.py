@@ -29,7 +29,7 @@ def load_prompts(path: str | Path, *, max_chars: int, first_frame_size: tuple[in
     .parquet: the same as columns. max_chars: longest prompt allowed, in characters, negative prompt too.
     first_frame_size: (height, width) where the model is given a first frame: every row has an `image` then, a file of that
     size, named relative to the prompt file's folder. All are decoded once here. Without it `image` is a column like others.
-    Equal prompts are kept, with a warning: they share an id, and so their noise when they meet in one step.
+    Equal prompts are kept. They share an id; two of them in one step get different samples.
     ValueError, with file and line: a missing or empty file, another suffix, a row that is not as above, an image that is
     missing, damaged or of another size.
     """
@@ -51,7 +51,7 @@ def load_prompts(path: str | Path, *, max_chars: int, first_frame_size: tuple[in
         )
     num_repeated = len(prompts) - len({prompt.id for prompt in prompts})
     if num_repeated:
-        logger.warning("%s: %d of %d prompts repeat an earlier one", path, num_repeated, len(prompts))
+        logger.info("%s: %d of %d prompts repeat an earlier one", path, num_repeated, len(prompts))
     return prompts
 
 
@@ -126,19 +126,58 @@ def _txt_rows(path: Path) -> Iterator[Row]:
 def jsonl_rows(path: Path) -> Iterator[Row]:
     """The objects of a JSON lines file, each with its "file:line"."""
     for where, line in _lines(path):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}): {line[:80]!r}") from error
+        row = parse_json(where, line)
         if not isinstance(row, dict):
             raise ValueError(f'{where}: a {type(row).__name__}, must be an object such as {{"prompt": "a red circle"}}')
         yield where, row
 
 
+def parse_json(where: str | Path, text: str) -> object:
+    """Return the JSON value. ValueError, with where it stands, for anything that cannot be one."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
+    except ValueError as error:  # of Python: a number of more digits than it reads
+        reason = str(error)
+    except RecursionError:
+        reason = "it is nested too deep"
+    raise ValueError(f"{where}: not valid JSON ({reason}): {text[:80]!r}")
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
     with open_parquet(path, key="data.prompts") as file:
-        for number, row in enumerate(file.read().to_pylist(), start=1):
-            yield f"{path}: row {number}", row
+        table = _read_table(path, file)
+    try:
+        rows = table.to_pylist()
+    except (ValueError, OverflowError) as error:  # e.g. a date beyond those of Python
+        where = _unreadable_cell(path, table)
+        raise ValueError(f"{where} cannot be read ({error}); correct or remove it") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}: row {number}", row
+
+
+def _read_table(path: Path, file: Any) -> Any:
+    """Return all rows as a pyarrow.Table. ValueError for a damaged file, or columns of one name."""
+    try:
+        table = file.read()
+    except (ValueError, OSError) as error:  # pyarrow's, without the file
+        raise ValueError(f"{path} is damaged ({error}); fetch it again") from error
+    repeated = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{path}: two columns are named {repeated[0]!r}; rename one")
+    return table
+
+
+def _unreadable_cell(path: Path, table: Any) -> str:
+    """Name the first cell of a pyarrow.Table that Python has no value for."""
+    for name in table.column_names:
+        for number, cell in enumerate(table[name], start=1):
+            try:
+                cell.as_py()
+            except (ValueError, OverflowError):
+                return f"{path}: row {number}: {name!r}"
+    return str(path)
 
 
 def open_parquet(path: Path, *, key: str) -> Any:

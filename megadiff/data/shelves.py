@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from megadiff.data.prompts import jsonl_rows, open_parquet
+from megadiff.data.prompts import jsonl_rows, open_parquet, parse_json
 
 METADATA = "metadata.jsonl"
 FILE_KEYS = ("file_name", "image")
@@ -115,7 +115,7 @@ class ParquetShelf:
     def _damage_named(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, OSError) as error:  # pyarrow's, without the file
+        except (ValueError, OverflowError, OSError) as error:  # pyarrow's, without the file
             raise ValueError(f"{self._path} is damaged ({error}); fetch it again") from error
 
 
@@ -193,9 +193,10 @@ def _samples(path: Path) -> dict[str, dict[str, Member]]:
 def _member_caption(where: str, data: bytes) -> str:
     try:
         text = data.decode("utf-8-sig")
-        value = json.loads(text) if where.lower().endswith(".json") else {"text": text.strip()}
-    except ValueError as error:  # of UTF-8 or of JSON
+    except UnicodeDecodeError as error:
         raise ValueError(f"{where}: {error}; a caption is UTF-8 text or a JSON object") from error
+    is_json = where.lower().endswith(".json")
+    value = parse_json(where, text) if is_json else {"text": text.strip()}
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a {type(value).__name__}, must be an object that holds the caption")
     return _caption(where, value)

@@ -242,7 +242,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / RECORD_NAME
     try:
         return from_json(json.loads(path.read_text("utf-8")))
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no evaluation ({error!r}); write one with: megadiff evaluate MODEL_OR_RUN"
         ) from error

@@ -6,7 +6,6 @@ A metric's key is `area/quantity_unit`, e.g. `time/rollout_s`; what one componen
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -16,6 +15,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from statistics import median as _median
 from typing import Any
+
+from megadiff.observe.jsonl import parse_line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,7 @@ def metric_keys(rows: Sequence[Row]) -> list[str]:
 
 def parse_row(line: str) -> dict[str, float | None] | None:
     """A line of metrics.jsonl as a row; None when the line is torn or holds no step. NaN and infinity become None."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
+    row = parse_line(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
     numbers = {key: value for key, value in row.items() if value is None or isinstance(value, (int, float))}
@@ -98,7 +96,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
     if not path.exists():
         return []
     rows: dict[int, dict[str, float | None]] = {}
-    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         row = parse_row(line)
         if row is None:
             logger.warning("%s: line %d is torn and skipped", path, number)

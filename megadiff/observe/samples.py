@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from megadiff.observe import video
+from megadiff.observe.jsonl import parse_line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +160,13 @@ def read_samples(run_folder: Path) -> list[SavedSample]:
 
 def _read_index(folder: Path, step: int) -> list[SavedSample]:
     path = folder / INDEX_NAME
-    lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    lines = read_lines(path) if path.exists() else []
     samples = []
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
+            entry = parse_line(line)
             sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):  # torn, or not one of our lines
+        except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
             logger.warning("%s: line %d is no sample and skipped", path, number)
             continue
         if sample.path.exists():

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megadiff.observe.alarm import Alarm
 from megadiff.observe.evaluation import drop_evaluations_after
+from megadiff.observe.jsonl import read_lines
 from megadiff.observe.metrics import check_keys, parse_row, read_rows
 from megadiff.observe.samples import SampleRecord, drop_samples_after, frame_strip, sample_grid, save_samples
 
@@ -63,7 +64,7 @@ def drop_rows_after(path: Path, *, step: int) -> None:
     ones again. Written aside and renamed; torn lines go."""
     if not path.exists():
         return
-    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    lines = read_lines(path)
     rows = [(line, parse_row(line)) for line in lines]
     kept = [line for line, row in rows if row is not None and line.endswith("\n") and row["step"] <= step]
     if len(kept) == len(lines):
@@ -183,14 +184,19 @@ class Trackers:
             tracker.close()
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for the name of no tracker."""
+    unknown = sorted(set(names) - TRACKERS.keys())
+    if unknown:
+        raise ValueError(f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}")
+
+
 def build_trackers(
     names: Sequence[str], run_folder: Path, config: Mapping[str, Any], *, resume_step: int = 0
 ) -> Trackers:
     """Trackers of a run that continues after `resume_step` (0: from the start); what the folder holds of later steps is
     dropped. `jsonl` is always among them. Built on one rank. ValueError for an unknown name or a missing package."""
-    unknown = sorted(set(names) - TRACKERS.keys())
-    if unknown:
-        raise ValueError(f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}")
+    check_trackers(names)
     run_folder.mkdir(parents=True, exist_ok=True)
     wanted = dict.fromkeys(["jsonl", *names])
     built = [TRACKERS[name](run_folder, config=config, resume_step=resume_step) for name in wanted]

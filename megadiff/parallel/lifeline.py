@@ -37,14 +37,16 @@ def launcher_pid() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def kill_children() -> None:
+def kill_children(*, session: int | None = None) -> None:
     """SIGKILL to every descendant of this process but multiprocessing's resource tracker, which cleans up after them
-    and ends by itself."""
+    and ends by itself. session: only to those of this session."""
     for child in psutil.Process().children(recursive=True):
         try:
+            if session is not None and os.getsid(child.pid) != session:
+                continue
             if not any("resource_tracker" in argument for argument in child.cmdline()):
                 child.kill()
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        except (psutil.Error, OSError):  # it has just ended, or is another user's by now
             continue
 
 

@@ -62,7 +62,10 @@ def build_rewards(configs: Mapping[str, RewardConfig]) -> dict[str, Reward]:
 
 
 def build_reward(name: str, config: RewardConfig) -> Reward:
-    """The reward `reward.<name>`. ValueError: unknown type, a path that does not lead to a Reward, wrong args."""
+    """Build the reward `reward.<name>`.
+
+    ValueError: unknown type, a path that leads to no Reward, wrong args, samples_per_call < 1.
+    """
     reward_class = _resolve(name, config.type)
     _check_args(name, config.type, reward_class, config.args)
     try:
@@ -70,6 +73,12 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
     except (TypeError, ValueError) as error:  # a constructor refusing a value; say whose value it is
         raise ValueError(f"reward.{name}.args={dict(config.args)} refused by type={config.type}: {error}") from error
     reward.name = name
+    count = reward.samples_per_call
+    if count is not None and (type(count) is not int or count < 1):
+        raise ValueError(
+            f"reward.{name}: samples_per_call={count!r} of type={config.type} must be a whole "
+            "number of at least 1, or None for the whole group in one call"
+        )
     return reward
 
 

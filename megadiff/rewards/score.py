@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-import queue
-import threading
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -16,10 +13,16 @@ from torch import Tensor
 
 from megadiff.config.schema import RewardConfig
 from megadiff.parallel.workers import share_of_cores
+from megadiff.rewards.answers import FLOAT32_MAX, samples_text, score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
+from megadiff.rewards.gil_watch import GRACE_S
+from megadiff.rewards.workers import Workers
 from megadiff.types import Prompt, RolloutGroup
 
+logger = logging.getLogger(__name__)
+
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
+CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
 
 
 @dataclass(eq=False, kw_only=True)
@@ -28,6 +31,7 @@ class _Call:
     it is queued. future: (checked values, seconds)."""
 
     reward: Reward
+    weight: float
     samples: Sequence[RewardSample]
     group: int
     first: int
@@ -39,8 +43,8 @@ class _Call:
             return
         self.started_s = time.monotonic()
         try:
-            values = score_checked(self.reward, self.samples)
-        except RewardError as error:
+            values = score_checked(self.reward, self.samples, weight=self.weight)
+        except BaseException as error:  # a worker that died here would leave the loop waiting
             self.future.set_exception(error)
         else:
             self.future.set_result((values, time.monotonic() - self.started_s))
@@ -51,11 +55,12 @@ class Scorer:
 
     Workers are threads: numpy, Pillow, cv2 and onnxruntime release the GIL in their kernels. Two threads on two cores
     read text 1.7 times as fast as one, exactly as two processes do, and processes would add copies of all pixels.
-    They are daemons, unlike ThreadPoolExecutor's, so that a reward that hangs cannot keep the process alive.
+    They start with the first group.
 
-    num_workers: threads; None takes this rank's share of the node's cores, at most 16. timeout_s: limit of one score()
-    call, from its start. weights: reward name → weight in the total. reward_s: reward name → seconds spent in score()
-    for the groups last collected, summed over workers.
+    num_workers: threads; None takes this rank's share of the node's cores, at most 16.
+    timeout_s: limit of one score() call, from its start; for calls that keep the GIL see GilWatch.
+    weights: reward name → weight in the total.
+    reward_s: reward name → seconds in score() for the groups last collected, summed over workers.
     """
 
     def __init__(
@@ -69,15 +74,10 @@ class Scorer:
         self.weights = {name: float(config.weight) for name, config in configs.items()}
         self.timeout_s = timeout_s
         self.reward_s = dict.fromkeys(self.rewards, 0.0)
-        self._group_sizes: list[int] = []
+        self._num_workers = num_workers
+        self._workers: Workers | None = None
+        self._groups: list[list[RewardSample]] = []
         self._calls: list[_Call] = []
-        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._queue,), name=f"reward-{i}", daemon=True)
-            for i in range(num_workers)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         """Before any sampling: ValueError, with the reward's name, for a prompt that it cannot score."""
@@ -90,19 +90,25 @@ class Scorer:
     def submit(self, group: RolloutGroup) -> None:
         """Starts scoring the group; returns at once. RewardError if a group submitted earlier has failed meanwhile."""
         self._raise_first_failure()
+        if self._workers is None:
+            self._workers = Workers(self._num_workers, gil_limit_s=self.timeout_s + GRACE_S)
         samples = [
             RewardSample(pixels=each.pixels.numpy(), prompt=group.prompt, sample_index=each.sample_index)
             for each in group.trajectories
         ]
-        for reward in self.rewards.values():
+        for name, reward in self.rewards.items():
             chunk = reward.samples_per_call or len(samples)
             for first in range(0, len(samples), chunk):
                 call = _Call(
-                    reward=reward, samples=samples[first : first + chunk], group=len(self._group_sizes), first=first
+                    reward=reward,
+                    weight=self.weights[name],
+                    samples=samples[first : first + chunk],
+                    group=len(self._groups),
+                    first=first,
                 )
                 self._calls.append(call)
-                self._queue.put(call)
-        self._group_sizes.append(len(samples))
+                self._workers.put(call.run)
+        self._groups.append(samples)
 
     def collect(self) -> dict[str, Tensor]:
         """Waits for the groups submitted since the last collect().
@@ -111,7 +117,8 @@ class Scorer:
         `reward.<name>.weight`. RewardError for the first call that failed or ran out of time; what was queued behind
         it is cancelled, and the scorer is empty again.
         """
-        assert len(set(self._group_sizes)) == 1, f"need groups of one size, got {self._group_sizes}"
+        sizes = [len(samples) for samples in self._groups]
+        assert len(set(sizes)) == 1, f"need groups of one size, got {sizes}"
         try:
             self._wait()
             return self._gather()
@@ -128,103 +135,93 @@ class Scorer:
         """Forgets what was submitted and not collected: queued calls never run, results of running ones are dropped."""
         for call in self._calls:
             call.future.cancel()
-        self._calls, self._group_sizes = [], []
+        self._calls = []
+        self._groups = []
 
     def close(self) -> None:
-        """Stops the workers and closes the rewards. Waits at most a second for calls that are running."""
+        """Stop the workers, with a second for running calls, and close the rewards.
+
+        What a reward's close() raises is logged.
+        """
         self.reset()
-        for _ in self._threads:
-            self._queue.put(None)
-        deadline_s = time.monotonic() + 1.0
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
-        for reward in self.rewards.values():
-            reward.close()
+        if self._workers:
+            self._workers.stop(CLOSE_WAIT_S)
+        for name, reward in self.rewards.items():
+            try:
+                reward.close()
+            except Exception:  # user code; the other rewards are closed all the same
+                logger.exception("reward %r could not be closed", name)
 
     def _wait(self) -> None:
         """Until all calls are done; RewardError for the first that failed or is overdue."""
         pending = {call.future for call in self._calls}
         while pending:
+            self._raise_first_failure()  # its own text, and not that it took long
             now = time.monotonic()
             running = [call for call in self._calls if call.future in pending and call.started_s is not None]
             for call in running:
                 if now - call.started_s >= self.timeout_s:
-                    who = _who(call.reward, call.samples)
+                    who = f"reward {call.reward.name!r} on {samples_text(call.samples)}"
                     raise RewardError(f"{who} took longer than timeout_s={self.timeout_s:g} in one call")
             # A queued call cannot be overdue before timeout_s from now, so nothing is missed while waiting.
             remaining_s = min((call.started_s + self.timeout_s - now for call in running), default=self.timeout_s)
             pending = wait(pending, timeout=remaining_s, return_when=FIRST_EXCEPTION).not_done
-            self._raise_first_failure()
+        self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
-        failed = [call for call in self._calls if call.future.done() and call.future.exception() is not None]
-        if failed:
-            self.reset()
-            raise failed[0].future.exception()
+        """Raise the first failure, if there is one, and log the user's own traceback once."""
+        failed = [call for call in self._calls if _failure(call) is not None]
+        if not failed:
+            return
+        self.reset()
+        error = _failure(failed[0])
+        if error.__cause__:
+            logger.error("reward %r failed", failed[0].reward.name, exc_info=error.__cause__)
+        raise error
 
     def _gather(self) -> dict[str, Tensor]:
-        shape = (len(self._group_sizes), self._group_sizes[0])
+        shape = (len(self._groups), len(self._groups[0]))
         scores = {name: torch.zeros(shape, dtype=torch.float32) for name in self.rewards}
         self.reward_s = dict.fromkeys(self.rewards, 0.0)
         for call in self._calls:
             values, seconds = call.future.result()
             scores[call.reward.name][call.group, call.first : call.first + len(values)] = torch.tensor(values)
             self.reward_s[call.reward.name] += seconds
-        scores[TOTAL] = sum(self.weights[name] * score for name, score in scores.items())
+        total = sum(self.weights[name] * score for name, score in scores.items())
+        self._check_total(total, scores)
+        scores[TOTAL] = total
         return scores
 
-
-def score_checked(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
-    """reward.score(samples) as finite floats, one per sample. RewardError, naming reward, prompt and sample, if not."""
-    try:
-        values = reward.score(samples)
-    except BaseException as error:  # user code: even a SystemExit must reach the loop, or the run waits for ever
-        culprits = samples if len(samples) == 1 else _culprit(reward, samples)
-        raise RewardError(f"{_who(reward, culprits)} raised {type(error).__name__}: {error}") from error
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(samples):
-        count = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
-        raise RewardError(
-            f"{_who(reward, samples)} returned {count} for {len(samples)} samples; return a list of one number each"
+    def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:
+        """RewardError for a sum that float32 cannot hold, of values that it can."""
+        wrong = (~total.isfinite()).nonzero().tolist()
+        if not wrong:
+            return
+        group, index = wrong[0]
+        sample = self._groups[group][index]
+        terms = " + ".join(
+            f"{self.weights[name]:g}·{score[group, index]:g} ({name})"
+            for name, score in scores.items()
         )
-    return [_checked_value(reward, sample, value) for sample, value in zip(samples, values, strict=True)]
+        raise RewardError(
+            f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
+            f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
+        )
 
 
-def _checked_value(reward: Reward, sample: RewardSample, value: object) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RewardError(f"{_who(reward, [sample])} returned {value!r}; a reward must be a finite number")
-    return float(value)
-
-
-def _culprit(reward: Reward, samples: Sequence[RewardSample]) -> Sequence[RewardSample]:
-    """The first sample that fails on its own, else all: one more pass, on the way out, for a message that helps."""
-    for sample in samples:
-        try:
-            reward.score([sample])
-        except BaseException:  # the same fault as score_checked's, which raises it
-            return [sample]
-    return samples
-
-
-def _who(reward: Reward, samples: Sequence[RewardSample]) -> str:
-    indices = ", ".join(str(sample.sample_index) for sample in samples)
-    plural = "" if len(samples) == 1 else "s"
-    return f"reward {reward.name!r} on sample{plural} {indices} of prompt {samples[0].prompt.text[:200]!r}"
-
-
-def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        call.run()
+def _failure(call: _Call) -> BaseException | None:
+    return call.future.exception() if call.future.done() else None
 
 
 def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
     if TOTAL in configs:
         raise ValueError(f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward")
     for name, config in configs.items():
-        if not math.isfinite(config.weight):
-            raise ValueError(f"reward.{name}.weight={config.weight}, must be finite; 0 only watches the reward")
+        if not abs(config.weight) <= FLOAT32_MAX:
+            raise ValueError(
+                f"reward.{name}.weight={config.weight}, must be finite in float32 "
+                f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
+            )
 
 
 def default_num_workers() -> int:

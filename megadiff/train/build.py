@@ -27,7 +27,7 @@ from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
-from megadiff.observe.trackers import Trackers, build_trackers
+from megadiff.observe.trackers import Trackers, build_trackers, check_trackers
 from megadiff.parallel.collectives import agreed, broadcast_json, gather_json
 from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
 from megadiff.rewards.score import Scorer
@@ -51,23 +51,35 @@ from megadiff.weights.transports.choose import build_transport
 logger = logging.getLogger(__name__)
 
 
-def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, list[Prompt] | ImageSource]:
-    """Everything that can be refused without a process group or a GPU. Raises ValueError (ConfigError).
+def check(
+    config: Config, *, world_size: int, stack: ExitStack
+) -> tuple[Layout, ModelAdapter, list[Prompt] | ImageSource, Scorer | None]:
+    """Check all that needs neither a process group nor a GPU. Raises ValueError (ConfigError).
 
-    The last value is what the run trains on: prompts, or for supervised training captioned images.
+    The third value is what the run trains on: prompts, or for supervised training captioned images.
+    The scorer, None without rewards, has them constructed once for the run. `stack` closes it.
     """
     parallel = config.parallel
     layout = resolve_layout(
         dp=parallel.dp, sp=parallel.sp, tp=parallel.tp, dp_replicate=parallel.dp_replicate, world_size=world_size
     )
     validate(config, dp=layout.dp)
+    check_trackers(config.track)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
+        raise ValueError(
+            f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
+        )
     replicas.check_placement(config, world_size=world_size)
     sampling, on_policy = sampling_of(config.rollout), build_algorithm(config.algorithm).on_policy
     if on_policy:
         window = dict(window_size=sampling.sde_window_size, window_range=sampling.sde_window_range)
         check_window(sampling.num_inference_steps, **window)
     model = Path(config.model.path)
-    check_model_folder(model)
+    try:
+        check_model_folder(model)
+    except ValueError as error:
+        raise ValueError(f"model.path={config.model.path}: {error}") from error
     adapter = build_adapter(model)
     adapter.validate(sampling)
     if config.model.float32_streams:
@@ -84,14 +96,15 @@ def check(config: Config, *, world_size: int) -> tuple[Layout, ModelAdapter, lis
     prompts = read_prompts(config, config.data.prompts) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
+    scorer = None
     if config.reward:
-        with closing(Scorer(config.reward, num_workers=1)) as scorer:
-            scorer.validate(asked)
+        scorer = stack.enter_context(closing(Scorer(config.reward)))
+        scorer.validate(asked)
     _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
     if not on_policy:
-        return layout, adapter, open_images(config.data.images, seed=config.seed)
+        return layout, adapter, open_images(config.data.images, seed=config.seed), scorer
     _check_count(prompts, config)
-    return layout, adapter, prompts
+    return layout, adapter, prompts, scorer
 
 
 def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool) -> None:
@@ -139,7 +152,14 @@ def collective_timeout_s(config: Config) -> float:
     return max(config.rollout.start_timeout_s, config.rollout.request_timeout_s) + 600
 
 
-def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[Prompt], stack: ExitStack) -> Run:
+def build_run(
+    config: Config,
+    mesh: Mesh,
+    adapter: ModelAdapter,
+    prompts: list[Prompt],
+    scorer: Scorer,
+    stack: ExitStack,
+) -> Run:
     """Collective. Replicas start while the engine loads; whatever is started is stopped when `stack` closes."""
     folder = run_folder(config)
     processes = replicas.launch(config, mesh, folder)
@@ -158,7 +178,6 @@ def build_run(config: Config, mesh: Mesh, adapter: ModelAdapter, prompts: list[P
     checkpoints = Checkpoints(folder, config, mesh)
     progress = checkpoints.load(engine, sampler.load_state)
     fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
-    scorer = stack.enter_context(closing(Scorer(config.reward)))
     sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
     evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer) if config.eval.every else None
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)

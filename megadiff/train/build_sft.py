@@ -29,7 +29,14 @@ from megadiff.weights.sync import WeightSync
 ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
-def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource, stack: ExitStack) -> SftRun:
+def build_sft_run(
+    config: Config,
+    mesh: Mesh,
+    adapter: ModelAdapter,
+    source: ImageSource,
+    scorer: Scorer | None,
+    stack: ExitStack,
+) -> SftRun:
     """Collective. Replicas start while data are encoded and the engine loads; `stack` stops whatever was started."""
     folder = run_folder(config)
     processes = replicas.launch(config, mesh, folder) if config.eval.every else []
@@ -55,7 +62,7 @@ def build_sft_run(config: Config, mesh: Mesh, adapter: ModelAdapter, source: Ima
     evaluation = None
     if config.eval.every:
         fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
-        scorer = stack.enter_context(closing(Scorer(config.reward)))
+        assert scorer, "validate() refuses an evaluation without a reward"
         sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
         evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer)
         evaluation = _between_naps(evaluation, fleet, sync, config, mesh)

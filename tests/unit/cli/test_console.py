@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 
+import psutil
+import pytest
+
 CRASH = """
 import os, signal
 from megadiff.cli import main as command
@@ -18,3 +21,24 @@ def test_a_crash_below_python_shows_where_it_was() -> None:
     done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "in entry" in done.stderr
+
+
+@pytest.mark.parametrize(("own_session", "stays"), [(False, False), (True, True)])
+def test_children_that_are_left_end_with_the_command(own_session: bool, stays: bool) -> None:
+    """A reward's, say; but not the browser, which is started in a session of its own."""
+    program = f"""
+import subprocess, sys
+from megadiff.cli.console import leave
+child = subprocess.Popen(["sleep", "60"], start_new_session={own_session}, stdout=subprocess.DEVNULL)
+sys.stdout.write(str(child.pid))
+leave(3)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    child = int(done.stdout)
+    if stays:
+        psutil.Process(child).kill()
+    else:
+        gone = not psutil.pid_exists(child)
+        assert gone or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

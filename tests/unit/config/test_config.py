@@ -86,7 +86,7 @@ def test_what_the_user_must_give(tmp_path):
         ("rollout.sde_type=sde", 1, r"rollout.sde_type='sde' is not one of flow_sde"),
         ("algorithm.group_size=1", 1, r"algorithm.group_size=1 < 2"),
         ("optim.lr=0", 1, r"optim.lr=0.0 is not positive"),
-        ("optim.lr=nan", 1, r"optim.lr=nan is not positive"),
+        ("optim.lr=nan", 1, r"optim.lr=nan is not a finite number"),
         ("rollout.mode=separate", 1, r"rollout.registry"),
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
         ("eval.every=5", 1, r"eval.prompts is empty"),
@@ -109,7 +109,7 @@ def test_what_the_user_must_give(tmp_path):
         ("lora.rank=-1", 1, r"lora.rank=-1 < 0"),
         ("lora.rank=513", 1, r"lora.rank=513 is above 512.*set lora.rank=512 or less"),
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
-        ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number.*lora.rank=4"),
+        ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number"),
         ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
     ],
 )

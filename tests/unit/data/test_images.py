@@ -214,7 +214,12 @@ TAR_REFUSALS = {
     "twice": ({"a.png": PNG, "a.txt": b"a", "a.TXT": b"b"}, "a.TXT and a.txt are of one sample"),
     "empty caption": ({"a.png": PNG, "a.txt": b"\n"}, "a.txt: the caption is ''"),
     "not UTF-8": ({"a.png": PNG, "a.txt": b"\xff\xfe"}, "a.txt: .*0xff"),
-    "bad JSON": ({"a.png": PNG, "a.json": b"{"}, "a.json: .*JSON object"),
+    "bad JSON": ({"a.png": PNG, "a.json": b"{"}, "a.json: not valid JSON"),
+    "deep JSON": ({"a.png": PNG, "a.json": b"[" * 100_000}, "a.json: not valid JSON .*too deep"),
+    "long number": (
+        {"a.png": PNG, "a.json": b'{"x": ' + b"9" * 5000 + b"}"},
+        "a.json: not valid JSON .*4300",
+    ),
     "no object": ({"a.png": PNG, "a.json": b"[1]"}, "a.json: a list"),
     "no caption in JSON": ({"a.png": PNG, "a.json": b'{"w": 1}'}, "a.json: no caption among the keys .'w'."),
     "nothing": ({}, "holds 0 captioned images"),

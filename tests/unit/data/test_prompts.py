@@ -54,6 +54,31 @@ def test_parquet(tmp_path: Path) -> None:
         load_prompts(write(tmp_path, "bad.parquet", "prompt\nhello"), max_chars=100)
 
 
+def test_a_parquet_file_that_python_cannot_hold(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+
+    dates = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
+    late = pyarrow.table({"prompt": ["a", "b"], "date": dates})
+    pyarrow.parquet.write_table(late, tmp_path / "late.parquet")
+    with pytest.raises(ValueError, match=r"late\.parquet: row 2: 'date' cannot be read"):
+        load_prompts(tmp_path / "late.parquet", max_chars=100)
+
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    twice = pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet: two columns are named 'prompt'"):
+        load_prompts(tmp_path / "twice.parquet", max_chars=100)
+
+    path = tmp_path / "torn.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a" * 9, "b"] * 5000}), path)
+    data = bytearray(path.read_bytes())
+    data[4:60] = bytes(56)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"(?s)torn\.parquet is damaged .*fetch it again"):
+        load_prompts(path, max_chars=100)
+
+
 def test_the_same_prompt_has_the_same_id_in_every_format(tmp_path: Path) -> None:
     as_txt = load_prompts(write(tmp_path, "p.txt", "a red circle"), max_chars=100)[0]
     as_jsonl = load_prompts(write(tmp_path, "p.jsonl", '{"prompt": "a red circle", "n": 1}'), max_chars=100)[0]
@@ -73,10 +98,11 @@ def test_length_limit(tmp_path: Path) -> None:
 
 
 def test_repeated_prompts_are_kept_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         prompts = load_prompts(write(tmp_path, "p.txt", "a\nb\na\na\n"), max_chars=100)
     assert [prompt.text for prompt in prompts] == ["a", "b", "a", "a"]
-    assert "2 of 4 prompts repeat" in caplog.text
+    assert "2 of 4 prompts repeat an earlier one" in caplog.text
+    assert caplog.records[-1].levelno == logging.INFO
 
 
 @pytest.mark.parametrize(
@@ -89,6 +115,12 @@ def test_repeated_prompts_are_kept_and_counted(tmp_path: Path, caplog: pytest.Lo
         ("p.csv", "prompt\na", ["'.csv'", ".txt, .jsonl, .parquet"]),
         ("p", "a", ["unknown suffix ''"]),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"', ["p.jsonl:3", "not valid JSON", '{"prompt": "b"']),
+        ("p.jsonl", "\n" + "[" * 100_000, ["p.jsonl:2", "not valid JSON", "nested too deep"]),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "x": ' + "9" * 5000 + "}",
+            ["p.jsonl:1", "4300", '{"prompt": "a", "x": 999'],
+        ),
         ("p.jsonl", '["a"]', ["p.jsonl:1", "a list, must be an object"]),
         ("p.jsonl", '{"text": "a", "n": 1}', ["p.jsonl:1", "no 'prompt'", "['n', 'text']"]),
         ("p.jsonl", '{"prompt": 7}', ["p.jsonl:1", "7 (int)", "string"]),

@@ -86,6 +86,23 @@ def test_the_grid_places_samples_row_by_row_on_white():
         sample_grid([])
 
 
+def test_captions_may_hold_what_ends_a_line_elsewhere(tmp_path):
+    captions = ["a\u2028cat", "b\x85", "c\u2029d", "e\x1cf", "g\x0bh", "i\rj"]
+    (sample,) = samples_of(1, num_steps=1)[:1]
+    samples = [dataclasses.replace(sample, caption=caption) for caption in captions]
+    save_samples(tmp_path, step=1, samples=samples)
+    assert [saved.caption for saved in read_samples(tmp_path)] == captions
+
+
+def test_lines_that_are_no_json_are_skipped(tmp_path, caplog):
+    folder = save_samples(tmp_path, step=1, samples=samples_of(1, num_steps=1)[:1])
+    damaged = ["[" * 100_000, "9" * 5000, "null", '{"file": 3}', '{"file": "a.png", "x": ']
+    with (folder / "samples.jsonl").open("a") as index:
+        index.write("\n".join(damaged) + "\n")
+    assert len(read_samples(tmp_path)) == 1
+    assert caplog.text.count("is no sample and skipped") == len(damaged)
+
+
 def test_a_video_is_saved_as_one_that_every_browser_plays(tmp_path):
     samples = samples_of(3, num_steps=3, num_frames=9)
     save_samples(tmp_path, step=3, samples=samples)

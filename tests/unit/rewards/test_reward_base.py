@@ -17,6 +17,9 @@ class Good(Reward):
         return [self.scale for _ in samples]
 class NotOne:
     pass
+class Calls(Good):
+    def __init__(self, *, count):
+        self.samples_per_call = count
 """
 
 
@@ -62,6 +65,14 @@ def test_refusals_name_what_is_wrong(my_module: str, config: RewardConfig, words
         build_reward("r", config)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, "2", True])
+def test_samples_per_call_is_at_least_one(my_module: str, count: object) -> None:
+    config = RewardConfig(type=f"{my_module}:Calls", args={"count": count})
+    words = rf"reward\.r: samples_per_call={count!r} .*at least 1, or None"
+    with pytest.raises(ValueError, match=words):
+        build_reward("r", config)
 
 
 def test_a_run_needs_a_reward() -> None:

@@ -1,0 +1,21 @@
+"""Read files of JSON lines that a killed run may have torn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines with their ends. Unlike str.splitlines(), U+2028 and its like are text."""
+    with path.open("r", encoding="utf-8", errors="replace") as file:
+        return list(file)
+
+
+def parse_line(line: str) -> Any:
+    """Return the line's JSON value, None where there is none: it is torn, or nested too deep."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,84 @@
+"""Turn what a user's score() returns into floats, and whatever it raises into a RewardError."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import reprlib
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megadiff.rewards.base import Reward, RewardError, RewardSample
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def score_checked(
+    reward: Reward, samples: Sequence[RewardSample], *, weight: float = 1.0
+) -> list[float]:
+    """Return reward.score(samples) as one float a sample, finite in float32 also times weight.
+
+    Raises RewardError, which names reward, prompt and sample. Its __cause__ is what the user's
+    code raised, in score() or while the answer was read.
+    """
+    try:
+        return _floats(samples, reward.score(samples), weight)
+    except _WrongAnswer as error:
+        raise RewardError(f"reward {reward.name!r} on {error}") from None
+    except BaseException as error:  # even SystemExit must reach the loop, or the run waits for ever
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        who = f"reward {reward.name!r} on {samples_text(samples)}"
+        raise RewardError(f"{who} raised {reason}") from error
+
+
+class _WrongAnswer(Exception):
+    """The answer is not one number for each sample. The text begins with the samples."""
+
+
+def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> list[float]:
+    """Read the answer. Raises _WrongAnswer, or what the answer itself raises: it is user code."""
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    is_list = isinstance(answer, Sequence) and not isinstance(answer, (str, bytes))
+    if not is_list or len(answer) != len(samples):
+        kind = f"a {type(answer).__name__}"
+        count = f"{len(answer)} values" if hasattr(answer, "__len__") else kind
+        raise _WrongAnswer(
+            f"{samples_text(samples)} returned {count} for {len(samples)} samples; "
+            "return a list of one number each"
+        )
+    return [
+        _checked_float(sample, value, weight)
+        for sample, value in zip(samples, answer, strict=True)
+    ]
+
+
+def _checked_float(sample: RewardSample, value: object, weight: float) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise _WrongAnswer(
+            f"{samples_text([sample])} returned {reprlib.repr(value)}; "
+            "a reward must be a finite number"
+        )
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond float64
+        number = math.inf
+    weighted = weight * number
+    if not max(abs(number), abs(weighted)) <= FLOAT32_MAX:
+        raise _WrongAnswer(
+            f"{samples_text([sample])} returned {number:g}, times weight {weight:g} {weighted:g}; "
+            f"both must be finite numbers within float32's ±{FLOAT32_MAX:.2g}: "
+            "return smaller ones, or lower the weight"
+        )
+    return number
+
+
+def samples_text(samples: Sequence[RewardSample]) -> str:
+    """Name the samples of one prompt in an error."""
+    indices = ", ".join(str(sample.sample_index) for sample in samples)
+    plural = "" if len(samples) == 1 else "s"
+    return f"sample{plural} {indices} of prompt {samples[0].prompt.text[:200]!r}"

@@ -1,0 +1,82 @@
+"""check() takes a config as the run would, and builds what the run then uses."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from megadiff.cli.main import main
+from megadiff.config.load import load_config
+from megadiff.rewards.base import Reward
+from megadiff.train.build import check
+
+HERE = "test_check"
+
+
+class Counted(Reward):
+    """Remembers what is called."""
+
+    calls: list[str] = []
+
+    def __init__(self) -> None:
+        self.calls.append("constructor")
+
+    def validate(self, prompts: object) -> None:
+        self.calls.append("validate")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def arguments(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    Counted.calls.clear()
+    (tmp_path / "prompts.txt").write_text("a red cup\na blue cup\n")
+    (tmp_path / "config.yaml").write_text(
+        f"""
+run: {{name: test, dir: {tmp_path}, device: cpu}}
+model: {{path: {tiny_model}, dtype: float32}}
+engine: {{dtype: float32}}
+data: {{prompts: {tmp_path}/prompts.txt}}
+train: {{num_steps: 1, prompts_per_step: 2}}
+algorithm: {{group_size: 2}}
+rollout: {{height: 64, width: 64}}
+optim: {{lr: 1e-4}}
+reward: {{counted: {{type: "{HERE}:Counted"}}}}
+"""
+    )
+    return [str(tmp_path / "config.yaml")]
+
+
+def test_rewards_are_constructed_once_and_handed_over(arguments: list[str]) -> None:
+    with ExitStack() as stack:
+        *_, scorer = check(load_config(arguments), world_size=1, stack=stack)
+        assert scorer is not None
+        assert isinstance(scorer.rewards["counted"], Counted)
+        assert Counted.calls == ["constructor", "validate"]
+    assert Counted.calls == ["constructor", "validate", "close"]
+
+
+def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *arguments, "--dry-run"]) == 0
+    assert Counted.calls == ["constructor", "validate", "close"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("track=[tensorbord]", "track has unknown tensorbord; the trackers are jsonl, tensorboard"),
+        ("checkpoint.resume=gone", "checkpoint.resume=gone is no folder"),
+        ("checkpoint.resume=''", "checkpoint.resume= is no folder"),
+        ("model.path=gone", "model.path=gone: model folder gone does not exist"),
+    ],
+)
+def test_what_only_the_run_refused(arguments: list[str], override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words), ExitStack() as stack:
+        check(load_config([*arguments, override]), world_size=1, stack=stack)
