@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.weights.fingerprint import StreamingFingerprint
-from megadiff.weights.shards import Piece, ShardFolder, incomplete
+from megadiff.weights.shards import Piece, ShardFolder
 from megadiff.weights.tensor_file import TensorFile, TensorMeta
 
 LEAST_MAPPED = 1 << 20  # bytes; less is sooner read than mapped
@@ -131,9 +131,6 @@ class ShardRows:
         if block.begin == 0:
             self._current = [_PieceReader(piece) for piece in self._folder.pieces[self._keys[block.name]]]
         parts = [part for reader in self._current if (part := reader.read(block, room))]
-        num_found, wanted = sum(data.numel() for _, data in parts), math.prod(block.shape)
-        if num_found != wanted:
-            raise incomplete(self._folder.folder, self._keys[block.name], found=num_found, wanted=wanted)
         if block.is_last:
             for reader in self._current:
                 reader.check()
