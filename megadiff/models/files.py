@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 
 def parse_json(text: str | bytes) -> object:
-    """Parse JSON. Raise ValueError for what is none, for a key that comes twice, and for nesting without end."""
+    """Parse JSON. Raise ValueError for what is none, a key that comes twice, and endless nesting."""
     try:
         return json.loads(text, object_pairs_hook=_without_doubles)
     except RecursionError as error:
@@ -65,12 +65,12 @@ def _indexed_files(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raise ValueError when it is no index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: 'weight_map' must be an object of tensor and file names; fetch it again")
+        raise ValueError(f"{index} has no 'weight_map' of tensor and file names; fetch it again")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != Path(name).name:
             raise ValueError(
-                f"{index}: {tensor!r} is said to be in {name!r}, which is no name of a file beside the index; fetch it "
-                "again"
+                f"{index}: {tensor!r} is said to be in {name!r}, which is no name of a file beside the "
+                "index; fetch it again"
             )
     return sorted(set(weight_map.values()))
 

@@ -202,7 +202,7 @@ class CheckpointJob:
         sink = ShardSink(folder, self._tensors, self._boxes, values=self._source.values)
         expected = stream(self._source.state, sink, advance=advance, verify=verify)
         (folder / CONFIG).write_text(yaml.safe_dump(self._config(), sort_keys=False), encoding="utf-8")
-        (folder / PROGRESS).write_text(progress_record(folder, self._source.progress), encoding="utf-8")
+        (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
         return expected
 
     def read_back(self, folder: Path) -> RowSource:

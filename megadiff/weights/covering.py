@@ -13,8 +13,9 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets, shape
 def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     """Tell whether the boxes are disjoint and cover a tensor of the shape.
 
-    The corners of a box, counted with alternating signs, determine the box. So boxes add up to the whole tensor, each
-    element once, just when their corners add up to its corners: exact in any number of dimensions, and linear in the boxes.
+    The corners of a box, counted with alternating signs, determine the box. So boxes add up to the
+    whole tensor, each element once, just when their corners add up to its corners. This is exact in
+    any number of dimensions, and takes time linear in the boxes.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for offsets, sizes in boxes:
@@ -23,7 +24,9 @@ def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     return not any(corners.values())
 
 
-def _add(corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int], *, sign: int) -> None:
+def _add(
+    corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int], *, sign: int
+) -> None:
     edges = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
     signs = product((1, -1), repeat=len(edges))
     for corner, directions in zip(product(*edges), signs, strict=True):

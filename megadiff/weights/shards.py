@@ -4,7 +4,7 @@ A shard file is plain safetensors; what no safetensors field says (which tensor 
 fingerprint) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
 written. The first piece of a tensor in a file has the tensor's name there, a further one NAME#1, NAME#2, …
 
-Fingerprints cover the tensors' bytes, and the header's seal covers the header: no bit of a file is left to trust.
+Fingerprints cover the tensors' bytes and the header's seal covers the header: no bit is left to trust.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megadiff.weights.fingerprint import fingerprint
 from megadiff.weights.seals import SEAL_KEY, UNSEALED
 from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter
 
+SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
 FORMAT = 4  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
@@ -81,7 +82,7 @@ def _row_boxes(shape: tuple[int, ...], row: int, start: int, stop: int) -> Itera
 
 
 def shard_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.safetensors"
+    return folder / f"rank_{rank:05d}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +195,9 @@ def _place_of(name: str, shard: Shard) -> PiecePlace:
 class ShardFolder:
     """The shard files of a checkpoint, as the full tensors that they make up.
 
-    values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → where its parts are, which
-    are disjoint and cover it. num_files: of as many ranks. Raises ValueError, naming the file and where it can the tensor,
-    when a file is missing, truncated, of another checkpoint or no shard file.
+    values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → its
+    pieces, which are disjoint and cover it. num_files: of as many ranks. Raises ValueError, naming the
+    file and where it can the tensor, when a file is missing, damaged or of another checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -220,8 +221,8 @@ class ShardFolder:
         for key, expected in (("num_files", self.num_files), ("values", self.values)):
             if index[key] != expected:
                 raise ValueError(
-                    f"{file.path} has {key}={index[key]!r:.200}, but that of rank 0 has {expected!r:.200}; they are of two "
-                    "checkpoints, use the one before"
+                    f"{file.path} has {key}={index[key]!r:.200}, but that of rank 0 has "
+                    f"{expected!r:.200}; they are of two checkpoints, use the one before"
                 )
 
     def _add(self, piece: Piece) -> None:
@@ -229,7 +230,7 @@ class ShardFolder:
         known = self.shapes.setdefault(tensor, shape)
         if known != shape:
             raise ValueError(
-                f"{piece.file.path} is corrupt: {tensor!r} has shape {shape} there, and {known} in a file before"
+                f"{piece.file.path} is corrupt: {tensor!r} has shape {shape} there, and {known} before"
             )
         self.pieces.setdefault(tensor, []).append(piece)
 
@@ -268,15 +269,16 @@ def _check_cover(folder: Path, name: str, pieces: Sequence[Piece]) -> None:
     shape = pieces[0].place.shape
     if cover(((piece.place.offsets, piece.place.local_shape) for piece in pieces), shape):
         return
-    num_stored, num_wanted = sum(math.prod(piece.place.local_shape) for piece in pieces), math.prod(shape)
+    num_stored = sum(math.prod(piece.place.local_shape) for piece in pieces)
+    num_wanted = math.prod(shape)
     if num_stored < num_wanted:
         raise ValueError(
-            f"{folder}: {num_stored} of the {num_wanted} elements of {name!r} are in its files; the checkpoint is "
-            "incomplete, use the one before"
+            f"{folder}: {num_stored} of the {num_wanted} elements of {name!r} are in its files; the "
+            "checkpoint is incomplete, use the one before"
         )
     raise ValueError(
-        f"{folder}: the {len(pieces)} pieces of {name!r}, of {num_stored} elements in all, do not cover its {num_wanted} "
-        "elements once each; the checkpoint is corrupt, use the one before"
+        f"{folder}: the {len(pieces)} pieces of {name!r}, of {num_stored} elements in all, do not cover "
+        f"its {num_wanted} elements once each; the checkpoint is corrupt, use the one before"
     )
 
 
@@ -322,12 +324,14 @@ def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
         raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
     if written_as != FORMAT:
         raise ValueError(
-            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use the one that wrote it"
+            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use the "
+            "one that wrote it"
         )
     kinds = {"num_files": int, "values": dict, "tensors": dict}
     odd = [key for key, kind in kinds.items() if type(index.get(key)) is not kind]
     if SEAL_KEY not in file.metadata or odd or index["num_files"] < 1:
-        raise ValueError(f"{path} is corrupt: its metadata has no {', '.join(odd) or 'seal or no files'}")
+        lacking = ", ".join(odd) or "seal, or no files"
+        raise ValueError(f"{path} is corrupt: its metadata has no {lacking}")
     return file, index
 
 
@@ -339,10 +343,13 @@ def _pieces(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Piece]:
             place = _place(entry)
             written = str(entry["fingerprint"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file.path} is corrupt: of {key!r} its metadata says {entry!r:.300}") from error
+            raise ValueError(
+                f"{file.path} is corrupt: of {key!r} its metadata says {entry!r:.300}"
+            ) from error
         if place.local_shape != file.tensors[key].shape:
             raise ValueError(
-                f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and {place.local_shape}"
+                f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and "
+                f"{place.local_shape}"
             )
         yield Piece(file=file, key=key, place=place, fingerprint=written)
 

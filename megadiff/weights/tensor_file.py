@@ -61,8 +61,8 @@ class TensorMeta:
 class TensorFile:
     """A safetensors file, open for reading. tensors: in the order of their data. metadata: text by key.
 
-    Opening reads the header, compares it with the file's size, and with its seal where it has one. Raises ValueError that
-    names the file, what is wrong and, where it is about one, the tensor.
+    Opening reads the header and compares it with the file's size, and with its seal where it has one.
+    Raises ValueError that names the file, what is wrong and, where it is about one, the tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,8 +131,8 @@ class TensorFile:
             _check_metadata(header)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self.path} ({self.size} bytes) has no whole safetensors header: {error}; it is truncated, corrupt or "
-                "another kind of file"
+                f"{self.path} ({self.size} bytes) has no whole safetensors header: {error}; it is "
+                "truncated, corrupt or another kind of file"
             ) from error
         if SEAL_KEY in header.get("__metadata__", {}):
             check_seal(text, self.path, what="its header")
@@ -171,7 +171,7 @@ class TensorFile:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A header's entry of one tensor. data_offsets: begin and end, counted from the header's end."""
+    """A header's entry of one tensor. data_offsets: begin and end, from the header's end on."""
 
     name: str
     dtype: str
@@ -180,12 +180,13 @@ class _Entry:
 
 
 def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
-    """Raise ValueError, KeyError or TypeError for values of other kinds: true and 4.0 would pass for numbers later."""
+    """Raise ValueError, KeyError or TypeError for other kinds of values: 4.0 would fail later only."""
     begin, end = values["data_offsets"]
     numbers = [begin, end, *values["shape"]]
     if not isinstance(values["dtype"], str) or any(type(number) is not int for number in numbers):
         raise ValueError(f"{name!r} has {values}")
-    return _Entry(name=name, dtype=values["dtype"], shape=tuple(values["shape"]), data_offsets=(begin, end))
+    shape = tuple(values["shape"])
+    return _Entry(name=name, dtype=values["dtype"], shape=shape, data_offsets=(begin, end))
 
 
 def _check_metadata(header: object) -> None:
@@ -197,7 +198,7 @@ def _check_metadata(header: object) -> None:
 
 
 def header_of(descriptor: int) -> bytes:
-    """Return a safetensors file's header, its length in front. Raise ValueError when the file ends within it."""
+    """Return a safetensors file's header with its length in front. Raise ValueError for a torn one."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
     if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
@@ -208,8 +209,8 @@ def header_of(descriptor: int) -> bytes:
 class TensorWriter:
     """A safetensors file that is written. Its tensors lie in the order of `tensors`; their bytes may come in any order.
 
-    metadata may be given again to close(), changed in nothing that changes its length as JSON. Where it has UNSEALED under
-    SEAL_KEY, the header is sealed. Raises OSError.
+    metadata may be given again to close(), changed in nothing that changes its length as JSON. Where it
+    has UNSEALED under SEAL_KEY, the header is sealed. Raises OSError.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> None:
@@ -249,7 +250,10 @@ class TensorWriter:
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON of a header, sealed where the metadata asks for it. tensors: in the order of their data."""
+    """Return length and JSON of a header, sealed where the metadata has a place for it.
+
+    tensors: in the order of their data.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, meta in tensors.items():
