@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from megadiff.weights.model_folders import (
     copy_rest,
     file_metadata,
     file_tensors,
+    listed,
     open_model,
     rest_bytes,
     write_index,
@@ -37,6 +39,7 @@ from megadiff.weights.shards import ShardFolder
 from megadiff.weights.streaming import Advance, FileSink, ShardSink, fingerprints_of, stream
 from megadiff.weights.tensor_file import TensorFile, TensorMeta
 
+logger = logging.getLogger(__name__)
 TARGETS = ("diffusers", "megatron", "fsdp", "peft", "merged")
 BACKENDS = {"megatron": "megatron", "fsdp": "veomni"}  # target → engine.backend
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # (what is done, bytes) → advance
@@ -62,10 +65,14 @@ class Options:
 
 
 class Job(Protocol):
-    """num_bytes: of the tensors that are written. num_copied: bytes of the files that go along."""
+    """num_bytes: of the tensors that are written. num_copied: bytes of the files that go along.
+
+    not_finite: names of tensors that write() met with NaN or infinity in them.
+    """
 
     num_bytes: int
     num_copied: int
+    not_finite: set[str]
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         """Returns name → fingerprint of what was to be written where verify is set. Raises ValueError and OSError."""
@@ -100,6 +107,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
                 expected = job.write(folder, advance=advance, verify=options.verify)
                 if options.sync:
                     sync_tree(folder)
+            _warn_of_not_finite(src, job.not_finite)
             written = Written(num_bytes=job.num_bytes, seconds=time.perf_counter() - start)
             if options.verify:
                 with progress("verify", job.num_bytes) as advance:
@@ -109,6 +117,14 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
             f"{dst} could not be written: {error}; what was there is as it was, and so is {src}"
         ) from error
     return written
+
+
+def _warn_of_not_finite(src: Path, names: set[str]) -> None:
+    if names:
+        logger.warning(
+            "warning: %s holds NaN or infinity in %d tensors, which are written as they are: %s",
+            src, len(names), listed(sorted(names)),
+        )  # fmt: skip
 
 
 def _check(expected: Mapping[str, str], found: Mapping[str, str], dst: Path) -> None:
@@ -153,6 +169,7 @@ class ModelJob:
     def __init__(self, rows: Mapping[str, RowSource], base: ModelFolder, *, dtype: str) -> None:
         """rows: of every component. dtype: `keep` is the base's, tensor by tensor."""
         self._rows, self._base = rows, base
+        self.not_finite: set[str] = set()
         self._files: dict[str, dict[str, dict[str, TensorMeta]]] = {}  # component → its files → their tensors
         for name, component in base.components.items():
             held = component.rows().tensors
@@ -168,10 +185,26 @@ class ModelJob:
         for name, component in self._base.components.items():
             files, place = self._files[name], folder / component.where
             sink = FileSink(place, files, metadata=file_metadata(component, list(files)))
-            found = stream(self._rows[name], sink, advance=advance, verify=verify)
+            not_finite: set[str] = set()
+            found = stream(
+                self._rows[name], sink, advance=advance, verify=verify, not_finite=not_finite
+            )
+            self._check_merged(name, not_finite)
+            self.not_finite |= {f"{name}.{tensor}" for tensor in not_finite}
             expected |= {f"{name}.{tensor}": digits for tensor, digits in found.items()}
             write_index(component, place, files)
         return expected
+
+    def _check_merged(self, component: str, not_finite: set[str]) -> None:
+        """Raise ValueError when a tensor that LoRA was added to is not finite now."""
+        rows = self._rows[component]
+        wrong = sorted(not_finite & rows.merged.keys()) if isinstance(rows, MergedRows) else []
+        if wrong:
+            raise ValueError(
+                f"{self._base.components[component].folder} with the LoRA added is NaN or infinite in "
+                f"{len(wrong)} tensors: {listed(wrong)}; the base or the LoRA holds such values, or "
+                "alpha is too large"
+            )
 
     def read_back(self, folder: Path) -> RowSource:
         _check_copies(self._base, folder)
@@ -185,6 +218,7 @@ class CheckpointJob:
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source, self._layout = source, layout
+        self.not_finite: set[str] = set()
         base = _needed_base(source)
         _check_lora_modules(source, base)
         order = parameter_order(source)
@@ -200,7 +234,9 @@ class CheckpointJob:
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         sink = ShardSink(folder, self._tensors, self._boxes, values=self._source.values)
-        expected = stream(self._source.state, sink, advance=advance, verify=verify)
+        expected = stream(
+            self._source.state, sink, advance=advance, verify=verify, not_finite=self.not_finite
+        )
         (folder / CONFIG).write_text(yaml.safe_dump(self._config(), sort_keys=False), encoding="utf-8")
         (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
         return expected
@@ -232,6 +268,7 @@ class LoraJob:
 
     def __init__(self, source: Source, *, with_peft: bool, dtype: str) -> None:
         self._source, self._with_peft = source, with_peft
+        self.not_finite: set[str] = set()
         self._spec: LoraSpec = source.lora
         self._tensors = {
             component: {
@@ -251,7 +288,9 @@ class LoraJob:
                 tensors = lora_files.named_as(self._tensors[component], prefix)
                 sink = FileSink(place, {file: tensors}, metadata={file: metadata})
                 rows = JoinedRows({prefix: self._source.policy[component]})
-                found = stream(rows, sink, advance=advance, verify=verify)
+                found = stream(
+                    rows, sink, advance=advance, verify=verify, not_finite=self.not_finite
+                )
                 expected |= {f"{component}/{name}": digits for name, digits in found.items()}
             if self._with_peft:
                 config = lora_files.peft_config(self._spec, base=self._base_path(component))

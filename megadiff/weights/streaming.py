@@ -51,9 +51,13 @@ class Sink(Protocol):
         """Called instead of close() when something failed."""
 
 
-def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> dict[str, str]:
-    """Fills the sink with the source's tensors, cast to its dtypes. verify: returns name → fingerprint of what it was given.
+def stream(
+    source: RowSource, sink: Sink, *, advance: Advance, verify: bool, not_finite: set[str]
+) -> dict[str, str]:
+    """Fill the sink with the source's tensors, cast to its dtypes.
 
+    verify: returns name → fingerprint of what the sink was given. not_finite: names of tensors that
+    hold NaN or infinity then are added to it.
     Raises ValueError for a damaged source and OSError when the sink cannot be written.
     """
     expected = _Fingerprints(sink.tensors)
@@ -64,6 +68,8 @@ def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> 
     def prepare(block: Rows, room: Room) -> list[Part]:
         room.clear()
         rows = source.read(block, room).to(sink.tensors[block.name].dtype)
+        if not _is_finite(rows):
+            not_finite.add(block.name)
         if verify:
             expected.update(block, rows)
         return sink.parts(block, rows, room)
@@ -82,6 +88,13 @@ def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> 
         raise
     pool.shutdown()
     return expected.digits()
+
+
+def _is_finite(rows: Tensor) -> bool:
+    """Tell whether there is no NaN and no infinity."""
+    # A sum takes half the time that extremes take, and is finite when all is, but for an overflow.
+    total = rows.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or all(bool(extreme.isfinite()) for extreme in rows.aminmax())
 
 
 def fingerprints_of(source: RowSource, *, advance: Advance) -> dict[str, str]:
