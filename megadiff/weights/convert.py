@@ -25,14 +25,14 @@ from megadiff.weights.destination import check_destination, check_space, clear_u
 from megadiff.weights.layouts import Box, Layout
 from megadiff.weights.model_folders import (
     ModelFolder,
-    copy_rest,
     file_metadata,
     file_tensors,
     listed,
     open_model,
-    rest_bytes,
+    rest_of,
     write_index,
 )
+from megadiff.weights.other_files import OtherFiles
 from megadiff.weights.row_sources import FileRows, JoinedRows, MergedRows, RowSource, ShardRows
 from megadiff.weights.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.weights.shards import ShardFolder
@@ -177,10 +177,11 @@ class ModelJob:
             self._files[name] = file_tensors(component, dtypes)
         files = (tensors for of_component in self._files.values() for tensors in of_component.values())
         self.num_bytes = sum(meta.num_bytes for tensors in files for meta in tensors.values())
-        self.num_copied = rest_bytes(base)
+        self._rest = rest_of(base)
+        self.num_copied = self._rest.num_bytes
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
-        copy_rest(self._base, folder)
+        self._rest.copy_to(folder)
         expected = {}
         for name, component in self._base.components.items():
             files, place = self._files[name], folder / component.where
@@ -207,7 +208,7 @@ class ModelJob:
             )
 
     def read_back(self, folder: Path) -> RowSource:
-        _check_copies(self._base, folder)
+        _check_copies(self._rest, folder)
         return JoinedRows({f"{name}.": each.rows() for name, each in open_model(folder).components.items()})
 
 
@@ -359,11 +360,9 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
             )
 
 
-def _check_copies(base: ModelFolder, folder: Path) -> None:
-    """Raises ValueError when a file of the base that was copied is another."""
-    written = {folder / component.where for component in base.components.values()}
-    for path in sorted(folder.rglob("*")):
-        original = base.path / path.relative_to(folder)
-        is_written = path.parent in written and path.name.endswith((".safetensors", ".index.json"))
-        if path.is_file() and not is_written and original.is_file() and not filecmp.cmp(path, original, shallow=False):
+def _check_copies(rest: OtherFiles, folder: Path) -> None:
+    """Raises ValueError when a file that was copied is another."""
+    for path in rest.files:
+        original = rest.root / path
+        if not filecmp.cmp(folder / path, original, shallow=False):
             raise ValueError(f"the copy of {original} is another file; the disk or the memory is at fault")
