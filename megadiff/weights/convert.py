@@ -37,7 +37,7 @@ from megadiff.weights.row_sources import FileRows, JoinedRows, MergedRows, RowSo
 from megadiff.weights.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.weights.shards import ShardFolder
 from megadiff.weights.streaming import Advance, FileSink, ShardSink, fingerprints_of, stream
-from megadiff.weights.tensor_file import TensorFile, TensorMeta
+from megadiff.weights.tensor_file import TensorFile, TensorMeta, reserve_descriptors
 
 logger = logging.getLogger(__name__)
 TARGETS = ("diffusers", "megatron", "fsdp", "peft", "merged")
@@ -227,6 +227,7 @@ class CheckpointJob:
         names = sorted(tensors, key=lambda name: state_order(name, order))
         self._tensors = {name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names}
         boxes = _boxes(source, base, layout)
+        reserve_descriptors(len(boxes), what=f"a checkpoint of {len(boxes)} ranks, a file for each,")
         self._boxes = [
             {name: of_rank[parameter] for name in names if (parameter := name.rpartition("/")[2]) in of_rank}
             for of_rank in boxes
@@ -328,12 +329,14 @@ class LoraJob:
 
 def _boxes(source: Source, base: ModelFolder, layout: Layout) -> list[dict[str, Box]]:
     """Of each rank: parameter (`transformer.<name>`) → its box."""
-    ranks: list[dict[str, Box]] = [{} for _ in range(layout.num_ranks)]
+    ranks: list[dict[str, Box]] = []
     for component, rows in source.policy.items():
         model = base.components[component].model
         shapes = {**model.shapes, **{name: meta.shape for name, meta in rows.tensors.items()}}
-        for held, of_rank in zip(ranks, layout.boxes(shapes, model.plan, num_heads=model.num_heads), strict=True):
-            held |= {f"{component}.{name}": box for name, box in of_rank.items()}
+        boxes = layout.boxes(shapes, model.plan, num_heads=model.num_heads)
+        ranks = ranks or [{} for _ in boxes]
+        for of_rank, of_component in zip(ranks, boxes, strict=True):
+            of_rank |= {f"{component}.{name}": box for name, box in of_component.items()}
     return ranks
 
 

@@ -23,7 +23,7 @@ from megadiff.models.files import open_weights, parse_json, weight_files
 from megadiff.weights.covering import cover
 from megadiff.weights.fingerprint import fingerprint
 from megadiff.weights.seals import SEAL_KEY, UNSEALED
-from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter
+from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter, reserve_descriptors
 
 SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
@@ -208,6 +208,7 @@ class ShardFolder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.pieces: dict[str, list[Piece]] = {}
         self._last: tuple[Piece, Tensor] | None = None  # the piece read last: boxes of one range often share it
+        reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
             if rank:
                 file, index = _read_index(shard_file(self.folder, rank))

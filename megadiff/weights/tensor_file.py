@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import resource
 import struct
 import weakref
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ DTYPES_BY_NAME = {  # in the order in which the safetensors library puts tensors
     "BOOL": torch.bool,
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
+SPARE_DESCRIPTORS = 64  # for all that a process opens beside
 LENGTH_BYTES = 8  # of a header's length, in front of it
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses more
 MADV_POPULATE_READ = 22  # Linux 5.14; an error where a page cannot be read, which on touching it would kill the process
@@ -195,6 +197,24 @@ def _check_metadata(header: object) -> None:
         raise ValueError("no JSON object there")
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ holds other values than texts")
+
+
+def reserve_descriptors(count: int, *, what: str) -> None:
+    """Make room for so many more open files, raising the process's soft limit where it is lower.
+
+    Raises ValueError, which names `what` needs them, when the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    needed = num_open + count + SPARE_DESCRIPTORS
+    if needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"{what} needs {count} files open at once, but this process may open {hard} and has "
+            f"{num_open}; raise that limit (ulimit -Hn), or use fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def header_of(descriptor: int) -> bytes:
