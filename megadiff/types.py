@@ -254,8 +254,8 @@ class Progress:
     """Where a run stands; the only mutable record.
 
     step: finished steps. prompts: the sampler's position, and of which prompts. recomputes: whether
-    old log_probs are the trainer's. base: path and fingerprint of the model folder whose weights the
-    run needs beside the checkpoint's, under LoRA or as KL reference; empty where it needs none.
+    old log_probs are the trainer's. base: path and fingerprint of the model folder whose weights
+    the run needs beside the checkpoint's, under LoRA or as KL reference; empty where it needs none.
     """
 
     step: int = 0

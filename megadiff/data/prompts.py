@@ -29,7 +29,7 @@ def load_prompts(path: str | Path, *, max_chars: int, first_frame_size: tuple[in
     .parquet: the same as columns. max_chars: longest prompt allowed, in characters, negative prompt too.
     first_frame_size: (height, width) where the model is given a first frame: every row has an `image` then, a file of that
     size, named relative to the prompt file's folder. All are decoded once here. Without it `image` is a column like others.
-    Equal prompts are kept, with a warning: they share an id, and so their noise when they meet in one step.
+    Equal prompts are kept, with a warning: they count more. The sampler tells them apart in a step.
     ValueError, with file and line: a missing or empty file, another suffix, a row that is not as above, an image that is
     missing, damaged or of another size.
     """

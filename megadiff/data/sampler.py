@@ -99,8 +99,8 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 class EpochOrder:
     """An endless list of indices: range(num_items) permuted for epoch 0, then for epoch 1, …
 
-    Without shuffle as they are. source: where the items are from, for messages. digest: of the items
-    in their order.
+    Without shuffle as they are. source: where the items are from, for messages. digest: of the
+    items in their order.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class EpochOrder:
     def position(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> int:
         """Return the position of a state(); 0 of an empty one, which converted weights have.
 
-        Raises ValueError when that was of another list, unless changes are accepted: then the run goes
-        on at that position of its own list.
+        Raises ValueError when that was of another list, unless changes are accepted: then the run
+        goes on at that position of its own list.
         """
         if not state:
             return 0
@@ -158,7 +158,7 @@ class EpochOrder:
                 "data.images, seed and data.shuffle, start a new run, or if you mean it set "
                 "checkpoint.accept_changes=true"
             )
-        logger.warning("%s; checkpoint.accept_changes: it goes on at position %d", problem, position)
+        logger.warning("%s; checkpoint.accept_changes: it goes on at %d", problem, position)
         return position
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 
 def parse_json(text: str | bytes) -> object:
-    """Parse JSON. Raise ValueError for what is none, a key that comes twice, and endless nesting."""
+    """Parse JSON. Raise ValueError for what is none, for doubled keys and for endless nesting."""
     try:
         return json.loads(text, object_pairs_hook=_without_doubles)
     except RecursionError as error:
@@ -69,8 +69,8 @@ def _indexed_files(index: Path) -> list[str]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != Path(name).name:
             raise ValueError(
-                f"{index}: {tensor!r} is said to be in {name!r}, which is no name of a file beside the "
-                "index; fetch it again"
+                f"{index}: {tensor!r} is said to be in {name!r}, which is no name of a file beside "
+                "the index; fetch it again"
             )
     return sorted(set(weight_map.values()))
 

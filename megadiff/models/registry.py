@@ -13,8 +13,16 @@ from megadiff.parallel.plan import ParallelPlan
 
 
 TRANSFORMER = "transformer"  # a component that all pipelines have
-SIZES = ("in_channels", "num_layers", "num_attention_heads", "attention_head_dim")  # in all families
+SIZES = ("in_channels", "num_layers", "num_attention_heads", "attention_head_dim")  # of all
 LARGEST_SIZE = 1 << 16  # of those; a module with 10**9 layers would be built without end
+CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +112,7 @@ def check_model_folder(folder: Path) -> ModelFamily:
 
 
 def _has_component(index: Mapping[str, object], name: str) -> bool:
-    """Tell whether model_index.json names a class for the component: [null, null] stands for none."""
+    """Tell whether model_index.json has a class for the component: [null, null] means none."""
     classes = index.get(name)
     return isinstance(classes, list) and bool(classes) and classes[0] is not None
 
@@ -123,8 +131,9 @@ def build_adapter(folder: Path) -> ModelAdapter:
     """The trainer's adapter of the folder's model family. Raises ValueError as `check_model_folder` does."""
     family = _family(folder)
     for name in (TRANSFORMER, *family.optional):
-        if name == TRANSFORMER or (folder / name).is_dir():
-            _check_transformer_config(folder / name, read_json(folder / name / "config.json"), (family,))
+        component = folder / name
+        if name == TRANSFORMER or component.is_dir():
+            _check_transformer_config(component, read_json(component / "config.json"), (family,))
     return _adapter_class(family)(folder)
 
 
@@ -140,9 +149,10 @@ def component_model(folder: Path) -> ComponentModel:
     try:
         with init_empty_weights():
             transformer = getattr(diffusers, name).from_config(config)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        # What a constructor says of a size that it cannot take: nobody can list all of them.
-        raise ValueError(f"{folder}/config.json makes no {name}: {error!r}; fetch it again") from error
+    except CONSTRUCTOR_ERRORS as error:
+        raise ValueError(
+            f"{folder}/config.json makes no {name}: {error!r}; fetch it again"
+        ) from error
     return ComponentModel(
         shapes={name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()},
         plan=_adapter_class(by_class[name]).plan,
@@ -163,8 +173,8 @@ def _check_transformer_config(
         size = config.get(key)
         if type(size) is not int or not 0 < size <= LARGEST_SIZE:
             raise ValueError(
-                f"{folder}/config.json has {key}={size!r}, not a whole number from 1 to {LARGEST_SIZE}; "
-                "fetch it again"
+                f"{folder}/config.json has {key}={size!r}, not a whole number from 1 to "
+                f"{LARGEST_SIZE}; fetch it again"
             )
 
 

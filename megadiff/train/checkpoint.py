@@ -1,7 +1,7 @@
 """Atomic checkpoints: written aside, fingerprinted, renamed, then `latest` moved. A torn one is named and skipped.
 
 checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
-checkpoints/latest      the name of the newest whole one, by which it is noticed when it goes missing
+checkpoints/latest      the name of the newest whole one, which is noticed when it goes missing
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Checkpoints:
     ) -> Progress:
         """Continue from the newest checkpoint that loads, or start at step 0 where there is none (or resume is `never`).
 
-        Raises AgreedError when there are checkpoints and none of them loads: starting over would hide
-        the loss. Also for one over another base (unless checkpoint.accept_changes is set), and for one
-        of other data, which load_prompts refuses.
+        Raises AgreedError when there are checkpoints and none of them loads: starting over would
+        hide the loss. Also for one over another base (unless checkpoint.accept_changes is set), and
+        for one of other data, which load_prompts refuses.
         """
         group = self.mesh.cpu_group
         candidates = agreed(self._candidates, group, here=self.mesh.rank == 0)
@@ -116,8 +116,8 @@ class Checkpoints:
         )
         if not self.config.checkpoint.accept_changes:
             raise ValueError(
-                f"{problem}: set model.path to the model it was trained over, start a new run, or if "
-                "you mean it set checkpoint.accept_changes=true"
+                f"{problem}: set model.path to the model it was trained over, start a new run, or "
+                "if you mean it set checkpoint.accept_changes=true"
             )
         if self.mesh.rank == 0:
             logger.warning("%s; checkpoint.accept_changes: it goes on over those", problem)
@@ -182,15 +182,15 @@ class Checkpoints:
         newest = folders[-1].name if folders else "none"
         if not re.fullmatch(r"step_[0-9]{6,}", name):
             raise ValueError(
-                f"{pointer} is corrupt, it holds {name!r:.100}; remove it to go on from the newest, "
-                f"{newest}"
+                f"{pointer} is corrupt, it holds {name!r:.100}; remove it to go on from the "
+                f"newest, {newest}"
             )
         was_given_up = any(self.folder.glob(f"{GIVEN_UP}{name}_*"))  # killed before `latest` moved
         if was_given_up or any(folder.name >= name for folder in folders):
             return
         raise ValueError(
-            f"{pointer} names {name}, which is not there; the newest is {newest}. Restore {name}, or "
-            f"remove {pointer} to go on from {newest}"
+            f"{pointer} names {name}, which is not there; the newest is {newest}. Restore {name}, "
+            f"or remove {pointer} to go on from {newest}"
         )
 
 

@@ -1,7 +1,8 @@
-"""A fingerprint of a model folder's trained components, by which LoRA checkpoints know the base that they belong to.
+"""Fingerprint a model folder's trained components, by which LoRA checkpoints know their base.
 
-It covers names, dtypes, shapes and every byte of the tensors, and not how they are spread over files. Headers, sizes or
-times of files would be free, and would pass weights of the same shape for each other.
+It covers names, dtypes, shapes and every byte of the tensors, and not how they are spread over
+files. Headers, sizes and times of files would cost nothing, and take weights of the same shapes for
+each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megadiff.weights.tensor_file import TensorFile
 def tensor_fingerprints(
     files: Mapping[str, Sequence[Path]], *, rank: int = 0, world_size: int = 1
 ) -> dict[str, str]:
-    """Return `component.tensor` → fingerprint of those tensors that fall to the rank: about equally many bytes for each.
+    """Return `component.tensor` → fingerprint of the rank's tensors: each rank has as many bytes.
 
     files: of each component. Raises ValueError, naming the file, for one that is not whole.
     """
@@ -30,7 +31,7 @@ def tensor_fingerprints(
     for component, paths in files.items():
         for path in paths:
             for name, meta in opened[path].tensors.items():
-                # Neighbours go to one rank, which so reads a range of the files from its beginning to its end.
+                # Neighbours go to one rank, which so reads one range of the files.
                 owner = min(before * world_size // max(total, 1), world_size - 1)
                 if owner == rank:
                     mine[f"{component}.{name}"] = (opened[path], name)
@@ -40,5 +41,7 @@ def tensor_fingerprints(
 
 def base_fingerprint(of_ranks: Iterable[Mapping[str, str]]) -> str:
     """Return the one fingerprint of what all ranks found."""
-    joined = {name: digits for found in of_ranks for name, digits in found.items()}
+    joined: dict[str, str] = {}
+    for digits_of_rank in of_ranks:
+        joined |= digits_of_rank
     return digest(json.dumps(joined, sort_keys=True).encode())

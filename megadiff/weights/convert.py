@@ -20,7 +20,13 @@ import yaml
 
 from megadiff.types import DTYPES, LoraSpec
 from megadiff.weights import lora_files
-from megadiff.weights.convert_sources import Source, open_source, parameter_order, state_order
+from megadiff.weights.convert_sources import (
+    Source,
+    check_base,
+    open_source,
+    parameter_order,
+    state_order,
+)
 from megadiff.weights.destination import check_destination, check_space, clear_up, sync_tree, whole_folder
 from megadiff.weights.layouts import Box, Layout
 from megadiff.weights.model_folders import (
@@ -151,6 +157,8 @@ def _job(source: Source, options: Options) -> Job:
     if to == "peft" or (to == "diffusers" and lora):
         return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
     base = _needed_base(source)
+    if to == "merged":
+        check_base(source, is_named=options.base is not None)
     rows: dict[str, RowSource] = {name: component.rows() for name, component in base.components.items()}
     for name, policy in source.policy.items():
         rows[name] = MergedRows(rows[name], policy, scale=lora.scale) if to == "merged" else policy
@@ -202,9 +210,9 @@ class ModelJob:
         wrong = sorted(not_finite & rows.merged.keys()) if isinstance(rows, MergedRows) else []
         if wrong:
             raise ValueError(
-                f"{self._base.components[component].folder} with the LoRA added is NaN or infinite in "
-                f"{len(wrong)} tensors: {listed(wrong)}; the base or the LoRA holds such values, or "
-                "alpha is too large"
+                f"{self._base.components[component].folder} with the LoRA added is NaN or infinite "
+                f"in {len(wrong)} tensors: {listed(wrong)}; the base or the LoRA holds such "
+                "values, or alpha is too large"
             )
 
     def read_back(self, folder: Path) -> RowSource:
@@ -227,7 +235,7 @@ class CheckpointJob:
         names = sorted(tensors, key=lambda name: state_order(name, order))
         self._tensors = {name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names}
         boxes = _boxes(source, base, layout)
-        reserve_descriptors(len(boxes), what=f"a checkpoint of {len(boxes)} ranks, a file for each,")
+        reserve_descriptors(len(boxes), what=f"a checkpoint of {len(boxes)} ranks, a file each,")
         self._boxes = [
             {name: of_rank[parameter] for name in names if (parameter := name.rpartition("/")[2]) in of_rank}
             for of_rank in boxes

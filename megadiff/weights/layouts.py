@@ -53,8 +53,8 @@ def _fully_sharded(
     most_rows = max(shape[0] for shape in shapes.values() if shape)
     if num_ranks > most_rows:
         raise ValueError(
-            f"--dp {num_ranks}: the model's tensors have at most {most_rows} rows, which are shared out, "
-            f"so that {num_ranks - most_rows} ranks would hold nothing; give --dp {most_rows} or less"
+            f"--dp {num_ranks}: the model's tensors have at most {most_rows} rows, and "
+            f"{num_ranks - most_rows} ranks would hold none; give --dp {most_rows} or less"
         )
     return [{name: _rows(shape, rank, num_ranks) for name, shape in shapes.items()} for rank in range(num_ranks)]
 

@@ -167,9 +167,11 @@ def rest_of(base: ModelFolder) -> OtherFiles:
     if single:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
     weighted = {component.where for component in base.components.values()}
-    return other_files(
-        base.path, is_left_out=lambda path: path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
-    )
+
+    def is_weight(path: Path) -> bool:
+        return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
+
+    return other_files(base.path, is_left_out=is_weight)
 
 
 def write_index(base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]) -> None:

@@ -39,7 +39,7 @@ class OtherFiles:
 def other_files(root: Path, *, is_left_out: Callable[[Path], bool]) -> OtherFiles:
     """Find what is copied. is_left_out: of a path within root.
 
-    Raises ValueError that names what is neither a file nor a folder, or is a link that is not followed.
+    Raises ValueError that names what is neither file nor folder, and a link that is not followed.
     """
     real_root = root.resolve()
     allowed = [real_root, *_blobs(real_root)]
@@ -72,7 +72,7 @@ def _walk(root: Path) -> Iterator[Path]:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            raise ValueError(f"{folder} cannot be read: {error.strerror}; make it readable") from error
+            raise ValueError(f"{folder} cannot be read: {error.strerror}; fix that") from error
         for entry in entries:
             yield Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
@@ -83,24 +83,26 @@ def _check_link(link: Path, allowed: list[Path]) -> None:
     try:
         target = link.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop
-        raise ValueError(f"{link} is a link to nothing; restore what it leads to, or remove it") from error
+        raise ValueError(
+            f"{link} is a link to nothing; restore what it leads to, or remove it"
+        ) from error
     if target.is_dir():
         # It may lead to a folder above itself, or double with each such link beside it.
         raise ValueError(
-            f"{link} is a link to the folder {target}, and links to folders are not followed; put a "
-            "copy in its place (cp -rL), or remove it"
+            f"{link} is a link to the folder {target}, and links to folders are not followed; put "
+            "a copy in its place (cp -rL), or remove it"
         )
     if not any(target.is_relative_to(folder) for folder in allowed):
         raise ValueError(
-            f"{link} is a link to {target}, outside of what is converted; put the file itself there if "
-            "it is to be copied (cp -L), or remove the link"
+            f"{link} is a link to {target}, outside of what is converted; put the file itself "
+            "there if it is to be copied (cp -L), or remove the link"
         )
 
 
 def _blobs(real_root: Path) -> list[Path]:
     """Return where the Hugging Face cache that the folder is in keeps its files.
 
-    A snapshot is <cache>/models--<owner>--<name>/snapshots/<revision>, of links to ../../blobs/<digest>.
+    A snapshot is <cache>/models--<owner>--<name>/snapshots/<revision>, with links to ../../blobs/….
     """
     for snapshots in real_root.parents:
         repository = snapshots.parent

@@ -51,7 +51,7 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
 
 
 def progress_record(folder: Path, progress: Progress) -> bytes:
-    """Return the text of progress.json: where the run stood, and digests of the files in the folder."""
+    """Return the text of progress.json: where the run stood, and digests of the folder's files."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     record = {
         **asdict(progress),
@@ -64,7 +64,7 @@ def progress_record(folder: Path, progress: Progress) -> bytes:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Read where the run stood. Raise ValueError when any file of the folder is not as it was written.
+    """Read where the run stood. Raise ValueError when any file is not as it was written.
 
     Of shard files the headers are compared here; fingerprints in those cover the rest, on reading.
     """
@@ -76,7 +76,8 @@ def read_progress(folder: Path) -> Progress:
         saved = parse_json(text)
         check_seal(text, record, what="it")
         progress = Progress(**{field.name: saved[field.name] for field in fields(Progress)})
-        sizes, digests = dict(saved["sizes"]), dict(saved["digests"])
+        sizes = dict(saved["sizes"])
+        digests = dict(saved["digests"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{record} is corrupt: {error!r}") from error
     for name, size in sizes.items():
@@ -88,21 +89,20 @@ def read_progress(folder: Path) -> Progress:
         digest_now = _file_digest(path)
         if digest_now != digests[name]:
             raise ValueError(
-                f"{path} has the digest {digest_now}, {digests[name]} was written to {PROGRESS}; it is "
-                "corrupt or of another checkpoint, use the one before"
+                f"{path} has the digest {digest_now}, {PROGRESS} says {digests[name]}; it is corrupt "
+                "or of another checkpoint, use the one before"
             )
     return progress
 
 
 def _file_digest(path: Path) -> str:
-    """Return a file's digest, of a shard file that of its header. Raise ValueError for a torn header."""
-    if path.suffix != SHARD_SUFFIX:
-        return digest(path.read_bytes())
-    with path.open("rb") as file:
-        try:
-            return digest(header_of(file.fileno()))
-        except ValueError as error:
-            raise ValueError(f"{path} is truncated or corrupt: of its header {error}") from error
+    """Return a file's digest, of a shard file its header's. Raise ValueError for a torn header."""
+    try:
+        with path.open("rb") as file:
+            is_shard_file = path.suffix == SHARD_SUFFIX
+            return digest(header_of(file.fileno()) if is_shard_file else file.read())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read, or its header is corrupt: {error}") from error
 
 
 def read_config(checkpoint: Path) -> dict:

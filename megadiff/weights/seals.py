@@ -1,7 +1,7 @@
 """Seals: a digest of JSON text that stands in the text itself, so that any flipped bit in it shows.
 
-Headers of shard files and progress.json carry one. It is taken over all bytes, with zeros in its own
-place.
+Headers of shard files and progress.json carry one. It is taken over all bytes, with zeros in its
+own place.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def check_seal(text: bytes, path: Path, *, what: str) -> None:
     actual = digest(text[:begin] + UNSEALED.encode() + text[end:])
     if begin == end or actual != expected:
         raise ValueError(
-            f"{path} is corrupt: {what} has the digest {actual}, {expected or 'none'} was written with "
-            "it; use the checkpoint before, or a copy of this one"
+            f"{path} is corrupt: {what} has the digest {actual}, {expected or 'none'} was written "
+            "with it; use the checkpoint before, or a copy of this one"
         )
 
 

@@ -4,7 +4,7 @@ A shard file is plain safetensors; what no safetensors field says (which tensor 
 fingerprint) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
 written. The first piece of a tensor in a file has the tensor's name there, a further one NAME#1, NAME#2, …
 
-Fingerprints cover the tensors' bytes and the header's seal covers the header: no bit is left to trust.
+Fingerprints cover the tensors' bytes, the header's seal covers the header: no bit is just trusted.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class ShardFolder:
     """The shard files of a checkpoint, as the full tensors that they make up.
 
     values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → its
-    pieces, which are disjoint and cover it. num_files: of as many ranks. Raises ValueError, naming the
-    file and where it can the tensor, when a file is missing, damaged or of another checkpoint.
+    pieces, which are disjoint and cover it. num_files: of as many ranks. Raises ValueError, naming
+    the file and where it can the tensor, when a file is missing, damaged or of another checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -231,7 +231,7 @@ class ShardFolder:
         known = self.shapes.setdefault(tensor, shape)
         if known != shape:
             raise ValueError(
-                f"{piece.file.path} is corrupt: {tensor!r} has shape {shape} there, and {known} before"
+                f"{piece.file.path} is corrupt: {tensor!r} has shape {shape}, and {known} elsewhere"
             )
         self.pieces.setdefault(tensor, []).append(piece)
 
@@ -274,12 +274,12 @@ def _check_cover(folder: Path, name: str, pieces: Sequence[Piece]) -> None:
     num_wanted = math.prod(shape)
     if num_stored < num_wanted:
         raise ValueError(
-            f"{folder}: {num_stored} of the {num_wanted} elements of {name!r} are in its files; the "
-            "checkpoint is incomplete, use the one before"
+            f"{folder}: {num_stored} of the {num_wanted} elements of {name!r} are in its files; "
+            "the checkpoint is incomplete, use the one before"
         )
     raise ValueError(
-        f"{folder}: the {len(pieces)} pieces of {name!r}, of {num_stored} elements in all, do not cover "
-        f"its {num_wanted} elements once each; the checkpoint is corrupt, use the one before"
+        f"{folder}: the {len(pieces)} pieces of {name!r}, of {num_stored} elements in all, do not "
+        f"cover its {num_wanted} elements once each; the checkpoint is corrupt, use the one before"
     )
 
 
@@ -325,8 +325,8 @@ def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
         raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
     if written_as != FORMAT:
         raise ValueError(
-            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use the "
-            "one that wrote it"
+            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use "
+            "the one that wrote it"
         )
     kinds = {"num_files": int, "values": dict, "tensors": dict}
     odd = [key for key, kind in kinds.items() if type(index.get(key)) is not kind]
@@ -341,34 +341,34 @@ def _pieces(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Piece]:
         raise ValueError(f"{file.path} is corrupt: its metadata lists other tensors than its header")
     for key, entry in index["tensors"].items():
         try:
-            place = _place(entry)
+            box = _place(entry)
             written = str(entry["fingerprint"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file.path} is corrupt: of {key!r} its metadata says {entry!r:.300}"
             ) from error
-        if place.local_shape != file.tensors[key].shape:
+        if box.local_shape != file.tensors[key].shape:
             raise ValueError(
                 f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and "
-                f"{place.local_shape}"
+                f"{box.local_shape}"
             )
-        yield Piece(file=file, key=key, place=place, fingerprint=written)
+        yield Piece(file=file, key=key, place=box, fingerprint=written)
 
 
 def _place(entry: Mapping[str, Any]) -> PiecePlace:
     """Raise KeyError, TypeError or ValueError for an entry that is none."""
-    place = PiecePlace(
+    box = PiecePlace(
         tensor=entry["tensor"],
         shape=tuple(entry["shape"]),
         offsets=tuple(entry["offsets"]),
         local_shape=tuple(entry["local_shape"]),
     )
-    if not isinstance(place.tensor, str):
-        raise ValueError(f"the tensor's name is {place.tensor!r}")
-    for numbers in (place.shape, place.offsets, place.local_shape):
-        if len(numbers) != len(place.shape) or any(type(number) is not int for number in numbers):
-            raise ValueError(f"{numbers} are no {len(place.shape)} numbers")
-    return place
+    if not isinstance(box.tensor, str):
+        raise ValueError(f"the tensor's name is {box.tensor!r}")
+    for numbers in (box.shape, box.offsets, box.local_shape):
+        if len(numbers) != len(box.shape) or any(type(number) is not int for number in numbers):
+            raise ValueError(f"{numbers} are no {len(box.shape)} numbers")
+    return box
 
 
 def _overlap(piece_at, piece_shape, wanted_at, wanted_shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

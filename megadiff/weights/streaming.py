@@ -161,7 +161,7 @@ class ShardSink:
     def _pieces(
         self, rank: int, of_rank: Mapping[str, Box]
     ) -> dict[str, tuple[PiecePlace, TensorMeta]]:
-        """Return what a rank's file holds, key → place and dtype, and note which blocks go there."""
+        """Return key → place and dtype of what a rank's file holds; note which blocks go there."""
         places = [
             PiecePlace(
                 tensor=name,
@@ -174,11 +174,11 @@ class ShardSink:
         ]
         pieces = {}
         digits = {}
-        for key, place in piece_keys(places).items():
-            meta = TensorMeta(dtype=self.tensors[place.tensor].dtype, shape=place.local_shape)
-            pieces[key] = (place, meta)
+        for key, box in piece_keys(places).items():
+            meta = TensorMeta(dtype=self.tensors[box.tensor].dtype, shape=box.local_shape)
+            pieces[key] = (box, meta)
             digits[key] = StreamingFingerprint(meta.dtype, meta.shape)
-            self._places[place.tensor].append((rank, key, place))
+            self._places[box.tensor].append((rank, key, box))
         self._digits.append(digits)
         return pieces
 

@@ -63,8 +63,8 @@ class TensorMeta:
 class TensorFile:
     """A safetensors file, open for reading. tensors: in the order of their data. metadata: text by key.
 
-    Opening reads the header and compares it with the file's size, and with its seal where it has one.
-    Raises ValueError that names the file, what is wrong and, where it is about one, the tensor.
+    Opening reads the header and compares it with the file's size, and with its seal where it has
+    one. Raises ValueError that names the file, what is wrong, and the tensor where it is about one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,9 @@ class TensorFile:
         entries.sort(key=lambda entry: entry.data_offsets)
         at = 0
         for entry in entries:
-            name, dtype, shape = entry.name, entry.dtype, entry.shape
+            name = entry.name
+            dtype = entry.dtype
+            shape = entry.shape
             begin, end = entry.data_offsets
             if dtype not in DTYPES_BY_NAME:
                 raise ValueError(f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} none")
@@ -182,7 +184,7 @@ class _Entry:
 
 
 def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
-    """Raise ValueError, KeyError or TypeError for other kinds of values: 4.0 would fail later only."""
+    """Raise ValueError, KeyError or TypeError for values of other kinds: 4.0 would fail later."""
     begin, end = values["data_offsets"]
     numbers = [begin, end, *values["shape"]]
     if not isinstance(values["dtype"], str) or any(type(number) is not int for number in numbers):
@@ -218,7 +220,7 @@ def reserve_descriptors(count: int, *, what: str) -> None:
 
 
 def header_of(descriptor: int) -> bytes:
-    """Return a safetensors file's header with its length in front. Raise ValueError for a torn one."""
+    """Return a safetensors file's header, with its length. Raise ValueError for a torn one."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
     if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
@@ -229,8 +231,8 @@ def header_of(descriptor: int) -> bytes:
 class TensorWriter:
     """A safetensors file that is written. Its tensors lie in the order of `tensors`; their bytes may come in any order.
 
-    metadata may be given again to close(), changed in nothing that changes its length as JSON. Where it
-    has UNSEALED under SEAL_KEY, the header is sealed. Raises OSError.
+    metadata may be given again to close(), if its length as JSON is the same. Where it has UNSEALED
+    under SEAL_KEY, the header is sealed. Raises OSError.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> None:

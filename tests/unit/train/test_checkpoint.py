@@ -240,7 +240,7 @@ def test_a_checkpoint_over_another_base_is_refused_unless_it_is_meant(tmp_path, 
 
 
 def test_base_weights_are_told_apart_by_their_bits(tiny_model, tmp_path):
-    """Scaled by 1.05: the same names, shapes, sizes and times. How tensors lie in files is nobody's business."""
+    """Scaled by 1.05: the same names, shapes and sizes. How tensors lie in files does not count."""
     config = Config()
     mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
     assert base_weights(config, build_adapter(tiny_model), mesh) == {}
@@ -262,9 +262,11 @@ def test_base_weights_are_told_apart_by_their_bits(tiny_model, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 200])
 def test_a_base_is_the_same_however_many_ranks_hash_it(tiny_model, world_size):
     files = {"transformer": weight_files(tiny_model / "transformer")}
-    shares = [tensor_fingerprints(files, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert base_fingerprint(shares) == base_fingerprint([tensor_fingerprints(files)])
-    assert sum(map(len, shares)) == len(load_file(files["transformer"][0]))
+    of_ranks = [
+        tensor_fingerprints(files, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    assert base_fingerprint(of_ranks) == base_fingerprint([tensor_fingerprints(files)])
+    assert sum(map(len, of_ranks)) == len(load_file(files["transformer"][0]))
 
 
 def test_progress_is_plain_json(tmp_path):

@@ -1,4 +1,4 @@
-"""Every single bit of a checkpoint: when it flips, it is refused or changes no value that is read."""
+"""Every single bit of a checkpoint: a flip is refused, or changes no value that is read."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def checkpoints(run: Path, *, num_steps: int = 70) -> Checkpoints:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one checkpoint, written as runs do."""
     folder = tmp_path_factory.mktemp("run")
-    prompts = {"position": 30, "num_prompts": 9, "seed": 0, "shuffle": 1, "digest": "00112233aabbccdd"}
+    prompts = {"position": 30, "num_prompts": 9, "seed": 0, "shuffle": 1, "digest": "00112233aabb"}
     checkpoints(folder).save(TwoRanks(), Progress(step=5, prompts=prompts))
     return folder
 

@@ -276,8 +276,11 @@ def test_more_ranks_than_rows_are_refused(model: Path, tmp_path: Path, capsys) -
 
 
 FEW_FILES = (  # the converter where few files may be open; with "late", only once it writes
-    "import os, resource, sys; from megadiff.cli.convert import main; from megadiff.weights import streaming\n"
-    "limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 30,) * 2)\n"
+    "import os, resource, sys; from megadiff.cli.convert import main\n"
+    "from megadiff.weights import streaming\n"
+    "def limit():\n"
+    "    most = len(os.listdir('/proc/self/fd')) + 30\n"
+    "    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
     "init = streaming.ShardSink.__init__\n"
     "def late(*args, **kwargs):\n"
     "    limit(); init(*args, **kwargs)\n"
@@ -290,12 +293,15 @@ FEW_FILES = (  # the converter where few files may be open; with "late", only on
 @pytest.mark.parametrize(
     ("when", "text"),
     [
-        ("early", "a checkpoint of 40 ranks, a file for each, needs 40 files open at once, but this process may open"),
+        ("early", "40 ranks, a file each, needs 40 files open at once, but this process may open"),
         ("late", "out could not be written: [Errno 24] Too many open files"),
     ],
 )
-def test_too_few_descriptors_leave_nothing(model: Path, tmp_path: Path, when: str, text: str) -> None:
-    command = [sys.executable, "-c", FEW_FILES, when, str(model), str(tmp_path / "out"), "--to", "fsdp", "--dp", "40"]
+def test_too_few_descriptors_leave_nothing(
+    model: Path, tmp_path: Path, when: str, text: str
+) -> None:
+    options = [str(model), str(tmp_path / "out"), "--to", "fsdp", "--dp", "40"]
+    command = [sys.executable, "-c", FEW_FILES, when, *options]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert process.returncode == 2 and text in process.stderr, process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

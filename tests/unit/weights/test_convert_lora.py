@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megadiff.models.qwen_image.plan import PLAN
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Progress
+from megadiff.weights.base_weights import base_fingerprint, tensor_fingerprints
+from megadiff.weights.run_folders import progress_record
 from megadiff.weights.shards import ShardFolder
 from tests.unit.weights.conversions import WEIGHTS, contents, policy_state, refused, run, stored, write_checkpoint
 
@@ -294,7 +296,9 @@ def test_a_merged_model_that_is_not_finite_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_are_not_finite_are_mentioned(tiny_model: Path, tmp_path: Path, caplog) -> None:
+def test_weights_that_are_not_finite_are_mentioned(
+    tiny_model: Path, tmp_path: Path, caplog
+) -> None:
     base = shutil.copytree(tiny_model, tmp_path / "base")
     spoil(base / WEIGHTS, "proj_out.weight")
     assert run(base, tmp_path / "out", "--verify") == 0
@@ -310,3 +314,28 @@ def spoil(file: Path, name: str) -> None:
     tensors = load_file(file)
     tensors[name].view(-1)[-1] = float("nan")
     save_file(tensors, file)
+
+
+def test_a_checkpoints_lora_is_merged_into_the_base_that_it_belongs_to(
+    tiny_model: Path, checkpoint: Path, tmp_path: Path, capsys, caplog
+) -> None:
+    """Weights × 1.05 at the same place have the same names, shapes and sizes."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    files = {"transformer": [base / WEIGHTS]}
+    known = {"path": str(base), "fingerprint": base_fingerprint([tensor_fingerprints(files)])}
+    saved = shutil.copytree(checkpoint, tmp_path / "saved")
+    (saved / "config.yaml").write_text(json.dumps({"model": {"path": str(base)}}))
+    (saved / "progress.json").unlink()
+    record = progress_record(saved, Progress(step=7, base=known))
+    (saved / "progress.json").write_bytes(record)
+    assert run(saved, tmp_path / "cut", "--to", "fsdp", "--dp", 3) == 0
+    for source in (saved, tmp_path / "cut"):
+        assert run(source, tmp_path / "right", "--to", "merged", "--force") == 0
+    scaled = {name: 1.05 * tensor for name, tensor in load_file(base / WEIGHTS).items()}
+    save_file(scaled, base / WEIGHTS)
+    for source in (saved, tmp_path / "cut"):
+        error = refused(capsys, source, tmp_path / "out", "--to", "merged")
+        assert f"was trained over the weights of {base}" in error and known["fingerprint"] in error
+        assert "name the model folder that you mean with --base" in error
+    assert run(saved, tmp_path / "out", "--to", "merged", "--base", base) == 0
+    assert "they are taken, as --base names them" in caplog.text

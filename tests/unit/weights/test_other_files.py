@@ -1,4 +1,4 @@
-"""What is copied along with converted weights: what lies in SRC, and nothing that links bring in."""
+"""Files that are copied along with converted weights lie in SRC; links bring no others in."""
 
 from __future__ import annotations
 
