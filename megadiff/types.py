@@ -251,13 +251,19 @@ class LogProbs:
 
 @dataclass
 class Progress:
-    """Where a run stands; the only mutable record. step: finished steps. prompts: the sampler's position. recomputes: whether
-    old log_probs are the trainer's. skipped: batches that were stepped over (optim.skip_nonfinite)."""
+    """Where a run stands; the only mutable record.
+
+    step: finished steps. prompts: the sampler's position, and of which prompts. recomputes: whether
+    old log_probs are the trainer's. skipped: batches that were stepped over (optim.skip_nonfinite).
+    base: path and fingerprint of the model folder whose weights
+    the run needs beside the checkpoint's, under LoRA or as KL reference; empty where it needs none.
+    """
 
     step: int = 0
-    prompts: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int | str] = field(default_factory=dict)
     recomputes: bool = False
     skipped: int = 0
+    base: dict[str, str] = field(default_factory=dict)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -47,7 +47,7 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_sync, read_prompts, run_folder
-from megadiff.train.checkpoint import Checkpoints, whole_looking
+from megadiff.train.checkpoint import Checkpoints, base_weights, whole_looking
 from megadiff.train.evaluate import Plan, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.rollout import check_call
 from megadiff.types import Sampling
@@ -191,7 +191,8 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     """Load the run's checkpoint and bring the replica to it; returns its step."""
     config, folder = subject.config, run_folder(subject.config)
     engine = build_engine(config, mesh, subject.adapter)
-    progress = Checkpoints(folder, config, mesh).load(engine, lambda _: None)
+    base = base_weights(config, subject.adapter, mesh)
+    progress = Checkpoints(folder, config, mesh, base=base).load(engine, lambda _: None)
     replicas.make_room(config, mesh)
     with engine.averaged():
         build_sync(config, mesh, subject.adapter, engine, fleet).push(progress.step)

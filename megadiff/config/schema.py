@@ -137,6 +137,7 @@ class CheckpointConfig:
     every: int = 50  # 0: only at the end
     keep: int = 2
     resume: str = "auto"  # auto | never | a checkpoint folder
+    accept_changes: bool = False  # resume with other data or another base than it had
 
 
 @dataclass

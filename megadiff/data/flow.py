@@ -35,6 +35,7 @@ class FlowBatches:
         dp_rank: int,
         seed: int,
         shuffle: bool,
+        source: str = "data.images",
     ) -> None:
         assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
         self._dataset, self._sampling, self._shift, self._seed = dataset, sampling, shift, seed
@@ -42,7 +43,9 @@ class FlowBatches:
         self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))  # of a standard normal
         self._num_local = images_per_step // dp
         self._first = dp_rank * self._num_local
-        self._order = EpochOrder(len(dataset), seed=seed, shuffle=shuffle)
+        self._order = EpochOrder(
+            len(dataset), seed=seed, shuffle=shuffle, source=source, digest=dataset.captions_digest
+        )
         self._position = 0  # images taken so far, over all ranks
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[FlowBatch]] | None = None  # the batch of a position
@@ -58,19 +61,13 @@ class FlowBatches:
         self._ahead = (self._position, self._pool.submit(self._batch, self._position))
         return batch.result()
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | str]:
         """Where the iterator stands; equal on every rank."""
-        return self._order.state(self._position) | {"captions": self._dataset.captions_digest}
+        return self._order.state(self._position)
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from state(), under any dp. ValueError if the images or their order would be others."""
-        position, mine = self._order.position(state), self._dataset.captions_digest
-        if state and state.get("captions") != mine:
-            raise ValueError(
-                f"the saved data position has captions={state.get('captions')}, this run's data have captions={mine} (a "
-                "hash of all captions in order): data.images holds others than before; restore it, or start a new run"
-            )
-        self._position = position
+    def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
+        """Continue from state(), under any dp. Raises ValueError as EpochOrder.position does."""
+        self._position = self._order.position(state, accept_changes=accept_changes)
 
     def close(self) -> None:
         """Ends the thread, after the batch that it is making."""

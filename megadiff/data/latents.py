@@ -72,7 +72,8 @@ class LatentDataset:
     """A finished cache folder. Data of less than 4 GiB is read into memory, more stays memory-mapped.
 
     captions: each once; the empty one, which stands for a dropped caption, is among them. caption_index: [images] int64.
-    captions_digest: 48 bits of a hash of the images' captions in order: another for other data, the same for a copy.
+    captions_digest: 16 hex digits, a hash of the images' captions in order: another for other data,
+    the same for a copy.
     Raises ValueError when a file is missing or not whole.
     """
 
@@ -80,7 +81,7 @@ class LatentDataset:
         self.captions: list[str] = _read_json(folder / "captions.json")
         self.caption_index = RowTable([folder / "caption_index.safetensors"]).whole().long()
         of_images = json.dumps(self.captions).encode() + self.caption_index.numpy().tobytes()
-        self.captions_digest = int.from_bytes(hashlib.blake2b(of_images, digest_size=6).digest(), "little")
+        self.captions_digest = hashlib.blake2b(of_images, digest_size=8).hexdigest()
         self._latents, self._tokens = _table(folder, "latents"), _table(folder, "tokens")
         self._lengths = _table(folder, "lengths").whole().long()
         self._starts = self._lengths.cumsum(0) - self._lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -10,20 +11,31 @@ import numpy as np
 
 from megadiff.types import Prompt, PromptBatch
 
+logger = logging.getLogger(__name__)
+
 
 class PromptSampler:
     """Iterator over PromptBatch.
 
     The global order is one endless list: the prompts permuted for epoch 0, then for epoch 1, … Step k takes its next
     `prompts_per_step` entries, and each data-parallel rank the contiguous slice of whole groups that is its own. So
-    the union over ranks does not depend on dp. A step may span two epochs, and then have a prompt
-    twice: `repeats` tells its groups apart.
+    the union over ranks does not depend on dp. A step may have a prompt more than once, as it spans
+    several epochs or two rows are equal: `repeats` tells its groups apart.
 
-    shuffle False keeps the file's order in every epoch. ValueError: prompts_per_step that dp does not divide.
+    shuffle False keeps the file's order in every epoch. source: names the prompts in messages.
+    ValueError: prompts_per_step that dp does not divide.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, prompts_per_step: int, dp: int, dp_rank: int, seed: int, shuffle: bool
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        prompts_per_step: int,
+        dp: int,
+        dp_rank: int,
+        seed: int,
+        shuffle: bool,
+        source: str = "data.prompts",
     ) -> None:
         if not prompts:
             raise ValueError("0 prompts, need at least 1; see data.prompts")
@@ -38,7 +50,9 @@ class PromptSampler:
         self._prompts_per_step = prompts_per_step
         self._dp = dp
         self._dp_rank = dp_rank
-        self._order = EpochOrder(len(prompts), seed=seed, shuffle=shuffle)
+        self._order = EpochOrder(
+            len(prompts), seed=seed, shuffle=shuffle, source=source, digest=prompts_digest(prompts)
+        )
         self._position = 0  # entries of the global order taken so far, over all ranks
 
     def __iter__(self) -> PromptSampler:
@@ -54,27 +68,46 @@ class PromptSampler:
         num_local = self._prompts_per_step // self._dp
         mine = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
         indices = self._order.take(self._position, self._prompts_per_step).tolist()
-        seen = Counter[int]()
+        seen = Counter[str]()
         repeats = []
         for index in indices:
-            repeats.append(seen[index])
-            seen[index] += 1
+            # Noise follows from the id, which equal rows share: counted by row, they would draw
+            # the same samples.
+            prompt_id = self._prompts[index].id
+            repeats.append(seen[prompt_id])
+            seen[prompt_id] += 1
         return PromptBatch(prompts=tuple(self._prompts[index] for index in indices[mine]), repeats=tuple(repeats[mine]))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | str]:
         """Where the sampler stands; equal on every rank."""
         return self._order.state(self._position)
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from state(), under any dp and prompts_per_step. ValueError if the global order would be another."""
-        self._position = self._order.position(state)
+    def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
+        """Continue from state(), under any dp and prompts_per_step.
+
+        Raises ValueError as EpochOrder.position does.
+        """
+        self._position = self._order.position(state, accept_changes=accept_changes)
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Return 16 hex digits: a hash of the prompts' ids in their order."""
+    ids = "\n".join(prompt.id for prompt in prompts)
+    return hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
 
 
 class EpochOrder:
-    """An endless list of indices: range(num_items) permuted for epoch 0, then for epoch 1, … Without shuffle as they are."""
+    """An endless list of indices: range(num_items) permuted for epoch 0, then for epoch 1, …
 
-    def __init__(self, num_items: int, *, seed: int, shuffle: bool) -> None:
+    Without shuffle as they are. source: where the items are from, for messages. digest: of the
+    items in their order.
+    """
+
+    def __init__(
+        self, num_items: int, *, seed: int, shuffle: bool, source: str = "", digest: str = ""
+    ) -> None:
         self._num_items, self._seed, self._shuffle = num_items, seed, shuffle
+        self._source, self._digest = source, digest
         self._permutations: dict[int, np.ndarray] = {}
 
     def take(self, start: int, count: int) -> np.ndarray:
@@ -88,26 +121,45 @@ class EpochOrder:
             taken[here] = self._permutation(epoch)[places[here]]
         return taken
 
-    def state(self, position: int) -> dict[str, int]:
+    def state(self, position: int) -> dict[str, int | str]:
         """What a checkpoint keeps of a list of which `position` entries are taken."""
         return {
             "position": position,
             "num_prompts": self._num_items,
             "seed": self._seed,
             "shuffle": int(self._shuffle),
+            "digest": self._digest,
+            "source": self._source,
         }
 
-    def position(self, state: Mapping[str, int]) -> int:
-        """The position of a state(); 0 of an empty one, which converted weights have. ValueError if that was of another list."""
+    def position(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> int:
+        """Return the position of a state(); 0 of an empty one, which converted weights have.
+
+        Raises ValueError when that was of another list, unless changes are accepted: then the run
+        goes on at that position of its own list.
+        """
         if not state:
             return 0
-        for key, mine in self.state(state["position"]).items():
-            if state[key] != mine:
-                raise ValueError(
-                    f"the saved data position has {key}={state[key]}, this run has {key}={mine}; they must be equal for "
-                    "the order to continue: restore data.prompts or data.images, seed and data.shuffle, or start a new run"
-                )
-        return state["position"]
+        mine = self.state(0)
+        compared = [key for key in mine if key not in ("position", "source")]  # a file may move
+        differing = [key for key in compared if state.get(key) != mine[key]]
+        if not differing:
+            return int(state["position"])
+        theirs_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
+        mine_text = ", ".join(f"{key}={mine[key]}" for key in differing)
+        position = int(state["position"])
+        problem = (
+            f"the saved data position has {theirs_text}, from {state.get('source')}; this run has "
+            f"{mine_text}, from {self._source} (digest: a hash of all rows in order)"
+        )
+        if not accept_changes:
+            raise ValueError(
+                f"{problem}. They must be equal for the order to continue: restore data.prompts or "
+                "data.images, seed and data.shuffle, start a new run, or if you mean it set "
+                "checkpoint.accept_changes=true"
+            )
+        logger.warning("%s; checkpoint.accept_changes: it goes on at %d", problem, position)
+        return position
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch not in self._permutations:

@@ -8,13 +8,31 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 
+def parse_json(text: str | bytes) -> object:
+    """Parse JSON. Raise ValueError for what is none, for doubled keys and for endless nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_doubles)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        # Readers differ in which of the two they take, so that nobody can tell what was meant.
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {double!r} comes twice in one object")
+    return parsed
+
+
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file. Raises ValueError when there is no such file, or something else in it."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; fetch the whole model folder")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; fetch it again")
@@ -29,7 +47,7 @@ def weight_files(folder: Path) -> list[Path]:
     for stem in ("diffusion_pytorch_model", "model"):
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if index.is_file():
-            shards = sorted(set(read_json(index)["weight_map"].values()))  # type: ignore[attr-defined]
+            shards = _indexed_files(index)
             missing = [name for name in shards if not (folder / name).is_file()]
             if missing:
                 raise ValueError(
@@ -41,6 +59,20 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(
         f"{folder} holds neither diffusion_pytorch_model nor model .safetensors; fetch the whole model folder"
     )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index lists. Raise ValueError when it is no index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no 'weight_map' of tensor and file names; fetch it again")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or name != Path(name).name:
+            raise ValueError(
+                f"{index}: {tensor!r} is said to be in {name!r}, which is no name of a file beside "
+                "the index; fetch it again"
+            )
+    return sorted(set(weight_map.values()))
 
 
 def open_weights(path: Path) -> safe_open:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.files import open_weights, read_json, weight_files
 from megadiff.parallel.plan import ParallelPlan
+
+
+TRANSFORMER = "transformer"  # a component that all pipelines have
+SIZES = ("in_channels", "num_layers", "num_attention_heads", "attention_head_dim")  # of all
+LARGEST_SIZE = 1 << 16  # of those; a module with 10**9 layers would be built without end
+CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +99,7 @@ def check_model_folder(folder: Path) -> ModelFamily:
     """
     family = _family(folder)
     index = read_json(folder / "model_index.json")
-    optional = tuple(name for name in family.optional if (index.get(name) or [None])[0])
+    optional = tuple(name for name in family.optional if _has_component(index, name))
     absent = [name for name in family.components + optional if not (folder / name).is_dir()]
     if absent:
         raise ValueError(f"{folder} lacks {', '.join(f'{name}/' for name in absent)}; fetch the whole model folder")
@@ -97,38 +111,71 @@ def check_model_folder(folder: Path) -> ModelFamily:
     return family
 
 
+def _has_component(index: Mapping[str, object], name: str) -> bool:
+    """Tell whether model_index.json has a class for the component: [null, null] means none."""
+    classes = index.get(name)
+    return isinstance(classes, list) and bool(classes) and classes[0] is not None
+
+
 def _family(folder: Path) -> ModelFamily:
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
     class_name = read_json(folder / "model_index.json").get("_class_name")
     by_class = {family.pipeline_class: family for family in FAMILIES}
-    if class_name not in by_class:
+    if str(class_name) not in by_class:
         raise ValueError(f"{folder} is a {class_name!r}; supported pipelines: {', '.join(sorted(by_class))}")
-    return by_class[class_name]
+    return by_class[str(class_name)]
 
 
 def build_adapter(folder: Path) -> ModelAdapter:
     """The trainer's adapter of the folder's model family. Raises ValueError as `check_model_folder` does."""
-    return _adapter_class(_family(folder))(folder)
+    family = _family(folder)
+    for name in (TRANSFORMER, *family.optional):
+        component = folder / name
+        if name == TRANSFORMER or component.is_dir():
+            _check_transformer_config(component, read_json(component / "config.json"), (family,))
+    return _adapter_class(family)(folder)
 
 
 def component_model(folder: Path) -> ComponentModel:
     """Of a trained component's folder, with a pipeline around it or without. Raises ValueError for another kind of model."""
     config = read_json(folder / "config.json")
+    _check_transformer_config(folder, config, FAMILIES)
     by_class = {family.transformer_class: family for family in FAMILIES}
-    name = config.get("_class_name")
-    if name not in by_class:
-        raise ValueError(f"{folder} is a {name!r}; supported components: {', '.join(sorted(by_class))}")
+    name = str(config["_class_name"])
     diffusers = importlib.import_module("diffusers")
     from accelerate import init_empty_weights
 
-    with init_empty_weights():
-        transformer = getattr(diffusers, name).from_config(config)
+    try:
+        with init_empty_weights():
+            transformer = getattr(diffusers, name).from_config(config)
+    except CONSTRUCTOR_ERRORS as error:
+        raise ValueError(
+            f"{folder}/config.json makes no {name}: {error!r}; fetch it again"
+        ) from error
     return ComponentModel(
         shapes={name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()},
         plan=_adapter_class(by_class[name]).plan,
         num_heads=transformer.config.num_attention_heads,
     )
+
+
+def _check_transformer_config(
+    folder: Path, config: Mapping[str, object], families: Sequence[ModelFamily]
+) -> None:
+    """Raise ValueError for the config of another class, or with sizes that are none."""
+    known = sorted(family.transformer_class for family in families)
+    if config.get("_class_name") not in known:
+        raise ValueError(
+            f"{folder} is a {config.get('_class_name')!r}; supported components: {', '.join(known)}"
+        )
+    for key in SIZES:
+        size = config.get(key)
+        if type(size) is not int or not 0 < size <= LARGEST_SIZE:
+            raise ValueError(
+                f"{folder}/config.json has {key}={size!r}, not a whole number from 1 to "
+                f"{LARGEST_SIZE}; fetch it again"
+            )
 
 
 def _adapter_class(family: ModelFamily) -> type:

@@ -35,7 +35,7 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.board import FOLDER, Board
-from megadiff.train.checkpoint import Checkpoints
+from megadiff.train.checkpoint import Checkpoints, base_weights
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
@@ -103,7 +103,6 @@ def check(
     _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
     if not on_policy:
         return layout, adapter, open_images(config.data.images, seed=config.seed), scorer
-    _check_count(prompts, config)
     return layout, adapter, prompts, scorer
 
 
@@ -116,15 +115,6 @@ def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool
     for rank in range(min(dp, len(plan))):
         most = groups_in_a_call(plan[rank::dp], eval_sampling(config), batch_size=batch_size)
         check_call(sampling, most, what="an evaluation")
-
-
-def _check_count(prompts: list[Prompt], config: Config) -> None:
-    if len(prompts) < config.train.prompts_per_step:
-        raise ValueError(
-            f"{config.data.prompts} has {len(prompts)} prompts < train.prompts_per_step={config.train.prompts_per_step}: a "
-            f"step would take a prompt more than once; set train.prompts_per_step<={len(prompts)}, add prompts, or "
-            "raise algorithm.group_size"
-        )
 
 
 def read_prompts(config: Config, path: str) -> list[Prompt]:
@@ -174,9 +164,11 @@ def build_run(
         dp_rank=mesh.dp_rank,
         seed=config.seed,
         shuffle=config.data.shuffle,
+        source=config.data.prompts,
     )
-    checkpoints = Checkpoints(folder, config, mesh)
-    progress = checkpoints.load(engine, sampler.load_state)
+    checkpoints = Checkpoints(folder, config, mesh, base=base_weights(config, adapter, mesh))
+    load_data = partial(sampler.load_state, accept_changes=config.checkpoint.accept_changes)
+    progress = checkpoints.load(engine, load_data)
     fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
     sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
     evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer) if config.eval.every else None

@@ -20,7 +20,7 @@ from megadiff.rollout.fleet import Fleet
 from megadiff.rollout.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_evaluation, build_recorder, build_rescue, build_sync, run_folder
-from megadiff.train.checkpoint import Checkpoints
+from megadiff.train.checkpoint import Checkpoints, base_weights
 from megadiff.train.rollout import sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES
@@ -55,10 +55,12 @@ def build_sft_run(
         dp_rank=mesh.dp_rank,
         seed=config.seed,
         shuffle=config.data.shuffle,
+        source=config.data.images,
     )
     stack.callback(batches.close)
-    checkpoints = Checkpoints(folder, config, mesh)
-    progress = checkpoints.load(engine, batches.load_state)
+    checkpoints = Checkpoints(folder, config, mesh, base=base_weights(config, adapter, mesh))
+    load_data = partial(batches.load_state, accept_changes=config.checkpoint.accept_changes)
+    progress = checkpoints.load(engine, load_data)
     evaluation = None
     if config.eval.every:
         fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))

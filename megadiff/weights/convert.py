@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,24 +20,32 @@ import yaml
 
 from megadiff.types import DTYPES, LoraSpec
 from megadiff.weights import lora_files
-from megadiff.weights.convert_sources import Source, open_source, parameter_order, state_order
+from megadiff.weights.convert_sources import (
+    Source,
+    check_base,
+    open_source,
+    parameter_order,
+    state_order,
+)
 from megadiff.weights.destination import check_destination, check_space, clear_up, sync_tree, whole_folder
 from megadiff.weights.layouts import Box, Layout
 from megadiff.weights.model_folders import (
     ModelFolder,
-    copy_rest,
     file_metadata,
     file_tensors,
+    listed,
     open_model,
-    rest_bytes,
+    rest_of,
     write_index,
 )
+from megadiff.weights.other_files import OtherFiles
 from megadiff.weights.row_sources import FileRows, JoinedRows, MergedRows, RowSource, ShardRows
 from megadiff.weights.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.weights.shards import ShardFolder
 from megadiff.weights.streaming import Advance, FileSink, ShardSink, fingerprints_of, stream
-from megadiff.weights.tensor_file import TensorFile, TensorMeta
+from megadiff.weights.tensor_file import TensorFile, TensorMeta, reserve_descriptors
 
+logger = logging.getLogger(__name__)
 TARGETS = ("diffusers", "megatron", "fsdp", "peft", "merged")
 BACKENDS = {"megatron": "megatron", "fsdp": "veomni"}  # target → engine.backend
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # (what is done, bytes) → advance
@@ -62,10 +71,14 @@ class Options:
 
 
 class Job(Protocol):
-    """num_bytes: of the tensors that are written. num_copied: bytes of the files that go along."""
+    """num_bytes: of the tensors that are written. num_copied: bytes of the files that go along.
+
+    not_finite: names of tensors that write() met with NaN or infinity in them.
+    """
 
     num_bytes: int
     num_copied: int
+    not_finite: set[str]
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         """Returns name → fingerprint of what was to be written where verify is set. Raises ValueError and OSError."""
@@ -100,6 +113,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
                 expected = job.write(folder, advance=advance, verify=options.verify)
                 if options.sync:
                     sync_tree(folder)
+            _warn_of_not_finite(src, job.not_finite)
             written = Written(num_bytes=job.num_bytes, seconds=time.perf_counter() - start)
             if options.verify:
                 with progress("verify", job.num_bytes) as advance:
@@ -109,6 +123,14 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
             f"{dst} could not be written: {error}; what was there is as it was, and so is {src}"
         ) from error
     return written
+
+
+def _warn_of_not_finite(src: Path, names: set[str]) -> None:
+    if names:
+        logger.warning(
+            "warning: %s holds NaN or infinity in %d tensors, which are written as they are: %s",
+            src, len(names), listed(sorted(names)),
+        )  # fmt: skip
 
 
 def _check(expected: Mapping[str, str], found: Mapping[str, str], dst: Path) -> None:
@@ -135,6 +157,8 @@ def _job(source: Source, options: Options) -> Job:
     if to == "peft" or (to == "diffusers" and lora):
         return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
     base = _needed_base(source)
+    if to == "merged":
+        check_base(source, is_named=options.base is not None)
     rows: dict[str, RowSource] = {name: component.rows() for name, component in base.components.items()}
     for name, policy in source.policy.items():
         rows[name] = MergedRows(rows[name], policy, scale=lora.scale) if to == "merged" else policy
@@ -153,6 +177,7 @@ class ModelJob:
     def __init__(self, rows: Mapping[str, RowSource], base: ModelFolder, *, dtype: str) -> None:
         """rows: of every component. dtype: `keep` is the base's, tensor by tensor."""
         self._rows, self._base = rows, base
+        self.not_finite: set[str] = set()
         self._files: dict[str, dict[str, dict[str, TensorMeta]]] = {}  # component → its files → their tensors
         for name, component in base.components.items():
             held = component.rows().tensors
@@ -160,21 +185,38 @@ class ModelJob:
             self._files[name] = file_tensors(component, dtypes)
         files = (tensors for of_component in self._files.values() for tensors in of_component.values())
         self.num_bytes = sum(meta.num_bytes for tensors in files for meta in tensors.values())
-        self.num_copied = rest_bytes(base)
+        self._rest = rest_of(base)
+        self.num_copied = self._rest.num_bytes
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
-        copy_rest(self._base, folder)
+        self._rest.copy_to(folder)
         expected = {}
         for name, component in self._base.components.items():
             files, place = self._files[name], folder / component.where
             sink = FileSink(place, files, metadata=file_metadata(component, list(files)))
-            found = stream(self._rows[name], sink, advance=advance, verify=verify)
+            not_finite: set[str] = set()
+            found = stream(
+                self._rows[name], sink, advance=advance, verify=verify, not_finite=not_finite
+            )
+            self._check_merged(name, not_finite)
+            self.not_finite |= {f"{name}.{tensor}" for tensor in not_finite}
             expected |= {f"{name}.{tensor}": digits for tensor, digits in found.items()}
             write_index(component, place, files)
         return expected
 
+    def _check_merged(self, component: str, not_finite: set[str]) -> None:
+        """Raise ValueError when a tensor that LoRA was added to is not finite now."""
+        rows = self._rows[component]
+        wrong = sorted(not_finite & rows.merged.keys()) if isinstance(rows, MergedRows) else []
+        if wrong:
+            raise ValueError(
+                f"{self._base.components[component].folder} with the LoRA added is NaN or infinite "
+                f"in {len(wrong)} tensors: {listed(wrong)}; the base or the LoRA holds such "
+                "values, or alpha is too large"
+            )
+
     def read_back(self, folder: Path) -> RowSource:
-        _check_copies(self._base, folder)
+        _check_copies(self._rest, folder)
         return JoinedRows({f"{name}.": each.rows() for name, each in open_model(folder).components.items()})
 
 
@@ -185,6 +227,7 @@ class CheckpointJob:
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source, self._layout = source, layout
+        self.not_finite: set[str] = set()
         base = _needed_base(source)
         _check_lora_modules(source, base)
         order = parameter_order(source)
@@ -192,6 +235,7 @@ class CheckpointJob:
         names = sorted(tensors, key=lambda name: state_order(name, order))
         self._tensors = {name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names}
         boxes = _boxes(source, base, layout)
+        reserve_descriptors(len(boxes), what=f"a checkpoint of {len(boxes)} ranks, a file each,")
         self._boxes = [
             {name: of_rank[parameter] for name in names if (parameter := name.rpartition("/")[2]) in of_rank}
             for of_rank in boxes
@@ -200,9 +244,11 @@ class CheckpointJob:
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
         sink = ShardSink(folder, self._tensors, self._boxes, values=self._source.values)
-        expected = stream(self._source.state, sink, advance=advance, verify=verify)
+        expected = stream(
+            self._source.state, sink, advance=advance, verify=verify, not_finite=self.not_finite
+        )
         (folder / CONFIG).write_text(yaml.safe_dump(self._config(), sort_keys=False), encoding="utf-8")
-        (folder / PROGRESS).write_text(progress_record(folder, self._source.progress), encoding="utf-8")
+        (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
         return expected
 
     def read_back(self, folder: Path) -> RowSource:
@@ -232,6 +278,7 @@ class LoraJob:
 
     def __init__(self, source: Source, *, with_peft: bool, dtype: str) -> None:
         self._source, self._with_peft = source, with_peft
+        self.not_finite: set[str] = set()
         self._spec: LoraSpec = source.lora
         self._tensors = {
             component: {
@@ -251,7 +298,9 @@ class LoraJob:
                 tensors = lora_files.named_as(self._tensors[component], prefix)
                 sink = FileSink(place, {file: tensors}, metadata={file: metadata})
                 rows = JoinedRows({prefix: self._source.policy[component]})
-                found = stream(rows, sink, advance=advance, verify=verify)
+                found = stream(
+                    rows, sink, advance=advance, verify=verify, not_finite=self.not_finite
+                )
                 expected |= {f"{component}/{name}": digits for name, digits in found.items()}
             if self._with_peft:
                 config = lora_files.peft_config(self._spec, base=self._base_path(component))
@@ -288,12 +337,14 @@ class LoraJob:
 
 def _boxes(source: Source, base: ModelFolder, layout: Layout) -> list[dict[str, Box]]:
     """Of each rank: parameter (`transformer.<name>`) → its box."""
-    ranks: list[dict[str, Box]] = [{} for _ in range(layout.num_ranks)]
+    ranks: list[dict[str, Box]] = []
     for component, rows in source.policy.items():
         model = base.components[component].model
         shapes = {**model.shapes, **{name: meta.shape for name, meta in rows.tensors.items()}}
-        for held, of_rank in zip(ranks, layout.boxes(shapes, model.plan, num_heads=model.num_heads), strict=True):
-            held |= {f"{component}.{name}": box for name, box in of_rank.items()}
+        boxes = layout.boxes(shapes, model.plan, num_heads=model.num_heads)
+        ranks = ranks or [{} for _ in boxes]
+        for of_rank, of_component in zip(ranks, boxes, strict=True):
+            of_rank |= {f"{component}.{name}": box for name, box in of_component.items()}
     return ranks
 
 
@@ -320,11 +371,9 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
             )
 
 
-def _check_copies(base: ModelFolder, folder: Path) -> None:
-    """Raises ValueError when a file of the base that was copied is another."""
-    written = {folder / component.where for component in base.components.values()}
-    for path in sorted(folder.rglob("*")):
-        original = base.path / path.relative_to(folder)
-        is_written = path.parent in written and path.name.endswith((".safetensors", ".index.json"))
-        if path.is_file() and not is_written and original.is_file() and not filecmp.cmp(path, original, shallow=False):
+def _check_copies(rest: OtherFiles, folder: Path) -> None:
+    """Raises ValueError when a file that was copied is another."""
+    for path in rest.files:
+        original = rest.root / path
+        if not filecmp.cmp(folder / path, original, shallow=False):
             raise ValueError(f"the copy of {original} is another file; the disk or the memory is at fault")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,12 +12,16 @@ import torch
 from megadiff.parallel.lora import lora_shapes
 from megadiff.parallel.plan import is_lora
 from megadiff.types import LoraSpec, Progress
+from megadiff.weights.base_weights import base_fingerprint, tensor_fingerprints
 from megadiff.weights.lora_files import has_loras, lora_misfits, open_loras
 from megadiff.weights.lora_names import lora_from_json
 from megadiff.weights.model_folders import ModelFolder, listed, misfits, open_model, open_single_file
 from megadiff.weights.row_sources import JoinedRows, RowSource, ShardRows
 from megadiff.weights.run_folders import chosen_checkpoint, is_checkpoint, model_path, read_config, read_progress
 from megadiff.weights.shards import AVERAGED, TRAINED, ShardFolder, shard_file
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,27 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
         progress=progress,
         config=read_config(folder) if (folder / "config.yaml").is_file() else {},
     )
+
+
+def check_base(source: Source, *, is_named: bool) -> None:
+    """Raise ValueError when a checkpoint's LoRA belongs to other weights than the base's.
+
+    is_named: the base was given with --base, and so is meant; then there is a warning only.
+    """
+    theirs = source.progress.base
+    if not theirs or not source.base:
+        return
+    files = {name: component.files for name, component in source.base.components.items()}
+    ours = base_fingerprint([tensor_fingerprints(files)])
+    if ours == theirs["fingerprint"]:
+        return
+    problem = (
+        f"{source.path} was trained over the weights of {theirs['path']} (fingerprint "
+        f"{theirs['fingerprint']}), but {source.base.path} holds others (fingerprint {ours})"
+    )
+    if not is_named:
+        raise ValueError(f"{problem}; name the model folder that you mean with --base")
+    logger.warning("warning: %s; they are taken, as --base names them", problem)
 
 
 def _trained(policy: Mapping[str, RowSource]) -> JoinedRows:

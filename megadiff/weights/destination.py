@@ -7,6 +7,7 @@ killed leaves them; the next one clears up, as their locks are then free.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import uuid
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+NUM_SPARE = 8  # descriptors: rmtree has two open for each level of folders
 WRITING, REPLACED = "writing", "replaced"
 
 
@@ -47,11 +50,17 @@ def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
     aside = _beside(dst, WRITING)
     aside.mkdir()
     lock = _locked(aside)
+    # Held for rmtree, which opens folders: what fails may be that there are no descriptors left.
+    spare = [os.open(aside, os.O_RDONLY) for _ in range(NUM_SPARE)]
     try:
         yield aside
         _replace(aside, dst, force=force)
     finally:
+        for descriptor in spare:
+            os.close(descriptor)
         shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():
+            logger.warning("%s could not be removed; it is a conversion that failed", aside)
         if lock is not None:
             os.close(lock)
 

@@ -50,6 +50,12 @@ def _fully_sharded(
     shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, num_heads: int, num_ranks: int
 ) -> list[dict[str, Box]]:
     """Rows in equal parts, rounded up, as FSDP2 has them: the last ranks have fewer or none."""
+    most_rows = max(shape[0] for shape in shapes.values() if shape)
+    if num_ranks > most_rows:
+        raise ValueError(
+            f"--dp {num_ranks}: the model's tensors have at most {most_rows} rows, and "
+            f"{num_ranks - most_rows} ranks would hold none; give --dp {most_rows} or less"
+        )
     return [{name: _rows(shape, rank, num_ranks) for name, shape in shapes.items()} for rank in range(num_ranks)]
 
 

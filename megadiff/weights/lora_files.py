@@ -16,6 +16,7 @@ from pathlib import Path
 from megadiff.models.files import read_json
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.types import LoraSpec
+from megadiff.weights.lora_names import is_alpha
 from megadiff.weights.model_folders import COMPONENT, FLOATS, ModelFolder, listed
 from megadiff.weights.row_sources import FileRows
 from megadiff.weights.tensor_file import TensorFile, TensorMeta, canonical_order
@@ -196,9 +197,12 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
     found, alpha = config.get("r", rank), config.get("lora_alpha")
     if found != rank:
         raise ValueError(f"{path}: r={found}, but the tensors have rank {rank}; they are not of one adapter")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
-        raise ValueError(f"{path}: lora_alpha={alpha!r} is no positive number")
-    return float(alpha * math.sqrt(rank)) if config.get("use_rslora") else float(alpha)  # rslora: alpha / √rank
+    if not is_alpha(alpha):
+        raise ValueError(f"{path}: lora_alpha={alpha!r:.80} is no positive number")
+    use_rslora = config.get("use_rslora", False)
+    if type(use_rslora) is not bool:
+        raise ValueError(f"{path}: use_rslora={use_rslora!r:.80} must be true or false")
+    return float(alpha * math.sqrt(rank)) if use_rslora else float(alpha)  # rslora: alpha / √rank
 
 
 def _diffusers_config(file: TensorFile) -> dict[str, object] | None:

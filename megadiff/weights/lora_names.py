@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from megadiff.parallel import plan
@@ -12,6 +13,7 @@ from megadiff.parallel.plan import is_lora, module_of
 from megadiff.types import LoraSpec
 from megadiff.weights.manifest import Manifest
 
+LARGEST_ALPHA = torch.finfo(torch.float32).max
 LORA_A, LORA_B = f".{plan.LORA_A}", f".{plan.LORA_B}"
 Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
 
@@ -48,13 +50,21 @@ def lora_from_json(value: object) -> LoraSpec | None:
     rank, alpha, modules = value["rank"], value["alpha"], value["modules"]
     if type(rank) is not int or rank < 1:
         raise ValueError(f"lora.rank={rank!r} must be an integer of at least 1")
-    if type(alpha) not in (int, float) or not alpha > 0:
-        raise ValueError(f"lora.alpha={alpha!r} must be a positive number")
+    if not is_alpha(alpha):
+        raise ValueError(f"lora.alpha={alpha!r:.80} must be a positive number")
     if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
         raise ValueError(f"lora.modules={modules!r:.200} must be a list of at least one module name")
     if modules != sorted(set(modules)):
         raise ValueError("lora.modules must be sorted and without doubles")
     return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))
+
+
+def is_alpha(value: object) -> bool:
+    """Tell whether a JSON value is a number above 0 in float32's range.
+
+    NaN and infinity pass for JSON, and MKL's product with NaN need not even be NaN.
+    """
+    return type(value) in (int, float) and 0 < value <= LARGEST_ALPHA
 
 
 def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:

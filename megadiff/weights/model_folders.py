@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +12,7 @@ import torch
 
 from megadiff.models.files import read_json, weight_files
 from megadiff.models.registry import ComponentModel, build_adapter, check_model_folder, component_model
+from megadiff.weights.other_files import OtherFiles, other_files
 from megadiff.weights.row_sources import FileRows
 from megadiff.weights.tensor_file import TensorFile, TensorMeta, canonical_order
 
@@ -159,37 +158,20 @@ def file_metadata(base: Component, files: Sequence[str]) -> dict[str, dict[str, 
     return dict(zip(files, (file.metadata for file in base.opened.values()), strict=True))
 
 
-def copy_rest(base: ModelFolder, folder: Path) -> None:
-    """All of the base but its components' weights, and the index of those. Symbolic links are followed. Raises OSError."""
+def rest_of(base: ModelFolder) -> OtherFiles:
+    """Find all of the base but its components' weights, and the index of those.
+
+    Raises ValueError as other_files does.
+    """
     single = next((component for component in base.components.values() if component.is_single_file), None)
     if single:
-        shutil.copyfile(single.folder / "config.json", folder / "config.json")
-        return
+        return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
+    weighted = {component.where for component in base.components.values()}
 
-    try:
-        shutil.copytree(base.path, folder, ignore=_left_out(base), dirs_exist_ok=True)
-    except shutil.Error as error:  # a list of what went wrong
-        raise OSError("; ".join(f"{source}: {reason}" for source, _, reason in error.args[0][:3])) from error
+    def is_weight(path: Path) -> bool:
+        return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
 
-
-def rest_bytes(base: ModelFolder) -> int:
-    """Of the files that copy_rest copies."""
-    if any(component.is_single_file for component in base.components.values()):
-        return 0  # a config.json
-    left_out, paths = _left_out(base), []
-    for parent, _, names in os.walk(base.path, followlinks=True):
-        paths += [Path(parent) / name for name in {*names} - {*left_out(parent, names)}]
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def _left_out(base: ModelFolder) -> Callable[[str, list[str]], list[str]]:
-    """(folder, names in it) → those that are the components' weights."""
-    folders = {component.folder for component in base.components.values()}
-
-    def left_out(parent: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(parent) in folders and name.endswith(WEIGHT_SUFFIXES)]
-
-    return left_out
+    return other_files(base.path, is_left_out=is_weight)
 
 
 def write_index(base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.weights.fingerprint import StreamingFingerprint
-from megadiff.weights.shards import Piece, ShardFolder, incomplete
+from megadiff.weights.shards import Piece, ShardFolder
 from megadiff.weights.tensor_file import TensorFile, TensorMeta
 
 LEAST_MAPPED = 1 << 20  # bytes; less is sooner read than mapped
@@ -131,9 +131,6 @@ class ShardRows:
         if block.begin == 0:
             self._current = [_PieceReader(piece) for piece in self._folder.pieces[self._keys[block.name]]]
         parts = [part for reader in self._current if (part := reader.read(block, room))]
-        num_found, wanted = sum(data.numel() for _, data in parts), math.prod(block.shape)
-        if num_found != wanted:
-            raise incomplete(self._folder.folder, self._keys[block.name], found=num_found, wanted=wanted)
         if block.is_last:
             for reader in self._current:
                 reader.check()
@@ -152,13 +149,14 @@ class MergedRows:
     """W + scale · B A where lora has A and B of a module, computed in float32; the base's other tensors as they are.
 
     lora: the tensors `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank].
+    merged: name of a tensor that has LoRA added → its module.
     """
 
     def __init__(self, base: RowSource, lora: RowSource, *, scale: float) -> None:
         self._base, self._lora, self._scale = base, lora, scale
-        self._merged = {f"{_module(name)}.weight": _module(name) for name in lora.tensors}
+        self.merged = {f"{_module(name)}.weight": _module(name) for name in lora.tensors}
         self.tensors = {
-            name: TensorMeta(dtype=torch.float32, shape=meta.shape) if name in self._merged else meta
+            name: TensorMeta(dtype=torch.float32, shape=meta.shape) if name in self.merged else meta
             for name, meta in base.tensors.items()
         }
         self._pair: tuple[str, Tensor, Tensor] | None = None
@@ -168,9 +166,9 @@ class MergedRows:
 
     def read(self, block: Rows, room: Room) -> Tensor:
         held = self._base.read(block, room)
-        if block.name not in self._merged:
+        if block.name not in self.merged:
             return held
-        a, b = self._read_pair(self._merged[block.name])
+        a, b = self._read_pair(self.merged[block.name])
         return torch.addmm(held.float(), b[block.begin : block.end], a, alpha=self._scale)
 
     def file_of(self, name: str) -> str:

@@ -1,19 +1,24 @@
 """What lies beside a checkpoint's weights: where the run stood, its config, and which checkpoint of a run is meant.
 
 runs/<name>/checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
+progress.json is sealed and holds digests of the other files: a checkpoint is these and no others.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import yaml
 
 from megadiff import __version__
+from megadiff.models.files import parse_json
 from megadiff.types import Progress
+from megadiff.weights.seals import SEAL_KEY, UNSEALED, check_seal, digest, sealed
+from megadiff.weights.shards import SHARD_SUFFIX
+from megadiff.weights.tensor_file import header_of
 
 PROGRESS, CONFIG = "progress.json", "config.yaml"
 
@@ -45,34 +50,59 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
     return chosen
 
 
-def progress_record(folder: Path, progress: Progress) -> str:
-    """The text of progress.json: where the run stood, and the sizes of the files that are there by now."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    return json.dumps({**asdict(progress), "megadiff": __version__, "sizes": sizes}, indent=1)
+def progress_record(folder: Path, progress: Progress) -> bytes:
+    """Return the text of progress.json: where the run stood, and digests of the folder's files."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    record = {
+        **asdict(progress),
+        "megadiff": __version__,
+        "sizes": {path.name: path.stat().st_size for path in files},
+        "digests": {path.name: _file_digest(path) for path in files},
+        SEAL_KEY: UNSEALED,
+    }
+    return sealed(json.dumps(record, indent=1).encode())
 
 
 def read_progress(folder: Path) -> Progress:
-    """Raises ValueError when a file is missing or has another size than was written. (The bits are checked on reading.)"""
+    """Read where the run stood. Raise ValueError when any file is not as it was written.
+
+    Of shard files the headers are compared here; fingerprints in those cover the rest, on reading.
+    """
     record = folder / PROGRESS
     if not record.is_file():
         raise ValueError(f"{record} is missing")
     try:
-        saved = json.loads(record.read_text(encoding="utf-8"))
-        progress = Progress(
-            step=saved["step"],
-            prompts=saved["prompts"],
-            recomputes=saved.get("recomputes", False),
-            skipped=saved.get("skipped", 0),
-        )
+        text = record.read_bytes()
+        saved = parse_json(text)
+        check_seal(text, record, what="it")
+        progress = Progress(**{field.name: saved[field.name] for field in fields(Progress)})
         sizes = dict(saved["sizes"])
+        digests = dict(saved["digests"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{record} is corrupt: {error!r}") from error
     for name, size in sizes.items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise ValueError(f"{path} {'is missing' if found is None else f'has {found} bytes'}, {size} were written")
+        size_now = path.stat().st_size if path.is_file() else None
+        if size_now != size:
+            problem = "is missing" if size_now is None else f"has {size_now} bytes"
+            raise ValueError(f"{path} {problem}, {size} were written")
+        digest_now = _file_digest(path)
+        if digest_now != digests[name]:
+            raise ValueError(
+                f"{path} has the digest {digest_now}, {PROGRESS} says {digests[name]}; it is corrupt "
+                "or of another checkpoint, use the one before"
+            )
     return progress
+
+
+def _file_digest(path: Path) -> str:
+    """Return a file's digest, of a shard file its header's. Raise ValueError for a torn header."""
+    try:
+        with path.open("rb") as file:
+            is_shard_file = path.suffix == SHARD_SUFFIX
+            return digest(header_of(file.fileno()) if is_shard_file else file.read())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read, or its header is corrupt: {error}") from error
 
 
 def read_config(checkpoint: Path) -> dict:

@@ -3,6 +3,8 @@
 A shard file is plain safetensors; what no safetensors field says (which tensor a piece is of and where it lies in it, its
 fingerprint) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
 written. The first piece of a tensor in a file has the tensor's name there, a further one NAME#1, NAME#2, …
+
+Fingerprints cover the tensors' bytes, the header's seal covers the header: no bit is just trusted.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.models.files import open_weights, weight_files
+from megadiff.models.files import open_weights, parse_json, weight_files
+from megadiff.weights.covering import cover
 from megadiff.weights.fingerprint import fingerprint
-from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter
+from megadiff.weights.seals import SEAL_KEY, UNSEALED
+from megadiff.weights.tensor_file import TensorFile, TensorMeta, TensorWriter, reserve_descriptors
 
+SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
-FORMAT = 3  # of that JSON
+FORMAT = 4  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
 TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
 
@@ -76,7 +82,7 @@ def _row_boxes(shape: tuple[int, ...], row: int, start: int, stop: int) -> Itera
 
 
 def shard_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.safetensors"
+    return folder / f"rank_{rank:05d}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +157,7 @@ class ShardWriter:
             for key, place in self._places.items()
         }
         index = {"format": FORMAT, "num_files": self._num_files, "values": self._values, "tensors": pieces}
-        return {METADATA_KEY: json.dumps(index)}
+        return {METADATA_KEY: json.dumps(index), SEAL_KEY: UNSEALED}
 
 
 def write_shards(
@@ -189,9 +195,9 @@ def _place_of(name: str, shard: Shard) -> PiecePlace:
 class ShardFolder:
     """The shard files of a checkpoint, as the full tensors that they make up.
 
-    values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → where its parts are.
-    num_files: of as many ranks. Raises ValueError, naming the file and where it can the tensor, when a file is missing,
-    truncated or no shard file.
+    values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → its
+    pieces, which are disjoint and cover it. num_files: of as many ranks. Raises ValueError, naming
+    the file and where it can the tensor, when a file is missing, damaged or of another checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -202,12 +208,32 @@ class ShardFolder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.pieces: dict[str, list[Piece]] = {}
         self._last: tuple[Piece, Tensor] | None = None  # the piece read last: boxes of one range often share it
+        reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
             if rank:
                 file, index = _read_index(shard_file(self.folder, rank))
+                self._check_index(file, index)
             for piece in _pieces(file, index):
-                self.shapes[piece.place.tensor] = piece.place.shape
-                self.pieces.setdefault(piece.place.tensor, []).append(piece)
+                self._add(piece)
+        for name, pieces in self.pieces.items():
+            _check_cover(self.folder, name, pieces)
+
+    def _check_index(self, file: TensorFile, index: Mapping[str, object]) -> None:
+        for key, expected in (("num_files", self.num_files), ("values", self.values)):
+            if index[key] != expected:
+                raise ValueError(
+                    f"{file.path} has {key}={index[key]!r:.200}, but that of rank 0 has "
+                    f"{expected!r:.200}; they are of two checkpoints, use the one before"
+                )
+
+    def _add(self, piece: Piece) -> None:
+        tensor, shape = piece.place.tensor, piece.place.shape
+        known = self.shapes.setdefault(tensor, shape)
+        if known != shape:
+            raise ValueError(
+                f"{piece.file.path} is corrupt: {tensor!r} has shape {shape}, and {known} elsewhere"
+            )
+        self.pieces.setdefault(tensor, []).append(piece)
 
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local, bit for bit, from whichever pieces overlap it. Each piece read is checked whole."""
@@ -218,7 +244,6 @@ class ShardFolder:
                 f"{self.folder}: {name!r} has shape {self.shapes[name]}, but this model's is {shard.shape}; "
                 "load it with the model that wrote it"
             )
-        num_copied = 0
         for piece in self.pieces[name]:
             overlap = _overlap(piece.place.offsets, piece.place.local_shape, shard.offsets, shard.local.shape)
             if overlap is None:
@@ -230,9 +255,6 @@ class ShardFolder:
                     f"{piece.file.path}: {name!r} is {source.dtype}, but this engine holds it as {shard.local.dtype}"
                 )
             shard.local[of_shard].copy_(source[of_piece])
-            num_copied += source[of_piece].numel()
-        if num_copied != shard.local.numel():
-            raise incomplete(self.folder, name, found=num_copied, wanted=shard.local.numel())
 
     def _read_piece(self, piece: Piece) -> Tensor:
         if self._last and self._last[0] is piece:
@@ -243,10 +265,21 @@ class ShardFolder:
         return tensor
 
 
-def incomplete(folder: Path, name: str, *, found: int, wanted: int) -> ValueError:
-    return ValueError(
-        f"{folder}: {found} of the {wanted} elements of {name!r} are in its files; the checkpoint is incomplete, use the "
-        "one before"
+def _check_cover(folder: Path, name: str, pieces: Sequence[Piece]) -> None:
+    """Raise ValueError unless the pieces are disjoint and cover their tensor."""
+    shape = pieces[0].place.shape
+    if cover(((piece.place.offsets, piece.place.local_shape) for piece in pieces), shape):
+        return
+    num_stored = sum(math.prod(piece.place.local_shape) for piece in pieces)
+    num_wanted = math.prod(shape)
+    if num_stored < num_wanted:
+        raise ValueError(
+            f"{folder}: {num_stored} of the {num_wanted} elements of {name!r} are in its files; "
+            "the checkpoint is incomplete, use the one before"
+        )
+    raise ValueError(
+        f"{folder}: the {len(pieces)} pieces of {name!r}, of {num_stored} elements in all, do not "
+        f"cover its {num_wanted} elements once each; the checkpoint is corrupt, use the one before"
     )
 
 
@@ -280,32 +313,62 @@ class SourceFolder:
             shard.local.copy_(self._file_of[name].get_slice(name)[place])
 
 
-def _read_index(path: Path) -> tuple[TensorFile, dict]:
+def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
     """A shard file and what its metadata says, after a check that all the tensors it announces are there."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; the checkpoint is incomplete, use the one before")
     file = TensorFile(path)
     try:
-        index = json.loads(file.metadata[METADATA_KEY])
-        found = index.get("format", 1)
+        index = parse_json(file.metadata[METADATA_KEY])
+        written_as = index.get("format", 1)
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
-    if found != FORMAT:
+    if written_as != FORMAT:
         raise ValueError(
-            f"{path} has format {found}, this version of megadiff reads format {FORMAT}; use the one that wrote it"
+            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use "
+            "the one that wrote it"
         )
+    kinds = {"num_files": int, "values": dict, "tensors": dict}
+    odd = [key for key, kind in kinds.items() if type(index.get(key)) is not kind]
+    if SEAL_KEY not in file.metadata or odd or index["num_files"] < 1:
+        lacking = ", ".join(odd) or "seal, or no files"
+        raise ValueError(f"{path} is corrupt: its metadata has no {lacking}")
     return file, index
 
 
-def _pieces(file: TensorFile, index: dict) -> Iterator[Piece]:
+def _pieces(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Piece]:
     if index["tensors"].keys() != file.tensors.keys():
         raise ValueError(f"{file.path} is corrupt: its metadata lists other tensors than its header")
     for key, entry in index["tensors"].items():
-        shape, offsets, local_shape = (tuple(entry[field]) for field in ("shape", "offsets", "local_shape"))
-        if local_shape != file.tensors[key].shape:
-            raise ValueError(f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and {local_shape}")
-        place = PiecePlace(tensor=entry["tensor"], shape=shape, offsets=offsets, local_shape=local_shape)
-        yield Piece(file=file, key=key, place=place, fingerprint=entry["fingerprint"])
+        try:
+            box = _place(entry)
+            written = str(entry["fingerprint"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file.path} is corrupt: of {key!r} its metadata says {entry!r:.300}"
+            ) from error
+        if box.local_shape != file.tensors[key].shape:
+            raise ValueError(
+                f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and "
+                f"{box.local_shape}"
+            )
+        yield Piece(file=file, key=key, place=box, fingerprint=written)
+
+
+def _place(entry: Mapping[str, Any]) -> PiecePlace:
+    """Raise KeyError, TypeError or ValueError for an entry that is none."""
+    box = PiecePlace(
+        tensor=entry["tensor"],
+        shape=tuple(entry["shape"]),
+        offsets=tuple(entry["offsets"]),
+        local_shape=tuple(entry["local_shape"]),
+    )
+    if not isinstance(box.tensor, str):
+        raise ValueError(f"the tensor's name is {box.tensor!r}")
+    for numbers in (box.shape, box.offsets, box.local_shape):
+        if len(numbers) != len(box.shape) or any(type(number) is not int for number in numbers):
+            raise ValueError(f"{numbers} are no {len(box.shape)} numbers")
+    return box
 
 
 def _overlap(piece_at, piece_shape, wanted_at, wanted_shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -51,9 +52,13 @@ class Sink(Protocol):
         """Called instead of close() when something failed."""
 
 
-def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> dict[str, str]:
-    """Fills the sink with the source's tensors, cast to its dtypes. verify: returns name → fingerprint of what it was given.
+def stream(
+    source: RowSource, sink: Sink, *, advance: Advance, verify: bool, not_finite: set[str]
+) -> dict[str, str]:
+    """Fill the sink with the source's tensors, cast to its dtypes.
 
+    verify: returns name → fingerprint of what the sink was given. not_finite: names of tensors that
+    hold NaN or infinity then are added to it.
     Raises ValueError for a damaged source and OSError when the sink cannot be written.
     """
     expected = _Fingerprints(sink.tensors)
@@ -64,6 +69,8 @@ def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> 
     def prepare(block: Rows, room: Room) -> list[Part]:
         room.clear()
         rows = source.read(block, room).to(sink.tensors[block.name].dtype)
+        if not _is_finite(rows):
+            not_finite.add(block.name)
         if verify:
             expected.update(block, rows)
         return sink.parts(block, rows, room)
@@ -84,6 +91,13 @@ def stream(source: RowSource, sink: Sink, *, advance: Advance, verify: bool) -> 
     return expected.digits()
 
 
+def _is_finite(rows: Tensor) -> bool:
+    """Tell whether there is no NaN and no infinity."""
+    # A sum takes half the time that extremes take, and is finite when all is, but for an overflow.
+    total = rows.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or all(bool(extreme.isfinite()) for extreme in rows.aminmax())
+
+
 def fingerprints_of(source: RowSource, *, advance: Advance) -> dict[str, str]:
     """name → fingerprint of the source's tensors, which are read to the end."""
     found, room = _Fingerprints(source.tensors), Room()
@@ -102,9 +116,10 @@ class FileSink:
         self, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]], *, metadata: Mapping[str, Mapping[str, str]]
     ) -> None:
         self.tensors = {name: meta for tensors in files.values() for name, meta in tensors.items()}
-        self._files = {
-            file: TensorWriter(folder / file, tensors, metadata=metadata[file]) for file, tensors in files.items()
-        }
+        self._files: dict[str, TensorWriter] = {}
+        with _abandoned_on_error(self):
+            for file, tensors in files.items():
+                self._files[file] = TensorWriter(folder / file, tensors, metadata=metadata[file])
         self._file_of = {name: self._files[file] for file, tensors in files.items() for name in tensors}
 
     def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
@@ -135,24 +150,37 @@ class ShardSink:
         self._writers: list[ShardWriter] = []
         self._places: dict[str, list[tuple[int, str, PiecePlace]]] = {name: [] for name in tensors}
         self._digits: list[dict[str, StreamingFingerprint]] = []
-        for rank, of_rank in enumerate(boxes):
-            places = [
-                PiecePlace(
-                    tensor=name, shape=tensors[name].shape, offsets=of_rank[name][0], local_shape=of_rank[name][1]
+        with _abandoned_on_error(self):
+            for rank, of_rank in enumerate(boxes):
+                pieces = self._pieces(rank, of_rank)
+                writer = ShardWriter(
+                    folder, pieces, rank=rank, num_files=len(boxes), values=values
                 )
-                for name in tensors
-                if name in of_rank
-            ]
-            pieces = {
-                key: (place, TensorMeta(dtype=tensors[place.tensor].dtype, shape=place.local_shape))
-                for key, place in piece_keys(places).items()
-            }
-            for key, (place, _) in pieces.items():
-                self._places[place.tensor].append((rank, key, place))
-            self._digits.append(
-                {key: StreamingFingerprint(meta.dtype, meta.shape) for key, (_, meta) in pieces.items()}
+                self._writers.append(writer)
+
+    def _pieces(
+        self, rank: int, of_rank: Mapping[str, Box]
+    ) -> dict[str, tuple[PiecePlace, TensorMeta]]:
+        """Return key → place and dtype of what a rank's file holds; note which blocks go there."""
+        places = [
+            PiecePlace(
+                tensor=name,
+                shape=meta.shape,
+                offsets=of_rank[name][0],
+                local_shape=of_rank[name][1],
             )
-            self._writers.append(ShardWriter(folder, pieces, rank=rank, num_files=len(boxes), values=values))
+            for name, meta in self.tensors.items()
+            if name in of_rank
+        ]
+        pieces = {}
+        digits = {}
+        for key, box in piece_keys(places).items():
+            meta = TensorMeta(dtype=self.tensors[box.tensor].dtype, shape=box.local_shape)
+            pieces[key] = (box, meta)
+            digits[key] = StreamingFingerprint(meta.dtype, meta.shape)
+            self._places[box.tensor].append((rank, key, box))
+        self._digits.append(digits)
+        return pieces
 
     def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
         parts = []
@@ -175,6 +203,16 @@ class ShardSink:
     def abandon(self) -> None:
         for writer in self._writers:
             writer.file.abandon()
+
+
+@contextmanager
+def _abandoned_on_error(sink: Sink) -> Iterator[None]:
+    """Close what a sink has opened when it cannot open the rest: cleaning up needs descriptors."""
+    try:
+        yield
+    except BaseException:
+        sink.abandon()
+        raise
 
 
 class _Fingerprints:

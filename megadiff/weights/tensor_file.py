@@ -12,14 +12,19 @@ import json
 import math
 import mmap
 import os
+import resource
 import struct
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megadiff.models.files import parse_json
+from megadiff.weights.seals import SEAL_KEY, check_seal, sealed
 
 DTYPES_BY_NAME = {  # in the order in which the safetensors library puts tensors of several dtypes: it keeps them aligned
     "I64": torch.int64,
@@ -36,6 +41,8 @@ DTYPES_BY_NAME = {  # in the order in which the safetensors library puts tensors
     "BOOL": torch.bool,
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
+SPARE_DESCRIPTORS = 64  # for all that a process opens beside
+LENGTH_BYTES = 8  # of a header's length, in front of it
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses more
 MADV_POPULATE_READ = 22  # Linux 5.14; an error where a page cannot be read, which on touching it would kill the process
 LARGEST_READ = 1 << 30  # bytes in one call of the system, which takes 2 GiB at most
@@ -56,8 +63,8 @@ class TensorMeta:
 class TensorFile:
     """A safetensors file, open for reading. tensors: in the order of their data. metadata: text by key.
 
-    Opening reads the header and compares it with the file's size. Raises ValueError that names the file, what is wrong and,
-    where it is about one, the tensor.
+    Opening reads the header and compares it with the file's size, and with its seal where it has
+    one. Raises ValueError that names the file, what is wrong, and the tensor where it is about one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,31 +126,34 @@ class TensorFile:
         self.read_into(name, tensor)
         return tensor
 
-    def _read_header(self) -> tuple[dict, int]:
+    def _read_header(self) -> tuple[dict[str, Any], int]:
         try:
-            length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-            fits = length <= LARGEST_HEADER and 8 + length <= self.size
-            header = json.loads(os.pread(self._descriptor, length, 8)) if fits else None
-            if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
-                raise ValueError("no JSON object there")
+            text = header_of(self._descriptor)
+            header = parse_json(text[LENGTH_BYTES:])
+            _check_metadata(header)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self.path} ({self.size} bytes) has no whole safetensors header; it is truncated, corrupt or another "
-                "kind of file"
+                f"{self.path} ({self.size} bytes) has no whole safetensors header: {error}; it is "
+                "truncated, corrupt or another kind of file"
             ) from error
-        return header, 8 + length
+        if SEAL_KEY in header.get("__metadata__", {}):
+            check_seal(text, self.path, what="its header")
+        return header, len(text)
 
-    def _read_tensors(self, header: dict) -> None:
+    def _read_tensors(self, header: dict[str, Any]) -> None:
         try:
-            entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-            parsed = [(name, *entry["data_offsets"], str(entry["dtype"]), entry["shape"]) for name, entry in entries]
-            shapes = [tuple(int(size) for size in shape) for *_, shape in parsed]
+            entries = [_entry(name, values) for name, values in header.items()]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is corrupt"
             ) from error
+        entries.sort(key=lambda entry: entry.data_offsets)
         at = 0
-        for (name, begin, end, dtype, _), shape in zip(parsed, shapes, strict=True):
+        for entry in entries:
+            name = entry.name
+            dtype = entry.dtype
+            shape = entry.shape
+            begin, end = entry.data_offsets
             if dtype not in DTYPES_BY_NAME:
                 raise ValueError(f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} none")
             meta = TensorMeta(dtype=DTYPES_BY_NAME[dtype], shape=shape)
@@ -163,10 +173,66 @@ class TensorFile:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A header's entry of one tensor. data_offsets: begin and end, from the header's end on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
+    """Raise ValueError, KeyError or TypeError for values of other kinds: 4.0 would fail later."""
+    begin, end = values["data_offsets"]
+    numbers = [begin, end, *values["shape"]]
+    if not isinstance(values["dtype"], str) or any(type(number) is not int for number in numbers):
+        raise ValueError(f"{name!r} has {values}")
+    shape = tuple(values["shape"])
+    return _Entry(name=name, dtype=values["dtype"], shape=shape, data_offsets=(begin, end))
+
+
+def _check_metadata(header: object) -> None:
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict):
+        raise ValueError("no JSON object there")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its __metadata__ holds other values than texts")
+
+
+def reserve_descriptors(count: int, *, what: str) -> None:
+    """Make room for so many more open files, raising the process's soft limit where it is lower.
+
+    Raises ValueError, which names `what` needs them, when the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    needed = num_open + count + SPARE_DESCRIPTORS
+    if needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"{what} needs {count} files open at once, but this process may open {hard} and has "
+            f"{num_open}; raise that limit (ulimit -Hn), or use fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def header_of(descriptor: int) -> bytes:
+    """Return a safetensors file's header, with its length. Raise ValueError for a torn one."""
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
+    if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
+        raise ValueError(f"it should be {length} bytes long")
+    return os.pread(descriptor, LENGTH_BYTES + length, 0)
+
+
 class TensorWriter:
     """A safetensors file that is written. Its tensors lie in the order of `tensors`; their bytes may come in any order.
 
-    metadata may be given again to close(), changed in nothing that changes its length as JSON. Raises OSError.
+    metadata may be given again to close(), if its length as JSON is the same. Where it has UNSEALED
+    under SEAL_KEY, the header is sealed. Raises OSError.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> None:
@@ -206,7 +272,10 @@ class TensorWriter:
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON of a header. tensors: in the order of their data."""
+    """Return length and JSON of a header, sealed where the metadata has a place for it.
+
+    tensors: in the order of their data.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, meta in tensors.items():
@@ -219,7 +288,8 @@ def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, st
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin aligned
-    return struct.pack("<Q", len(text)) + text
+    header = struct.pack("<Q", len(text)) + text
+    return sealed(header) if SEAL_KEY in metadata else header
 
 
 def canonical_order(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:

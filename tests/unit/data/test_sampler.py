@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 
@@ -91,11 +92,54 @@ def test_the_order_is_golden() -> None:
     assert epoch_permutation(8, seed=0, epoch=1).tolist() == [0, 3, 7, 4, 5, 1, 6, 2]
 
 
-def test_state_is_plain_integers() -> None:
+def test_state_is_plain_json() -> None:
     sampler = make(10, 4)
     next(sampler)
-    assert sampler.state() == {"position": 4, "num_prompts": 10, "seed": 0, "shuffle": 1}
-    assert all(type(value) is int for value in sampler.state().values())
+    state = sampler.state()
+    assert {key: state[key] for key in ("position", "num_prompts", "seed", "shuffle")} == {
+        "position": 4,
+        "num_prompts": 10,
+        "seed": 0,
+        "shuffle": 1,
+    }
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_other_prompts_of_the_same_number_are_refused_unless_they_are_meant(caplog) -> None:
+    """Renamed files are not others: what counts are the prompts, in their order."""
+    rows = make_prompts(10)
+    saved = sampler_of(rows, source="old.txt")
+    next(saved)
+    state = json.loads(json.dumps(saved.state()))
+    sampler_of(rows, source="moved.txt").load_state(state)
+    for others in (rows[::-1], [*rows[:9], make_prompts(11)[10]]):
+        sampler = sampler_of(others, source="new.txt")
+        with pytest.raises(ValueError) as caught:
+            sampler.load_state(state)
+        for word in (state["digest"], sampler.state()["digest"], "old.txt", "new.txt"):
+            assert word in str(caught.value)
+        assert "checkpoint.accept_changes=true" in str(caught.value)
+        assert sampler.state()["position"] == 0
+        sampler.load_state(state, accept_changes=True)
+        assert sampler.state()["position"] == 4 and "old.txt" in caplog.text
+
+
+def sampler_of(prompts: list[Prompt], *, source: str) -> PromptSampler:
+    return PromptSampler(
+        prompts, prompts_per_step=4, dp=1, dp_rank=0, seed=0, shuffle=True, source=source
+    )
+
+
+def test_equal_rows_are_told_apart() -> None:
+    """They share an id, from which noise follows; and a step may be longer than the file."""
+    same = [Prompt(text="p", id=prompt_id("p", " "))] * 3
+    for dp in (1, 2):
+        world = [
+            PromptSampler(same, prompts_per_step=8, dp=dp, dp_rank=rank, seed=0, shuffle=True)
+            for rank in range(dp)
+        ]
+        repeats = [repeat for sampler in world for repeat in next(sampler).repeats]
+        assert repeats == list(range(8))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megadiff.models.registry import check_model_folder
+from megadiff.models.registry import build_adapter, check_model_folder, component_model
 
 
 @pytest.fixture
@@ -82,3 +82,76 @@ def test_other_pipelines_and_broken_json(folder: Path) -> None:
     (folder / "model_index.json").write_text("{")
     with pytest.raises(ValueError, match="model_index.json is not JSON"):
         check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ({}, "has no 'weight_map'"),
+        ({"weight_map": ["x"]}, "has no 'weight_map'"),
+        ({"weight_map": {"a": 1}}, "'a' is said to be in 1, which is no name of a file beside"),
+        ({"weight_map": {"a": 1, "b": "x"}}, "'a' is said to be in 1"),
+        ({"weight_map": {"a": "../other/model.safetensors"}}, "is no name of a file beside"),
+        ({"weight_map": {"a": "/other/model.safetensors"}}, "is no name of a file beside"),
+        ([], "holds a list"),
+    ],
+)
+def test_a_damaged_index_is_named(folder: Path, index: object, match: str) -> None:
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=match):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "4300"),
+        ('{"a": 1, "a": 2}', "the key 'a' comes twice"),
+    ],
+)
+def test_json_that_no_reader_takes_is_named(folder: Path, text: str, match: str) -> None:
+    (folder / "vae" / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"vae/config.json is not JSON: .*{match}"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("value", [["QwenImagePipeline"], {"a": 1}, 7, None])
+def test_a_class_name_that_is_none_is_named(folder: Path, value: object) -> None:
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": value, "transformer_2": 3}))
+    with pytest.raises(ValueError, match="supported pipelines: QwenImagePipeline"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"_class_name": "os.system"}, "is a 'os.system'; supported components: "),
+        ({"_class_name": ["QwenImageTransformer2DModel"]}, "supported components: "),
+        ({"num_attention_heads": "x"}, "num_attention_heads='x', not a whole number from 1 to"),
+        ({"num_layers": 10**9}, "num_layers=1000000000, not a whole number"),
+        ({"num_layers": -1}, "num_layers=-1"),
+        ({"in_channels": None}, "in_channels=None"),
+    ],
+)
+def test_a_transformer_of_no_size_is_named(
+    tiny_model: Path, tmp_path: Path, change: dict[str, object], match: str
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    path = model / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    for read in (lambda: build_adapter(model), lambda: component_model(model / "transformer")):
+        with pytest.raises(ValueError, match=match):
+            read()
+
+
+@pytest.mark.parametrize("change", [{"axes_dims_rope": "abc"}, {"joint_attention_dim": [1]}])
+def test_a_config_that_makes_no_module_is_named(
+    tiny_model: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    path = model / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match="config.json makes no QwenImageTransformer2DModel: "):
+        component_model(model / "transformer")

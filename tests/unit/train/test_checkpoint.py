@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megadiff.config.schema import Config
+from megadiff.models.files import weight_files
+from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.train.checkpoint import Checkpoints, whole_looking
+from megadiff.train.checkpoint import Checkpoints, base_weights, whole_looking
 from megadiff.types import Progress
+from megadiff.weights.base_weights import base_fingerprint, tensor_fingerprints
 from megadiff.weights.shards import Shard, ShardFolder, write_shards
 
 
@@ -36,13 +40,13 @@ class SmallEngine:
         ShardFolder(folder).read_into("weight", self.shard)
 
 
-def _checkpoints(folder, **keys):
+def _checkpoints(folder, *, base=None, **keys):
     config = Config()
     config.run.name, config.checkpoint.keep = "test", 2
     for key, value in keys.items():
         setattr(config.checkpoint, key, value)
     mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
-    return Checkpoints(folder, config, mesh)
+    return Checkpoints(folder, config, mesh, base=base)
 
 
 def _save_steps(checkpoints, steps):
@@ -90,7 +94,7 @@ def _flip(folder):
         (_flip, "does not match its fingerprint"),
         (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors is missing"),
         (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing"),
-        (lambda folder: (folder / "progress.json").write_text("{"), "JSONDecodeError"),
+        (lambda folder: (folder / "progress.json").write_text("{"), "progress.json is corrupt"),
     ],
 )
 def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, caplog, harm, text):
@@ -178,11 +182,91 @@ def _arm(moment: int) -> None:
         return call
 
     os.fsync, shutil.rmtree, Path.rename = deadly(os.fsync), deadly(shutil.rmtree), deadly(Path.rename)
-    Path.write_text, SmallEngine.save, Path.mkdir = (
-        deadly(Path.write_text),
-        deadly(SmallEngine.save),
-        deadly(Path.mkdir),
-    )
+    Path.write_text, Path.write_bytes = deadly(Path.write_text), deadly(Path.write_bytes)
+    SmallEngine.save, Path.mkdir = deadly(SmallEngine.save), deadly(Path.mkdir)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("step_000009", "names step_000009, which is not there; the newest is step_000002"),
+        ("stem_000002", "is corrupt, it holds 'stem_000002'; remove it"),
+        ("", "is corrupt"),
+    ],
+)
+def test_a_newest_one_that_went_missing_is_noticed(tmp_path, content, text):
+    checkpoints = _checkpoints(tmp_path)
+    _save_steps(checkpoints, [1, 2])
+    (checkpoints.folder / "latest").write_text(content)
+    with pytest.raises(AgreedError, match=text):
+        _load(_checkpoints(tmp_path))
+    assert _load(_checkpoints(tmp_path, resume=str(checkpoints.folder / "step_000001"))).step == 1
+    (checkpoints.folder / "latest").unlink()
+    assert _load(_checkpoints(tmp_path)).step == 2
+
+
+def test_killed_before_latest_moved_goes_on_from_what_is_there(tmp_path):
+    """`latest` is older than the newest, or names one of a history that was given up just now."""
+    checkpoints = _checkpoints(tmp_path)
+    _save_steps(checkpoints, [1, 2])
+    (checkpoints.folder / "latest").write_text("step_000001")
+    assert _load(_checkpoints(tmp_path)).step == 2
+    (checkpoints.folder / "latest").write_text("step_000002")
+    given_up = checkpoints.folder / "given_up_step_000002_123"
+    (checkpoints.folder / "step_000002").rename(given_up)
+    assert _load(_checkpoints(tmp_path)).step == 1
+
+
+OURS = {"path": "/models/ours", "fingerprint": "a1" * 16}
+OTHER = {"path": "/models/other", "fingerprint": "b2" * 16}
+
+
+def test_a_checkpoint_over_another_base_is_refused_unless_it_is_meant(tmp_path, caplog):
+    first = _checkpoints(tmp_path, base=OURS)
+    engine = SmallEngine()
+    first.save(engine, first.load(engine, lambda _: None))
+    moved = OURS | {"path": "/elsewhere"}
+    assert _checkpoints(tmp_path, base=moved).load(engine, lambda _: None).base == moved
+    assert _checkpoints(tmp_path).load(engine, lambda _: None).base == {}  # needs none
+    with pytest.raises(AgreedError) as caught:
+        _checkpoints(tmp_path, base=OTHER).load(engine, lambda _: None)
+    for word in (*OURS.values(), *OTHER.values(), "checkpoint.accept_changes=true"):
+        assert word in str(caught.value)
+    meant = _checkpoints(tmp_path, base=OTHER, accept_changes=True)
+    progress = meant.load(engine, lambda _: None)
+    assert progress.base == OTHER and "goes on over those" in caplog.text
+    meant.save(engine, progress)  # from here on the other one is the base
+    assert _checkpoints(tmp_path, base=OTHER).load(engine, lambda _: None).base == OTHER
+
+
+def test_base_weights_are_told_apart_by_their_bits(tiny_model, tmp_path):
+    """Scaled by 1.05: the same names, shapes and sizes. How tensors lie in files does not count."""
+    config = Config()
+    mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
+    assert base_weights(config, build_adapter(tiny_model), mesh) == {}
+    config.algorithm.kl_coef = 0.04
+    original = base_weights(config, build_adapter(tiny_model), mesh)
+    config.algorithm.kl_coef, config.lora.rank = 0.0, 4
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    reordered = dict(sorted(tensors.items(), reverse=True))
+    save_file(reordered, file)
+    same = base_weights(config, build_adapter(folder), mesh)
+    assert same["fingerprint"] == original["fingerprint"] and same["path"] != original["path"]
+    save_file({name: 1.05 * tensor for name, tensor in tensors.items()}, file)
+    scaled = base_weights(config, build_adapter(folder), mesh)
+    assert scaled["fingerprint"] != original["fingerprint"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 200])
+def test_a_base_is_the_same_however_many_ranks_hash_it(tiny_model, world_size):
+    files = {"transformer": weight_files(tiny_model / "transformer")}
+    of_ranks = [
+        tensor_fingerprints(files, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    assert base_fingerprint(of_ranks) == base_fingerprint([tensor_fingerprints(files)])
+    assert sum(map(len, of_ranks)) == len(load_file(files["transformer"][0]))
 
 
 def test_progress_is_plain_json(tmp_path):

@@ -84,7 +84,8 @@ def write_checkpoint(
 def seal(folder: Path, *, step: int = 7) -> None:
     """Writes progress.json, with the sizes that files have now."""
     (folder / "progress.json").unlink(missing_ok=True)
-    (folder / "progress.json").write_text(progress_record(folder, Progress(step=step, prompts=PROMPTS)))
+    record = progress_record(folder, Progress(step=step, prompts=PROMPTS))
+    (folder / "progress.json").write_bytes(record)
 
 
 def policy_state(model: Path, factors: Mapping[str, float]) -> dict[str, Tensor]:

@@ -268,6 +268,45 @@ def test_verify_finds_a_bit_that_changed_on_its_way_to_the_disk(
     assert not (tmp_path / "out").exists()
 
 
+def test_more_ranks_than_rows_are_refused(model: Path, tmp_path: Path, capsys) -> None:
+    for count in (100_000, 10**15):
+        error = refused(capsys, model, tmp_path / "out", "--to", "fsdp", "--dp", count)
+        assert f"--dp {count}: the model's tensors have at most 768 rows" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+FEW_FILES = (  # the converter where few files may be open; with "late", only once it writes
+    "import os, resource, sys; from megadiff.cli.convert import main\n"
+    "from megadiff.weights import streaming\n"
+    "def limit():\n"
+    "    most = len(os.listdir('/proc/self/fd')) + 30\n"
+    "    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
+    "init = streaming.ShardSink.__init__\n"
+    "def late(*args, **kwargs):\n"
+    "    limit(); init(*args, **kwargs)\n"
+    "if sys.argv[1] == 'late': streaming.ShardSink.__init__ = late\n"
+    "else: limit()\n"
+    "sys.exit(main(sys.argv[2:]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("when", "text"),
+    [
+        ("early", "40 ranks, a file each, needs 40 files open at once, but this process may open"),
+        ("late", "out could not be written: [Errno 24] Too many open files"),
+    ],
+)
+def test_too_few_descriptors_leave_nothing(
+    model: Path, tmp_path: Path, when: str, text: str
+) -> None:
+    options = [str(model), str(tmp_path / "out"), "--to", "fsdp", "--dp", "40"]
+    command = [sys.executable, "-c", FEW_FILES, when, *options]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 2 and text in process.stderr, process.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 SLOW = (  # the converter, slow from its third write on
     "import sys, time; from megadiff.weights.tensor_file import TensorWriter; from megadiff.cli.convert import main\n"
     "write, count = TensorWriter.write, []\n"

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megadiff.models.qwen_image.plan import PLAN
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Progress
+from megadiff.weights.base_weights import base_fingerprint, tensor_fingerprints
+from megadiff.weights.run_folders import progress_record
 from megadiff.weights.shards import ShardFolder
 from tests.unit.weights.conversions import WEIGHTS, contents, policy_state, refused, run, stored, write_checkpoint
 
@@ -226,6 +228,12 @@ def test_tensors_that_are_no_lora_of_the_model(
     [
         ({"r": 8}, "r=8, but the tensors have rank 4"),
         ({"lora_alpha": 0}, "lora_alpha=0 is no positive number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan is no positive number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha=inf is no positive number"),
+        ({"lora_alpha": 1e308}, "lora_alpha=1e+308 is no positive number"),
+        ({"lora_alpha": 10**400}, "lora_alpha=1000000000000000"),
+        ({"lora_alpha": True}, "lora_alpha=True is no positive number"),
+        ({"use_rslora": "false"}, "use_rslora='false' must be true or false"),
         ({"use_dora": True}, "use_dora=True is more than A and B"),
         ({"alpha_pattern": {"to_q": 3}}, "alpha_pattern={'to_q': 3} is more than A and B"),
     ],
@@ -264,3 +272,70 @@ def test_whole_weights_are_not_taken_for_lora(tiny_model: Path, tmp_path: Path, 
     folder = write_checkpoint(tmp_path / "checkpoint", policy_state(tiny_model, {"model": 1.0}), tiny_model)
     for to in ("peft", "merged"):
         assert "holds whole weights and no LoRA" in refused(capsys, folder, tmp_path / "out", "--to", to)
+
+
+@pytest.mark.parametrize("kind", ["alpha", "lora", "base"])
+def test_a_merged_model_that_is_not_finite_is_refused(
+    tiny_model: Path, adapter: Path, tmp_path: Path, capsys, kind: str
+) -> None:
+    """An alpha that float32 holds may still be too much for the sum."""
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    name = "transformer_blocks.0.attn.to_q"
+    if kind == "alpha":
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3e38}))
+        larger = {key: 100 * tensor for key, tensor in load_file(folder / PEFT).items()}
+        save_file(larger, folder / PEFT)
+    elif kind == "lora":
+        spoil(folder / PEFT, f"base_model.model.{name}.lora_A.weight")
+    else:
+        spoil(base / WEIGHTS, f"{name}.weight")
+    error = refused(capsys, folder, tmp_path / "out", "--to", "merged", "--base", base)
+    assert "with the LoRA added is NaN or infinite in" in error and name in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_not_finite_are_mentioned(
+    tiny_model: Path, tmp_path: Path, caplog
+) -> None:
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    spoil(base / WEIGHTS, "proj_out.weight")
+    assert run(base, tmp_path / "out", "--verify") == 0
+    assert "base holds NaN or infinity in 1 tensors" in caplog.text
+    assert "transformer.proj_out.weight" in caplog.text
+    caplog.clear()
+    assert run(tiny_model, tmp_path / "good", "--dtype", "bfloat16") == 0
+    assert "NaN" not in caplog.text
+
+
+def spoil(file: Path, name: str) -> None:
+    """Put one NaN into a tensor."""
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, file)
+
+
+def test_a_checkpoints_lora_is_merged_into_the_base_that_it_belongs_to(
+    tiny_model: Path, checkpoint: Path, tmp_path: Path, capsys, caplog
+) -> None:
+    """Weights × 1.05 at the same place have the same names, shapes and sizes."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    files = {"transformer": [base / WEIGHTS]}
+    known = {"path": str(base), "fingerprint": base_fingerprint([tensor_fingerprints(files)])}
+    saved = shutil.copytree(checkpoint, tmp_path / "saved")
+    (saved / "config.yaml").write_text(json.dumps({"model": {"path": str(base)}}))
+    (saved / "progress.json").unlink()
+    record = progress_record(saved, Progress(step=7, base=known))
+    (saved / "progress.json").write_bytes(record)
+    assert run(saved, tmp_path / "cut", "--to", "fsdp", "--dp", 3) == 0
+    for source in (saved, tmp_path / "cut"):
+        assert run(source, tmp_path / "right", "--to", "merged", "--force") == 0
+    scaled = {name: 1.05 * tensor for name, tensor in load_file(base / WEIGHTS).items()}
+    save_file(scaled, base / WEIGHTS)
+    for source in (saved, tmp_path / "cut"):
+        error = refused(capsys, source, tmp_path / "out", "--to", "merged")
+        assert f"was trained over the weights of {base}" in error and known["fingerprint"] in error
+        assert "name the model folder that you mean with --base" in error
+    assert run(saved, tmp_path / "out", "--to", "merged", "--base", base) == 0
+    assert "they are taken, as --base names them" in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+import random
+from collections import Counter
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megadiff.weights import shards
+from megadiff.weights.covering import cover
 from megadiff.weights.shards import Shard, ShardFolder, SourceFolder, flat_shards, shard_file, write_shards
 
 FULL = {
@@ -99,14 +103,14 @@ def test_ranges_written_by_some_ranks_are_read_by_others(tmp_path, cuts, wanted)
         assert torch.equal(flat, CUBE.reshape(-1)[begin:end])
 
 
-def test_files_of_another_format_are_refused(tmp_path):
+def test_files_of_another_format_are_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(shards, "FORMAT", 3)
+        _write(tmp_path)
+    with pytest.raises(ValueError, match="has format 3, this version of megadiff reads format 4"):
+        _read_all(tmp_path)
     _write(tmp_path)
     file = shard_file(tmp_path, 1)
-    file.write_bytes(file.read_bytes().replace(b'\\"format\\": 3', b'\\"format\\": 2'))
-    with pytest.raises(
-        ValueError, match="rank_00001.safetensors has format 2, this version of megadiff reads format 3"
-    ):
-        _read_all(tmp_path)
     save_file({"a": FULL["a"]}, file)
     with pytest.raises(ValueError, match="rank_00001.safetensors is a safetensors file, but not one of a checkpoint"):
         _read_all(tmp_path)
@@ -158,12 +162,77 @@ def test_missing_file_is_named(tmp_path, rank):
         _read_all(tmp_path)
 
 
-def test_uncovered_unknown_and_misshapen_tensors_are_named(tmp_path):
-    shard = Shard(local=torch.zeros(2, 5), offsets=(0, 0), shape=(7, 5))
+def test_pieces_that_do_not_cover_their_tensor_once_are_refused_at_opening(tmp_path):
+    """As many elements as the tensor has are not enough: rows 2, 3 come twice, 5 and 6 never."""
+    rows = [
+        Shard(local=torch.zeros(size, 5), offsets=(begin, 0), shape=(7, 5))
+        for begin, size in ((0, 4), (2, 3))
+    ]
+    write_shards(tmp_path, {"a": rows[:1]}, rank=0, num_files=1)
+    with pytest.raises(ValueError, match="20 of the 35 elements of 'a'.*incomplete"):
+        ShardFolder(tmp_path)
+    write_shards(tmp_path, {"a": rows}, rank=0, num_files=1)
+    with pytest.raises(ValueError, match="2 pieces of 'a', of 35 elements in all, do not cover"):
+        ShardFolder(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (4, 5), (3, 4, 3)])
+def test_covering_is_what_counting_every_element_says(shape):
+    rng = random.Random(len(shape))
+    seen = Counter()
+    for _ in range(300):
+        boxes = _cut([((0,) * len(shape), shape)], rng)
+        harm = rng.choice(("none", "move", "drop", "double"))
+        index = rng.randrange(len(boxes))
+        if harm == "move" and shape:
+            offsets, sizes = boxes[index]
+            boxes[index] = (tuple(at + rng.choice((-1, 0, 1)) for at in offsets), sizes)
+        elif harm == "drop":
+            del boxes[index]
+        elif harm == "double":
+            boxes.append(boxes[index])
+        counts = Counter(place for offsets, sizes in boxes for place in _elements(offsets, sizes))
+        is_cover = counts == Counter(_elements((0,) * len(shape), shape))
+        assert cover(boxes, shape) == is_cover, boxes
+        seen[is_cover] += 1
+    assert min(seen[True], seen[False]) > 20
+
+
+def _cut(boxes, rng):
+    """Halve boxes at random; some of the halves are empty."""
+    for _ in range(rng.randrange(6)):
+        offsets, sizes = boxes.pop(rng.randrange(len(boxes)))
+        axis = rng.randrange(len(sizes)) if sizes else None
+        if axis is None:
+            return [(offsets, sizes)]
+        cut = rng.randrange(sizes[axis] + 1)
+        second = tuple(at + cut * (dim == axis) for dim, at in enumerate(offsets))
+        lower = tuple(cut if dim == axis else size for dim, size in enumerate(sizes))
+        upper = tuple(size - cut * (dim == axis) for dim, size in enumerate(sizes))
+        boxes += [(offsets, lower), (second, upper)]
+    return boxes
+
+
+def _elements(offsets, sizes):
+    axes = [range(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+    return product(*axes)
+
+
+def test_files_of_two_checkpoints_are_not_mixed(tmp_path):
+    for name, step in (("old", 3), ("new", 4)):
+        for rank in range(2):
+            shard = _rows(FULL["a"], [0, 4, 7], rank)
+            values = {"step": step}
+            write_shards(tmp_path / name, {"a": [shard]}, rank=rank, num_files=2, values=values)
+    shard_file(tmp_path / "old", 1).rename(shard_file(tmp_path / "new", 1))
+    with pytest.raises(ValueError, match=r"rank_00001.safetensors has values=\{'step': 3\}, but"):
+        ShardFolder(tmp_path / "new")
+
+
+def test_unknown_and_misshapen_tensors_are_named(tmp_path):
+    shard = Shard(local=torch.zeros(7, 5), offsets=(0, 0), shape=(7, 5))
     write_shards(tmp_path, {"a": [shard]}, rank=0, num_files=1)
     source = ShardFolder(tmp_path)
-    with pytest.raises(ValueError, match="10 of the 35 elements of 'a'"):
-        source.read_into("a", Shard(local=torch.zeros(7, 5), offsets=(0, 0), shape=(7, 5)))
     with pytest.raises(ValueError, match="no tensor 'c'"):
         source.read_into("c", shard)
     with pytest.raises(ValueError, match=r"'a' has shape \(7, 5\), but this model's is \(5, 5\)"):
