@@ -61,9 +61,14 @@ def main(argv: list[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         advice = "lower train.microbatch_size or engine.activation_memory_budget; see `megadiff plan`"
         return _fail(RuntimeError(f"{error}; {advice}"), rank, code=1)
+    except SystemExit as stop:  # a signal, or another rank's failure: all is closed by now
+        return int(stop.code or 0)
     except KeyboardInterrupt:  # once training has begun, a rescue answers Ctrl-C
         sys.stderr.write("stopped by Ctrl-C before training began\n" if rank == 0 else "")
         return 130
+    except Exception:  # a library's error, or one of ours: shown whole; what it left ends in leave()
+        logger.exception("rank %d failed", rank)
+        return 1
 
 
 def _train(config: Config, *, world_size: int) -> int:

@@ -1,0 +1,58 @@
+"""A rank that fails under NCCL leaves the others in collectives that never end: their steps are saved all the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadiff.train.checkpoint import whole_looking
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
+
+
+@pytest.mark.parametrize(("backend", "layout"), [("veomni", "parallel.dp=2"), ("megatron", "parallel.tp=2")])
+def test_one_ranks_error_saves_every_ranks_part(tiny_model, tmp_path, backend, layout):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, {torch.cuda.device_count()} visible")
+    groups_per_step = 4 if backend == "veomni" else 8
+    fault = [
+        FAULT,
+        "reward.fault.args.kind=out_of_memory",
+        f"reward.fault.args.rank={1 if backend == 'veomni' else 0}",
+        f"reward.fault.args.groups_per_step={groups_per_step}",
+    ]
+    failed = _train(tiny_model, tmp_path, backend, layout, *fault, num_processes=2)
+    assert failed.returncode == 1
+    assert "CUDA out of memory" in failed.stderr
+    assert "the same command continues from there" in failed.stderr, failed.stderr[-3000:]
+    folder = tmp_path / "quickstart"
+    assert [path.name for path in whole_looking(folder / "checkpoints")] == ["step_000003"]
+    again = _train(tiny_model, tmp_path, "veomni", "parallel.dp=1", FAULT, "reward.fault.args.step=1000")
+    assert again.returncode == 0, again.stderr[-3000:]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def _train(
+    model: Path, folder: Path, backend: str, layout: str, *overrides: str, num_processes: int = 1
+) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "megadiff.cli.train"]
+    if num_processes > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+        launcher = [sys.executable, *module, "-m", "megadiff.cli.train"]
+    command = [
+        *launcher,
+        str(ROOT / "configs" / "quickstart.yaml"),
+        *(f"model.path={model}", f"run.dir={folder}", "run.device=cuda", "track=[]", "eval.every=0"),
+        *("train.num_steps=5", "rollout.num_replicas=1", f"engine.backend={backend}", layout),
+        *overrides,
+    ]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, env=environment)
