@@ -1,7 +1,7 @@
-"""How a request that nobody waits for ends in a worker: by a file, looked for before each forward pass.
+"""End a request that nobody waits for: by a file that workers look for before each forward pass.
 
-vllm-omni cannot end a request that runs: 0.28 forgets it while the engine goes on, 0.26 never answers
-the call that should end it.
+vllm-omni cannot end a request that runs: 0.28 forgets it while the engine goes on, 0.26 never
+answers the call that should end it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request's body from a client that keeps sending: bytes, or JSON, within bounds of size and time."""
+"""Read a request's body, as bytes or JSON, within bounds of size and time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class PromptBody:
 
 
 async def chunks(receive: Any) -> AsyncIterator[bytes]:
-    """Yield the body's bytes as they come. Raises ConnectionError when the client leaves before its end."""
+    """Yield the body's bytes as they come.
+
+    Raises ConnectionError when the client leaves before their end.
+    """
     more = True
     while more:
         message = await receive()
@@ -58,7 +61,10 @@ async def chunks(receive: Any) -> AsyncIterator[bytes]:
 
 
 async def read_json(receive: Any, max_bytes: int) -> Any:
-    """Return the body's JSON value. Raises Refused(413) past the limit, ValueError when it is not JSON."""
+    """Return the body's JSON value.
+
+    Raises Refused(413) past the limit, and ValueError when it is not JSON.
+    """
     body = bytearray()
     async for chunk in chunks(receive):
         body += chunk
@@ -68,7 +74,7 @@ async def read_json(receive: Any, max_bytes: int) -> Any:
             )
     try:
         return json.loads(body)
-    except (ValueError, RecursionError) as error:  # of JSON, of Unicode, of integers too long to read
+    except (ValueError, RecursionError) as error:  # also of Unicode, and of integers too long
         raise ValueError(f"the body is not JSON: {error}") from None
 
 

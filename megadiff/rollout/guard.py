@@ -1,4 +1,4 @@
-"""What stands in front of every route of a replica: the token, the deadline of bodies, the images API's bounds."""
+"""Stand in front of every route of a replica: the token, deadlines of bodies, bounds of images."""
 
 from __future__ import annotations
 

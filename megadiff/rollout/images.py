@@ -1,4 +1,4 @@
-"""The OpenAI images API in bounds: what a request may ask for, and how long it may hold the replica."""
+"""Keep the OpenAI images API in bounds: what it may be asked for, and for how long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ IMAGES_PATH = "/v1/images/generations"
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 DEFAULT_SIDE = 1024  # where a request names no size: what vllm-omni's image models take
 DEFAULT_STEPS = 50
-FIELDS = {  # all others reach further than an image: files of the host, devices, code of other models
+# all others reach further than an image: files of the host, devices, code of other models
+FIELDS = {
     "prompt": str,
     "negative_prompt": str,
     "model": str,
@@ -39,7 +40,10 @@ FIELDS = {  # all others reach further than an image: files of the host, devices
 
 
 def check_image_request(body: object, limits: Limits) -> dict[str, Any]:
-    """Return the request without its null fields. Raises ValueError for the first rule that it breaks."""
+    """Return the request without its null fields.
+
+    Raises ValueError for the first rule that it breaks.
+    """
     if not isinstance(body, dict):
         raise ValueError(f"the body is a {type(body).__name__}; it must be a JSON object")
     request = {name: value for name, value in body.items() if value is not None}
@@ -50,7 +54,8 @@ def check_image_request(body: object, limits: Limits) -> dict[str, Any]:
         raise ValueError(f"unknown fields {', '.join(unknown)[:200]}; known: {', '.join(FIELDS)}")
     for name, value in request.items():
         if not isinstance(value, FIELDS[name]) or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r:.60} is a {type(value).__name__}; see the images API")
+            kind = type(value).__name__
+            raise ValueError(f"{name}={value!r:.60} is a {kind}; see OpenAI's images API")
     if not request.get("prompt"):
         raise ValueError("the body needs 'prompt', a text that is not empty")
     for name in ("prompt", "negative_prompt"):
@@ -97,7 +102,7 @@ def _check_work(request: dict[str, Any], limits: Limits) -> None:
 
 
 class ImageDoor:
-    """Answers IMAGES_PATH through vllm-omni's own route, which sees no client and no deadline.
+    """Answer IMAGES_PATH through vllm-omni's own route, which sees no client and no deadline.
 
     vllm-omni's way to end a request whose client left is to forget it: the engine goes on, and the
     next call waits. Here the engine is told to stop (Replica.stoppable), and the request counts as
@@ -121,7 +126,8 @@ class ImageDoor:
                 self._replica.generating(),
                 self._replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
             ):
-                answer = await self._answer(scope, request | {"extra_params": {STOP_KEY: stop.path}})
+                stoppable = request | {"extra_params": {STOP_KEY: stop.path}}
+                answer = await self._answer(scope, stoppable)
         finally:
             self._replica.num_image_calls -= 1
         if stop.reason:

@@ -9,9 +9,10 @@ REQUEST_BYTES = 2**16  # of JSON besides a first frame: texts of 4 bytes a chara
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper bounds; side in pixels, pixels of one sample's frames, prompt_chars in characters, bodies in bytes.
+    """Upper bounds; side in pixels, pixels of one sample's frames, prompt_chars in characters,
+    bodies in bytes.
 
-    image_*: of the OpenAI images API. Pixels are those of all images of a request, work is pixels times steps.
+    image_*: of the OpenAI images API; pixels of all images of a request, work in pixels × steps.
     """
 
     group_size: int = 1024

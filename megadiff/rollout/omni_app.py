@@ -27,8 +27,8 @@ KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.ro
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """dtype: float32 or bfloat16. compile: torch.compile. fp8, fp8_in_place: see megadiff.rollout.fp8. float32_streams:
-    the config's model.float32_streams. tp: workers that share the transformer's weights. private_folder: of the replica's
-    processes alone, where its workers meet."""
+    the config's model.float32_streams. tp: workers that share the transformer's weights.
+    private_folder: of the replica's processes alone, where its workers meet."""
 
     model: Path
     name: str
@@ -90,17 +90,17 @@ def build_engine(config: EngineConfig) -> Any:
 
 
 async def build_app(engine: Any, config: EngineConfig) -> FastAPI:
-    """Return an app of its own with KEPT_ROUTES of vllm-omni's.
+    """Return a new app with KEPT_ROUTES of vllm-omni's.
 
-    vLLM's app has 40 routes more, pages, metrics, and lets scripts of any web site in (CORS).
+    vLLM's app has dozens of routes more, pages, and lets scripts of any web site in (CORS).
     """
     from vllm_omni.entrypoints.openai import api_server
 
-    kept = [route for route in api_server.router.routes if _is_kept(route)]
-    if len(kept) != len(KEPT_ROUTES):
-        raise ValueError(f"vllm-omni's router has {len(kept)} of {', '.join(KEPT_ROUTES)}")
+    routes = [route for route in api_server.router.routes if _is_kept(route)]
+    if len(routes) != len(KEPT_ROUTES):
+        raise ValueError(f"vllm-omni's router has {len(routes)} of {', '.join(KEPT_ROUTES)}")
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.include_router(APIRouter(routes=kept))
+    app.include_router(APIRouter(routes=routes))
     api_server._register_omni_exception_handlers(app)
     await api_server.omni_init_app_state(engine, app.state, _server_arguments(config))
     return app

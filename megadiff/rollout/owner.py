@@ -1,4 +1,4 @@
-"""Which run a replica works for. Pure state: seconds of a clock come in, Refused comes out."""
+"""Say which run a replica works for. Pure state: seconds of a clock come in, Refused comes out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ OWNER_SILENT_S = 60.0  # after this an owner may be gone, and another run may be
 class Owner:
     """The run whose push began last owns the replica, until it gives it up or is silent.
 
-    nobody → (begin) → owned → (release, or OWNER_SILENT_S without a sign of life) → free → (begin) → owned by another.
+    nobody → (begin) → owned → (release, or OWNER_SILENT_S without a sign of life) → free
+    → (begin) → owned by another.
     The weights stay the owner's when it is gone: only its own generate is answered from them.
     A run is named by RUN_HEADER. "" is everybody without a name; they count as one run.
     clock: seconds that never go back.
@@ -36,9 +37,9 @@ class Owner:
             raise Refused(
                 409,
                 f"{_named(run)} cannot have this replica: {_named(self.run)} works with it, was "
-                f"heard {self._silent_s():.0f} s ago and has {self._num_calls} calls in flight; give "
-                "each run a registry of its own (rollout.registry), or begin when that run has ended "
-                f"or was silent for {OWNER_SILENT_S:.0f} s",
+                f"heard {self._silent_s():.0f} s ago and has {self._num_calls} calls in flight; "
+                "give each run a registry of its own (rollout.registry), or begin when that run "
+                f"has ended or was silent for {OWNER_SILENT_S:.0f} s",
             )
 
     def take(self, run: str) -> None:

@@ -82,7 +82,7 @@ class PolicyState:
             _check_same(name, row, self._pending[name])
 
     def check_push(self, number: int) -> None:
-        """Raise Refused(409) when the push that a bucket was sent for is not the open one any more."""
+        """Raise Refused(409) when the push that a bucket was sent for is not open any more."""
         if number != self.num_pushes:
             raise Refused(
                 409,

@@ -1,4 +1,4 @@
-"""Deadlines of a connection that uvicorn has none for: a request's headers, and an answer that is not read.
+"""Set deadlines that uvicorn lacks: of a request's headers, and of an answer that is not read.
 
 Those of a body are megadiff.rollout.body's.
 """
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-HEADERS_S = 10.0  # from a request's first byte, or the connection's begin, to the end of the headers
+HEADERS_S = 10.0  # from the connection's begin, or a later request's first byte, to their end
 HEADER_BYTES = 2**16
 UNREAD_S = 60.0  # an answer of which nothing is taken, or the rest of a body that was refused
 MAX_STRANGERS = 256  # connections that never sent a request; one more ends the oldest

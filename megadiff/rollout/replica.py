@@ -36,7 +36,7 @@ TRANSPORTS = ("http", "shm", "cuda_ipc", "nccl", "disk")
 
 @dataclass
 class Stop:
-    """A file whose being there ends a request in the engine; reason: why it was made, "" where it was not."""
+    """End a request in the engine by a file. reason: "" as long as it is not there."""
 
     path: str
     reason: str = ""
@@ -65,7 +65,8 @@ class Replica:
     ) -> None:
         """expected: of the base weights. places: as the worker extension's policy_places() returns them. model_rule: raises
         ValueError for what the model cannot sample. arithmetic: what /health says of how it computes. weights_folder: the
-        one from which buckets on disk are taken. private_folder: of this replica and its workers alone."""
+        one from which buckets on disk are taken. private_folder: of this replica and its workers
+        alone."""
         self.engine, self.name, self.limits = engine, name, limits
         self.model_rule, self.arithmetic = model_rule, dict(arithmetic)
         self.places, self.weights_folder = list(places), weights_folder
@@ -90,8 +91,10 @@ class Replica:
                 self._idle.notify_all()
 
     @asynccontextmanager
-    async def stoppable(self, receive: Any, *, timeout_s: float | None = None) -> AsyncIterator[Stop]:
-        """Yield what ends a request in the engine; it is used when the client leaves or the time is over.
+    async def stoppable(
+        self, receive: Any, *, timeout_s: float | None = None
+    ) -> AsyncIterator[Stop]:
+        """Yield what ends a request in the engine when its client leaves, or after timeout_s.
 
         receive: ASGI's, after the whole body. The engine sees it before its next forward pass.
         """
@@ -154,9 +157,10 @@ class Replica:
                 await call_worker(self.engine, "begin_push", dict(transport))
 
     async def weights_bucket(self, receive: Any, *, run: str | None = None) -> list[str]:
-        """Loads the tensors of a safetensors body; returns their names. Raises Refused or ValueError.
+        """Load the tensors of a safetensors body; return their names.
 
         The body is read before the lock is taken: who stalls in it holds up nobody.
+        Raises Refused or ValueError.
         """
         self.owner.check(run)
         self.policy.check_bucket({})  # refuse before the body is read

@@ -55,6 +55,36 @@ def _router(replica: Replica) -> APIRouter:
 
         return await _answer(answer)
 
+    @router.post("/rl/sleep")
+    async def sleep(request: Request) -> Response:
+        async def answer() -> Response:
+            await replica.sleep(run=_run(request))
+            return JSONResponse({"state": replica.policy.state})
+
+        return await _answer(answer)
+
+    @router.post("/rl/trim")
+    async def trim(request: Request) -> Response:
+        async def answer() -> Response:
+            await replica.trim(run=_run(request))
+            return JSONResponse({"state": replica.policy.state})
+
+        return await _answer(answer)
+
+    @router.post("/rl/release")
+    async def release(request: Request) -> Response:
+        async def answer() -> Response:
+            return JSONResponse({"released": replica.owner.release(_run(request))})
+
+        return await _answer(answer)
+
+    _add_weights(router, replica)
+    return router
+
+
+def _add_weights(router: APIRouter, replica: Replica) -> None:
+    """Add the routes of a push."""
+
     @router.get("/rl/weights/places")
     async def weights_places() -> JSONResponse:
         return JSONResponse({"workers": replica.places})
@@ -92,31 +122,6 @@ def _router(replica: Replica) -> APIRouter:
 
         return await _answer(answer)
 
-    @router.post("/rl/sleep")
-    async def sleep(request: Request) -> Response:
-        async def answer() -> Response:
-            await replica.sleep(run=_run(request))
-            return JSONResponse({"state": replica.policy.state})
-
-        return await _answer(answer)
-
-    @router.post("/rl/trim")
-    async def trim(request: Request) -> Response:
-        async def answer() -> Response:
-            await replica.trim(run=_run(request))
-            return JSONResponse({"state": replica.policy.state})
-
-        return await _answer(answer)
-
-    @router.post("/rl/release")
-    async def release(request: Request) -> Response:
-        async def answer() -> Response:
-            return JSONResponse({"released": replica.owner.release(_run(request))})
-
-        return await _answer(answer)
-
-    return router
-
 
 async def _answer(handler: Callable[[], Awaitable[Response]]) -> Response:
     """Turns each kind of failure into a status and a text; the replica lives on."""
@@ -131,7 +136,10 @@ async def _answer(handler: Callable[[], Awaitable[Response]]) -> Response:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        return refusal(507, f"no space left for the weight bucket: {error}; send smaller buckets (sync.bucket_mib)")
+        return refusal(
+            507,
+            f"no space left for the weight bucket: {error}; send smaller buckets (sync.bucket_mib)",
+        )
     except RuntimeError as error:  # how vllm-omni reports a failed worker or engine
         logger.exception("request failed")
         return refusal(500, f"{type(error).__name__}: {error}; see the replica's log")
@@ -145,7 +153,9 @@ def _run(request: Request) -> str:
     """Return the run that asks, "" where it has no name. Raises ValueError for what is no name."""
     run = request.headers.get(RUN_HEADER, "")
     if len(run) > RUN_CHARS or not run.isprintable():
-        raise ValueError(f"{RUN_HEADER}={run!r:.60} must be at most {RUN_CHARS} printable characters")
+        raise ValueError(
+            f"{RUN_HEADER}={run!r:.60} must be at most {RUN_CHARS} printable characters"
+        )
     return run
 
 

@@ -123,7 +123,7 @@ def is_loopback(host: str) -> bool:
 def stay_on_loopback(host: str) -> None:
     """Make the engine's own sockets listen on loopback, as its worker processes are on this host.
 
-    NCCL also joins the trainer's group: it stays on loopback where the trainer is on this host, too.
+    NCCL joins the trainer's group, too: it stays there only where the trainer is on this host.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if is_loopback(host):

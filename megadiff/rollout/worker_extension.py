@@ -49,7 +49,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _has_new_weights = False  # of which there are no FP8 copies yet
 
     def init_device(self) -> None:
-        """Meet the replica's other workers at a file: vllm-omni's TCP store listens on every address of the host."""
+        """Meet the other workers at a file: vllm-omni's TCP store listens on all addresses."""
         folder = (self.od_config.custom_pipeline_args or {}).get("private_folder")
         if folder and not dist.is_initialized():
             size = self.od_config.num_gpus

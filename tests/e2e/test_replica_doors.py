@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ import torch
 
 from megadiff.rollout.wire import requests_to_json
 from tests.e2e.replica import REQUEST, SAMPLING, Server, image, start
+from tests.e2e.servers import ENVIRONMENT, ROOT
 
 IMAGES = "/v1/images/generations"
 LONG_IMAGE = {"prompt": "a red cat", "size": "512x512", "num_inference_steps": 200, "n": 2}
@@ -96,3 +99,15 @@ def _stop_s(server: Server, path: str, body: object) -> float:
     server.client.generate(REQUEST)
     assert server.client.health()["in_flight"] == 0
     return time.monotonic() - start_s
+
+
+def test_malformed_requests_change_nothing() -> None:
+    """The short form of the tool: bits, memory and bounds hold."""
+    command = [sys.executable, "tools/fuzz_replica.py", "--count", "200", "--seed", "3"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["statuses"]["without"]["401"] > 20
+    assert report["statuses"]["with"]["400"] > 20

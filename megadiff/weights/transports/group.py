@@ -138,7 +138,7 @@ class Member:
     def join(self, transport: Mapping[str, Any]) -> None:
         """Returns when every member has joined; at once when this one is in that group already.
 
-        Raises ValueError for what describes no group, and RuntimeError for a trainer that is silent.
+        Raises ValueError for what describes no group, RuntimeError for a trainer that is silent.
         """
         keys = {"group": str, "address": str, "port": int, "rank": int, "world_size": int}
         for key, kind in keys.items():
@@ -186,9 +186,10 @@ class _SignsOfLife:
 
 
 def _join(description: Mapping[str, Any], rank: int, device: torch.device) -> dist.ProcessGroup:
-    """Return the group once all have joined. Raises RuntimeError when rank 0 is silent for TIMEOUT_S.
+    """Return the group once all have joined.
 
     torch's store waits without end for an address that takes the connection and says nothing.
+    Raises RuntimeError when rank 0 is silent for TIMEOUT_S.
     """
     address = description["address"]
     port = description["port"]

@@ -39,7 +39,8 @@ def served(memory, monkeypatch):
                 held.update({name: tensor.clone() for name, tensor in pairs})
 
     monkeypatch.setattr(replica_module, "call_worker", call)
-    with serving(bucket_manifest([*BUCKET, *LONG]), memory, limits=Limits(bucket_bytes=LIMIT)) as url:
+    limits = Limits(bucket_bytes=LIMIT)
+    with serving(bucket_manifest([*BUCKET, *LONG]), memory, limits=limits) as url:
         client = ReplicaClient(url, "r", timeout_s=60)
         yield client, held
         client.close()

@@ -1,4 +1,4 @@
-"""The doors of a replica over a real socket: owners, deadlines, the token, and the routes there are."""
+"""The doors of a replica over a real socket: owners, deadlines, the token."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> float:
 
 
 def test_two_runs_see_each_other_by_name(url: str) -> None:
-    """The second run is refused; with the same version number it never gets the first one's samples."""
+    """The second run is refused; asking for the same version it never gets the first's samples."""
     assert post(url, "/rl/weights/begin", "a", json=BEGIN).status_code == 200
     refused = post(url, "/rl/weights/begin", "b", json=BEGIN)
     assert refused.status_code == 409 and "run b" in refused.text and "run a" in refused.text
-    assert post(url, "/rl/weights/bucket", "a", content=bytes(encode_bucket(BUCKET))).status_code == 200
+    assert post(url, "/rl/weights/bucket", "a", content=bytes(encode_bucket(BUCKET))).is_success
     for path, body in (("commit", {"version": 7}), ("bucket", {"transport": "shm"})):
         assert post(url, f"/rl/weights/{path}", "b", json=body).status_code == 409
     assert post(url, "/rl/weights/commit", "a", json={"version": 7}).status_code == 200
@@ -158,8 +158,9 @@ def test_a_silent_body_ends_and_its_run_loses_the_replica(
 def test_a_bucket_of_a_push_that_was_begun_again_is_refused(url: str, tmp_path: Path) -> None:
     post(url, "/rl/weights/begin", "a", json=BEGIN)
     body = bytes(encode_bucket(BUCKET))
-    head = f"POST /rl/weights/bucket HTTP/1.1\r\nHost: x\r\nX-Megadiff-Run: a\r\nContent-Length: {len(body)}"
-    with open_request(url, head.encode() + b"\r\n\r\n" + body[:100]) as connection:
+    head = "POST /rl/weights/bucket HTTP/1.1\r\nHost: x\r\nX-Megadiff-Run: a\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with open_request(url, head.encode() + body[:100]) as connection:
         wait_for(lambda: any(tmp_path.iterdir()))
         post(url, "/rl/weights/begin", "a", json=BEGIN)
         connection.sendall(body[100:])

@@ -1,4 +1,4 @@
-"""A replica's worker is not held by a trainer that is silent, and leaves no thread or socket behind."""
+"""A replica's worker is not held by a silent trainer, and leaves no thread or socket behind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,12 @@ def test_a_trainer_whose_other_replicas_do_not_come(
     monkeypatch.setattr(group, "JOIN_S", 2 * SECONDS)
     transport = description(listener)
     store = dist.TCPStore(
-        "127.0.0.1", transport["port"], None, True, master_listen_fd=listener.detach(), wait_for_workers=False
+        "127.0.0.1",
+        transport["port"],
+        None,
+        True,
+        master_listen_fd=listener.detach(),
+        wait_for_workers=False,
     )
     start = time.monotonic()
     joins_within(member, transport, 2 * SECONDS + 2, match="not all workers joined .* within 2 s")
