@@ -36,7 +36,9 @@ class Guard:
             return None  # uvicorn is told to make no websockets, and there is no lifespan
         headers = dict(scope["headers"])
         if self._is_authorized(headers):
-            self.replica.owner.hear(headers.get(RUN_HEADER.encode(), b"").decode("latin-1"))
+            run = headers.get(RUN_HEADER.encode(), b"").decode("latin-1")
+            if run:  # a monitor or a person without a name must not keep the unnamed run alive
+                self.replica.owner.hear(run)
         elif scope["path"] not in OPEN_PATHS:
             # before a byte of the body is read
             answer = refusal(

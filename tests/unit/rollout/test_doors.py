@@ -128,6 +128,20 @@ def test_two_runs_see_each_other_by_name(url: str) -> None:
     assert refused.status_code == 409 and "took it from run a" in refused.text
 
 
+def test_health_is_a_sign_of_life_of_whom_it_names(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that is at its update keeps its replica; a monitor keeps nobody's."""
+    monkeypatch.setattr("megadiff.rollout.owner.OWNER_SILENT_S", 0.5)
+    for run, is_kept in (("a", True), ("", False)):
+        wait_for(lambda run=run: post(url, "/rl/weights/begin", run, json=BEGIN).is_success)
+        start = time.monotonic()
+        headers = {"X-Megadiff-Run": run} if run else {}
+        while time.monotonic() < start + 0.8:
+            httpx.get(f"{url}/health", headers=headers)
+        assert post(url, "/rl/weights/begin", "b", json=BEGIN).is_success != is_kept
+
+
 def test_a_push_that_stalls_in_a_bucket_holds_up_nobody(
     url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
