@@ -28,7 +28,7 @@ KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.ro
 class EngineConfig:
     """dtype: float32 or bfloat16. compile: torch.compile. fp8, fp8_in_place: see megadiff.rollout.fp8. float32_streams:
     the config's model.float32_streams. tp: workers that share the transformer's weights.
-    private_folder: of the replica's processes alone, where its workers meet."""
+    private_folder: of the replica's processes alone, where its workers meet; None: by TCP."""
 
     model: Path
     name: str
@@ -40,7 +40,7 @@ class EngineConfig:
     fp8_in_place: bool = False
     float32_streams: bool = False
     tp: int = 1
-    private_folder: Path
+    private_folder: Path | None = None
 
 
 def check_versions() -> str:
@@ -83,7 +83,7 @@ def build_engine(config: EngineConfig) -> Any:
             "fp8": config.fp8,
             "fp8_in_place": config.fp8_in_place,
             "float32_streams": config.float32_streams,
-            "private_folder": str(config.private_folder),
+            "private_folder": str(config.private_folder or ""),
         },
         worker_extension_cls=config.worker_extension,
     )
