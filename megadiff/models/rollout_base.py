@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
 from megadiff.diffusion.sde import ode_step, sde_step
+from megadiff.models.rollout_stop import Stopped, stop_path
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Trajectory
 
 T = TypeVar("T", str, bytes)
@@ -165,6 +166,7 @@ class RolloutPipelineMixin:
 
     policy_components = ("transformer",)  # whose weights the trainer pushes
     _sampler: BatchSampler | None = None
+    stop_path: str | None = None  # of the request that runs: see rollout_stop
 
     def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
         """The sampler of requests of equal sampling, with this model's schedule and latent shape."""
@@ -184,8 +186,15 @@ class RolloutPipelineMixin:
         requests = rollout_requests(req)
         if any(params.lora_request is not None for params in req.sampling_params_list):
             return [_refusal(ValueError(NO_LORA_REQUESTS)) for _ in req.sampling_params_list]
-        if not requests:
-            return super().forward(req)
+        self.stop_path = stop_path(req)
+        try:
+            return self._draw_groups(req, requests) if requests else super().forward(req)
+        except Stopped as error:
+            return [_refusal(error)]
+        finally:
+            self.stop_path = None
+
+    def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> list[Any]:
         try:
             self._sampler = self.new_sampler(requests)
             output = self.draw(req)

@@ -20,6 +20,7 @@ from megadiff.rollout.bounded_http import (
     BoundedHttp,
     NoAnswer,
 )
+from megadiff.rollout.owner import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, check_token, is_valid, new_nonce, sign
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
@@ -34,7 +35,6 @@ UNUSABLE = 502  # the status of an answer that is too large, or not what was ask
 SMALL_BYTES = 2**20  # of an answer from an address that has proved nothing yet
 JSON_BYTES = 2**26  # the fingerprints of a large model's tensors, of several workers, are some MiB
 CONDITIONING_BYTES = 2**28  # of a group's embeddings and masks
-RUN_HEADER = "X-Megadiff-Run"
 PATIENCE = (
     ", time in its queue included; raise rollout.request_timeout_s, or use a smaller "
     "rollout.batch_size or more replicas"
@@ -126,6 +126,10 @@ class ReplicaClient:
                 "(MEGADIFF_TOKEN); it gets neither token nor weights",
             )
         self._is_proven = True
+
+    def say_alive(self) -> None:
+        """Let the replica know that this run still works with it, through an update of any length."""
+        self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES)
 
     def release(self) -> None:
         """Tell the replica that this run is over, so that another may take it at once."""

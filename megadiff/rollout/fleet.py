@@ -21,6 +21,7 @@ from megadiff.weights.manifest import Manifest
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
+ALIVE_S = 15.0  # between two signs of life; rollout.owner has OWNER_SILENT_S
 CALLS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between calls
 
 
@@ -33,7 +34,7 @@ class Fleet:
 
     batch_size: samples of one call to a replica. processes: the replicas that this very rank started and watches (empty
     on the other ranks). logs: name → log file. rank, num_ranks: of those that share the replicas, each with its own Fleet.
-    releases: closing it tells the replicas that the run is over; for one rank only.
+    holds_replicas: for one rank only. It tells the replicas that the run is alive, and at the end that it is over.
     """
 
     def __init__(
@@ -45,16 +46,19 @@ class Fleet:
         logs: dict[str, Path] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
-        releases: bool = False,
+        holds_replicas: bool = False,
     ) -> None:
         self.batch_size = batch_size
-        self._releases = releases
+        self._holds_replicas = holds_replicas
+        self._closed = threading.Event()
         self.replicas, self.processes, self.logs = list(clients), list(processes), logs or {}
         self._load = {client.name: 0 for client in clients}
         self._lock = threading.Lock()
         self._share = max(1, len(self.replicas) // num_ranks)  # of the replicas: what this rank would have alone
         self._first_choice = rank * self._share % len(self.replicas)  # equal loads: ranks begin with different replicas
         self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
+        if holds_replicas:
+            threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
 
     def __enter__(self) -> Fleet:
         return self
@@ -65,10 +69,19 @@ class Fleet:
     def close(self) -> None:
         """Drops what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._releases:
+        self._closed.set()
+        if self._holds_replicas:
             self._release()
         for client in self.replicas:
             client.close()
+
+    def _stay_alive(self) -> None:
+        """Keep the replicas this run's while it trains and sends them nothing."""
+        # A pool of its own: the other may be full of requests, and one replica may be slow.
+        with ThreadPoolExecutor(max_workers=min(len(self.replicas), 16)) as pool:
+            while not self._closed.wait(ALIVE_S):
+                futures = [pool.submit(client.say_alive) for client in self.replicas]
+                wait(futures)  # errors are for the calls that need an answer
 
     def _release(self) -> None:
         """Free the replicas for another run; one that does not hear it misses this run in time."""

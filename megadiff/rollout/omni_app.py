@@ -11,28 +11,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fastapi import APIRouter, FastAPI
+
 from megadiff.rollout.late_outputs import deliver_late_outputs
 from megadiff.rollout.raw_results import pass_results_untouched
 
 logger = logging.getLogger(__name__)
 TESTED = ("0.26", "0.28")
-VLLM_ROUTES = (  # vllm-omni's router brings its own
-    ("/v1/chat/completions", {"POST"}),
-    ("/v1/chat/completions/batch", {"POST"}),
-    ("/v1/models", {"GET"}),
-)
-OMNI_ROUTES = (  # the replica answers these itself, and sleeps by a route of its own
-    ("/health", {"GET"}),
-    ("/v1/omni/sleep", {"POST"}),
-    ("/v1/omni/wakeup", {"POST"}),
-    ("/v1/videos", {"POST"}),  # generates after it has answered, when weights may move; /v1/videos/sync stays
-)
+KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.rollout.images
+    "/v1/images/generations": {"POST"},
+    "/v1/models": {"GET"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """dtype: float32 or bfloat16. compile: torch.compile. fp8, fp8_in_place: see megadiff.rollout.fp8. float32_streams:
-    the config's model.float32_streams. tp: workers that share the transformer's weights."""
+    the config's model.float32_streams. tp: workers that share the transformer's weights.
+    private_folder: of the replica's processes alone, where its workers meet; None: by TCP."""
 
     model: Path
     name: str
@@ -44,6 +40,7 @@ class EngineConfig:
     fp8_in_place: bool = False
     float32_streams: bool = False
     tp: int = 1
+    private_folder: Path | None = None
 
 
 def check_versions() -> str:
@@ -86,27 +83,32 @@ def build_engine(config: EngineConfig) -> Any:
             "fp8": config.fp8,
             "fp8_in_place": config.fp8_in_place,
             "float32_streams": config.float32_streams,
+            "private_folder": str(config.private_folder or ""),
         },
         worker_extension_cls=config.worker_extension,
     )
 
 
-async def build_app(engine: Any, config: EngineConfig, *, max_image_pixels: int) -> Any:
-    """vllm-omni's own FastAPI app on the engine, without the routes that the replica answers itself."""
-    from vllm.entrypoints.openai.api_server import build_app as build_vllm_app
+async def build_app(engine: Any, config: EngineConfig) -> FastAPI:
+    """Return a new app with KEPT_ROUTES of vllm-omni's.
+
+    vLLM's app has dozens of routes more, pages, and lets scripts of any web site in (CORS).
+    """
     from vllm_omni.entrypoints.openai import api_server
 
-    arguments = _server_arguments(config)
-    arguments.max_generated_image_size = max_image_pixels
-    app = build_vllm_app(arguments, tuple(await engine.get_supported_tasks()))
-    for path, methods in VLLM_ROUTES:
-        api_server._remove_route_from_app(app, path, methods)
-    app.include_router(api_server.router)
-    for path, methods in OMNI_ROUTES:
-        api_server._remove_route_from_app(app, path, methods)
+    routes = [route for route in api_server.router.routes if _is_kept(route)]
+    if len(routes) != len(KEPT_ROUTES):
+        raise ValueError(f"vllm-omni's router has {len(routes)} of {', '.join(KEPT_ROUTES)}")
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(APIRouter(routes=routes))
     api_server._register_omni_exception_handlers(app)
-    await api_server.omni_init_app_state(engine, app.state, arguments)
+    await api_server.omni_init_app_state(engine, app.state, _server_arguments(config))
     return app
+
+
+def _is_kept(route: Any) -> bool:
+    methods = KEPT_ROUTES.get(getattr(route, "path", ""))
+    return methods is not None and methods == getattr(route, "methods", None)
 
 
 async def call_worker(engine: Any, method: str, *arguments: object) -> Any:

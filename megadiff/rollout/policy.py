@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megadiff.types import LoraSpec
 from megadiff.weights.lora_names import lora_manifest
 from megadiff.weights.manifest import Manifest, name_difference
@@ -32,6 +34,7 @@ class PolicyState:
         self.version = UNPUSHED
         self.state = "ready"
         self.pending_version: int | None = None
+        self.num_pushes = 0  # that have begun: a bucket belongs to one of them
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
         self._holds_all = False  # every base weight was pushed and kept, and nothing was broken off since
         self._pending: Manifest = {}
@@ -65,6 +68,7 @@ class PolicyState:
                 "everything",
             )
         self._holds_all = False
+        self.num_pushes += 1
         self.state, self.pending_version, self.lora = "updating", version, lora
         self._pending, self._received = manifest, set()
 
@@ -76,6 +80,15 @@ class PolicyState:
             raise Refused(400, f"tensors that the manifest does not hold: {', '.join(unknown[:5])}")
         for name, row in bucket.items():
             _check_same(name, row, self._pending[name])
+
+    def check_push(self, number: int) -> None:
+        """Raise Refused(409) when the push that a bucket was sent for is not open any more."""
+        if number != self.num_pushes:
+            raise Refused(
+                409,
+                "while this bucket was read, another push began; its weights are left as they are, "
+                "begin the push again",
+            )
 
     def loaded(self, bucket: Manifest) -> None:
         """The bucket's tensors are in the pipeline."""
@@ -130,6 +143,7 @@ class PolicyState:
             raise Refused(409, f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin first")
 
 
-def _check_same(name: str, row: object, expected: dict[str, object]) -> None:
-    if row != expected:
+def _check_same(name: str, row: dict[str, Any], expected: dict[str, object]) -> None:
+    # JSON's 128.0 and true equal integers, and would be no shape further on
+    if row != expected or any(type(size) is not int for size in row["shape"]):
         raise Refused(400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape")

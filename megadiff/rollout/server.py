@@ -80,7 +80,10 @@ def serve(config: ServeConfig) -> None:
         check_fp8(config)
         if config.float32_streams:
             adapter.check_float32_streams()
-        asyncio.run(_serve(config, family.rollout_pipeline, adapter.validate, listener))
+        stay_on_loopback(config.host)
+        with tempfile.TemporaryDirectory(prefix="megadiff-replica-") as folder:
+            pipeline = family.rollout_pipeline
+            asyncio.run(_serve(config, pipeline, adapter.validate, listener, Path(folder)))
     finally:
         listener.close()
         kill_children()  # vllm-omni's workers, when its own shutdown did not end them
@@ -102,14 +105,30 @@ def _leave() -> None:
 
 def check_host(host: str, token: str | None) -> None:
     """Raises ValueError for an address that others can reach, without a token."""
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback and not token:
+    if not is_loopback(host) and not token:
         raise ValueError(
-            f"--host {host} can be reached from other machines: give --token or MEGADIFF_TOKEN, or use --host 127.0.0.1"
+            f"--host {host} can be reached from other machines: set MEGADIFF_TOKEN or give "
+            "--token-file, or use --host 127.0.0.1"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only processes of this machine reach the address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def stay_on_loopback(host: str) -> None:
+    """Make the engine's own sockets listen on loopback, as its worker processes are on this host.
+
+    NCCL joins the trainer's group, too: it stays there only where the trainer is on this host.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if is_loopback(host):
+        os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def check_device(device: str) -> None:
@@ -152,6 +171,11 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # accepted connections inherit these: a client's host that vanished has left a minute later
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         listener.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -167,12 +191,17 @@ def reachable_url(host: str, port: int) -> str:
 
 
 async def _serve(
-    config: ServeConfig, pipeline: str, model_rule: Callable[[Sampling], None], listener: socket.socket
+    config: ServeConfig,
+    pipeline: str,
+    model_rule: Callable[[Sampling], None],
+    listener: socket.socket,
+    private_folder: Path,
 ) -> None:
     import uvicorn
 
     from megadiff.rollout.late_join import load_newest
     from megadiff.rollout.omni_app import EngineConfig, build_app, build_engine, call_worker, check_versions
+    from megadiff.rollout.punctual import PunctualProtocol
     from megadiff.rollout.replica import Replica
     from megadiff.rollout.routes import replica_app
     from megadiff.weights.transports.shared_memory import sweep
@@ -189,6 +218,7 @@ async def _serve(
         fp8_in_place=config.fp8_in_place,
         float32_streams=config.float32_streams,
         tp=config.tp,
+        private_folder=private_folder,
     )
     engine = build_engine(engine_config)
     try:
@@ -201,14 +231,17 @@ async def _serve(
             model_rule=model_rule,
             arithmetic={"fp8": config.fp8, "float32_streams": config.float32_streams},
             weights_folder=config.weights,
+            private_folder=private_folder,
         )
         if config.weights is not None:
             await load_newest(replica, config.weights)
-        app = await build_app(engine, engine_config, max_image_pixels=config.limits.side**2)
+        app = await build_app(engine, engine_config)
         url = reachable_url(config.host, listener.getsockname()[1])
         server = uvicorn.Server(
             uvicorn.Config(
                 replica_app(app, replica, token=config.token, url=url),
+                http=PunctualProtocol,
+                ws="none",
                 log_level="warning",
                 timeout_graceful_shutdown=GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,

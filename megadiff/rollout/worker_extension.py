@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.platforms import current_omni_platform
 
 from megadiff.models.registry import build_adapter
+from megadiff.models.rollout_stop import check_stop
 from megadiff.models.served_names import ServedPlace, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.garbage import freeze_startup_objects
@@ -46,11 +48,24 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _fp8: Fp8Linears | None = None
     _has_new_weights = False  # of which there are no FP8 copies yet
 
+    def init_device(self) -> None:
+        """Meet the other workers at a file: vllm-omni's TCP store listens on all addresses."""
+        folder = (self.od_config.custom_pipeline_args or {}).get("private_folder")
+        if folder and not dist.is_initialized():
+            size = self.od_config.num_gpus
+            current_omni_platform.set_device(current_omni_platform.get_torch_device(self.rank))
+            store = dist.FileStore(f"{folder}/workers", size)
+            dist.init_process_group(
+                current_omni_platform.dist_backend, store=store, rank=self.rank, world_size=size
+            )
+        super().init_device()
+
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:  # a worker process of its own must not outlive the server
             exit_with(parent.pid)
         super().re_init_pipeline(custom_pipeline_args)
+        self._stop_when_told()
         if custom_pipeline_args.get("float32_streams"):
             self._keep_streams_in_float32()
         if custom_pipeline_args.get("fp8"):
@@ -195,6 +210,22 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
             else:
                 yield name, tensor
+
+    def _stop_when_told(self) -> None:
+        """Look before each forward pass of the policy whether its request was given up."""
+        pipeline = self.model_runner.pipeline
+        group = get_tp_group()
+
+        def check(*_: object) -> None:
+            check_stop(
+                pipeline.stop_path,
+                size=group.world_size,
+                first_rank=group.first_rank,
+                group=group.cpu_group,
+            )
+
+        for component in pipeline.policy_components:
+            pipeline.get_submodule(component).register_forward_pre_hook(check)
 
     def _keep_streams_in_float32(self) -> None:
         pipeline = self.model_runner.pipeline

@@ -84,7 +84,7 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         logs=logs,
         rank=mesh.dp_rank,
         num_ranks=mesh.dp,
-        releases=mesh.rank == 0 and rollout.mode == "separate",  # others end with their run
+        holds_replicas=mesh.rank == 0 and rollout.mode == "separate",  # others end with their run
     )
 
 

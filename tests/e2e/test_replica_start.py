@@ -39,14 +39,26 @@ def test_settings_that_cannot_work_end_before_anything_is_loaded(tiny_model: Pat
         code, text, seconds = serve_and_fail(tiny_model, "--port", port)
     assert code == 2 and f"port {port} on 127.0.0.1 is in use" in text and seconds < 5
     code, text, _ = serve_and_fail(tiny_model, "--port", 0, "--host", "0.0.0.0", MEGADIFF_TOKEN="")
-    assert code == 2 and "give --token" in text
+    assert code == 2 and "set MEGADIFF_TOKEN or give --token-file" in text
+    code, text, _ = serve_and_fail(tiny_model, "--port", 0, "--token=secret")
+    assert code == 2 and "--token is gone" in text and "--token-file FILE" in text
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    secret.chmod(0o640)
+    code, text, _ = serve_and_fail(tiny_model, "--port", 0, "--token-file", secret)
+    assert code == 2 and "has mode 0640" in text and f"chmod 600 {secret}" in text
     code, text, _ = serve_and_fail(tmp_path / "nowhere", "--port", 0)
     assert code == 2 and "does not exist" in text and "Traceback" not in text
 
 
 def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
     """Another address needs the token; SIGTERM ends it within seconds and takes its registry entry back."""
-    server = start(tiny_model, tmp_path, "--host", "0.0.0.0", "--token", "secret", fresh=True)
+    secret = tmp_path / "secret"
+    secret.write_text("secret\n")
+    secret.chmod(0o600)
+    server = start(
+        tiny_model, tmp_path, "--host", "0.0.0.0", "--token-file", str(secret), fresh=True
+    )
     url = server.client.url.replace("0.0.0.0", "127.0.0.1")
     try:
         assert httpx.get(f"{url}/health").status_code == 200

@@ -16,11 +16,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +31,8 @@ from megadiff.weights.bucket import Bucket, bucket_manifest, flat_bytes, write_f
 from megadiff.weights.manifest import Manifest
 from megadiff.weights.transports.base import POLL_S, SyncError, Transport, WeightTarget, first_done
 
-JOIN_S = 1800.0  # for all workers to join: a replica first finishes what it samples for others
+JOIN_S = 360.0  # for all workers to join: a replica first finishes images for others, at most 300 s
+JOIN_POLL_S = 0.02
 TIMEOUT_S = 30.0  # of building the group of those that joined, and of one bucket's broadcast
 EVERYONE = "everyone"  # the store's key that tells of all
 BLAME_S = 5.0  # after a broadcast broke: for the request that says why
@@ -136,7 +138,7 @@ class Member:
     def join(self, transport: Mapping[str, Any]) -> None:
         """Returns when every member has joined; at once when this one is in that group already.
 
-        Raises ValueError for what describes no group.
+        Raises ValueError for what describes no group, RuntimeError for a trainer that is silent.
         """
         keys = {"group": str, "address": str, "port": int, "rank": int, "world_size": int}
         for key, kind in keys.items():
@@ -147,7 +149,7 @@ class Member:
         if transport["group"] == self._id:
             return
         self._drop()
-        self._group = _new_group(transport, transport["rank"] + self.worker, self.device)
+        self._group = _join(transport, transport["rank"] + self.worker, self.device)
         self._id = transport["group"]
 
     def receive(self, source: Mapping[str, Any], manifest: Manifest) -> Tensor:
@@ -169,6 +171,50 @@ class Member:
         self._group, self._id = None, ""
 
 
+class _SignsOfLife:
+    """When rank 0's store answered last, as the thread that asks it notes."""
+
+    def __init__(self) -> None:
+        self._heard_s = time.monotonic()
+
+    def note(self, grace_s: float = 0.0) -> None:
+        """grace_s: for what follows, beyond TIMEOUT_S."""
+        self._heard_s = time.monotonic() + grace_s
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+
+def _join(description: Mapping[str, Any], rank: int, device: torch.device) -> dist.ProcessGroup:
+    """Return the group once all have joined.
+
+    torch's store waits without end for an address that takes the connection and says nothing.
+    Raises RuntimeError when rank 0 is silent for TIMEOUT_S.
+    """
+    address = description["address"]
+    port = description["port"]
+    life = _SignsOfLife()
+    building = _in_background(lambda: _new_group(description, rank, device, life=life))
+    while not building.done() and life.silent_s() < TIMEOUT_S:
+        wait([building], timeout=JOIN_POLL_S)
+    if building.done():
+        return building.result()
+    _hang_up(address, port)
+    raise RuntimeError(
+        f"the trainer's store at {address}:{port} did not answer for {TIMEOUT_S:.0f} s; is the "
+        "trainer alive, and does a firewall let this host reach it? begin the push again"
+    )
+
+
+def _hang_up(address: str, port: int) -> None:
+    """End this process's connections to the address, so that the thread that waits there ends."""
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port and connection.fd >= 0:
+            with socket.socket(fileno=os.dup(connection.fd)) as handle, suppress(OSError):
+                if handle.getpeername()[0].removeprefix("::ffff:") == address:
+                    handle.shutdown(socket.SHUT_RDWR)
+
+
 def _new_group(
     description: Mapping[str, Any],
     rank: int,
@@ -176,8 +222,10 @@ def _new_group(
     *,
     listener: socket.socket | None = None,
     given_up: threading.Event | None = None,
+    life: _SignsOfLife | None = None,
 ) -> dist.ProcessGroup:
     """A group whose members have met. listener: rank 0's socket, on which it opens the store. given_up: it stops waiting.
+    life: what the others note of rank 0.
 
     Raises RuntimeError: of rank 0 when the others do not come, and of those when it went or gave up.
     """
@@ -187,7 +235,7 @@ def _new_group(
     store = dist.TCPStore(address, port, None, listener is not None, timeout, **serving)
     if given_up is None:
         store.set(_joined(rank), "")
-        store.wait([EVERYONE], timedelta(seconds=JOIN_S))
+        _wait_for_everyone(store, life or _SignsOfLife())
     elif not _all_joined(store, world_size, given_up):
         del store  # with it the connections go, and who waits for the others is told
         raise RuntimeError(f"not all of the {world_size - 1} workers joined")
@@ -211,6 +259,17 @@ def _new_group(
 
 def _joined(rank: int) -> str:
     return f"joined/{rank}"
+
+
+def _wait_for_everyone(store: dist.TCPStore, life: _SignsOfLife) -> None:
+    """Poll rank 0's store until all have joined. Raises RuntimeError after JOIN_S."""
+    deadline = time.monotonic() + JOIN_S
+    while not store.check([EVERYONE]):
+        life.note()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all workers joined the trainer's group within {JOIN_S:.0f} s")
+        time.sleep(JOIN_POLL_S)
+    life.note(grace_s=TIMEOUT_S)  # the group that is built now has a timeout of its own
 
 
 def _all_joined(store: dist.TCPStore, world_size: int, given_up: threading.Event) -> bool:

@@ -1,7 +1,6 @@
 """Buckets as bodies of requests, over a real socket: whole ones, too long ones, torn ones, and ones that nobody asked for."""
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +8,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-import uvicorn
-from fastapi import FastAPI
 
 from megadiff.rollout import replica as replica_module
 from megadiff.rollout.client import ReplicaClient, ReplicaError
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.replica import Replica
-from megadiff.rollout.routes import replica_app
 from megadiff.weights.bucket import CHUNK_BYTES, bucket_manifest, encode_bucket
 from megadiff.weights.transports import shared_memory
 from megadiff.weights.transports.receive import Receiver
+from tests.unit.rollout.served import serving
 
 LIMIT = 12 << 20
 BUCKET = [("transformer.a", torch.randn(2 << 20)), ("transformer.b", torch.randn(1001, 3).t())]  # over 8 MiB
@@ -43,20 +39,11 @@ def served(memory, monkeypatch):
                 held.update({name: tensor.clone() for name, tensor in pairs})
 
     monkeypatch.setattr(replica_module, "call_worker", call)
-    replica = Replica(
-        None, name="r", expected=bucket_manifest([*BUCKET, *LONG]), places=[], limits=Limits(bucket_bytes=LIMIT),
-        model_rule=None, arithmetic={"fp8": False, "float32_streams": False},
-    )  # fmt: skip
-    app = replica_app(FastAPI(), replica, token=None)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    client = ReplicaClient(f"http://127.0.0.1:{listener.getsockname()[1]}", "r", timeout_s=60)
-    yield client, held
-    client.close()
-    server.should_exit = True
-    thread.join()
+    limits = Limits(bucket_bytes=LIMIT)
+    with serving(bucket_manifest([*BUCKET, *LONG]), memory, limits=limits) as url:
+        client = ReplicaClient(url, "r", timeout_s=60)
+        yield client, held
+        client.close()
 
 
 def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):

@@ -185,7 +185,7 @@ def test_every_request_of_a_run_names_it(token):
             client.health()
             client.weights_places()
             client.weights_begin(1, {})
-            with Fleet([client], batch_size=1, releases=True):
+            with Fleet([client], batch_size=1, holds_replicas=True):
                 pass
             named = [headers.get("X-Megadiff-Run", "") for _, headers, _ in stranger.asked]
             assert named == [run] * len(named)
@@ -203,5 +203,5 @@ def test_a_fleet_that_does_not_release_says_nothing():
 def test_a_release_that_hangs_holds_nobody():
     with Stranger(drip) as stranger, replica_routes("b") as url:
         clients = [ReplicaClient(stranger.url, "a"), ReplicaClient(url, "b")]
-        with Fleet(clients, batch_size=1, releases=True):
+        with Fleet(clients, batch_size=1, holds_replicas=True):
             pass  # b has no such route, or does: both are well

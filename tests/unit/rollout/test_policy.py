@@ -246,3 +246,23 @@ def test_a_full_disk_is_told_as_such() -> None:
 
     answer = asyncio.run(_answer(full))
     assert answer.status_code == 507 and b"send smaller buckets (sync.bucket_mib)" in answer.body
+
+
+@pytest.mark.parametrize("shape", [[2.0, 3], [2, 3.0]])
+def test_a_shape_is_of_integers(shape: list) -> None:
+    """JSON's 3.0 equals 3."""
+    policy = PolicyState(EXPECTED)
+    manifest = EXPECTED | {"transformer.a": {"dtype": "float32", "shape": shape}}
+    with refused(400, "transformer.a comes as"):
+        policy.begin(1, manifest)
+    assert policy.state == "ready"
+
+
+def test_a_bucket_of_an_earlier_push_is_told_so() -> None:
+    policy = PolicyState(EXPECTED)
+    policy.begin(1, EXPECTED)
+    earlier = policy.num_pushes
+    policy.check_push(earlier)
+    policy.begin(1, EXPECTED)
+    with refused(409, "another push began"):
+        policy.check_push(earlier)

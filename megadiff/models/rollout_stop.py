@@ -1,0 +1,40 @@
+"""End a request that nobody waits for: by a file that workers look for before each forward pass.
+
+vllm-omni cannot end a request that runs: 0.28 forgets it while the engine goes on, 0.26 never
+answers the call that should end it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STOP_KEY = "megadiff_stop"  # in a request's extra_args: the file's path
+
+
+class Stopped(ValueError):
+    """The request was given up; the engine is well."""
+
+
+def stop_path(batch: Any) -> str | None:
+    """Return the path by which a vllm-omni request batch is ended, None where it has none."""
+    paths = [params.extra_args.get(STOP_KEY) for params in batch.sampling_params_list]
+    return paths[0] if len(paths) == 1 and isinstance(paths[0], str) else None
+
+
+def check_stop(path: str | None, *, size: int, first_rank: int, group: Any) -> None:
+    """Raise Stopped once the file is there, on every worker before the same forward pass.
+
+    The first of `size` workers looks, and tells the others: one that went on alone would wait for
+    ever in a collective. group: of the workers, on the CPU.
+    """
+    if path is None:
+        return
+    is_stopped = torch.tensor([int(os.path.exists(path))])
+    if size > 1:
+        dist.broadcast(is_stopped, src=first_rank, group=group)
+    if is_stopped.item():
+        raise Stopped("the request was given up: its client left, or its time was over")

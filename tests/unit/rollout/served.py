@@ -1,0 +1,61 @@
+"""A replica's doors without an engine behind them, over a real socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from megadiff.rollout.limits import Limits
+from megadiff.rollout.punctual import PunctualProtocol
+from megadiff.rollout.replica import Replica
+from megadiff.rollout.routes import replica_app
+from megadiff.weights.manifest import Manifest
+
+
+@contextmanager
+def serving(
+    expected: Manifest,
+    folder: Path,
+    *,
+    token: str | None = None,
+    limits: Limits | None = None,
+    change: Callable[[Replica, FastAPI], Any] = lambda replica, app: None,
+) -> Iterator[str]:
+    """Yield the address. change: what a test puts in place of an engine."""
+    replica = Replica(
+        None,
+        name="r",
+        expected=expected,
+        places=[],
+        limits=limits or Limits(),
+        model_rule=lambda sampling: None,
+        arithmetic={"fp8": False, "float32_streams": False},
+        private_folder=folder,
+    )
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    change(replica, app)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            replica_app(app, replica, token=token),
+            http=PunctualProtocol,
+            ws="none",
+            log_level="critical",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,48 @@
+"""What the images API takes: a plain request, and nothing past its bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from megadiff.rollout.images import check_image_request
+from megadiff.rollout.limits import Limits
+
+PLAIN = {"prompt": "a red star", "size": "512x512", "n": 4, "num_inference_steps": 20, "seed": 1}
+
+
+def test_a_plain_request_is_taken() -> None:
+    assert check_image_request(PLAIN | {"user": None}, Limits()) == PLAIN
+    assert check_image_request({"prompt": "x"}, Limits()) == {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_inference_steps": 10**9}, "num_inference_steps=1e[+]09 must be 1 to 200"),
+        ({"num_inference_steps": 0}, "must be 1 to 200"),
+        ({"num_inference_steps": True}, "is a bool"),
+        ({"size": "40000x40000"}, "width=40000 must be 1 to 4096"),
+        ({"size": "4096x4096", "n": 2}, "are 33554432 pixels, a request takes at most 16777216"),
+        ({"size": "4096x4096", "n": 1, "num_inference_steps": 200}, "ask for fewer steps"),
+        ({"size": "0x512"}, "width=0"),
+        ({"size": "512"}, "must be WIDTHxHEIGHT"),
+        ({"size": "1e3x512"}, "must be WIDTHxHEIGHT"),
+        ({"n": 11}, "n=11 must be 1 to 10"),
+        ({"prompt": "x" * 2001}, "2001 characters"),
+        ({"prompt": ""}, "needs 'prompt'"),
+        ({"prompt": ["x"]}, "is a list"),
+        ({"negative_prompt": "\ud800"}, "lone surrogate"),
+        ({"lora": {"path": "/etc"}}, "without a LoRA of its own"),
+        ({"extra_params": {"megadiff_stop": "/x"}}, "unknown fields extra_params"),
+        ({"generator_device": "cuda:7"}, "unknown fields generator_device"),
+    ],
+)
+def test_what_is_past_a_bound_is_refused(change: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_image_request(PLAIN | change, Limits())
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 1])
+def test_what_is_no_object_is_refused(body: object) -> None:
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        check_image_request(body, Limits())

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Send malformed requests to a replica, half of them without its token, and count what came back.
+
+A run beside them draws samples, which must keep their bits. Exit code 1: something was wrong.
+    python tools/fuzz_replica.py --count 5000 --seed 1
+    MEGADIFF_TOKEN=… python tools/fuzz_replica.py --url http://127.0.0.1:8000 --model MODEL
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import torch
+from fuzz_requests import IMAGE, SAMPLE, bodies, body_of, named, raw_request
+from safetensors.torch import load_file
+
+from megadiff.models.files import weight_files
+from megadiff.rollout.wire import decode_groups, requests_to_json
+from megadiff.weights.bucket import encode_bucket
+from megadiff.weights.manifest import folder_manifest
+
+CALLS_AT_ONCE = 4
+ROUND = 50  # requests between two looks at the samples of the run beside
+MEMORY_MIB = 100
+ANSWER_S = 60.0  # later than this is out of bounds
+STALLED = 40  # connections that are left open in the middle of a request
+REFUSALS = {400, 401, 404, 405, 408, 409, 413, 415, 422, 503}
+
+
+class Tally:
+    """What came back, and what should not have."""
+
+    def __init__(self) -> None:
+        self.statuses = {"without": Counter(), "with": Counter()}
+        self.num_draws = 0
+        self.wrong: list[str] = []
+
+    def add(self, what: str, status: int | str, seconds: float, *, has_token: bool) -> None:
+        self.statuses["with" if has_token else "without"][status] += 1
+        is_taken = status == 200 and (has_token or "/health" in what)
+        if isinstance(status, int) and not (is_taken or status in REFUSALS) or seconds > ANSWER_S:
+            self.wrong.append(f"{status} after {seconds:.1f} s: {what[:300]}")
+
+
+def send_raw(
+    url: str,
+    data: bytes,
+    rng: random.Random,
+    stalled: list[socket.socket],
+    *,
+    is_right: bool,
+) -> int | str:
+    """Return the status, or "cut" where the replica hung up and "left" where this end did."""
+    place = urlsplit(url)
+    is_whole = rng.random() < 0.9
+    connection = socket.create_connection((place.hostname, place.port), timeout=2 * ANSWER_S)
+    try:
+        connection.sendall(data if is_whole else data[: len(data) // 2])
+        if not is_whole and len(stalled) < STALLED:
+            stalled.append(connection)
+            return "left open"
+        if not (is_whole and is_right):
+            connection.settimeout(0.1)
+        answer = connection.recv(64)
+    except TimeoutError:
+        answer = b"left"
+    except ConnectionError:
+        answer = b""
+    connection.close()
+    if not answer.startswith(b"HTTP/1."):
+        return answer.decode() or "cut"
+    return int(answer.split()[1])
+
+
+def send_http(url: str, right: dict[str, Any], token: str, rng: random.Random) -> tuple[str, int]:
+    """Send a well-formed request with a spoiled body; return (what it was, the status)."""
+    path = rng.choice(list(right))
+    body = body_of(path, right, rng)
+    headers = {"Content-Type": "application/json"} | named(token)
+    answer = httpx.post(url + path, content=body, headers=headers, timeout=2 * ANSWER_S)
+    return f"POST {path} {body[:200]!r}", answer.status_code
+
+
+class Beside:
+    """A run that pushes its weights, and draws the same samples again and again."""
+
+    def __init__(self, url: str, model: Path, token: str) -> None:
+        headers = named(token)
+        self.http = httpx.Client(
+            base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False
+        )
+        self.manifest = folder_manifest(model, ("transformer",), dtype="float32")
+        tensors = [load_file(file) for file in weight_files(model / "transformer")]
+        pairs = [(f"transformer.{name}", each[name].float()) for each in tensors for name in each]
+        self.bucket = bytes(encode_bucket(pairs))
+        self.push()
+        self.expected = self.draw()
+
+    def push(self) -> None:
+        begin = {"version": 1, "manifest": self.manifest, "lora": None}
+        self.http.post("/rl/weights/begin", json=begin).raise_for_status()
+        self.http.post("/rl/weights/bucket", content=self.bucket).raise_for_status()
+        self.http.post("/rl/weights/commit", json={"version": 1}).raise_for_status()
+
+    def draw(self) -> list[torch.Tensor]:
+        answer = self.http.post("/rl/generate", json=requests_to_json([SAMPLE]))
+        (group,) = decode_groups(answer.raise_for_status().content)
+        return [trajectory.latents_SLC for trajectory in group.trajectories]
+
+    def draws_the_same(self) -> bool:
+        return all(map(torch.equal, self.draw(), self.expected))
+
+
+def fuzz(url: str, beside: Beside, options: argparse.Namespace, token: str) -> Tally:
+    """Send half of the requests without the token, half with it; compare samples each round."""
+    tally = Tally()
+    right = bodies(beside.manifest)
+    stalled: list[socket.socket] = []
+
+    def send(number: int) -> None:
+        rng = random.Random(f"{options.seed}/{number}")
+        has_token = number >= options.count // 2
+        given = token if has_token else ""
+        start_s = time.monotonic()
+        if rng.random() < 0.3:
+            what, status = send_http(url, right, given, rng)
+        else:
+            data, is_right = raw_request(right, given, rng)
+            what = repr(data[:300])
+            status = send_raw(url, data, rng, stalled, is_right=is_right)
+        tally.add(what, status, time.monotonic() - start_s, has_token=has_token)
+
+    with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+        for first in range(0, options.count, ROUND):
+            sending = pool.map(send, range(first, min(first + ROUND, options.count)))
+            if first + ROUND <= options.count // 2:
+                is_same = beside.draws_the_same()  # while they are sent
+            list(sending)
+            if first + ROUND > options.count // 2:
+                beside.push()  # requests with the token may have put the replica to sleep
+                is_same = beside.draws_the_same()
+            tally.num_draws += 1
+            if not is_same:
+                tally.wrong.append(f"samples of the run beside changed near request {first}")
+    for connection in stalled:
+        connection.close()
+    return tally
+
+
+def reach_high_water(beside: Beside) -> None:
+    """Draw the largest image that a spoiled request can ask for, as allocators keep its memory."""
+    plain = {name: value for name, value in IMAGE.items() if name != "size"}
+    for _ in range(3):
+        beside.http.post("/v1/images/generations", json=plain).raise_for_status()
+
+
+def start_replica(
+    model: Path, folder: Path, token: str, stack: ExitStack
+) -> tuple[psutil.Process, str]:
+    """Return the process and the address of a replica that ends with the stack."""
+    command = [sys.executable, "-m", "megadiff.cli.serve", str(model), "--dtype", "float32"]
+    command += ["--name", "fuzzed", "--port", "0", "--registry", str(folder)]
+    command += ["--parent-pid", str(os.getpid())]
+    log = stack.enter_context((folder / "log").open("wb"))
+    environment = os.environ | {"MEGADIFF_TOKEN": token}
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    while not (folder / "fuzzed.json").exists():
+        if process.poll() is not None:
+            raise RuntimeError((folder / "log").read_text()[-3000:])
+        time.sleep(0.1)
+    entry = json.loads((folder / "fuzzed.json").read_text())
+    return psutil.Process(process.pid), entry["url"]
+
+
+def memory_mib(process: psutil.Process | None) -> float:
+    """Return the resident memory of the replica and its workers."""
+    processes = [process, *process.children(recursive=True)] if process else []
+    return sum(each.memory_info().rss for each in processes) / 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", help="of a replica that runs; its token is in MEGADIFF_TOKEN")
+    parser.add_argument("--model", type=Path, default=Path("assets/shapes"))
+    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        token = os.environ.get("MEGADIFF_TOKEN") or secrets.token_hex(16)
+        if options.url:
+            process, url = None, options.url
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            process, url = start_replica(options.model, folder, token, stack)
+        beside = Beside(url, options.model, token)
+        warm_up = argparse.Namespace(count=2 * ROUND, seed=f"warm-up {options.seed}")
+        fuzz(url, beside, warm_up, token)
+        reach_high_water(beside)
+        before_mib = memory_mib(process)
+        tally = fuzz(url, beside, options, token)
+        after_mib = memory_mib(process)
+    report = {
+        "count": options.count,
+        "statuses": tally.statuses,
+        "memory_mib": [round(before_mib), round(after_mib)],
+        "same_bits": tally.num_draws,
+        "out_of_bounds": tally.wrong,
+    }
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    return int(bool(tally.wrong) or after_mib > before_mib + MEMORY_MIB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
