@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -40,5 +41,14 @@ leave(3)
     if stays:
         psutil.Process(child).kill()
     else:
-        gone = not psutil.pid_exists(child)
-        assert gone or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        deadline = time.monotonic() + 10
+        while _runs(child):  # killed, but perhaps not yet gone
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

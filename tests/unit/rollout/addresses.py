@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
-import uvicorn
-from fastapi import FastAPI
-
-from megadiff.rollout.limits import Limits
-from megadiff.rollout.replica import Replica
-from megadiff.rollout.routes import replica_app
+from tests.unit.rollout.served import serving
 
 
 @contextmanager
 def replica_routes(name: str, *, token: str | None = None) -> Iterator[str]:
     """Serve a replica's routes without an engine behind them; yields the url that it signs."""
-    replica = Replica(
-        None,
-        name=name,
-        expected={},
-        places=[{"host": "here"}],
-        limits=Limits(),
-        model_rule=lambda sampling: None,
-        arithmetic={"fp8": False, "float32_streams": False},
-    )
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = replica_app(FastAPI(), replica, token=token, url=url)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join()
+    with tempfile.TemporaryDirectory() as folder:
+        with serving({}, Path(folder), name=name, token=token) as url:
+            yield url
 
 
 class Stranger:

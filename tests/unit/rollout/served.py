@@ -24,6 +24,7 @@ def serving(
     expected: Manifest,
     folder: Path,
     *,
+    name: str = "r",
     token: str | None = None,
     limits: Limits | None = None,
     change: Callable[[Replica, FastAPI], Any] = lambda replica, app: None,
@@ -31,9 +32,9 @@ def serving(
     """Yield the address. change: what a test puts in place of an engine."""
     replica = Replica(
         None,
-        name="r",
+        name=name,
         expected=expected,
-        places=[],
+        places=[{"host": "here"}],
         limits=limits or Limits(),
         model_rule=lambda sampling: None,
         arithmetic={"fp8": False, "float32_streams": False},
@@ -41,9 +42,11 @@ def serving(
     )
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     change(replica, app)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(
         uvicorn.Config(
-            replica_app(app, replica, token=token),
+            replica_app(app, replica, token=token, url=url),
             http=PunctualProtocol,
             ws="none",
             log_level="critical",
@@ -51,11 +54,10 @@ def serving(
             timeout_graceful_shutdown=1,
         )
     )
-    listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield url
     finally:
         server.should_exit = True
         thread.join()

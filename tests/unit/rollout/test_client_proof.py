@@ -2,12 +2,16 @@
 
 import json
 import logging
+import threading
+import time
 
 import pytest
 from httpcore import ConnectionPool
 
+from megadiff.rollout import fleet as fleet_module
 from megadiff.rollout.client import NotProven, ReplicaClient, ReplicaError
 from megadiff.rollout.fleet import Fleet, ReplicaDied
+from megadiff.rollout.owner import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
 from megadiff.rollout.registry import wait_until_announced
 from tests.unit.rollout.addresses import Stranger, drip, replica_routes, reply
@@ -187,7 +191,7 @@ def test_every_request_of_a_run_names_it(token):
             client.weights_begin(1, {})
             with Fleet([client], batch_size=1, holds_replicas=True):
                 pass
-            named = [headers.get("X-Megadiff-Run", "") for _, headers, _ in stranger.asked]
+            named = [headers.get(RUN_HEADER, "") for _, headers, _ in stranger.asked]
             assert named == [run] * len(named)
             paths = [path for path, _, _ in stranger.asked]
             assert paths[-1] == "/rl/release" and ("/rl/hello" in paths) == bool(token)
@@ -205,3 +209,22 @@ def test_a_release_that_hangs_holds_nobody():
         clients = [ReplicaClient(stranger.url, "a"), ReplicaClient(url, "b")]
         with Fleet(clients, batch_size=1, holds_replicas=True):
             pass  # b has no such route, or does: both are well
+
+
+def test_a_run_says_that_it_lives_while_it_sends_nothing(monkeypatch):
+    """An update may take longer than the silence after which a replica is free."""
+    monkeypatch.setattr(fleet_module, "ALIVE_S", 0.02)
+    heard = threading.Event()
+
+    def answer(handler, body):
+        if handler.headers.get(RUN_HEADER) == "mine" and handler.path == "/health":
+            heard.set()
+        reply(handler, b"{}")
+
+    with Stranger(answer) as stranger:
+        client = ReplicaClient(stranger.url, "r", run="mine")
+        with Fleet([client], batch_size=1, holds_replicas=True):
+            assert heard.wait(10)
+        count = len(stranger.asked)
+        time.sleep(0.2)
+        assert len(stranger.asked) <= count + 1  # a closed fleet is silent
