@@ -7,7 +7,6 @@ by files (megadiff.train.board), and the engine's gate says which optimizer step
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
 import select
@@ -268,7 +267,10 @@ class Rescue:
     def _leave(self) -> None:
         """Make the main thread unwind, which stops replicas; end the process if it cannot."""
         self.is_leaving = True
-        _thread.interrupt_main(signal.SIGTERM)
+        # A real signal, as it may wait for a lock: one that Python only notes would not wake it.
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
         self._stopped.wait(LEAVE_S)
         if not self._stopped.is_set():
             kill_children()
