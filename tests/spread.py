@@ -12,6 +12,7 @@ ALONE = (
     "test_contracts",
     "test_float32_streams",
     "test_fp8",
+    "test_kill_storm",
     "test_replica",
     "test_replica_start",
     "test_report_browser",

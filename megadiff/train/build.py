@@ -39,6 +39,7 @@ from megadiff.train.checkpoint import Checkpoints, base_weights
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
+from megadiff.train.probe import own_size
 from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.rescue import Rescue
 from megadiff.train.rollout import check_call, first_frame_size, sampling_of
@@ -111,6 +112,8 @@ def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool
     batch_size, here = config.rollout.batch_size, config.train.prompts_per_step // dp
     if on_policy:
         check_call(sampling, min(here, batch_size // config.algorithm.group_size), what="a step")
+    if on_policy and config.parity.mode != "off":
+        check_call(sampling, min(here, own_size(config)[0]), what="the parity gate")
     plan = spread(eval_prompts(config), config.eval.num_samples) if config.eval.every else []
     for rank in range(min(dp, len(plan))):
         most = groups_in_a_call(plan[rank::dp], eval_sampling(config), batch_size=batch_size)

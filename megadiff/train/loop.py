@@ -50,11 +50,11 @@ def train(run: Run) -> None:
     samplings = step_samplings(config, run.adapter)
     put_to_sleep(run.fleet, run.sync, config, run.mesh)
     with timers("parity"):
-        asked = probe.prepare(run.adapter, run.prompts.peek().prompts, config=config, mesh=run.mesh)
+        calls = probe.prepare(run.adapter, run.prompts.peek().prompts, config=config, mesh=run.mesh)
     make_room(config, run.mesh)
     run.sync.push(progress.step)
     with timers("parity"):
-        gate = parity.check(engine, run.adapter, run.fleet, asked, config=config, mesh=run.mesh, step=progress.step)
+        gate = parity.check(engine, run.adapter, run.fleet, calls, config=config, mesh=run.mesh, step=progress.step)
     progress.recomputes = parity.recomputes(gate, config.algorithm, before=progress.recomputes)
     train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes)
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does

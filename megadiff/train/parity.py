@@ -1,6 +1,6 @@
 """The parity gate: before step 1 the trainer recomputes what each replica sampled.
 
-Every group of a call is compared, alone and together with the others: see megadiff.train.probe.
+It asks for two calls (megadiff.train.probe) and compares every group of both.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.experts import component_steps
-from megadiff.train.probe import Probe
+from megadiff.train.probe import Call
 from megadiff.train.replicas import trim
 from megadiff.train.rollout import for_replica, sampling_of, share
 from megadiff.types import LOG_PROB_ROUNDING, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
+UNLIKE_GAP = "parity/unlike_log_prob_gap_max"  # of prompts more unlike than a call of the run has
 GUIDED_ROUNDING = 10  # guidance multiplies the difference of two velocities
 SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
 LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # other noise is off by 1 and more
@@ -43,23 +44,23 @@ def check(
     engine: Engine,
     adapter: ModelAdapter,
     fleet: Fleet,
-    probe: Probe | None,
+    calls: Sequence[Call],
     *,
     config: Config,
     mesh: Mesh,
     step: int,
 ) -> dict[str, float]:
-    """Recompute one call of every replica and component, group by group. Collective.
+    """Recompute the calls of every replica and component, group by group. Collective.
 
     Returns the gaps, each the maximum over groups, replicas, components and ranks:
-    parity/log_prob_gap_max, parity/schedule_gap_max, parity/embedding_gap_max and
-    parity/latents_gap_max; of several components also parity/log_prob_gap_max/<component>.
-    Returns {} without a probe.
+    parity/log_prob_gap_max, parity/unlike_log_prob_gap_max, parity/schedule_gap_max,
+    parity/embedding_gap_max and parity/latents_gap_max; of several components also
+    parity/log_prob_gap_max/<component>. Returns {} without calls.
 
     Raises AgreedError that names replica, group and prompt when a gap is more than verdict()
     allows, unless parity.mode is warn.
     """
-    if probe is None:
+    if not calls:
         return {}
     samplings = component_samplings(adapter, sampling_of(config.rollout))
     gaps: dict[str, float] = {}
@@ -67,18 +68,19 @@ def check(
     for turn in range(math.ceil(len(fleet.replicas) / mesh.dp)):
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
         for component, sampling in samplings.items():
-            groups = _sample(fleet, replica, probe, sampling, config=config, mesh=mesh, step=step)
-            trim(fleet, config, mesh)
-            rows = _gaps(engine, adapter, groups, probe, seed=config.seed, step=step)
-            for index, (group, group_gaps) in enumerate(zip(groups, rows, strict=True)):
-                if not problem and (text := verdict(group_gaps, config)):
-                    problem = f"{text} in {_whose(group, index, len(groups))}"
-                if len(samplings) > 1:
-                    group_gaps[f"{LOG_PROB_GAP}/{component}"] = group_gaps[LOG_PROB_GAP]
-                gaps |= {key: max(gap, gaps.get(key, 0.0)) for key, gap in group_gaps.items()}
+            for call in calls:
+                groups = _sample(fleet, replica, call, sampling, config=config, mesh=mesh, step=step)
+                trim(fleet, config, mesh)
+                rows = _gaps(engine, adapter, groups, call, seed=config.seed, step=step)
+                for index, row in enumerate(rows):
+                    if not problem and (text := verdict(row, config)):
+                        problem = f"{text} in {_whose(groups[index], index, len(groups))}"
+                    if len(samplings) > 1 and LOG_PROB_GAP in row:
+                        row[f"{LOG_PROB_GAP}/{component}"] = row[LOG_PROB_GAP]
+                    gaps |= {key: max(gap, gaps.get(key, 0.0)) for key, gap in row.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     summary = "  ".join(f"{key} {gap:.2e}" for key, gap in gaps.items())
-    num_groups = len(probe.prompts)
+    num_groups = sum(len(call.prompts) for call in calls)
     logger.info("parity with %d replicas, %d groups: %s", len(fleet.replicas), num_groups, summary)
     if problem and config.parity.mode == "warn":
         logger.warning("parity.mode=warn, training goes on: %s", problem)
@@ -126,34 +128,52 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
 
 
 def verdict(gaps: dict[str, float], config: Config) -> str:
-    """'' when the gaps are harmless, else what is wrong, with both numbers.
+    """Return '' when the gaps are harmless, else what is wrong, with both numbers.
 
-    Where the rollout's log_probs are what updates are relative to, half the clip range is too much of their gap; where
-    they may be the trainer's, what is more than rounding.
+    Half the clip range is too much of a gap where updates are relative to the rollout's log_probs.
+    More than rounding is too much where they may be relative to the trainer's, and between prompts
+    that no call of the run puts together.
     """
     dtype = config.model.dtype
+    half = config.algorithm.clip_range / 2
+    different = "rollout and trainer do not compute the same policy"
+    rounding, coarsest = _rounding(config)
+    beyond_rounding = (max(rounding, half), f"more than {coarsest} rounds: {different}")
+    own = beyond_rounding
+    if config.algorithm.old_log_prob == "rollout":
+        own = (half, f"half of algorithm.clip_range: {different}")
     limits = {
-        "parity/schedule_gap_max": (SCHEDULE_TOLERANCE, "the replica samples with another sigma schedule"),
-        "parity/embedding_gap_max": (EMBEDDING_TOLERANCE[dtype], "the replica embeds the prompt differently"),
-        "parity/latents_gap_max": (LATENTS_TOLERANCE[dtype], "the replica draws other noise, or takes other steps"),
-        LOG_PROB_GAP: _log_prob_limit(config),
+        "parity/schedule_gap_max": (
+            SCHEDULE_TOLERANCE,
+            "the replica samples with another sigma schedule",
+        ),
+        "parity/embedding_gap_max": (
+            EMBEDDING_TOLERANCE[dtype],
+            "the replica embeds the prompt differently",
+        ),
+        "parity/latents_gap_max": (
+            LATENTS_TOLERANCE[dtype],
+            "the replica draws other noise, or takes other steps",
+        ),
+        LOG_PROB_GAP: own,
+        UNLIKE_GAP: beyond_rounding,
     }
     for key, (limit, meaning) in limits.items():
-        if gaps[key] >= limit:
+        if gaps.get(key, 0.0) >= limit:
             return f"{key} = {gaps[key]:.3g} >= {limit:.3g} ({meaning})"
     return ""
 
 
-def _log_prob_limit(config: Config) -> tuple[float, str]:
-    different, half = "rollout and trainer do not compute the same policy", config.algorithm.clip_range / 2
-    if config.algorithm.old_log_prob == "rollout":
-        return half, f"half of algorithm.clip_range: {different}"
-    coarsest = "bfloat16" if "bfloat16" in (config.model.dtype, config.engine.dtype) else "float32"
+def _rounding(config: Config) -> tuple[float, str]:
+    """Return how far log_probs may be apart by rounding, and the dtype that rounds most."""
+    coarsest = "float32"
+    if "bfloat16" in (config.model.dtype, config.engine.dtype):
+        coarsest = "bfloat16"
     if config.rollout.fp8 or config.engine.fp8 != "none":
         coarsest = "fp8"
-    guided = max(config.rollout.true_cfg_scale, config.rollout.guidance_scale, config.rollout.guidance_scale_2) > 1
-    rounding = LOG_PROB_ROUNDING[coarsest] * (GUIDED_ROUNDING if guided else 1)
-    return max(rounding, half), f"more than {coarsest} rounds: {different}"
+    rollout = config.rollout
+    scale = max(rollout.true_cfg_scale, rollout.guidance_scale, rollout.guidance_scale_2)
+    return LOG_PROB_ROUNDING[coarsest] * (GUIDED_ROUNDING if scale > 1 else 1), coarsest
 
 
 def _whose(group: RolloutGroup, index: int, count: int) -> str:
@@ -165,24 +185,24 @@ def _whose(group: RolloutGroup, index: int, count: int) -> str:
 def _sample(
     fleet: Fleet,
     replica: int,
-    probe: Probe,
+    call: Call,
     sampling: Sampling,
     *,
     config: Config,
     mesh: Mesh,
     step: int,
 ) -> list[RolloutGroup]:
-    """Draw all groups of the probe in one call of the replica; on every rank of the model group."""
+    """Draw the groups in one call of the replica; on every rank of the model group."""
     requests = [
         RolloutRequest(
             prompt=prompt,
             sampling=sampling,
-            sample_indices=tuple(range(probe.num_samples)),
+            sample_indices=tuple(range(call.num_samples)),
             seed=config.seed,
             step=step,
             policy_version=step,
         )
-        for prompt in probe.prompts
+        for prompt in call.prompts
     ]
     groups = agreed(
         lambda: fleet.generate_on(replica, list(map(for_replica, requests))),
@@ -196,7 +216,7 @@ def _gaps(
     engine: Engine,
     adapter: ModelAdapter,
     groups: Sequence[RolloutGroup],
-    probe: Probe,
+    call: Call,
     *,
     seed: int,
     step: int,
@@ -206,10 +226,11 @@ def _gaps(
     A group is computed by itself, where no other row can be taken for its own, and once more
     beside the others in one batch, as an update has them.
     """
+    log_prob_key = UNLIKE_GAP if call.is_unlike else LOG_PROB_GAP
     gaps_NW = _log_prob_gaps(engine, _batch(groups))
     rows = []
     for group, conditioning, mixed_GW in zip(
-        groups, probe.conditioning, gaps_NW.split(probe.num_samples), strict=True
+        groups, call.conditioning, gaps_NW.split(call.num_samples), strict=True
     ):
         batch = _batch([group])
         own_GW = _log_prob_gaps(engine, batch)
@@ -219,7 +240,7 @@ def _gaps(
                 "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
                 "parity/embedding_gap_max": _conditioning_gap(conditioning, group),
                 "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
-                LOG_PROB_GAP: max(_largest(own_GW), _largest(mixed_GW)),
+                log_prob_key: max(_largest(own_GW), _largest(mixed_GW)),
             }
         )
     return rows

@@ -1,7 +1,9 @@
-"""The parity gate's question: one call of groups whose prompts are unlike one another.
+"""The parity gate's questions: a call as the run makes them, and one of prompts unlike one another.
 
-A pipeline that treats all rows of a call by the first row's text is right for that row. So the
-texts differ in length, script and negative text, and the gate looks at every group of the call.
+The first shows how far log_probs are apart in training. The second is for mistakes: a pipeline that
+treats all rows of a call by the first row's text is right for that row. Its texts differ in length,
+script and negative text. A run whose calls hold one group never pads a text, so rounding may be
+larger there than in training, and is no reason to refuse it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ LONG = (
 )
 OTHER_SCRIPT = "一只戴着红色围巾的猫坐在窗边，外面正在下雪"
 SHORT = "a cup"
+MOST_GROUPS = 4  # of a call like the run's
+UNLIKE_SAMPLES = 2  # of each group of the other: enough to take one row for another
 # (text, negative text): negative texts differ as well, which matters under guidance only.
 TEXTS = (
     (LONG, " "),
@@ -37,31 +41,42 @@ TEXTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
-    """The groups that the gate asks a replica for, in one call.
+class Call:
+    """The groups that the gate asks a replica for at once.
 
-    prompts: one a group, the first is the run's own. num_samples: of each group.
-    conditioning: what the replica must answer for each prompt, name → [1, tokens, …].
+    prompts: one a group. num_samples: of each group. conditioning: what the replica must answer
+    for each prompt, name → [1, tokens, …]. is_unlike: more unlike than a call of the run.
     """
 
     prompts: list[Prompt]
     num_samples: int
     conditioning: list[dict[str, Tensor]]
+    is_unlike: bool
 
 
-def call_size(config: Config) -> tuple[int, int]:
-    """Return (groups, samples of each) of the probe: at most as many samples as a call has."""
+def own_size(config: Config) -> tuple[int, int]:
+    """Return (groups, samples of each) of a call like the run's, but small: all is computed again.
+
+    It holds several groups only where the run's calls do.
+    """
+    num_samples = min(config.algorithm.group_size, config.train.microbatch_size)
+    groups_of_run = config.rollout.batch_size // config.algorithm.group_size
+    return max(1, min(groups_of_run, MOST_GROUPS)), num_samples
+
+
+def unlike_size(config: Config) -> tuple[int, int]:
+    """Return (groups, samples of each) of the other call, with at most as many as the run's."""
     rollout = config.rollout
     most = max(rollout.batch_size, config.algorithm.group_size)
     num_groups = min(1 + len(TEXTS), most)
     if rollout.first_frame:  # a call's body holds an image for each group
         frames = Limits().num_first_frames(height=rollout.height, width=rollout.width)
         num_groups = max(1, min(num_groups, frames))
-    return num_groups, min(config.algorithm.group_size, most // num_groups)
+    return num_groups, min(config.algorithm.group_size, most // num_groups, UNLIKE_SAMPLES)
 
 
-def probe_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` unlike prompts: the first of the run's step, then the texts above.
+def unlike_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` prompts: the first of the run's step, then the texts above.
 
     A model that is given a first frame gets those of the step's prompts in turn, so that images
     differ too where the step's do.
@@ -76,16 +91,18 @@ def probe_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def prepare(
     adapter: ModelAdapter, prompts: Sequence[Prompt], *, config: Config, mesh: Mesh
-) -> Probe | None:
-    """Choose the prompts and encode them on rank 0. Collective; None where parity.mode is off.
+) -> list[Call]:
+    """Choose the prompts and encode them on rank 0. Collective; nothing where parity.mode is off.
 
     prompts: of the step to come. Call it before replicas on the same GPUs hold their weights:
     rank 0 loads the text encoder meanwhile.
     """
     if config.parity.mode == "off":
-        return None
-    num_groups, num_samples = call_size(config)
-    rows = [asdict(prompt) for prompt in probe_prompts(prompts, num_groups)]
+        return []
+    num_own, num_own_samples = own_size(config)
+    num_unlike, num_unlike_samples = unlike_size(config)
+    own = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
+    rows = [asdict(prompt) for prompt in own + unlike_prompts(prompts, num_unlike)]
     rows = broadcast_json(rows, source=0, group=mesh.cpu_group)
     chosen = [Prompt(**row) for row in rows]  # type: ignore[union-attr]  (a list came back)
     payload = agreed(
@@ -94,11 +111,22 @@ def prepare(
         here=mesh.rank == 0,
     )
     tensors = load(broadcast_bytes(payload, source=0, group=mesh.cpu_group))
-    return Probe(
-        prompts=chosen,
-        num_samples=num_samples,
-        conditioning=[_of_prompt(tensors, index) for index in range(num_groups)],
-    )
+    conditioning = [_of_prompt(tensors, index) for index in range(len(chosen))]
+    first = len(chosen) - num_unlike
+    return [
+        Call(
+            prompts=chosen[:first],
+            num_samples=num_own_samples,
+            conditioning=conditioning[:first],
+            is_unlike=False,
+        ),
+        Call(
+            prompts=chosen[first:],
+            num_samples=num_unlike_samples,
+            conditioning=conditioning[first:],
+            is_unlike=True,
+        ),
+    ]
 
 
 def _encode(

@@ -70,6 +70,8 @@ def _spoil_texts(spread):
             changed[mask] = None
         elif fault() == "swapped":
             count = len(self._sampler.requests)
+            if count < 2:
+                return changed
             order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
             order_N = self._sampler.per_row(order_P) * (len(changed[mask]) // count)
             order_N += torch.arange(len(order_N)) % (len(order_N) // count)

@@ -3,7 +3,7 @@
 import pytest
 
 from megadiff.config.schema import AlgorithmConfig, Config, RolloutConfig
-from megadiff.train.probe import TEXTS, call_size, probe_prompts
+from megadiff.train.probe import TEXTS, own_size, unlike_prompts, unlike_size
 from megadiff.types import Prompt
 
 PROMPT = Prompt(text="a red cat", id="00" * 8, fields={"color": "red"})
@@ -18,7 +18,7 @@ def config(*, batch_size: int, group_size: int, **rollout: object) -> Config:
 
 
 def test_texts_differ_in_length_script_and_negative_text():
-    prompts = probe_prompts([PROMPT], 4)
+    prompts = unlike_prompts([PROMPT], 4)
     lengths = [len(prompt.text.encode()) for prompt in prompts]
     assert len(set(lengths)) == 4 and max(lengths) > 10 * min(lengths)
     assert len({prompt.id for prompt in prompts}) == 4
@@ -29,21 +29,32 @@ def test_texts_differ_in_length_script_and_negative_text():
 
 def test_images_of_the_step_are_asked_for_in_turn():
     step = [Prompt(text=f"cat {name}", id=name * 16, image=f"{name}.png") for name in "ab"]
-    assert [prompt.image for prompt in probe_prompts(step, 4)] == ["a.png", "b.png", "a.png", "b.png"]
+    assert [prompt.image for prompt in unlike_prompts(step, 4)] == ["a.png", "b.png", "a.png", "b.png"]
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "group_size", "expected"),
-    [(16, 16, (4, 4)), (32, 8, (4, 8)), (64, 8, (4, 8)), (1, 4, (4, 1)), (1, 2, (2, 1)), (7, 3, (4, 1))],
+    ("batch_size", "group_size", "own", "unlike"),
+    [
+        (16, 16, (1, 16), (4, 2)),
+        (32, 8, (4, 8), (4, 2)),
+        (64, 8, (4, 8), (4, 2)),
+        (1, 4, (1, 4), (4, 1)),
+        (1, 2, (1, 2), (2, 1)),
+        (7, 3, (2, 3), (4, 1)),
+    ],
 )
-def test_a_call_is_no_larger_than_the_runs(batch_size, group_size, expected):
-    num_groups, num_samples = call_size(config(batch_size=batch_size, group_size=group_size))
-    assert (num_groups, num_samples) == expected
-    assert num_groups <= 1 + len(TEXTS)
+def test_calls_are_no_larger_than_the_runs(batch_size, group_size, own, unlike):
+    settings = config(batch_size=batch_size, group_size=group_size)
+    settings.train.microbatch_size = 64
+    assert own_size(settings) == own
+    assert unlike_size(settings) == unlike
+    assert unlike[0] <= 1 + len(TEXTS)
+    settings.train.microbatch_size = 2
+    assert own_size(settings) == (own[0], 2)
 
 
 def test_first_frames_fit_a_calls_body():
     settings = config(batch_size=16, group_size=4, first_frame=True)
-    assert call_size(settings)[0] == 4
+    assert unlike_size(settings)[0] == 4
     settings.rollout.height = settings.rollout.width = 2800  # 31 MB each in base64: two of them
-    assert call_size(settings)[0] == 2
+    assert unlike_size(settings)[0] == 2
