@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megadiff.rollout.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
+from megadiff.rollout.owner import LOCKED, OWNER_SILENT_S
 from megadiff.rollout.processes import ReplicaProcess, log_tail
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 from megadiff.weights.bucket import BucketBody
@@ -21,6 +22,7 @@ from megadiff.weights.manifest import Manifest
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
+GIVE_UP_S = 10.0  # after an owner's silence is over
 ALIVE_S = 15.0  # between two signs of life; rollout.owner has OWNER_SILENT_S
 CALLS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between calls
 
@@ -191,8 +193,21 @@ class WeightTarget:
     def weights_begin(
         self, version: int, manifest: Manifest, *, lora: LoraSpec | None, transport: Mapping[str, Any]
     ) -> None:
+        """Open a push; waits for a replica of a run that may be gone, as one that was killed is."""
         begin = partial(ReplicaClient.weights_begin, lora=lora, transport=transport)
-        self._call(self._client, lambda client: begin(client, version, manifest))
+        deadline = time.monotonic() + OWNER_SILENT_S + GIVE_UP_S
+        said = False
+        while True:
+            try:
+                self._call(self._client, lambda client: begin(client, version, manifest))
+                return
+            except ReplicaError as error:
+                if error.status != LOCKED or time.monotonic() > deadline:
+                    raise
+                if not said:
+                    logger.warning("%s; waiting for it", error)
+                    said = True
+            time.sleep(1.0)
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
         self._call(self._client, lambda client: client.weights_bucket(bucket))

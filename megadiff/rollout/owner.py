@@ -9,6 +9,7 @@ from megadiff.rollout.policy import Refused
 
 RUN_HEADER = "x-megadiff-run"  # of every request that a run sends
 RUN_CHARS = 128
+LOCKED = 423  # the status of a begin that may succeed later
 OWNER_SILENT_S = 60.0  # after this an owner may be gone, and another run may begin a push
 
 
@@ -32,10 +33,10 @@ class Owner:
         self._released = False
 
     def check_begin(self, run: str) -> None:
-        """Raise Refused(409) while the replica is another run's."""
+        """Raise Refused(423) while the replica is another run's; waiting may help."""
         if self._is_foreign(run) and not self._is_free():
             raise Refused(
-                409,
+                LOCKED,
                 f"{_named(run)} cannot have this replica: {_named(self.run)} works with it, was "
                 f"heard {self._silent_s():.0f} s ago and has {self._num_calls} calls in flight; "
                 "give each run a registry of its own (rollout.registry), or begin when that run "

@@ -228,3 +228,21 @@ def test_a_run_says_that_it_lives_while_it_sends_nothing(monkeypatch):
         count = len(stranger.asked)
         time.sleep(0.2)
         assert len(stranger.asked) <= count + 1  # a closed fleet is silent
+
+
+def test_a_push_waits_for_a_replica_whose_run_may_be_gone(monkeypatch, caplog):
+    """A run that was killed gives nothing back; its replicas are free when it was silent."""
+    monkeypatch.setattr(fleet_module, "OWNER_SILENT_S", 0.5)
+    monkeypatch.setattr(fleet_module, "GIVE_UP_S", 1.0)
+    statuses = [423, 200, *[423] * 100]
+
+    def answer(handler, body):
+        reply(handler, b'{"error": "run a works with it"}', status=statuses.pop(0))
+
+    with Stranger(answer) as stranger:
+        with Fleet([ReplicaClient(stranger.url, "r", run="b")], batch_size=1) as fleet:
+            (target,) = fleet.weight_targets()
+            target.weights_begin(0, {}, lora=None, transport={"name": "http"})
+            assert "run a works with it; waiting for it" in caplog.text
+            with pytest.raises(ReplicaError, match="423: run a works with it"):
+                target.weights_begin(0, {}, lora=None, transport={"name": "http"})

@@ -110,7 +110,7 @@ def test_two_runs_see_each_other_by_name(url: str) -> None:
     """The second run is refused; asking for the same version it never gets the first's samples."""
     assert post(url, "/rl/weights/begin", "a", json=BEGIN).status_code == 200
     refused = post(url, "/rl/weights/begin", "b", json=BEGIN)
-    assert refused.status_code == 409 and "run b" in refused.text and "run a" in refused.text
+    assert refused.status_code == 423 and "run b" in refused.text and "run a" in refused.text
     assert post(url, "/rl/weights/bucket", "a", content=bytes(encode_bucket(BUCKET))).is_success
     for path, body in (("commit", {"version": 7}), ("bucket", {"transport": "shm"})):
         assert post(url, f"/rl/weights/{path}", "b", json=body).status_code == 409
@@ -149,7 +149,7 @@ def test_a_push_that_stalls_in_a_bucket_holds_up_nobody(
     with half_bucket(url, "a"):
         wait_for(lambda: any(tmp_path.iterdir()))
         refused = post(url, "/rl/weights/begin", "b", json=BEGIN)
-        assert refused.status_code == 409 and "1 calls in flight" in refused.text
+        assert refused.status_code == 423 and "1 calls in flight" in refused.text
         assert post(url, "/rl/weights/begin", "a", json=BEGIN).status_code == 200  # a restart
         assert post(url, "/rl/weights/bucket", "a", content=bytes(encode_bucket(BUCKET))).is_success
         assert post(url, "/rl/weights/commit", "a", json={"version": 7}).is_success

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megadiff.rollout.owner import OWNER_SILENT_S, Owner
+from megadiff.rollout.owner import LOCKED, OWNER_SILENT_S, Owner
 from megadiff.rollout.policy import Refused
 
 
@@ -33,7 +33,7 @@ def begins(owner: Owner, run: str) -> bool:
     try:
         owner.check_begin(run)
     except Refused as error:
-        assert error.status == 409
+        assert error.status == LOCKED
         return False
     owner.take(run)
     return True
