@@ -10,8 +10,8 @@ import torch
 from random_weights import write_random_pipeline
 
 from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec, environment_token
 from megadiff.rollout.registry import wait_until_announced
-from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
 
 START_TIMEOUT_S = 900.0
 
@@ -31,7 +31,11 @@ def start_replica(
     model: Path, scratch: Path, stack: ExitStack, *, dtype: str, device: str, gpus: tuple[int, ...] = (),
     compile: bool = False, fp8: bool = False, tp: int = 1, weights: Path | None = None,
 ) -> tuple[ReplicaProcess, ReplicaClient]:  # fmt: skip
-    """A replica that answers, stopped when the stack closes. device: cpu or cuda."""
+    """Start a replica, and return it once it answers; it is stopped when the stack closes.
+
+    device: cpu or cuda. It has the token of MEGADIFF_TOKEN, where that is set.
+    """
+    token = environment_token()
     process = ReplicaProcess(
         ReplicaSpec(
             name="replica",
@@ -47,7 +51,14 @@ def start_replica(
             weights=weights,
         ),
         scratch / "registry",
+        token=token,
     )
     stack.callback(process.stop)
-    (entry,) = wait_until_announced(scratch / "registry", count=1, timeout_s=START_TIMEOUT_S, processes=[process])
-    return process, ReplicaClient(entry["url"], entry["name"], timeout_s=600)
+    (entry,) = wait_until_announced(
+        scratch / "registry",
+        count=1,
+        timeout_s=START_TIMEOUT_S,
+        processes=[process],
+        token=token,
+    )
+    return process, ReplicaClient(entry["url"], entry["name"], token=token, timeout_s=600)

@@ -3,8 +3,9 @@
     python tools/bench_rollout.py [--images 16] [--size 512] [--steps 10] [--true-cfg-scale 1]
         [--replicas eager compiled fp8] [--ways images rollout …] [--out FILE.json]
 
-The same images by every way: `diffusers` (its own pipeline, eager, all images in one call), `images` (the replica's OpenAI
-route, as many images a request as it takes), `images, one a request` (all requests at once), and `rollout` (what training
+The same images by every way: `diffusers` (its own pipeline, eager, all images in one call),
+`images` (the replica's OpenAI route, as many images a request as it takes),
+`images, one a request` (as many requests at once as it takes), and `rollout` (what training
 uses: one call, with trajectories, log_probs and pixels back in this process). --replicas: one that is eager, one with
 compiled blocks, one that is compiled and multiplies in FP8. --ways: some of them only. Medians of --repeat calls after a
 first one that is told apart. Prints a line of JSON for each, a table with ratios to `images`, and writes all to --out. A
@@ -33,17 +34,25 @@ from bench_replica import served_model, start_replica
 from diffusers import DiffusionPipeline
 
 from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.limits import Limits
+from megadiff.rollout.processes import environment_token
 from megadiff.types import DTYPES, Prompt, RolloutRequest, Sampling
 
 PROMPT = "a red star left of a blue circle in the sky"
-IMAGES_A_REQUEST = 10  # the OpenAI route takes no more
+LIMITS = Limits()  # of the replicas that are started here
 WINDOW = (2, (0, 5))  # size and range, in steps
 WAYS = ("diffusers", "images", "images, one a request", "rollout")
 REPLICAS = {"eager": {}, "compiled": {"compile": True}, "fp8": {"compile": True, "fp8": True}}
 
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if {"images", "images, one a request"} & set(options.ways):
+        try:
+            images_a_request(options.size, options.steps)
+        except ValueError as error:
+            parser.error(str(error))
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     report = {
         "command": shlex.join(["python", "tools/bench_rollout.py", *argv]),
@@ -97,8 +106,10 @@ def _measured(
             how = {"dtype": options.dtype, "device": device, "gpus": (options.gpu,), **REPLICAS[kind]}
             _, client = start_replica(model, scratch / kind, stack, **how)
             ways = {
-                "images": lambda _, client=client: _images(client, _shares(options.images, IMAGES_A_REQUEST), options),
-                "images, one a request": lambda _, client=client: _images(client, [1] * options.images, options),
+                "images": lambda _, client=client: _images(client, _full(options), options),
+                "images, one a request": lambda _, client=client: _images(
+                    client, [1] * options.images, options
+                ),
                 "rollout": lambda call, client=client: _rollout(client, call, options),
             }
             for name in [name for name in ways if name in options.ways]:
@@ -117,8 +128,37 @@ def _diffusers(model: Path, device: str, options: argparse.Namespace) -> list[fl
     return _timed(lambda _: pipeline(PROMPT, **images, **size, **guidance), options.repeat)
 
 
+def images_a_request(size: int, steps: int) -> int:
+    """Return how many images of size x size pixels one request may ask for.
+
+    Raises ValueError where not even one is taken.
+    """
+    if size > LIMITS.side or steps > LIMITS.image_steps:
+        raise ValueError(
+            f"--size {size} --steps {steps}: the images API takes sides of at most {LIMITS.side} "
+            f"pixels and {LIMITS.image_steps} steps; ask for less, or choose --ways"
+        )
+    num_pixels = size * size
+    by_work = LIMITS.image_work // (num_pixels * steps)
+    most = min(LIMITS.images, LIMITS.image_pixels // num_pixels, by_work)
+    if most < 1:
+        raise ValueError(
+            f"--size {size} --steps {steps}: an image is {num_pixels * steps} pixels x steps, the "
+            f"images API takes at most {LIMITS.image_work}; ask for less, or choose --ways"
+        )
+    return most
+
+
+def _full(options: argparse.Namespace) -> list[int]:
+    """Return how many images each request asks for, with as few requests as the bounds allow."""
+    return _shares(options.images, images_a_request(options.size, options.steps))
+
+
 def _images(client: ReplicaClient, counts: list[int], options: argparse.Namespace) -> None:
-    """Requests of so many images each, all at once."""
+    """Send requests of so many images each, as many at once as the replica takes.
+
+    Raises RuntimeError with the replica's words where it refuses one.
+    """
     body = {
         "prompt": PROMPT,
         "size": f"{options.size}x{options.size}",
@@ -127,13 +167,21 @@ def _images(client: ReplicaClient, counts: list[int], options: argparse.Namespac
         "response_format": "b64_json",
     } | ({"negative_prompt": " "} if options.true_cfg_scale > 1 else {})
 
-    def ask(place: int) -> int:
+    token = environment_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def ask(index: int) -> int:
         url = f"{client.url}/v1/images/generations"
-        answer = httpx.post(url, json=body | {"n": counts[place], "seed": place}, timeout=600, trust_env=False)
-        answer.raise_for_status()
+        value = body | {"n": counts[index], "seed": index}
+        answer = httpx.post(url, json=value, headers=headers, timeout=600, trust_env=False)
+        if answer.status_code != 200:
+            raise RuntimeError(
+                f"{client.name} answered {answer.status_code} to a request for {counts[index]} "
+                f"images: {answer.text[:500]}"
+            )
         return len(answer.json()["data"])
 
-    with ThreadPoolExecutor(len(counts)) as pool:
+    with ThreadPoolExecutor(min(len(counts), LIMITS.image_calls)) as pool:
         received = list(pool.map(ask, range(len(counts))))
     if received != counts:
         raise RuntimeError(f"the replica answered {received} images to requests of {counts}")

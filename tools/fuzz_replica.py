@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Send malformed requests to a replica, half of them without its token, and count what came back.
 
+No answer may hold the token, and none may take the proof of a request, which is never right.
 A run beside them draws samples, which must keep their bits. Exit code 1: something was wrong.
     python tools/fuzz_replica.py --count 5000 --seed 1
     MEGADIFF_TOKEN=… python tools/fuzz_replica.py --url http://127.0.0.1:8000 --model MODEL
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import secrets
 import socket
 import subprocess
@@ -40,6 +42,8 @@ CALLS_AT_ONCE = 4
 ROUND = 50  # requests between two looks at the samples of the run beside
 MEMORY_MIB = 100
 ANSWER_S = 60.0  # later than this is out of bounds
+REST_S = 0.2  # without a byte of an answer that has begun; one to HEAD has no body
+READ_BYTES = 2**20  # of an answer: a longer one holds samples
 STALLED = 40  # connections that are left open in the middle of a request
 REFUSALS = {400, 401, 404, 405, 408, 409, 413, 415, 422, 503}
 
@@ -47,16 +51,29 @@ REFUSALS = {400, 401, 404, 405, 408, 409, 413, 415, 422, 503}
 class Tally:
     """What came back, and what should not have."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
+        self.token = token.encode()
         self.statuses = {"without": Counter(), "with": Counter()}
         self.num_draws = 0
         self.wrong: list[str] = []
 
-    def add(self, what: str, status: int | str, seconds: float, *, has_token: bool) -> None:
+    def add(
+        self,
+        what: str,
+        status: int | str,
+        seconds: float,
+        *,
+        answer: bytes,
+        has_token: bool,
+    ) -> None:
         self.statuses["with" if has_token else "without"][status] += 1
-        is_taken = status == 200 and (has_token or "/health" in what)
+        is_open = has_token or "/health" in what
+        # A right proof is not drawn by chance: a hello that is taken is wrong, token or not.
+        is_taken = status == 200 and is_open and "/rl/hello" not in what
         if isinstance(status, int) and not (is_taken or status in REFUSALS) or seconds > ANSWER_S:
             self.wrong.append(f"{status} after {seconds:.1f} s: {what[:300]}")
+        if self.token in answer:
+            self.wrong.append(f"the token came back with {status}: {what[:300]}")
 
 
 def send_raw(
@@ -66,8 +83,11 @@ def send_raw(
     stalled: list[socket.socket],
     *,
     is_right: bool,
-) -> int | str:
-    """Return the status, or "cut" where the replica hung up and "left" where this end did."""
+) -> tuple[int | str, bytes]:
+    """Return (the status, the answer's bytes).
+
+    The status is "cut" where the replica hung up, and "left" where this end did.
+    """
     place = urlsplit(url)
     is_whole = rng.random() < 0.9
     connection = socket.create_connection((place.hostname, place.port), timeout=2 * ANSWER_S)
@@ -75,27 +95,57 @@ def send_raw(
         connection.sendall(data if is_whole else data[: len(data) // 2])
         if not is_whole and len(stalled) < STALLED:
             stalled.append(connection)
-            return "left open"
+            return "left open", b""
         if not (is_whole and is_right):
             connection.settimeout(0.1)
-        answer = connection.recv(64)
+        answer = connection.recv(READ_BYTES)
+        status: int | str = "cut"
+        if answer:
+            status = int(answer.split()[1]) if answer.startswith(b"HTTP/1.") else "no HTTP"
+        answer += read_rest(connection, answer)
     except TimeoutError:
-        answer = b"left"
+        status, answer = "left", b""
     except ConnectionError:
-        answer = b""
+        status, answer = "cut", b""
     connection.close()
-    if not answer.startswith(b"HTTP/1."):
-        return answer.decode() or "cut"
-    return int(answer.split()[1])
+    return status, answer
 
 
-def send_http(url: str, right: dict[str, Any], token: str, rng: random.Random) -> tuple[str, int]:
-    """Send a well-formed request with a spoiled body; return (what it was, the status)."""
+def read_rest(connection: socket.socket, begin: bytes) -> bytes:
+    """Return what follows the first bytes of an answer, READ_BYTES in all at most."""
+    rest = b""
+    connection.settimeout(REST_S)
+    try:
+        while len(begin + rest) < READ_BYTES and not is_whole_answer(begin + rest):
+            data = connection.recv(READ_BYTES)
+            if not data:
+                break
+            rest += data
+    except (TimeoutError, ConnectionError):
+        pass  # what has come is looked at
+    return rest
+
+
+def is_whole_answer(answer: bytes) -> bool:
+    """Tell whether an answer has as many bytes as its Content-Length says."""
+    head, end, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: *([0-9]+)", head)
+    return bool(end and length) and len(body) >= int(length[1])
+
+
+def send_http(
+    url: str, right: dict[str, Any], token: str, rng: random.Random
+) -> tuple[str, int, bytes]:
+    """Send a well-formed request with a spoiled body.
+
+    Return (what it was, the status, the answer's bytes).
+    """
     path = rng.choice(list(right))
     body = body_of(path, right, rng)
     headers = {"Content-Type": "application/json"} | named(token)
     answer = httpx.post(url + path, content=body, headers=headers, timeout=2 * ANSWER_S)
-    return f"POST {path} {body[:200]!r}", answer.status_code
+    received = b"\r\n".join(b": ".join(pair) for pair in answer.headers.raw) + answer.content
+    return f"POST {path} {body[:200]!r}", answer.status_code, received
 
 
 class Beside:
@@ -130,7 +180,7 @@ class Beside:
 
 def fuzz(url: str, beside: Beside, options: argparse.Namespace, token: str) -> Tally:
     """Send half of the requests without the token, half with it; compare samples each round."""
-    tally = Tally()
+    tally = Tally(token)
     right = bodies(beside.manifest)
     stalled: list[socket.socket] = []
 
@@ -140,12 +190,13 @@ def fuzz(url: str, beside: Beside, options: argparse.Namespace, token: str) -> T
         given = token if has_token else ""
         start_s = time.monotonic()
         if rng.random() < 0.3:
-            what, status = send_http(url, right, given, rng)
+            what, status, answer = send_http(url, right, given, rng)
         else:
             data, is_right = raw_request(right, given, rng)
             what = repr(data[:300])
-            status = send_raw(url, data, rng, stalled, is_right=is_right)
-        tally.add(what, status, time.monotonic() - start_s, has_token=has_token)
+            status, answer = send_raw(url, data, rng, stalled, is_right=is_right)
+        seconds = time.monotonic() - start_s
+        tally.add(what, status, seconds, answer=answer, has_token=has_token)
 
     with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
         for first in range(0, options.count, ROUND):

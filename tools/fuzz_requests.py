@@ -12,6 +12,7 @@ from megadiff.types import Prompt, RolloutRequest, Sampling
 RUN = "fuzz"
 ROUTES = (
     "/health",
+    "/rl/hello",
     "/rl/generate",
     "/rl/weights/places",
     "/rl/weights/begin",
@@ -32,6 +33,7 @@ VALUES = (
     *("", "x", "\x00", "\ud800", "9" * 5000, "../../etc/passwd"),
     *([], {}, [[]], [1, 2], {"a": {"b": []}}, ["x"] * 300),
 )
+HELLO = {"nonce": "0123456789abcdef" * 2, "proof": "0" * 64}  # of the right form, and wrong
 SAMPLE = RolloutRequest(
     prompt=Prompt(text="a red star", id="fuzz"),
     sampling=Sampling(height=64, width=64, num_inference_steps=4, sde_window_range=(0, 3)),
@@ -60,8 +62,9 @@ CONTENT_TYPES = (*["application/json"] * 4, "application/octet-stream", "multipa
 
 
 def bodies(manifest: dict) -> dict[str, Any]:
-    """Return a right body of each route that takes one."""
+    """Return a body of the right form for each route that takes one; the proof is wrong."""
     return {
+        "/rl/hello": HELLO,
         "/rl/generate": requests_to_json([SAMPLE]),
         "/rl/weights/begin": {"version": 1, "manifest": manifest, "lora": None},
         "/rl/weights/bucket": {"transport": "shm", "file": "megadiff-1-x"},

@@ -2,10 +2,14 @@
 
 import json
 
+import bench_replica
 import bench_sync
 
 
-def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd):
+def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd, monkeypatch):
+    """The replica has a token, as on a host where MEGADIFF_TOKEN is set."""
+    monkeypatch.setenv("MEGADIFF_TOKEN", "0123456789abcdef" * 2)
+    monkeypatch.setattr(bench_replica, "START_TIMEOUT_S", 180.0)  # a wait that fails says why
     options = [
         "--model",
         str(tiny_model),
