@@ -4,12 +4,12 @@
 
 Each trial starts a trainer (alone, under torchrun with two ranks, or with a replica of its own),
 waits a random time, and sends SIGTERM, SIGINT or SIGKILL to a random rank, torchrun, its process
-group or a replica. Trials go on with the run of the trial before, so each resumes what another left.
+group, or a replica. Trials go on with the run of the trial before, so each resumes what another left.
 
 Counted: finished steps that no checkpoint has, although the weights were whole (no rank of several,
 nor the only one, was killed by SIGKILL); processes that are left, found by a mark in their
-environment, whatever they call themselves; ends that took more than --limit-s after the signal.
-Exit code 0 when all three are 0. All traffic is on loopback.
+environment, whatever they call themselves; ends that took more than --limit-s after the signal;
+gaps in the metrics. Exit code 0 when all four are 0. All traffic is on loopback.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_KILL_STORM"
+LEFT_S = 5.0  # for replicas to end with their run
 CONFIG = """
 run: {device: cpu}
 model: {dtype: float32}
@@ -89,7 +92,7 @@ def draw(random_source: random.Random) -> Trial:
 
 
 class Forked:
-    """`megadiff train` in a fork of this process, which has its imports behind it: 6 s a trial less."""
+    """`megadiff train` in a fork of this process, whose imports are done: 6 s a trial less."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         self.returncode: int | None = None
@@ -210,12 +213,26 @@ def wait_until(condition, timeout_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def victim_pid(trial: Trial, storm: Storm, process: Forked | subprocess.Popen, source: random.Random) -> int:
-    """Return whom the signal goes to; minus a process group for all of it."""
-    import psutil
-
+def rank_pids(process: Forked | subprocess.Popen) -> list[int]:
+    """Return the launcher and, under torchrun, its ranks."""
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child.pid for child in children if "megadiff.cli.train" in child.cmdline()]
+    return [process.pid, *ranks]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def victim_pid(
+    trial: Trial, storm: Storm, process: Forked | subprocess.Popen, source: random.Random
+) -> int:
+    """Return whom the signal goes to; minus a process group for all of it."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [pid for pid in rank_pids(process) if pid != process.pid]
     replicas = [child.pid for child in children if "megadiff.cli.serve" in child.cmdline()]
     if trial.victim == "group":
         return -process.pid
@@ -251,17 +268,21 @@ def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) ->
         time.sleep(8 * trial.delay_s)
     if process.poll() is not None:
         raise RuntimeError(f"the trainer ended by itself, see {log}:\n{log.read_text()[-3000:]}")
+    ranks = rank_pids(process)
     target = victim_pid(trial, storm, process, source)
     (os.killpg if target < 0 else os.kill)(abs(target), trial.number)
     signalled = time.monotonic()
     hangs = False
-    while marked():
+    while process.poll() is None or any(map(is_running, ranks)):
         if time.monotonic() - signalled > storm.limit_s:
             hangs = True
             break
-        process.poll()
         time.sleep(0.05)
     seconds = time.monotonic() - signalled
+    # Whoever serves a rank sees by a pidfd that it is gone, and ends with it.
+    deadline = time.monotonic() + LEFT_S
+    while marked() and time.monotonic() < deadline:
+        time.sleep(0.05)
     left = marked()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -274,7 +295,7 @@ def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) ->
     gaps = steps != list(range(1, len(steps) + 1))
     return {
         "lost": lost,
-        "left": 0 if hangs else len(left),
+        "left": len(left),
         "hangs": int(hangs),
         "gaps": int(gaps),
         "finished": finished,

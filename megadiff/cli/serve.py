@@ -41,7 +41,7 @@ def read_token(file: Path | None) -> str | None:
     token = _read_private(file)
     if not token:
         raise ValueError(f"--token-file {file} is empty; write the token into it")
-    return check_token(token)
+    return check_token(token, source=f"--token-file {file}")
 
 
 def _read_private(file: Path) -> str:

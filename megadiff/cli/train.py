@@ -2,7 +2,7 @@
 
 Config files are merged left to right, then key=value. --dry-run checks everything, prints the resolved config, the
 schedule with its stochastic window and the batch arithmetic, and stops. Exit codes: 0 done, 1 the run failed, 2 the
-config is wrong, 143 stopped by SIGTERM.
+config is wrong, 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ AT_MOST = {  # what a replica takes: megadiff/rollout/limits.py; and what float3
     "optim.eps": 1,
     "algorithm.kl_coef": 10**6,
     "rollout.eta": 100,
-    "rollout.true_cfg_scale": 1000,
-    "rollout.guidance_scale": 1000,
-    "rollout.guidance_scale_2": 1000,
+    "rollout.true_cfg_scale": 100,
+    "rollout.guidance_scale": 100,
+    "rollout.guidance_scale_2": 100,
     "data.max_prompt_chars": 2000,
     "algorithm.group_size": 1024,
     "rollout.height": 4096,
@@ -276,7 +276,13 @@ def _check_sft(config: Config) -> None:
         )
     if config.eval.every and not config.reward:
         raise ConfigError(f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color")
-    for key, only in (("algorithm.kl_coef", 0), ("train.updates_per_step", 1), ("rollout.first_frame", False)):
+    without_use = (
+        ("algorithm.kl_coef", 0),
+        ("train.updates_per_step", 1),
+        ("rollout.first_frame", False),
+        ("optim.skip_nonfinite", 0),
+    )
+    for key, only in without_use:
         if _get(config, key) != only:
             raise ConfigError(
                 f"{key}={_get(config, key)} with algorithm.name=sft, which has no use for it; set it to {only}"

@@ -135,8 +135,9 @@ class ExpertsEngine:
 
     def save_now(self, folder: Path, timeout_s: float) -> None:
         """Save from a rescue's thread; see engines.base.Engine."""
-        if not self.gate.take(timeout_s):
-            raise TimeoutError(f"weights were being moved for more than {timeout_s:.0f} s")
+        self.gate.end(timeout_s)
+        if self.gate.is_torn:
+            raise RuntimeError("an optimizer step broke off half-way: the weights are of no policy")
         with self.gate.after_changes():
             for member in self.members.values():
                 member.undo_exchange()

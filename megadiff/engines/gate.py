@@ -1,61 +1,74 @@
-"""When masters and moments may change: a rescue closes the gate, and saves what is behind it."""
+"""Say when masters and moments may change. A rescue closes the gate and saves what they hold then."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 
 class StepGate:
-    """Count optimizer steps and let a second thread hold them up.
+    """Count optimizer steps, and let a second thread hold them up.
 
     num_steps: optimizer steps of this process, of all components. It is the same on every rank
     between two steps, so it says whether the ranks hold parts of one policy.
+    is_torn: a step or an exchange of weights broke off half-way; they are of no policy.
+
+    The condition's lock is held for moments only. Whoever waits at the gate can be interrupted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.num_steps = 0
+        self.is_torn = False
         self._device = device
         self._limit: int | None = None
-        self._lock = threading.RLock()
-        self._opened = threading.Condition(self._lock)
+        self._is_over = False
+        self._busy_thread: int | None = None
+        self._condition = threading.Condition(threading.Lock())
         self._changed: torch.cuda.Event | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enclose one optimizer step; waits while the gate is closed."""
-        with self._lock:
-            self._opened.wait_for(lambda: self._limit is None or self.num_steps < self._limit)
+        with self._change(lambda: self._limit is None or self.num_steps < self._limit):
             yield
             self.num_steps += 1
-            self._note_change()
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Enclose what moves or exchanges masters and moments but is no step."""
-        with self._lock:
-            yield
-            self._note_change()
+    def change(self, *, tears: bool = True) -> Iterator[None]:
+        """Enclose what moves or exchanges masters and moments but is no step.
 
-    def close(self, limit: int | None = None) -> int:
-        """Let no step begin beyond `limit`, by default the present count. Returns the count."""
-        with self._lock:
+        tears: whether they are of no use when it breaks off.
+        """
+        with self._change(lambda: True, tears=tears):
+            yield
+
+    def close(self, limit: int | None = None, *, timeout_s: float = 10.0) -> int:
+        """Let no step begin beyond `limit`, by default the present count. Returns the count.
+
+        Raises TimeoutError when a change that is on does not end.
+        """
+        with self._condition:
+            self._limit = -1
+            self._await_idle(timeout_s)
             self._limit = self.num_steps if limit is None else limit
-            self._opened.notify_all()
+            self._condition.notify_all()
             return self.num_steps
 
     def open(self) -> None:
         """Let steps go on."""
-        with self._lock:
+        with self._condition:
             self._limit = None
-            self._opened.notify_all()
+            self._condition.notify_all()
 
-    def take(self, timeout_s: float) -> bool:
-        """Hold up every change from now on; False where one did not end within timeout_s."""
-        return self._lock.acquire(timeout=timeout_s)
+    def end(self, timeout_s: float) -> None:
+        """Hold up every change from now on. Raises TimeoutError as close() does."""
+        with self._condition:
+            self._is_over = True
+            self._await_idle(timeout_s)
 
     @contextmanager
     def after_changes(self) -> Iterator[None]:
@@ -74,7 +87,28 @@ class StepGate:
             yield
             stream.synchronize()
 
-    def _note_change(self) -> None:
-        if self._device.type == "cuda":
-            self._changed = torch.cuda.Event()
-            self._changed.record()
+    @contextmanager
+    def _change(self, may_begin: Callable[[], bool], *, tears: bool = True) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._busy_thread is None and not self._is_over and may_begin()
+            )
+            self._busy_thread = threading.get_ident()
+        try:
+            yield
+        except BaseException:
+            self.is_torn = self.is_torn or tears
+            raise
+        finally:
+            if self._device.type == "cuda":
+                self._changed = torch.cuda.Event()
+                self._changed.record()
+            with self._condition:
+                self._busy_thread = None
+                self._condition.notify_all()
+
+    def _await_idle(self, timeout_s: float) -> None:
+        began = time.monotonic()
+        if not self._condition.wait_for(lambda: self._busy_thread is None, timeout_s):
+            seconds = time.monotonic() - began
+            raise TimeoutError(f"weights were being changed for more than {seconds:.0f} s")

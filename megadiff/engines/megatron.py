@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Loss
+from megadiff.engines.base import Loss, NonFiniteError
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.microbatch import Batch, Share
@@ -126,7 +126,11 @@ class MegatronEngine(ShardedEngine):
         """Only meanwhile have the gradient buffers memory, every local weight's gradient in float32. They keep it after an
         error: freeing waits for reductions that other ranks may never join."""
         self._ddp.restore_grad_buffers()  # zeroed; the same storages, so that every main_grad is still a view of them
-        step = super().update(batch, loss, share, denominator=denominator)
+        try:
+            step = super().update(batch, loss, share, denominator=denominator)
+        except NonFiniteError:  # on every rank, after all reductions: the batch may be stepped over
+            self._ddp.offload_grad_buffers(empty_cache=False)
+            raise
         self._ddp.offload_grad_buffers(empty_cache=False)  # train.replicas.make_room does that, where others want it
         return step
 

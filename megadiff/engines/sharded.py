@@ -236,7 +236,7 @@ class ShardedEngine(ABC):
         if not self._can_offload or (self._is_offloaded and not self._are_masters_back):
             return
         self._is_offloaded, self._are_masters_back = True, False
-        with self.gate.change():
+        with self.gate.change(tears=False):
             for key, piece in self._offloadable().items():
                 if key not in self._on_host:
                     self._put_away(key, piece)
@@ -258,10 +258,12 @@ class ShardedEngine(ABC):
         piece.untyped_storage().resize_(0)
 
     def _bring_back(self, keys: Sequence[str]) -> None:
-        with self.gate.change():
-            for piece, host in map(self._on_host.pop, keys):
+        with self.gate.change(tears=False):
+            for key in keys:
+                piece, host = self._on_host[key]
                 piece.untyped_storage().resize_(host.untyped_storage().nbytes())
                 piece.copy_(host)
+                del self._on_host[key]  # not before: there may be no memory for it
 
     def _offloadable(self) -> dict[str, Tensor]:
         """Name in a checkpoint → piece, of those with a storage of their own that only an update needs."""
@@ -348,7 +350,8 @@ class ShardedEngine(ABC):
 
     def _exchange(self, held: Mapping[str, Tensor]) -> None:
         for name, other in held.items():
-            master = self._masters[name]
+            key = f"{TRAINED}/{self.component}.{name}"
+            master = self._on_host.get(key, (None, self._masters[name]))[1]
             policy = master.to(other.device, copy=True)
             master.copy_(other)
             other.copy_(policy)

@@ -9,13 +9,16 @@ Tested with httpcore 1.0.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import h11
 import httpcore
 
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 5.0  # of an idle connection; shorter than the replica's own
+GREETING_S = 30.0
+GREETING_BYTES = 1 << 16  # of the answer to a connection's first request
 WRITE_BYTES = 1 << 18  # between two looks at the clock
 
 
@@ -40,18 +43,22 @@ class NoAnswer(RuntimeError):
     """The address could not be reached, or the connection broke."""
 
 
+Exchange = Callable[[str, bytes], Answer]  # POST to a path, with a JSON body
+
+
 class BoundedHttp:
     """Keep connections to one address, for any number of threads.
 
-    url: http://host:port, reached without a proxy, whatever the environment names.
+    url: http://host:port, reached without a proxy, whatever the environment names. greet: called
+    with the exchange of each new connection, before anything else goes over it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, greet: Callable[[Exchange], None] | None = None) -> None:
         self.url = url
         self._pool = httpcore.ConnectionPool(
             max_connections=None,
             keepalive_expiry=KEEP_ALIVE_S,
-            network_backend=_DeadlineBackend(),
+            network_backend=_DeadlineBackend(greet),
         )
 
     def close(self) -> None:
@@ -113,8 +120,9 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     its reads, those of the headers included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, greet: Callable[[Exchange], None] | None) -> None:
         self._backend = httpcore.SyncBackend()
+        self._greet = greet
 
     def connect_tcp(
         self,
@@ -129,7 +137,54 @@ class _DeadlineBackend(httpcore.NetworkBackend):
             stream = self._backend.connect_tcp(host, port, seconds, local_address, socket_options)
         except UnicodeError as error:  # of a host name that DNS cannot have
             raise httpcore.ConnectError(f"{host!r:.80} is no host name: {error}") from error
-        return _DeadlineStream(stream)
+        stream = _DeadlineStream(stream)
+        if self._greet is not None:
+            try:
+                late = time.monotonic() + GREETING_S
+                deadline = late if timeout is None else min(late, timeout)
+                self._greet(lambda path, body: _post(stream, host, port, path, body, deadline))
+            except BaseException:
+                stream.close()
+                raise
+        return stream
+
+
+def _post(
+    stream: httpcore.NetworkStream,
+    host: str,
+    port: int,
+    path: str,
+    body: bytes,
+    deadline: float,
+) -> Answer:
+    """Send one request over a connection that no pool has yet, and read its small answer."""
+    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=GREETING_BYTES)
+    headers = [
+        ("Host", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"),
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(len(body))),
+    ]
+    request = h11.Request(method="POST", target=path, headers=headers)
+    try:
+        for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+            stream.write(connection.send(event) or b"", deadline)
+        status = 0
+        content = b""
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(stream.read(GREETING_BYTES, deadline))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                content += event.data
+                if len(content) > GREETING_BYTES:
+                    raise AnswerTooLarge(f"POST {path} answers over {GREETING_BYTES} bytes")
+            elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                break
+    except h11.RemoteProtocolError as error:
+        raise httpcore.RemoteProtocolError(str(error)) from error
+    return Answer(status=status, content_type="application/json", body=content)
 
 
 class _DeadlineStream(httpcore.NetworkStream):

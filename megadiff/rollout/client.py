@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from megadiff.rollout.bounded_http import (
     AnswerTooLarge,
     AnswerTooLate,
     BoundedHttp,
+    Exchange,
     NoAnswer,
 )
 from megadiff.rollout.owner import RUN_HEADER
@@ -53,7 +53,8 @@ class NotProven(ReplicaError):
     """Trainer and replica did not show each other that they have the same token, or both none."""
 
     def __init__(self, name: str, message: str) -> None:
-        super().__init__(name, 401, message)
+        super().__init__(name, None, message)
+        self.status = 401
 
 
 class ReplicaClient:
@@ -76,12 +77,14 @@ class ReplicaClient:
         self.timeout_s = timeout_s
         self._token = check_token(token) if token else None
         self._run_header = {RUN_HEADER: run} if run else {}
-        self._http = BoundedHttp(url)
-        self._is_proven = False
-        self._proving = threading.Lock()
+        self._open = BoundedHttp(url)  # for what carries no token
+        # Another process may have the address when a connection is opened again. So each begins
+        # with a proof, and only proven ones carry the token.
+        self._proven = BoundedHttp(url, greet=self._greet) if token else self._open
 
     def close(self) -> None:
-        self._http.close()
+        self._open.close()
+        self._proven.close()
 
     def health(self) -> dict[str, Any]:
         """name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8, float32_streams), vllm_omni."""
@@ -100,24 +103,25 @@ class ReplicaClient:
                 f"{self.url} is not on loopback and the trainer has no token; set MEGADIFF_TOKEN "
                 "for the trainer as for its replicas",
             )
+
+        def exchange(path: str, body: bytes) -> Answer:
+            fields = {"Content-Type": "application/json", **self._run_header}
+            limits = {"timeout_s": timeout_s, "max_bytes": SMALL_BYTES}
+            return self._request(self._open, "POST", path, body, fields, **limits)
+
+        self._greet(exchange)
+
+    def _greet(self, exchange: Exchange) -> None:
+        """Exchange proofs with whatever is at the other end. Raises NotProven."""
         nonce = new_nonce()
-        own = sign(self._token, role=TRAINER, nonce=nonce, url=self.url) if self._token else ""
-        try:
-            answer = self._send(
-                "POST",
-                "/rl/hello",
-                value={"nonce": nonce, "proof": own},
-                timeout_s=timeout_s,
-                max_bytes=SMALL_BYTES,
-            )
-        except ReplicaError as error:
-            if error.status in (TIMED_OUT, UNUSABLE, None):
-                raise
-            reason = f"{self.url} refused the trainer's proof: {error.message!r:.300}"
-            if error.status == 404:
-                reason = f"{self.url} has no /rl/hello; start it with this version of megadiff"
-            raise NotProven(self.name, reason) from error
-        theirs = self._json_object(answer, "POST /rl/hello").get("proof")
+        proof = sign(self._token, role=TRAINER, nonce=nonce, url=self.url) if self._token else ""
+        answer = exchange("/rl/hello", json.dumps({"nonce": nonce, "proof": proof}).encode())
+        if answer.status == 404:
+            raise NotProven(self.name, "it has no /rl/hello; start it with this version of megadiff")
+        if answer.status >= 400:
+            raise NotProven(self.name, f"it refused the trainer's proof: {_message(answer)!r:.300}")
+        value = _json(answer)
+        theirs = value.get("proof") if isinstance(value, dict) else None
         expected = {"role": REPLICA, "nonce": nonce, "url": self.url}
         if self._token and not is_valid(theirs, self._token, **expected):
             raise NotProven(
@@ -125,7 +129,6 @@ class ReplicaClient:
                 f"what answers at {self.url} did not prove that it knows the trainer's token "
                 "(MEGADIFF_TOKEN); it gets neither token nor weights",
             )
-        self._is_proven = True
 
     def say_alive(self) -> None:
         """Let the replica know that this run still works with it, through an update of any length."""
@@ -133,8 +136,7 @@ class ReplicaClient:
 
     def release(self) -> None:
         """Tell the replica that this run is over, so that another may take it at once."""
-        if self._is_proven or not self._token:
-            self._call("POST", "/rl/release", timeout_s=RELEASE_TIMEOUT_S)
+        self._call("POST", "/rl/release", timeout_s=RELEASE_TIMEOUT_S)
 
     def generate(self, request: RolloutRequest) -> RolloutGroup:
         """The group of one request. A 409 tells that the replica holds another policy version than asked."""
@@ -190,19 +192,16 @@ class ReplicaClient:
         return answer["workers"]
 
     def _call(self, method: str, path: str, **arguments: Any) -> Answer:
-        """Send a request that may carry the token, after the replica's proof."""
-        if self._token and not self._is_proven:
-            with self._proving:
-                if not self._is_proven:  # another thread may have been first
-                    self.prove()
+        """Send a request that may carry the token, over a connection that began with a proof."""
         bearer = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        return self._send(method, path, headers=bearer, **arguments)
+        return self._send(method, path, http=self._proven, headers=bearer, **arguments)
 
     def _send(
         self,
         method: str,
         path: str,
         *,
+        http: BoundedHttp | None = None,
         value: object = None,
         content: BucketBody | None = None,
         headers: Mapping[str, str] | None = None,
@@ -219,8 +218,33 @@ class ReplicaClient:
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             body = text.encode()
             fields["Content-Type"] = "application/json"
+        answer = self._request(
+            http or self._open,
+            method,
+            path,
+            body,
+            fields,
+            timeout_s=timeout_s,
+            max_bytes=max_bytes,
+        )
+        if answer.status >= 400:
+            raise ReplicaError(self.name, answer.status, _message(answer))
+        return answer
+
+    def _request(
+        self,
+        http: BoundedHttp,
+        method: str,
+        path: str,
+        body: bytes | BucketBody,
+        fields: Mapping[str, str],
+        *,
+        timeout_s: float | None,
+        max_bytes: int,
+    ) -> Answer:
+        """Return the answer, whatever its status. Raises ReplicaError where there is none."""
         try:
-            answer = self._http.request(
+            return http.request(
                 method,
                 path,
                 headers=fields,
@@ -234,11 +258,7 @@ class ReplicaClient:
         except AnswerTooLarge as error:
             raise ReplicaError(self.name, UNUSABLE, str(error)) from error
         except NoAnswer as error:
-            self._is_proven = False  # another process may have the address when it answers again
             raise ReplicaError(self.name, None, str(error)) from error
-        if answer.status >= 400:
-            raise ReplicaError(self.name, answer.status, _message(answer))
-        return answer
 
     def _json_object(self, answer: Answer, asked: str) -> dict[str, Any]:
         value = _json(answer)

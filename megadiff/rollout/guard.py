@@ -17,9 +17,24 @@ OPEN_PATHS = ("/health", "/rl/hello")  # no token needed
 
 
 def refusal(status: int, message: str) -> JSONResponse:
-    """Return the answer of a request that is not served. After 408 the connection is of no use."""
-    headers = {"connection": "close"} if status == 408 else None
+    """Return the answer of a request that is not served.
+
+    After 408 the connection is of no use, and after 401 it is a stranger's.
+    """
+    headers = {"connection": "close"} if status in (401, 408) else None
     return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+def _closing(send: Any) -> Any:
+    """Let a connection end with its answer: idle ones of strangers would use up all descriptors."""
+
+    async def send_and_close(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (b"connection", b"close")]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_and_close
 
 
 class Guard:
@@ -47,6 +62,8 @@ class Guard:
                 "its MEGADIFF_TOKEN or --token-file",
             )
             return await answer(scope, receive, send)
+        elif scope["path"] == "/health":
+            send = _closing(send)
         body = PromptBody(receive)
         if scope["path"] != IMAGES_PATH or scope["method"] != "POST":
             return await self.app(scope, body, send)

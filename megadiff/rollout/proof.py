@@ -13,16 +13,22 @@ import secrets
 
 TRAINER = "trainer"
 REPLICA = "replica"
+LEAST_CHARS = 16
 _TOKEN = re.compile(r"[!-~]+")
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
-def check_token(token: str) -> str:
+def check_token(token: str, *, source: str = "MEGADIFF_TOKEN") -> str:
     """Return a token that a header can hold. Raises ValueError, which does not show it."""
+    problem = ""
     if not _TOKEN.fullmatch(token):
+        problem = "has some that are not visible ASCII"
+    elif len(token) < LEAST_CHARS:  # whoever is sent a proof could guess it
+        problem = f"is shorter than {LEAST_CHARS}"
+    if problem:
         raise ValueError(
-            f"the token (MEGADIFF_TOKEN) of {len(token)} characters has some that are not visible "
-            "ASCII; draw one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"the token of {source}, {len(token)} characters, {problem}; draw one with: "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return token
 

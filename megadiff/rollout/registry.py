@@ -19,6 +19,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megadiff.rollout.client import (
     HEALTH_TIMEOUT_S,
@@ -172,9 +173,17 @@ def _read_entry(path: Path) -> dict[str, Any]:
         raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
     url = entry.get("url")
     address = _URL.fullmatch(url) if isinstance(url, str) else None
-    if address is None or int(address[2]) > 65535:
+    if address is None or int(address[2]) > 65535 or not _is_url(url):
         raise ValueError(f"its url is {url!r:.80}, not http://HOST:PORT")
     return entry
+
+
+def _is_url(url: str) -> bool:
+    """Say whether the standard library can take it apart, as httpcore and is_loopback() do."""
+    try:
+        return bool(urlsplit(url).hostname)
+    except ValueError:  # [:::] is no address
+        return False
 
 
 class _Wait:
@@ -252,7 +261,8 @@ class _Wait:
             taken[claim.name] = claim.path
             taken[claim.url] = claim.path
             healthy.append({**claim.entry, "health": visit.health})
-        return healthy
+        # Those of another run come last: it may be at work with them.
+        return sorted(healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run))
 
     def _warn_of_writers(self) -> None:
         try:

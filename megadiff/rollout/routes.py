@@ -138,8 +138,8 @@ def _hello_router(replica: Replica, *, token: str | None, url: str) -> APIRouter
             body = await read_json(request.receive, HELLO_BYTES)
             nonce = _key(body, "nonce", str)
             proof = _key(body, "proof", str)
-            own = _own_proof(nonce, proof, token=token, url=url)
-            return JSONResponse({"nonce": nonce, "proof": own})
+            answer_proof = _own_proof(nonce, proof, token=token, url=url)
+            return JSONResponse({"nonce": nonce, "proof": answer_proof})
 
         return await _answer(answer)
 

@@ -1,4 +1,6 @@
-"""A few words between ranks when collectives may hang and the launcher may be gone: files in the run's folder.
+"""A few words between ranks when collectives may hang and the launcher may be gone.
+
+They are files in the run's folder.
 
 All files exist from the start and are overwritten in place. Over NFS, opening a known file asks the
 server what is in it, while the name of a new one may stay unseen for a minute.
@@ -15,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from megadiff.weights.places import host_name
+from megadiff.weights.places import process_home
 
-# closed: its gate is. stepped: the step it was in is over, where it could be. settled: it will not
-# step again. saved: its part is written. done: the ranks may end.
+# closed: it begins no optimizer step. stepped: it has finished the step that it was in, if it could.
+# settled: it will not step again. saved: it has written its part. done: the ranks may end.
 PHASES = ("running", "closed", "stepped", "settled", "saved", "done")
 POLL_S = 0.05
 FOLDER = ".ranks-"  # with an attempt's name behind it: a rank left over from another sees its own
@@ -33,8 +35,8 @@ class RankState:
 
     phase: one of PHASES. steps: optimizer steps of this attempt. counted_steps: those that were
     done when finished_step, its newest finished step, was counted. saved_step: of the newest
-    checkpoint. has_failed: its main thread has, and steps no more. error: why it could not write
-    its part.
+    checkpoint. has_failed: its main thread has failed and will not step. error: why it could not
+    write its part.
     """
 
     rank: int
@@ -54,7 +56,7 @@ class RankState:
 
     def is_alive(self) -> bool:
         """Say whether the process runs; one on another host is taken to."""
-        if self.host != host_name():
+        if self.host != process_home():
             return True
         try:
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
@@ -68,7 +70,7 @@ class Board:
     def __init__(self, folder: Path, *, rank: int, world_size: int) -> None:
         self.folder = folder
         self.world_size = world_size
-        self.mine = RankState(rank=rank, host=host_name(), pid=os.getpid())
+        self.mine = RankState(rank=rank, host=process_home(), pid=os.getpid())
 
     def lay_out(self) -> None:
         """Make all files, empty, and remove those of earlier attempts."""
@@ -85,11 +87,11 @@ class Board:
 
     def states(self) -> list[RankState]:
         """Read what every rank says; one that is being written counts as running."""
-        found = []
+        states = []
         for rank in range(self.world_size):
             row = _read(self.folder / _name(rank))
-            found.append(RankState(**row) if row else RankState(rank=rank, host="?"))
-        return found
+            states.append(RankState(**row) if row else RankState(rank=rank, host="?"))
+        return states
 
     def raise_alarm(self, reason: str) -> None:
         """Tell all ranks that the run ends; the first reason stays."""
@@ -101,7 +103,10 @@ class Board:
         return str((_read(self.folder / ALARM) or {}).get("reason", ""))
 
     def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
-        """Return all states once a rank, or every one, has come to the phase, is gone, or time is up."""
+        """Return all states once a rank (None: every one) has come to the phase, or is gone.
+
+        Returns after timeout_s at the latest.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.states()
@@ -109,7 +114,7 @@ class Board:
             waiting = [state for state in awaited if not state.has_come(phase)]
             if not any(state.is_alive() for state in waiting) or time.monotonic() > deadline:
                 return states
-            time.sleep(POLL_S)
+            time.sleep(POLL_S * max(1.0, self.world_size / 8))  # each rank reads all ranks' files
 
 
 def _name(rank: int) -> str:

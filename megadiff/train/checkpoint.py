@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -46,12 +47,15 @@ class Checkpoints:
         """base: as base_weights() has it."""
         self.folder, self.config, self.mesh = run_folder / "checkpoints", config, mesh
         self.saved_step = 0
+        self._finishing = threading.Lock()  # a rescue's thread may save while save() does
+        self._aside: set[Path] = set()  # what either of them writes at the moment
         self._base = dict(base or {})
 
     def save(self, engine: Engine, progress: Progress) -> Path:
         """Write the checkpoint of progress.step. Raises AgreedError (e.g. a full disk); earlier ones stay whole."""
         target, aside = self.folder_of(progress.step), self.aside_of(progress.step)
         group, is_first = self.mesh.cpu_group, self.mesh.rank == 0
+        self._aside.add(aside)
         try:
             agreed(lambda: _fresh_folder(aside), group, here=is_first)
             agreed(lambda: engine.save(aside), group)
@@ -74,9 +78,8 @@ class Checkpoints:
 
     def complete(self, aside: Path, progress: Progress) -> None:
         """Turn the ranks' files of a rescue into a checkpoint, on rank 0 alone."""
-        if progress.step > self.saved_step:
-            self._finish(aside, self.folder_of(progress.step), progress)
-            self.saved_step = progress.step
+        self._aside.add(aside)
+        self._finish(aside, self.folder_of(progress.step), progress)
 
     def load(
         self, engine: Engine, load_prompts: Callable[[dict[str, int | str]], None]
@@ -143,6 +146,15 @@ class Checkpoints:
         return Progress(**saved)  # type: ignore[arg-type]
 
     def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
+        with self._finishing:
+            if progress.step > self.saved_step or not self.saved_step:
+                self._rename(aside, target, progress)
+                self.saved_step = progress.step
+            else:  # the other writer was faster
+                shutil.rmtree(aside, ignore_errors=True)
+            self._aside.discard(aside)
+
+    def _rename(self, aside: Path, target: Path, progress: Progress) -> None:
         save_config(self.config, aside / CONFIG)
         absent = [rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()]
         if absent:
@@ -162,7 +174,7 @@ class Checkpoints:
         pointer.rename(self.folder / LATEST)
         for old in whole_looking(self.folder)[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)
-        for torn in self.folder.glob(f"{ASIDE}step_*"):
+        for torn in set(self.folder.glob(f"{ASIDE}step_*")) - self._aside:
             shutil.rmtree(torn, ignore_errors=True)
 
     def _put_away_other_history(self, step: int) -> None:

@@ -139,9 +139,9 @@ def verdict(gaps: dict[str, float], config: Config) -> str:
     different = "rollout and trainer do not compute the same policy"
     rounding, coarsest = _rounding(config)
     beyond_rounding = (max(rounding, half), f"more than {coarsest} rounds: {different}")
-    own = beyond_rounding
+    usual = beyond_rounding
     if config.algorithm.old_log_prob == "rollout":
-        own = (half, f"half of algorithm.clip_range: {different}")
+        usual = (half, f"half of algorithm.clip_range: {different}")
     limits = {
         "parity/schedule_gap_max": (
             SCHEDULE_TOLERANCE,
@@ -155,7 +155,7 @@ def verdict(gaps: dict[str, float], config: Config) -> str:
             LATENTS_TOLERANCE[dtype],
             "the replica draws other noise, or takes other steps",
         ),
-        LOG_PROB_GAP: own,
+        LOG_PROB_GAP: usual,
         UNLIKE_GAP: beyond_rounding,
     }
     for key, (limit, meaning) in limits.items():

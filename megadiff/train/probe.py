@@ -2,8 +2,8 @@
 
 The first shows how far log_probs are apart in training. The second is for mistakes: a pipeline that
 treats all rows of a call by the first row's text is right for that row. Its texts differ in length,
-script and negative text. A run whose calls hold one group never pads a text, so rounding may be
-larger there than in training, and is no reason to refuse it.
+script and negative text. A run whose calls hold one group never pads a text. So the second call may
+round more than training does, which is no reason to refuse the run.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def prepare(
         return []
     num_own, num_own_samples = own_size(config)
     num_unlike, num_unlike_samples = unlike_size(config)
-    own = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
-    rows = [asdict(prompt) for prompt in own + unlike_prompts(prompts, num_unlike)]
+    usual = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
+    rows = [asdict(prompt) for prompt in usual + unlike_prompts(prompts, num_unlike)]
     rows = broadcast_json(rows, source=0, group=mesh.cpu_group)
     chosen = [Prompt(**row) for row in rows]  # type: ignore[union-attr]  (a list came back)
     payload = agreed(

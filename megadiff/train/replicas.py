@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ from megadiff.weights.sync import WeightSync
 from megadiff.weights.transports.disk import clear
 
 logger = logging.getLogger(__name__)
+RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.owner at most
 RUN_ID_FILE = "run_id"  # in the run's folder
 
 
@@ -91,8 +93,8 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
 def run_id(config: Config, folder: Path) -> str:
     """Return the run's name and 8 hex digits, which are drawn once and kept in its folder.
 
-    By it a replica tells its owner from another run. The name is not in the file, so that a copied
-    folder is another run. Rank 0 calls it, under the run's lock.
+    By it a replica tells its owner from another run. Neither name nor path is in the file, but both
+    are in the id: a copied folder is another run. Rank 0 calls it, under the run's lock.
     """
     path = folder / RUN_ID_FILE
     digits = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
@@ -102,7 +104,9 @@ def run_id(config: Config, folder: Path) -> str:
         aside = path.with_name(f".{RUN_ID_FILE}.{os.getpid()}")
         aside.write_text(f"{digits}\n", encoding="utf-8")
         os.replace(aside, path)  # a run that is killed here leaves a whole file or none
-    return f"{quote(config.run.name, safe='')}-{digits}"  # it travels in a header, which is ASCII
+    of_folder = hashlib.sha256(f"{digits}{folder.resolve()}".encode()).hexdigest()[:8]
+    name = quote(config.run.name, safe="")[:RUN_NAME_CHARS]  # it travels in a header
+    return f"{name}-{of_folder}"
 
 
 def _access(

@@ -1,6 +1,6 @@
-"""Whatever ends a run early, its last finished step is saved: an error on any rank, a signal, a dead launcher.
+"""Whatever ends a run early, its last finished step is saved.
 
-A thread of every rank does it. The main thread may sit in a collective that another rank will never
+That is an error on any rank, a signal, or a launcher that was killed. A thread of every rank does it. The main thread may sit in a collective that another rank will never
 join, where no exception and no signal handler reaches it. So nothing here is collective: ranks talk
 by files (megadiff.train.board), and the engine's gate says which optimizer step a rank has come to.
 """
@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megadiff.engines.base import Engine
@@ -27,11 +28,11 @@ LISTEN_S = 1.0  # between two looks at what other ranks say
 ANSWER_S = 30.0  # for a rank to say where it stands
 FINISH_S = 10.0  # for ranks to finish the step that they are in, where none of them has failed
 CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
-SAVE_S = 1800.0  # for a rank of another node to write its part; one of this node may take as long as it lives
+SAVE_S = 1800.0  # for a rank to write its part; one of this node that is gone is seen at once
 LEAVE_S = 10.0  # for the main thread to leave; then the process ends where it stands
 AGAIN_S = 2.0  # a second signal after this ends the process; torchrun repeats a Ctrl-C at once
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-NEXT = "the same command continues from there"
+CLOSE_S = 60.0  # for all to be closed after an early end
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class Rescue:
         self._stopped = threading.Event()
         self._reason = ""
         self._signalled_s = 0.0
+        self._patience_s = ANSWER_S
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
 
@@ -81,7 +83,9 @@ class Rescue:
         # The handler itself may never run: see above. C code writes the signal's number here.
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._on_signal)
+        os.register_at_fork(after_in_child=_forget_signals)
         self._thread.start()
 
     def stop(self) -> None:
@@ -90,6 +94,13 @@ class Rescue:
         self._wake()
         self._thread.join(timeout=1.0)
         signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, _end_now)
+        if self.is_leaving or self._main_failed.is_set():
+            closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
+            closing.daemon = True
+            closing.start()
 
     def finish_step(self, progress: Progress, prompts: dict) -> None:
         """Count a finished step in progress. Its weights are what a rescue saves from now on."""
@@ -129,14 +140,15 @@ class Rescue:
             raise SystemExit(self.exit_code)
 
     def _run(self) -> None:
-        reason = self._listen()
-        if not reason:
-            return
         try:
+            reason = self._listen()
+            if not reason:
+                return
             self.rescue(reason)
         except BaseException as error:  # whatever it is, the process must end
             logger.exception("the rescue failed")
-            self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
+            with suppress(OSError):
+                self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
         if not self._main_failed.is_set():
             self._leave()
 
@@ -149,8 +161,11 @@ class Rescue:
             self._read_signals()
             if not self._reason:
                 self._reason = self.board.alarm()
+            if not self._reason and not self.board.folder.exists():
+                self._reason = f"{self.board.folder} is gone, another attempt of the run began"
             if self._reason and not self._stopped.is_set():
-                self.board.raise_alarm(self._reason)
+                with suppress(OSError):  # the others have the same signal, or see this rank end
+                    self.board.raise_alarm(self._reason)
                 return self._reason
         return ""
 
@@ -163,10 +178,12 @@ class Rescue:
         for number in filter(None, numbers):
             if self.is_leaving:  # what _leave() sends comes here as well
                 return
+            if number not in SIGNALS:  # a program's own
+                continue
             now = time.monotonic()
             if self._signalled_s and now - self._signalled_s > AGAIN_S:
-                kill_children()
-                os._exit(128 + number)
+                logger.error("a second signal: ending at once, nothing more is saved")
+                _end_now(number, None)
             if not self._signalled_s:
                 self._signalled_s = now
                 self._reason = self._reason or signal.Signals(number).name
@@ -175,27 +192,33 @@ class Rescue:
     def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
         threading.Thread(target=self._end_at_a_second_signal, daemon=True).start()
+        if self.board.mine.rank == 0 and self._finished.progress.step > self.checkpoints.saved_step:
+            logger.warning("%s: saving; a second signal ends at once, without it", reason)
         states = self._settled()
         first = states[0]
+        is_new = first.finished_step > first.saved_step
         problem = disagreement(states)
-        if not problem and first.finished_step > first.saved_step:
+        if is_new and not problem:
             problem = self._save(first)
+        if not is_new and first.has_come("settled"):
+            problem = ""  # whoever is missing takes nothing along that is not on disk
         if self.board.mine.rank == _speaker(states):
             logger.error("%s: %s", reason, _outcome(self.checkpoints, first, problem))
         if self.board.mine.rank == 0:
             self._wait_for_metrics()
             self.board.say(phase="done")
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
-        self.board.wait_for("done", rank=0, timeout_s=SAVE_S)
+        if first.has_come("settled"):
+            self.board.wait_for("done", rank=0, timeout_s=SAVE_S)
 
     def _settled(self) -> list[RankState]:
         """Bring all ranks to one optimizer step, at the end of a step if it can be.
 
-        Ranks decide by themselves, from what all have said, and come to the same.
+        Each rank computes the same target from the same files.
         """
         gate = self.engine.gate
         self._say_where("closed", gate.close())
-        states = self.board.wait_for("closed", timeout_s=ANSWER_S)
+        states = self._ranks_at("closed")
         mine = self.board.mine
         most = max(state.steps for state in states)
         is_between = mine.steps == most == mine.counted_steps
@@ -204,14 +227,21 @@ class Rescue:
             gate.open()
             self._wait_until(lambda: self._finished.num_steps >= most, FINISH_S)
         self._say_where("stepped", gate.close())
-        states = self.board.wait_for("stepped", timeout_s=ANSWER_S)
-        # A rank passes the norm's all-reduce before it steps, and so has every other by then:
-        # where the first of them is, all can come to.
+        states = self._ranks_at("stepped")
+        # A rank steps only after the norm's all-reduce, which every rank has then joined. So all
+        # can reach the highest count.
         most = max(state.steps for state in states)
         gate.close(most)
         self._wait_until(lambda: gate.num_steps >= most, CATCH_UP_S)
         self._say_where("settled", gate.close())
-        return self.board.wait_for("settled", timeout_s=ANSWER_S)
+        return self._ranks_at("settled")
+
+    def _ranks_at(self, phase: str) -> list[RankState]:
+        """Wait for all ranks; one that did not answer once is not waited for again."""
+        states = self.board.wait_for(phase, timeout_s=self._patience_s)
+        if not all(state.has_come(phase) for state in states):
+            self._patience_s = 1.0
+        return states
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait for the main thread to bring the condition about, as long as it can."""
@@ -244,7 +274,7 @@ class Rescue:
         states = self.board.wait_for("saved", timeout_s=SAVE_S)
         failed = [state for state in states if state.error or not state.has_come("saved")]
         if failed:
-            error = failed[0].error or "it is gone"
+            error = failed[0].error or "it is gone, or took too long"
             return f"rank {failed[0].rank} could not write its part: {error}"
         if self.board.mine.rank == 0:
             try:
@@ -271,8 +301,7 @@ class Rescue:
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
-        self._stopped.wait(LEAVE_S)
-        if not self._stopped.is_set():
+        if not self._stopped.wait(LEAVE_S):
             kill_children()
             os._exit(self.exit_code)
 
@@ -289,18 +318,36 @@ def _speaker(states: list[RankState]) -> int:
     return next((state.rank for state in states if state.has_come("settled")), 0)
 
 
+def _forget_signals() -> None:
+    """Let a forked child, such as a reward's, end by its own signals and not tell this process."""
+    with suppress(ValueError):  # not of a main thread
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _end_now(number: int, frame: object) -> None:
+    kill_children()
+    os._exit(128 + number)
+
+
 def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
     """Say in one line what is on disk. first: rank 0's state when it had settled."""
     newest = checkpoints.saved_step
+    then = "the same command continues from there"
+    if checkpoints.config.checkpoint.resume != "auto":
+        then = "set checkpoint.resume=auto to continue from there"
     if problem:
         rest = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
         return f"nothing was saved, {problem}; {rest}"
     if first.finished_step <= first.saved_step:
-        return f"step {newest} is saved; {NEXT}" if newest else "no step was finished"
+        return f"step {newest} is saved; {then}" if newest else "no step was finished"
     more = first.steps - first.counted_steps
-    beyond = f" (with {more} updates of step {first.finished_step + 1}, which is repeated)"
+    updates = "1 update" if more == 1 else f"{more} updates"
+    beyond = f" (with {updates} of step {first.finished_step + 1}, which is repeated)"
     folder = checkpoints.folder_of(first.finished_step)
-    return f"saved {folder}{beyond if more else ''}; {NEXT}"
+    return f"saved {folder}{beyond if more else ''}; {then}"
 
 
 def disagreement(states: list[RankState]) -> str:

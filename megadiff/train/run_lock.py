@@ -17,7 +17,7 @@ from typing import IO
 import psutil
 
 from megadiff.parallel.lifeline import launcher_pid
-from megadiff.weights.places import host_name
+from megadiff.weights.places import process_home
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"
@@ -38,14 +38,14 @@ class Holder:
     @classmethod
     def this_process(cls) -> Holder:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(host=host_name(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now)
+        return cls(host=process_home(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now)
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host.split('/')[0]} since {self.since}"
 
     def is_working(self) -> bool:
-        """Say whether it is alive here and no one has told it to end, as far as one can see."""
-        if self.host != host_name() or not psutil.pid_exists(self.pid):
+        """Say whether it is alive on this host, and its torchrun as well where it has one."""
+        if self.host != process_home() or not psutil.pid_exists(self.pid):
             return False
         return not self.launcher or psutil.pid_exists(self.launcher)
 
@@ -64,9 +64,9 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
         holder = _holder(file)
         who = f"{folder} is in use by another run ({holder or 'which does not say its name'})"
         if (holder and holder.is_working()) or time.monotonic() > deadline:
-            raise ValueError(f"{who}; wait for it to end, or give this one another run.name")
+            raise ValueError(f"{who}; end it or wait for it, or give this one another run.name")
         if not said:
-            logger.warning("%s that is ending or gone; waiting %.0f s for its lock", who, wait_s)
+            logger.warning("%s, which may be ending or gone; waiting %.0f s for it", who, wait_s)
             said = True
         time.sleep(RETRY_S)
     file.seek(0)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from megadiff.algorithms import Algorithm
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
-from megadiff.engines.base import Engine
+from megadiff.engines.base import Engine, NonFiniteError
 from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
-from megadiff.types import Progress
+from megadiff.types import FlowBatch, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,15 @@ def train_sft(run: SftRun) -> None:
             with timers("data"):
                 batch = agreed(lambda: next(run.batches), run.mesh.cpu_group)
             with timers("train"):
-                stats = engine.update(batch, run.algorithm.loss)
+                stats = _update(run, batch)
             run.rescue.finish_step(progress, run.batches.state())
         run.recorder.step(progress.step, stats)
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)
+
+
+def _update(run: SftRun, batch: FlowBatch) -> dict[str, float]:
+    try:
+        return run.engine.update(batch, run.algorithm.loss)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {run.progress.step + 1}: {error}; lower optim.lr") from error

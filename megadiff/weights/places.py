@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from megadiff.weights.lora_names import Box
 def host_name() -> str:
     """The same for two processes that run on one machine, and share its memory unless containers part them."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def process_home() -> str:
+    """Return the same for two processes that see each other's pids; containers may part them."""
+    return f"{host_name()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def device_name(device: torch.device) -> str:

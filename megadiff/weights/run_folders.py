@@ -63,6 +63,10 @@ def progress_record(folder: Path, progress: Progress) -> bytes:
     return sealed(json.dumps(record, indent=1).encode())
 
 
+class _OtherVersion(ValueError):
+    """A file that is whole, but not of this version."""
+
+
 def read_progress(folder: Path) -> Progress:
     """Read where the run stood. Raise ValueError when any file is not as it was written.
 
@@ -74,10 +78,17 @@ def read_progress(folder: Path) -> Progress:
     try:
         text = record.read_bytes()
         saved = parse_json(text)
+        if SEAL_KEY not in saved:
+            raise _OtherVersion(
+                f"{record} was written by another version of megadiff, before checkpoints were "
+                "sealed; use that version"
+            )
         check_seal(text, record, what="it")
         progress = Progress(**{field.name: saved[field.name] for field in fields(Progress)})
         sizes = dict(saved["sizes"])
         digests = dict(saved["digests"])
+    except _OtherVersion:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{record} is corrupt: {error!r}") from error
     for name, size in sizes.items():

@@ -43,7 +43,7 @@ def test_settings_that_cannot_work_end_before_anything_is_loaded(tiny_model: Pat
     code, text, _ = serve_and_fail(tiny_model, "--port", 0, "--token=secret")
     assert code == 2 and "--token is gone" in text and "--token-file FILE" in text
     secret = tmp_path / "secret"
-    secret.write_text("secret")
+    secret.write_text("a-secret-of-20-chars")
     secret.chmod(0o640)
     code, text, _ = serve_and_fail(tiny_model, "--port", 0, "--token-file", secret)
     assert code == 2 and "has mode 0640" in text and f"chmod 600 {secret}" in text
@@ -65,7 +65,7 @@ def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             for path in ("/rl/generate", "/v1/images/generations", "/metrics"):
                 assert httpx.post(f"{url}{path}", headers=headers, json={}).status_code == 401
-        client = ReplicaClient(url, "replica-7", token="secret")
+        client = ReplicaClient(url, "replica-7", token="a-secret-of-20-chars")
         assert len(client.generate(REQUEST).trajectories) == 4
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(20) == 0

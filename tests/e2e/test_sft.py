@@ -85,7 +85,8 @@ def held(reference, registry):
     """Latents from the weights that the run's last evaluation gave to the replica, and the client of it."""
     address = json.loads((registry / "replica_0.json").read_text())
     client = ReplicaClient(address["url"], "replica_0")
-    return sample(client, 20), client
+    owner = ReplicaClient(address["url"], "replica_0", run=client.health()["run"])
+    return sample(owner, 20), client
 
 
 def sample(client, version):
@@ -274,7 +275,8 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
     shutil.copytree(reference.folder, trainer.folder / "moved")
     result = trainer.run(*SETTINGS, AVERAGED, f"data.images={folder}", "train.num_steps=21", name="moved")
     assert result.code == 1
-    assert "data.images holds others than before; restore it, or start a new run" in result.stderr
+    assert "the saved data position has digest=" in result.stderr
+    assert "restore data.prompts or data.images" in result.stderr
 
 
 def _servers(run: Path) -> list[int]:

@@ -25,11 +25,15 @@ def replica_routes(name: str, *, token: str | None = None) -> Iterator[str]:
 class Stranger:
     """An address that answers everything with one function, and keeps what it was asked."""
 
-    def __init__(self, answer: Callable[[BaseHTTPRequestHandler, bytes], None]) -> None:
+    def __init__(
+        self, answer: Callable[[BaseHTTPRequestHandler, bytes], None], *, port: int = 0
+    ) -> None:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         stranger = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # connections are kept
+
             def do_GET(self) -> None:  # noqa: N802, its name in http.server
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 stranger.asked.append((self.path, dict(self.headers), body))
@@ -46,7 +50,7 @@ class Stranger:
             def handle_error(self, *_: object) -> None:
                 pass  # who asked has hung up, as it should
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Stranger:

@@ -68,6 +68,9 @@ def test_an_address_that_cannot_be_reached(url):
 
 
 def test_a_broken_connection():
-    with Stranger(lambda handler, body: handler.connection.close()) as stranger:
+    def hang_up(handler, body):
+        handler.close_connection = True
+
+    with Stranger(hang_up) as stranger:
         with pytest.raises(NoAnswer):
             ask(stranger.url)

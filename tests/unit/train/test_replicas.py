@@ -11,6 +11,7 @@ import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
 from megadiff.rollout import processes
+from megadiff.rollout.owner import RUN_CHARS
 from megadiff.rollout.processes import environment_token, serve_command
 from megadiff.train.replicas import (
     _access,
@@ -90,7 +91,7 @@ def test_a_run_keeps_its_id_and_a_copy_has_another(tmp_path):
     assert run_id(config, tmp_path / "other") != first
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     config.run.name = "copy"
-    assert run_id(config, tmp_path / "copy") == first.replace("mine", "copy")
+    assert run_id(config, tmp_path / "copy") != first.replace("mine", "copy")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run_id"]
 
 
@@ -102,11 +103,13 @@ def test_an_id_that_is_torn_is_drawn_again(tmp_path):
 
 def test_an_id_is_a_header(tmp_path):
     config = _config(1)
-    config.run.name = "Über 1/b\r\nX: y"
-    assert re.fullmatch("[!-~]+-[0-9a-f]{8}", run_id(config, tmp_path))
+    for name in ("Über 1/b\r\nX: y", "漢" * 40, "x" * 300):
+        config.run.name = name
+        found = run_id(config, tmp_path)
+        assert re.fullmatch("[!-~]+-[0-9a-f]{8}", found) and len(found) <= RUN_CHARS
 
 
-@pytest.mark.parametrize("given", ["", "the-users"])
+@pytest.mark.parametrize("given", ["", "the-users-own-token"])
 def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
     """Drawn where the user gave none; one that the user gave is written nowhere."""
     monkeypatch.setenv("MEGADIFF_TOKEN", given)
@@ -129,13 +132,13 @@ def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
 def test_a_token_that_no_header_holds_is_refused_and_not_shown(tmp_path, monkeypatch, odd):
     monkeypatch.setenv("MEGADIFF_TOKEN", odd)
     for start in (lambda: _launch(_config(1), MESH, tmp_path), lambda: environment_token()):
-        with pytest.raises(ValueError, match=f"of {len(odd)} characters has some") as error:
+        with pytest.raises(ValueError, match=f"{len(odd)} characters, has some") as error:
             start()
         assert odd.strip() not in str(error.value)
 
 
 def test_other_replicas_have_the_environments_token(tmp_path, monkeypatch):
-    for given in ("secret", ""):
+    for given in ("a-secret-of-20-chars", ""):
         monkeypatch.setenv("MEGADIFF_TOKEN", given)
         assert _access(_config(1), tmp_path, [])["token"] == (given or None)
 

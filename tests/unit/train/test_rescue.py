@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megadiff.train.board import Board, RankState
 from megadiff.train.rescue import Rescue, disagreement
 from megadiff.types import Progress
 
+ROOT = Path(__file__).parents[3]
 UPDATES_PER_STEP = 2
 CPU = torch.device("cpu")
 
@@ -33,7 +35,9 @@ class Engine:
         self.weight = 0
 
     def save_now(self, folder: Path, timeout_s: float) -> None:
-        assert self.gate.take(timeout_s)
+        self.gate.end(timeout_s)
+        if self.gate.is_torn:
+            raise RuntimeError("an optimizer step broke off half-way")
         (folder / f"rank_{self.rank}.json").write_text(json.dumps(self.weight))
 
 
@@ -43,6 +47,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.saved_step = 0
+        self.config = SimpleNamespace(checkpoint=SimpleNamespace(resume="auto"))
 
     def folder_of(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -196,3 +201,90 @@ def test_words_on_the_board_survive_torn_and_missing_files(tmp_path):
     later = Board(tmp_path / ".ranks-b", rank=0, world_size=1)
     later.lay_out()
     assert not (tmp_path / ".ranks-a").exists() and later.alarm() == ""
+
+
+def test_rank_0_on_a_node_that_is_gone_is_not_waited_for(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(rescue_module, "ANSWER_S", 0.5)
+    rank = Rank(1, 2, tmp_path, random.Random(0))
+    rank.rescue.board.lay_out()
+    rank.rescue.board.say()
+    rank.rescue.finish_step(rank.progress, {})
+    rank.rescue._patience_s = 0.5
+    began = time.monotonic()
+    rank.rescue.rescue("SIGTERM")
+    assert time.monotonic() - began < 10
+    assert "nothing was saved, rank 0 does not answer" in caplog.text
+
+
+def test_a_step_that_broke_off_is_not_saved(tmp_path, caplog):
+    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
+    rank.rescue.board.lay_out()
+    rank.rescue.finish_step(rank.progress, {})
+    with pytest.raises(ZeroDivisionError):
+        with rank.engine.gate.step():
+            raise ZeroDivisionError
+    rank.rescue.rescue("ZeroDivisionError")
+    assert "nothing was saved" in caplog.text and "broke off half-way" in caplog.text
+    assert not list(tmp_path.glob("step_*"))
+
+
+PROGRAM = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+from tests.unit.train.test_rescue import Rank
+case, folder = sys.argv[1], Path(sys.argv[2])
+rank = Rank(0, 1, folder, random.Random(0))
+rank.rescue.board.lay_out()
+rank.rescue.start()
+rank.rescue.finish_step(rank.progress, {})
+try:
+    if case == "gate":  # it waits for a step that a rescue holds up
+        rank.engine.gate.close()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with rank.engine.gate.step():
+            pass
+    if case == "no board":
+        import shutil
+        shutil.rmtree(rank.rescue.board.folder)
+        time.sleep(60)
+    if case == "fork":
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.5)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        time.sleep(2.5)
+    if case == "other signal":
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        time.sleep(2.5)
+    if case == "closing":
+        rank.rescue.stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+finally:
+    rank.rescue.stop()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "saved"),
+    [
+        ("gate", 143, True),
+        ("no board", 1, False),
+        ("fork", 0, False),
+        ("other signal", 0, False),
+        ("closing", 130, False),
+    ],
+)
+def test_signals_of_a_real_process(tmp_path, case, code, saved):
+    command = [sys.executable, "-c", PROGRAM, case, str(tmp_path)]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == code, done.stderr
+    assert bool(list(tmp_path.glob("step_*"))) == saved, done.stderr
+    assert ("closed" in done.stdout) == (code == 0)
+    assert time.monotonic() - began < 25  # not by LEAVE_S after LEAVE_S
