@@ -54,7 +54,7 @@ def test_settings_that_cannot_work_end_before_anything_is_loaded(tiny_model: Pat
 def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
     """Another address needs the token; SIGTERM ends it within seconds and takes its registry entry back."""
     secret = tmp_path / "secret"
-    secret.write_text("secret\n")
+    secret.write_text("a-secret-of-20-chars\n")
     secret.chmod(0o600)
     server = start(
         tiny_model, tmp_path, "--host", "0.0.0.0", "--token-file", str(secret), fresh=True
