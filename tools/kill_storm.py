@@ -227,17 +227,27 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_leader(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
 def victim_pid(
     trial: Trial, storm: Storm, process: Forked | subprocess.Popen, source: random.Random
 ) -> int:
     """Return whom the signal goes to; minus a process group for all of it."""
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [pid for pid in rank_pids(process) if pid != process.pid]
-    replicas = [child.pid for child in children if "megadiff.cli.serve" in child.cmdline()]
+    # A replica leads a process group of its own; it renames itself, so its command says nothing.
+    replicas = [child.pid for child in children if is_leader(child.pid)]
     if trial.victim == "group":
         return -process.pid
     if trial.victim == "replica":
-        return replicas[0] if trial.start == "colocated" and replicas else storm.replica.pid
+        if trial.start != "colocated":
+            return storm.replica.pid
+        return replicas[0] if replicas else process.pid
     if trial.victim == "rank" and trial.start == "torchrun":
         return source.choice(ranks) if ranks else process.pid
     return process.pid
