@@ -6,7 +6,6 @@ It imports neither vLLM nor vllm-omni.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from megadiff.rollout.bounded_http import (
     NoAnswer,
 )
 from megadiff.rollout.owner import RUN_HEADER
-from megadiff.rollout.proof import REPLICA, TRAINER, check_token, is_valid, new_nonce, sign
+from megadiff.rollout.proof import REPLICA, TRAINER, check_token, is_loopback, is_valid, new_nonce, sign
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 from megadiff.weights.bucket import BucketBody
@@ -97,7 +96,7 @@ class ReplicaClient:
         Without a token on both sides there is nothing to prove, and only a replica on loopback is
         taken. Raises NotProven, and ReplicaError where no answer comes.
         """
-        if not self._token and not is_loopback(self.url):
+        if not self._token and not is_loopback(urlsplit(self.url).hostname or ""):
             raise NotProven(
                 self.name,
                 f"{self.url} is not on loopback and the trainer has no token; set MEGADIFF_TOKEN "
@@ -281,15 +280,6 @@ def groups_bytes(requests: Sequence[RolloutRequest]) -> int:
         states = sampling.num_inference_steps + 2
         total += CONDITIONING_BYTES + len(request.sample_indices) * pixels * (3 + 16 * states)
     return total
-
-
-def is_loopback(url: str) -> bool:
-    """Tell whether an address is on loopback; a name other than localhost counts as elsewhere."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _json(answer: Answer) -> object:

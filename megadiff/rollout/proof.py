@@ -8,6 +8,7 @@ and the trainer expects the one that it called.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 import secrets
 
@@ -53,3 +54,11 @@ def is_valid(proof: object, token: str, *, role: str, nonce: object, url: str) -
         return False
     expected = sign(token, role=role, nonce=nonce, url=url)
     return hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host is on loopback; a name other than localhost counts as elsewhere."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megadiff.parallel.garbage import freeze_startup_objects
 from megadiff.parallel.lifeline import exit_with, kill_children
 from megadiff.rollout.limits import Limits
+from megadiff.rollout.proof import is_loopback
 
 if TYPE_CHECKING:  # imports torch
     from megadiff.types import Sampling
@@ -110,14 +110,6 @@ def check_host(host: str, token: str | None) -> None:
             f"--host {host} can be reached from other machines: set MEGADIFF_TOKEN or give "
             "--token-file, or use --host 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only processes of this machine reach the address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def stay_on_loopback(host: str) -> None:

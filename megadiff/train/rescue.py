@@ -154,10 +154,7 @@ class Rescue:
 
     def _listen(self) -> str:
         """Wait for a reason to end; '' after stop()."""
-        poll = select.poll()
-        poll.register(self._pipe[0], select.POLLIN)
         while not self._stopped.is_set():
-            poll.poll(1000 * LISTEN_S)
             self._read_signals()
             if not self._reason:
                 self._reason = self.board.alarm()
@@ -170,7 +167,10 @@ class Rescue:
         return ""
 
     def _read_signals(self) -> None:
-        """Note a first signal as the reason; end the process on a second one."""
+        """Wait a moment for signals: a first one is the reason, a second one ends the process."""
+        poll = select.poll()
+        poll.register(self._pipe[0], select.POLLIN)
+        poll.poll(1000 * LISTEN_S)
         try:
             numbers = os.read(self._pipe[0], 4096)
         except BlockingIOError:
@@ -306,10 +306,7 @@ class Rescue:
             os._exit(self.exit_code)
 
     def _end_at_a_second_signal(self) -> None:
-        poll = select.poll()
-        poll.register(self._pipe[0], select.POLLIN)
         while not self._stopped.is_set():
-            poll.poll(1000 * LISTEN_S)
             self._read_signals()
 
 
