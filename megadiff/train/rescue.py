@@ -1,8 +1,9 @@
-"""Whatever ends a run early, its last finished step is saved.
+"""Save the last finished step, whatever ends a run early.
 
-That is an error on any rank, a signal, or a launcher that was killed. A thread of every rank does it. The main thread may sit in a collective that another rank will never
-join, where no exception and no signal handler reaches it. So nothing here is collective: ranks talk
-by files (megadiff.train.board), and the engine's gate says which optimizer step a rank has come to.
+The end may be an error on any rank, a signal, or a launcher that was killed. A thread of every rank
+does the saving: the main thread may sit in a collective that another rank will never join, where no
+exception and no signal handler reaches it. So nothing here is collective. Ranks talk by files
+(megadiff.train.board), and the engine's gate says which optimizer step a rank has come to.
 """
 
 from __future__ import annotations
