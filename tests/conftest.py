@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 tiny Qwen-Image pipeline folder, made once. Read-only by agreement: copy it before changing it."""
-    from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+    from examples.tiny_models.qwen_image import write_tiny_pipeline
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_pipeline(folder)
@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind (wan22.tiny.KINDS) → a float32 tiny Wan2.2 folder, made once. Read-only by agreement."""
-    from megadiff.models.wan22.tiny import KINDS, write_tiny_pipeline
+    from examples.tiny_models.wan22 import KINDS, write_tiny_pipeline
 
     folders = {kind: tmp_path_factory.mktemp("models") / kind for kind in KINDS}
     for kind, folder in folders.items():

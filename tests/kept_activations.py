@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megadiff.engines.memory import Work
 from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
+from megadiff.planner.engine_memory import Work
 from megadiff.types import Sampling
 
 ROWS, PIXELS, TEXT_TOKENS = 4, 256, 64

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.fingerprint import fingerprints
+from megadiff.tensors.lora_names import LORA_A, LORA_B, lora_manifest, used_tensor
+from megadiff.tensors.manifest import folder_manifest
 from megadiff.types import LoraSpec
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.lora_names import LORA_A, LORA_B, lora_manifest, used_tensor
-from megadiff.weights.manifest import folder_manifest
 
 Tensors = dict[str, Tensor]
 

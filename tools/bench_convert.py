@@ -30,9 +30,9 @@ from pathlib import Path
 from bench_machine import cpu_name, versions
 from random_weights import write_random_transformer
 
+from megadiff.convert.convert import Options, convert
+from megadiff.convert.model_folders import WEIGHTS_NAME, open_model
 from megadiff.models.registry import component_model
-from megadiff.weights.convert import Options, convert
-from megadiff.weights.model_folders import WEIGHTS_NAME, open_model
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "assets" / "qwen_image"  # config files of the real model
@@ -40,7 +40,7 @@ REPORT, PEAK = re.compile(r"([\d.]+) GiB in ([\d.]+) s"), re.compile(r"VmHWM:\s+
 SECONDS = ("cp_s", "convert_s", "process_s")
 CONVERT = """
 import sys
-from megadiff.cli.convert import main
+from megadiff.convert.command import main
 code = main(sys.argv[1:])
 sys.stderr.write(open("/proc/self/status").read())  # ru_maxrss would begin with the parent's
 sys.exit(code)

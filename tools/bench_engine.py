@@ -42,7 +42,7 @@ from megadiff.engines import build_engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
-from megadiff.train.rollout import sampling_of
+from megadiff.train.sampling import sampling_of
 from megadiff.types import TrainBatch
 
 RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"

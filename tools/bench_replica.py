@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from random_weights import write_random_pipeline
 
-from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec, environment_token
-from megadiff.rollout.registry import wait_until_announced
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.processes import ReplicaProcess, ReplicaSpec, environment_token
+from megadiff.rollout.client.registry import wait_until_announced
 
 START_TIMEOUT_S = 900.0
 

@@ -33,9 +33,9 @@ from bench_machine import cpu_name, versions, visible_gpus
 from bench_replica import served_model, start_replica
 from diffusers import DiffusionPipeline
 
-from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.processes import environment_token
 from megadiff.types import DTYPES, Prompt, RolloutRequest, Sampling
 
 PROMPT = "a red star left of a blue circle in the sky"

@@ -36,8 +36,8 @@ from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.observe.device_memory import GIB, phase_key
 from megadiff.observe.metrics import format_number, read_rows
-from megadiff.train.memory_plan import USABLE_GIB, Machine, make_plan
-from megadiff.train.rollout import sampling_of
+from megadiff.planner.memory_plan import USABLE_GIB, Machine, make_plan
+from megadiff.train.sampling import sampling_of
 
 POLL_S = 0.1
 STOP_S = 60.0

@@ -33,13 +33,14 @@ from megadiff.engines.gathering import runs
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_spec
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
-from megadiff.rollout.fleet import Fleet
+from megadiff.process.identity import device_name, host_name
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.sync.sync import WeightSync
+from megadiff.sync.transports.choose import build_transport
+from megadiff.tensors.boxes import boxes_from_json
+from megadiff.tensors.lora_names import lora_manifest
+from megadiff.tensors.manifest import Manifest, folder_manifest
 from megadiff.types import DTYPES, LoraSpec
-from megadiff.weights.lora_names import lora_manifest
-from megadiff.weights.manifest import Manifest, folder_manifest
-from megadiff.weights.places import boxes_from_json, device_name, host_name
-from megadiff.weights.sync import WeightSync
-from megadiff.weights.transports.choose import build_transport
 
 
 class RandomSource:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megadiff.cli.convert import main
+from megadiff.convert.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,10 +33,10 @@ import torch
 from fuzz_requests import IMAGE, SAMPLE, bodies, body_of, named, raw_request
 from safetensors.torch import load_file
 
-from megadiff.models.files import weight_files
 from megadiff.rollout.wire import decode_groups, requests_to_json
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.manifest import folder_manifest
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.manifest import folder_manifest
+from megadiff.tensors.model_files import weight_files
 
 CALLS_AT_ONCE = 4
 ROUND = 50  # requests between two looks at the samples of the run beside

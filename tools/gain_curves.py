@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from html import escape
 from statistics import fmean
 
-from megadiff.observe.charts import Axis, band_path, line_path, mean_or_none, value_axis
 from megadiff.observe.metrics import Row, column, finite, format_number, median, metric_keys
+from megadiff.report.charts import Axis, band_path, line_path, mean_or_none, value_axis
 
 MISSING = "–"
 ENTROPY = "eval/colour_entropy_bit"

@@ -328,10 +328,11 @@ def main(argv: list[str] | None = None) -> int:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         mark = {MARK: secrets.token_hex(8), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | mark)
+    import torch._dynamo  # noqa: F401
+
     import megadiff.cli.train  # noqa: F401  (forks have it)
     import megadiff.engines.veomni  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    from megadiff.models.qwen_image.tiny import write_tiny_pipeline
+    from examples.tiny_models.qwen_image import write_tiny_pipeline
 
     source = random.Random(options.seed)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-storm-"))

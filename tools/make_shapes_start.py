@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     import torch
     from shapes_vae import train_vae
 
-    from megadiff.models.qwen_image.tiny import SHAPES_SIZE as size
-    from megadiff.models.qwen_image.tiny import build_text_encoder, build_tokenizer, silent_transformer, write_pipeline
+    from examples.tiny_models.qwen_image import SHAPES_SIZE as size
+    from examples.tiny_models.qwen_image import build_text_encoder, build_tokenizer, silent_transformer, write_pipeline
 
     torch.manual_seed(args.seed)
     vae = train_vae(

@@ -1,6 +1,6 @@
 """Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2 with one or two transformers.
 
-See megadiff/models/qwen_image/tiny.py and megadiff/models/wan22/tiny.py. With --size full a family's real sizes, by
+See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a family's real sizes, by
 tools/random_weights.py, whose own options may follow:
 
     python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] [--text-layers N] [--device cuda]
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from megadiff.models.qwen_image import tiny as qwen_image
-from megadiff.models.wan22 import tiny as wan22
+from examples.tiny_models import qwen_image as qwen_image
+from examples.tiny_models import wan22 as wan22
 
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen_image": qwen_image.write_tiny_pipeline,

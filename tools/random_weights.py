@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, UMT5Config, UMT5EncoderModel
 
+from examples.tiny_models import qwen_image as qwen_image
+from examples.tiny_models import wan22 as wan22
 from megadiff.models.adapter import ModelAdapter
-from megadiff.models.files import read_json
-from megadiff.models.qwen_image import tiny as qwen_image
 from megadiff.models.registry import build_adapter
-from megadiff.models.wan22 import tiny as wan22
+from megadiff.tensors.model_files import read_json
 
 SHARD_BYTES = 4 << 30
 GAIN = 0.25  # of a linear layer: with 1 the network amplifies rounding to a fifth of its output

@@ -11,9 +11,9 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 from torch import Tensor, nn
 
+from examples.shapes.verifier import verify
+from examples.shapes.world import parse, sample_images
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
-from megadiff.shapes.verifier import verify
-from megadiff.shapes.world import parse, sample_images
 
 logger = logging.getLogger(__name__)
 DATA_SEED, CHECK_SEED = 1, 2

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import NoReturn
 
-from megadiff.parallel.lifeline import kill_children
+from megadiff.process.lifeline import kill_children
 
 
 def log_to_stderr(rank: int = 0) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from megadiff.checkpoint.checkpoints import Checkpoints, base_weights, whole_looking
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config, RewardConfig
@@ -38,18 +39,17 @@ from megadiff.observe.evaluation import (
     write_evaluation,
     write_json,
 )
-from megadiff.observe.evaluation_page import PAGE_NAME, write_evaluation_page
-from megadiff.observe.evaluation_table import to_text
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.report.evaluation_page import PAGE_NAME, write_evaluation_page
+from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.fleet import Fleet
-from megadiff.rollout.processes import stop_all
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_sync, read_prompts, run_folder
-from megadiff.train.checkpoint import Checkpoints, base_weights, whole_looking
 from megadiff.train.evaluate import Plan, eval_sampling, evaluate, groups_in_a_call, spread
-from megadiff.train.rollout import check_call
+from megadiff.train.sampling import check_call
 from megadiff.types import Sampling
 
 logger = logging.getLogger(__name__)

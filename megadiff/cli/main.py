@@ -10,13 +10,19 @@ from typing import NoReturn
 import megadiff
 from megadiff.cli.console import leave, show_crashes
 
-COMMANDS = {
-    "train": "post-train a policy: CONFIG.yaml … key=value …",
-    "serve": "run a rollout replica: MODEL …",
-    "evaluate": "score a model or a checkpoint on a prompt set",
-    "plan": "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … --world-size N",
-    "convert": "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",
-    "report": "write a run's report.html: RUN",
+COMMANDS = {  # name → (module that has its main(), what it does)
+    "train": ("megadiff.cli.train", "post-train a policy: CONFIG.yaml … key=value …"),
+    "serve": ("megadiff.cli.serve", "run a rollout replica: MODEL …"),
+    "evaluate": ("megadiff.cli.evaluate", "score a model or a checkpoint on a prompt set"),
+    "plan": (
+        "megadiff.planner.command",
+        "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … --world-size N",
+    ),
+    "convert": (
+        "megadiff.convert.command",
+        "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",
+    ),
+    "report": ("megadiff.report.command", "write a run's report.html: RUN"),
 }
 
 
@@ -35,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
         return 2
-    return importlib.import_module(f"megadiff.cli.{command}").main(rest)
+    return importlib.import_module(COMMANDS[command][0]).main(rest)
 
 
 def entry() -> NoReturn:
@@ -45,7 +51,7 @@ def entry() -> NoReturn:
 
 
 def _usage() -> str:
-    lines = [f"  {command:<10}{summary}\n" for command, summary in COMMANDS.items()]
+    lines = [f"  {command:<10}{summary}\n" for command, (_, summary) in COMMANDS.items()]
     return f"usage: megadiff COMMAND …\n{''.join(lines)}  --version\n"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megadiff.cli.console import show_crashes
 from megadiff.rollout.proof import check_token
-from megadiff.rollout.server import ServeConfig, serve
+from megadiff.rollout.server.server import ServeConfig, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

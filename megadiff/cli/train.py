@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from megadiff.algorithms import build_algorithm
+from megadiff.checkpoint.checkpoints import CheckpointError
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.engines import check_engine_installed
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.garbage import freeze_startup_objects
-from megadiff.parallel.lifeline import kill_children, launcher_pid, watch
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
+from megadiff.process.garbage import freeze_startup_objects
+from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.train.build import build_run, check, collective_timeout_s, run_folder
 from megadiff.train.build_sft import build_sft_run
-from megadiff.train.checkpoint import CheckpointError
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import train
 from megadiff.train.rescue import Rescue

@@ -14,7 +14,6 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.schema import Config, RewardConfig
 
-
 SCHEMA = OmegaConf.to_container(OmegaConf.structured(Config))
 REWARD_SCHEMA = OmegaConf.to_container(OmegaConf.structured(RewardConfig))
 

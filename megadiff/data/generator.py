@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from megadiff.shapes.world import sample_images
+from examples.shapes.world import sample_images
 
 
 def make_chunk(seed: int, number: int, count: int) -> tuple[np.ndarray, list[str]]:

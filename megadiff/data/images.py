@@ -18,7 +18,7 @@ import numpy as np
 from megadiff.data.generator import make_chunk
 from megadiff.data.pixels import decode, fit, is_enlarged
 from megadiff.data.shelves import METADATA, SHELVES, FolderShelf, Shelf
-from megadiff.parallel.workers import share_of_cores, worker_pool
+from megadiff.process.workers import share_of_cores, worker_pool
 
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ class StoredImages:
 
 
 class GeneratedImages:
-    """Fulfils ImageSource: COUNT images of megadiff.shapes, made when they are read. Row i depends on (seed, i) alone."""
+    """Fulfils ImageSource: COUNT images of examples.shapes, made when they are read. Row i depends on (seed, i) alone."""
 
     captions = ()
 

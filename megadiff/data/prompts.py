@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megadiff.data.pixels import read_first_frame
-from megadiff.parallel.workers import share_of_cores
+from megadiff.process.workers import share_of_cores
 from megadiff.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megadiff.config.schema import Config
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh

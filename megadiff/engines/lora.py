@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from megadiff.config.schema import Config
 from megadiff.parallel.lora import Adapters, lora_spec, start_values
 from megadiff.parallel.plan import ParallelPlan
+from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.types import LoraSpec
-from megadiff.weights.shards import Shard, ShardFolder
 
 
 def build_adapters(config: Config, plan: ParallelPlan, names: Iterable[str]) -> Adapters | None:

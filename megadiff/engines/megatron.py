@@ -33,8 +33,8 @@ from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters, lora_parameters
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import Placement, is_lora
+from megadiff.tensors.shards import TRAINED, Shard, ShardFolder, SourceFolder, flat_shards
 from megadiff.types import DTYPES
-from megadiff.weights.shards import TRAINED, Shard, ShardFolder, SourceFolder, flat_shards
 
 TESTED_VERSIONS = ("0.16.1",)
 

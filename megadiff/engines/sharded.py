@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from megadiff.config.schema import Config
 from megadiff.diffusion import sde
 from megadiff.engines.base import Loss, NonFiniteError
-from megadiff.engines.gathering import GATHERED_AT_ONCE, local, runs
 from megadiff.engines.gate import StepGate
+from megadiff.engines.gathering import GATHERED_AT_ONCE, local, runs
 from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, Share, loss_inputs, pieces
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
+from megadiff.tensors.shards import AVERAGED, TRAINED, Shard, ShardFolder
 from megadiff.types import DTYPES, LogProbs, LoraSpec, TrainBatch
-from megadiff.weights.shards import AVERAGED, TRAINED, Shard, ShardFolder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

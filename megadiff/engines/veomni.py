@@ -40,8 +40,8 @@ from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.tensors.shards import Shard, SourceFolder
 from megadiff.types import DTYPES
-from megadiff.weights.shards import Shard, SourceFolder
 
 if TYPE_CHECKING:  # needs megatron-core
     from megadiff.parallel.attention import TokenAxes

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.models.adapter import ModelAdapter
-from megadiff.models.files import open_weights, read_json, weight_files
 from megadiff.parallel.plan import ParallelPlan
-
+from megadiff.tensors.model_files import open_weights, read_json, weight_files
 
 TRANSFORMER = "transformer"  # a component that all pipelines have
 SIZES = ("in_channels", "num_layers", "num_attention_heads", "attention_head_dim")  # of all
@@ -51,7 +50,7 @@ FAMILIES = (
         name="qwen_image",
         pipeline_class="QwenImagePipeline",
         transformer_class="QwenImageTransformer2DModel",
-        rollout_pipeline="megadiff.models.qwen_image.rollout.QwenImageRolloutPipeline",
+        rollout_pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
         adapter="megadiff.models.qwen_image.adapter.QwenImageAdapter",
         components=("scheduler", "tokenizer", "text_encoder", "transformer", "vae"),
         weighted=("text_encoder", "transformer", "vae"),
@@ -67,7 +66,7 @@ FAMILIES = (
         name="wan22",
         pipeline_class="WanPipeline",
         transformer_class="WanTransformer3DModel",
-        rollout_pipeline="megadiff.models.wan22.rollout.WanRolloutPipeline",
+        rollout_pipeline="megadiff.models.wan22.pipeline.WanRolloutPipeline",
         adapter="megadiff.models.wan22.adapter.WanAdapter",
         components=("scheduler", "tokenizer", "text_encoder", "transformer", "vae"),
         weighted=("text_encoder", "transformer", "vae"),

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megadiff.parallel.allocator import grow_segments
+from megadiff.process.allocator import grow_segments
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 

@@ -6,7 +6,5 @@ REWARDS = {
     "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
     "motion": "megadiff.rewards.motion:MotionReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",
-    "shapes": "megadiff.rewards.shapes:ShapesReward",
-    "shapes_strict": "megadiff.rewards.shapes:ShapesStrictReward",
     "temporal_consistency": "megadiff.rewards.motion:TemporalConsistencyReward",
 }

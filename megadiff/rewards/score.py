@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megadiff.config.schema import RewardConfig
-from megadiff.parallel.workers import share_of_cores
+from megadiff.process.workers import share_of_cores
 from megadiff.rewards.answers import FLOAT32_MAX, samples_text, score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
 from megadiff.rewards.gil_watch import GRACE_S

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from megadiff.sync.bucket import own_host_tensor
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
-from megadiff.weights.bucket import own_host_tensor
 
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
 _COLUMNS = {"latents": "latents_SLC", "log_probs": "log_probs", "pixels": "pixels"}  # tensor → field of a Trajectory

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megadiff.weights.places import process_home
+from megadiff.process.identity import process_home
 
 # closed: it begins no optimizer step. stepped: it has finished the step that it was in, if it could.
 # settled: it will not step again. saved: it has written its part. done: the ranks may end.

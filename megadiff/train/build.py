@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
+from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
 from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
@@ -30,24 +31,24 @@ from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers, check_trackers
 from megadiff.parallel.collectives import agreed, broadcast_json, gather_json
 from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
+from megadiff.process.identity import device_name, host_name
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.fleet import Fleet
-from megadiff.rollout.processes import stop_all
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.processes import stop_all
+from megadiff.sync.sync import WeightSync
+from megadiff.sync.transports.choose import build_transport
+from megadiff.tensors.boxes import boxes_from_json
+from megadiff.tensors.manifest import folder_manifest
 from megadiff.train import replicas
 from megadiff.train.board import FOLDER, Board
-from megadiff.train.checkpoint import Checkpoints, base_weights
+from megadiff.train.components import check_experts
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
-from megadiff.train.experts import check_experts
 from megadiff.train.loop import Run
 from megadiff.train.probe import own_size
 from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.rescue import Rescue
-from megadiff.train.rollout import check_call, first_frame_size, sampling_of
+from megadiff.train.sampling import check_call, first_frame_size, sampling_of
 from megadiff.types import Progress, Prompt, Sampling
-from megadiff.weights.manifest import folder_manifest
-from megadiff.weights.places import boxes_from_json, device_name, host_name
-from megadiff.weights.sync import WeightSync
-from megadiff.weights.transports.choose import build_transport
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
+from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
 from megadiff.data.images import ImageSource
@@ -16,15 +17,14 @@ from megadiff.engines import build_engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.fleet import Fleet
-from megadiff.rollout.processes import stop_all
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.processes import stop_all
+from megadiff.sync.sync import WeightSync
 from megadiff.train import replicas
 from megadiff.train.build import build_evaluation, build_recorder, build_rescue, build_sync, run_folder
-from megadiff.train.checkpoint import Checkpoints, base_weights
-from megadiff.train.rollout import sft_sampling
+from megadiff.train.sampling import sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES
-from megadiff.weights.sync import WeightSync
 
 ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 

@@ -12,8 +12,8 @@ from megadiff.config.load import to_dict
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
-from megadiff.train.experts import describe_experts
-from megadiff.train.rollout import sampling_of, sft_sampling
+from megadiff.train.components import describe_experts
+from megadiff.train.sampling import sampling_of, sft_sampling
 
 
 def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int) -> dict[str, object]:

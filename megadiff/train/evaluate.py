@@ -21,8 +21,8 @@ from megadiff.observe.samples import picture_suffix
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
-from megadiff.rollout.fleet import Fleet
-from megadiff.train.rollout import for_replica, sampling_of
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.train.sampling import for_replica, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from functools import partial
 
 from megadiff.algorithms import Algorithm
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.schema import Config
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.sync.sync import WeightSync
 from megadiff.train import parity, probe
-from megadiff.train.checkpoint import Checkpoints
-from megadiff.train.experts import step_samplings
+from megadiff.train.components import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
 from megadiff.train.replicas import make_room, put_to_sleep
 from megadiff.train.rescue import Rescue
-from megadiff.train.rollout import group_requests, sample_and_score
+from megadiff.train.sampling import group_requests, sample_and_score
 from megadiff.train.update import update
 from megadiff.types import Progress
-from megadiff.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together
 from megadiff.parallel.mesh import Mesh
-from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.batch import to_train_batch
-from megadiff.train.experts import component_steps
+from megadiff.train.components import component_steps
 from megadiff.train.probe import Call
 from megadiff.train.replicas import trim
-from megadiff.train.rollout import for_replica, sampling_of, share
+from megadiff.train.sampling import for_replica, sampling_of, share
 from megadiff.types import LOG_PROB_ROUNDING, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)

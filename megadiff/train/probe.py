@@ -21,7 +21,7 @@ from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.limits import Limits
-from megadiff.train.rollout import first_frame_of, sampling_of
+from megadiff.train.sampling import first_frame_of, sampling_of
 from megadiff.types import DTYPES, Prompt
 
 LONG = (

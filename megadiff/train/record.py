@@ -21,7 +21,7 @@ from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
-from megadiff.train.rollout import Rewards
+from megadiff.train.sampling import Rewards
 from megadiff.types import RolloutGroup
 
 logger = logging.getLogger(__name__)

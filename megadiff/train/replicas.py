@@ -19,17 +19,17 @@ from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
 from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
-from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.fleet import Fleet
-from megadiff.rollout.processes import (
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.processes import (
     ReplicaProcess,
     ReplicaSpec,
     environment_token,
     write_token,
 )
-from megadiff.rollout.registry import wait_until_announced
-from megadiff.weights.sync import WeightSync
-from megadiff.weights.transports.disk import clear
+from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.sync.sync import WeightSync
+from megadiff.sync.transports.disk import clear
 
 logger = logging.getLogger(__name__)
 RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.owner at most

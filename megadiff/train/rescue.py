@@ -18,10 +18,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
-from megadiff.parallel.lifeline import kill_children
+from megadiff.process.lifeline import kill_children
 from megadiff.train.board import MOST_CHARS, Board, RankState
-from megadiff.train.checkpoint import Checkpoints
 from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)

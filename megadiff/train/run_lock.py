@@ -16,8 +16,8 @@ from typing import IO
 
 import psutil
 
-from megadiff.parallel.lifeline import launcher_pid
-from megadiff.weights.places import process_home
+from megadiff.process.identity import process_home
+from megadiff.process.lifeline import launcher_pid
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"

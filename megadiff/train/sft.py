@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadiff.algorithms import Algorithm
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
 from megadiff.engines.base import Engine, NonFiniteError
 from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
-from megadiff.train.checkpoint import Checkpoints
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
 from megadiff.types import FlowBatch, Progress

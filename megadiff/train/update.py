@@ -17,7 +17,7 @@ from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gathe
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
 from megadiff.train.batch import to_train_batch, update_parts
-from megadiff.train.rollout import Rewards
+from megadiff.train.sampling import Rewards
 from megadiff.types import Progress, RolloutGroup, TrainBatch
 
 logger = logging.getLogger(__name__)

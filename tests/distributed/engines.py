@@ -19,14 +19,14 @@ from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.engines.sharded import ShardedEngine, local
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
+from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch, Trajectory
-from megadiff.weights.shards import Shard, ShardFolder
 
 # 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
 SAMPLING = Sampling(height=48, width=48, num_inference_steps=6, sde_window_range=(0, 5))

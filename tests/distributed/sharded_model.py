@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megadiff.diffusion import sde
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.weights.shards import Shard, SourceFolder
+from megadiff.tensors.shards import Shard, SourceFolder
 from tests.distributed.ranks import run_ranks
 
 TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float64: (1e-12, 1e-12)}  # of outputs, and of gradients

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.cli.convert import main
+from megadiff.checkpoint.checkpoints import Checkpoints
+from megadiff.convert.command import main
 from megadiff.data.sampler import EpochOrder
 from megadiff.engines.base import Engine
-from megadiff.train.checkpoint import Checkpoints
 from megadiff.types import Progress
 from tests.distributed.engines import LOSS, build, mine
 from tests.distributed.ranks import run_ranks
-from tests.unit.weights.conversions import contents, seal
+from tests.unit.convert.conversions import contents, seal
 
 LORA = (4, 10.0)
 TARGETS = {"tp": ("megatron", ["--to", "megatron", "--tp", "2"]), "dp": ("veomni", ["--to", "fsdp", "--dp", "2"])}

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megadiff.diffusion import sde
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.microbatch import component_rows, loss_inputs, microbatches
 from megadiff.models.wan22.adapter import WanAdapter
+from megadiff.tensors.shards import ShardFolder, write_shards
 from megadiff.types import TrainBatch
-from megadiff.weights.shards import ShardFolder, write_shards
 from tests.distributed.engines import LOSS, build, differing, gradient_shards, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import HIGH, LOW, WINDOWS, batch_of, exact, held

@@ -11,13 +11,13 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
 from megadiff.diffusion import sde
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.microbatch import component_rows, microbatches
 from megadiff.engines.sharded import local
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.plan import LORA_B
+from megadiff.tensors.shards import ShardFolder
 from megadiff.types import LogProbs, TrainBatch
-from megadiff.weights.shards import ShardFolder
 from tests.distributed.engines import LOSS, build, differing
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import HIGH, LOW, batch_of, exact, held

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megadiff.algorithms import build_algorithm
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.models.wan22.adapter import WanAdapter
+from megadiff.tensors.shards import ShardFolder
 from megadiff.train import update as update_module
 from megadiff.train.update import groups_to_train, update
 from megadiff.types import Progress, TrainBatch
-from megadiff.weights.shards import ShardFolder
 from tests.distributed.engines import build, forwards, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import HIGH, LOW, batch_of, exact, held

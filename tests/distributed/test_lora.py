@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.lora import lora_values
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.parallel.lora import lora_shapes, start_values
+from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import LoraSpec
-from megadiff.weights.shards import Shard, ShardFolder, write_shards
 from tests.distributed.engines import (
     LOSS,
     at_step,

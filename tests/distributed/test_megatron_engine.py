@@ -20,10 +20,10 @@ from torch import Tensor
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.weights.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from tests.distributed.engines import (
     LOSS,
     at_step,

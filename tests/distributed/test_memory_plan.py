@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from megadiff.config.schema import Config, LoraConfig
-from megadiff.engines import build_engine, memory
-from megadiff.engines.experts import ExpertsEngine
-from megadiff.engines.memory import Placing, kept_bytes, static_bytes
+from megadiff.engines import build_engine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.train.memory_plan import model_shape
+from megadiff.planner import engine_memory
+from megadiff.planner.engine_memory import Placing, kept_bytes, static_bytes
+from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.distributed.engines import LOSS, only, train_batch
 from tests.distributed.ranks import run_ranks
@@ -56,8 +57,8 @@ def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path,
     """What stays to the byte, on the rank that holds most of each part; what a forward keeps within bounds."""
     backend, dtype, world_size, sizes, sequence_parallel, bucket_size, rank = CASES[case]
     if bucket_size:  # the default puts all of a small model into one bucket
-        monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE", bucket_size)
-        monkeypatch.setattr(memory, "MEGATRON_BUCKET_SIZE_PER_RANK", 0)
+        monkeypatch.setattr(engine_memory, "MEGATRON_BUCKET_SIZE", bucket_size)
+        monkeypatch.setattr(engine_memory, "MEGATRON_BUCKET_SIZE_PER_RANK", 0)
     folder = tiny_wan["ti2v_5b"] if case in WAN_CASES else tiny_model
     run_ranks(_measure, world_size, folder, tmp_path, *CASES[case])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]

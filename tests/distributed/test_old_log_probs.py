@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.advantage import group_advantages
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.collectives import sum_tensor
+from megadiff.tensors.shards import ShardFolder
 from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.train.update import update, with_denominator
 from megadiff.types import Progress, RolloutGroup
-from megadiff.weights.shards import ShardFolder
 from tests.distributed.engines import build, forwards, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import batch_of, exact

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.microbatch import num_microbatches
 from megadiff.engines.sharded import local
 from megadiff.models.registry import build_adapter

@@ -23,7 +23,7 @@ from torch import Tensor
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.compiling import VARIANTS
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.microbatch import microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import resolve_layout

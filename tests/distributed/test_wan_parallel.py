@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from examples.tiny_models.wan22 import TEXT_DIM, write_tiny_pipeline
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.models.wan22.tiny import TEXT_DIM, write_tiny_pipeline
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.parallel.tokens import split_tokens, ulysses_axes
 from megadiff.types import Sampling

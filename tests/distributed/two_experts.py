@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megadiff.engines.experts import ExpertsEngine
+from examples.tiny_models.wan22 import TEXT_DIM
+from megadiff.engines.components import ExpertsEngine
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.models.wan22.tiny import TEXT_DIM
 from megadiff.types import Sampling, TrainBatch
 
 HIGH, LOW = "transformer", "transformer_2"

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from megadiff.cli.serve import main
-from megadiff.models import rollout_base
-from megadiff.models.qwen_image import rollout as qwen_rollout
+from megadiff.models import pipeline_base
+from megadiff.models.qwen_image import pipeline as qwen_rollout
 
 FAULT_FILE = Path(sys.argv.pop(1))
 
@@ -128,8 +128,8 @@ def _flip(tensor):
 
 
 if __name__ == "__main__":
-    rollout_base.BatchSampler.result = _round_latents(rollout_base.BatchSampler.result)
-    rollout_base.initial_latents_rows = _shift_noise(rollout_base.initial_latents_rows)
+    pipeline_base.BatchSampler.result = _round_latents(pipeline_base.BatchSampler.result)
+    pipeline_base.initial_latents_rows = _shift_noise(pipeline_base.initial_latents_rows)
     qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)
@@ -137,5 +137,5 @@ if __name__ == "__main__":
     pipeline.combine_cfg_noise, pipeline.cfg_normalize_function = _spoil_guidance(
         pipeline.combine_cfg_noise, pipeline.cfg_normalize_function
     )
-    rollout_base.BatchSampler.model_sigma = _cast_timestep(rollout_base.BatchSampler.model_sigma)
+    pipeline_base.BatchSampler.model_sigma = _cast_timestep(pipeline_base.BatchSampler.model_sigma)
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from megadiff.engines.experts import ExpertsEngine
+from megadiff.engines.components import ExpertsEngine
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.rewards.base import Reward
 

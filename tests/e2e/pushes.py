@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.config.schema import ParallelConfig
-from megadiff.models.files import weight_files
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.fleet import Fleet
+from megadiff.process.identity import device_name, host_name
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.sync.sync import WeightSync
+from megadiff.sync.transports import shared_memory
+from megadiff.sync.transports.choose import build_transport
+from megadiff.tensors.boxes import boxes_from_json
+from megadiff.tensors.manifest import folder_manifest
+from megadiff.tensors.model_files import weight_files
 from megadiff.types import LoraSpec
-from megadiff.weights.manifest import folder_manifest
-from megadiff.weights.places import boxes_from_json, device_name, host_name
-from megadiff.weights.sync import WeightSync
-from megadiff.weights.transports import shared_memory
-from megadiff.weights.transports.choose import build_transport
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -16,10 +16,10 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.manifest import folder_manifest
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.manifest import folder_manifest
 from tests.e2e.servers import ENVIRONMENT, SEARCH_PATH, Forked, wait_for_announcements
 from tests.lora_tensors import expected_prints, linears, merged, push_lora, random_lora
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.client.client import ReplicaClient
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -11,8 +11,8 @@ from functools import partial
 import psutil
 import pytest
 
+from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.cli.train import main
-from megadiff.train.checkpoint import whole_looking
 from tests.e2e.conftest import ENVIRONMENT
 
 LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters

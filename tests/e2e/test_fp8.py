@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.fingerprint import fingerprint
+from megadiff.tensors.lora_names import lora_manifest
+from megadiff.tensors.manifest import folder_manifest
 from megadiff.types import LoraSpec
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.fingerprint import fingerprint
-from megadiff.weights.lora_names import lora_manifest
-from megadiff.weights.manifest import folder_manifest
 from tests.e2e.pushes import Tensors, folder_weights
 from tests.e2e.recompute import gap
 from tests.e2e.replica import REQUEST, start

@@ -13,10 +13,10 @@ import pytest
 from safetensors.torch import load_file
 
 from megadiff.cli.evaluate import main as evaluate
-from megadiff.rollout.client import ReplicaClient
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.convert import Options, convert
-from megadiff.weights.manifest import folder_manifest
+from megadiff.convert.convert import Options, convert
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.manifest import folder_manifest
 from tests.distributed.ranks import run_ranks
 from tests.e2e.conftest import ROOT, Result
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadiff.models.files import weight_files
-from megadiff.rollout.client import ReplicaClient, ReplicaError
-from megadiff.rollout.fleet import Fleet
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.wire import requests_to_json
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.manifest import folder_manifest
+from megadiff.tensors.model_files import weight_files
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.manifest import folder_manifest
 from tests.e2e.recompute import gap
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))

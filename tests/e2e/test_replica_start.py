@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from megadiff.rollout.client import ReplicaClient, ReplicaError
-from megadiff.weights.fingerprint import fingerprint
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.tensors.fingerprint import fingerprint
 from tests.e2e.pushes import folder_weights
 from tests.e2e.recompute import gap
 from tests.e2e.replica import PROMPT, REQUEST, SAMPLING, bound_lora_serves_and_sleeps, image, push, start

@@ -14,7 +14,7 @@ from PIL import Image
 from synthetic_run import PROMPTS, TASKS, write_run
 
 from megadiff.observe.metrics import metric_keys, read_rows
-from megadiff.observe.report import write_report
+from megadiff.report.report import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome found")

@@ -13,8 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from megadiff.rollout.owner import RUN_HEADER
-from megadiff.train.checkpoint import whole_looking
+from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.rollout.server.owner import RUN_HEADER
 from tests.e2e.servers import ENVIRONMENT
 
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"

@@ -21,13 +21,13 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 
 from megadiff.cli.train import main
-from megadiff.observe.report import write_report
-from megadiff.rollout.client import ReplicaClient
+from megadiff.convert.convert import Options, convert
+from megadiff.report.report import write_report
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.sync.bucket import encode_bucket
+from megadiff.tensors.manifest import folder_manifest
+from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.types import Prompt, RolloutRequest, Sampling
-from megadiff.weights.bucket import encode_bucket
-from megadiff.weights.convert import Options, convert
-from megadiff.weights.manifest import folder_manifest
-from megadiff.weights.shards import Shard, ShardFolder
 from tests.distributed.ranks import run_ranks
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Result, Trainer
 

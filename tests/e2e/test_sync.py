@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megadiff.parallel.collectives import AgreedError
-from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, buckets_left, folder_weights, sync_between, urls_of
 from tests.e2e.servers import start_replicas, stop

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.config.validate import MAX_LORA_RANK
+from megadiff.sync.sync import CommitCheck, Ledger
+from megadiff.sync.transports.base import SyncError
+from megadiff.tensors.fingerprint import fingerprints
+from megadiff.tensors.lora_names import LORA_B
 from megadiff.types import LoraSpec
-from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.lora_names import LORA_B
-from megadiff.weights.sync import CommitCheck, Ledger
-from megadiff.weights.transports.base import SyncError
 from tests.e2e.trap_engine import TrapEngine, trap_engine
 from tests.lora_tensors import Tensors, expected_prints, linears, merged, random_lora
 

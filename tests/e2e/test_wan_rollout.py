@@ -14,15 +14,15 @@ from diffusers.pipelines.wan import pipeline_wan_i2v
 from PIL import Image
 from torch import Tensor
 
+from examples.tiny_models.wan22 import KINDS
 from megadiff.diffusion import sde
 from megadiff.diffusion.noise import initial_latents
 from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.packing import unpack
 from megadiff.models.wan22.text import cleaned
-from megadiff.models.wan22.tiny import KINDS
 from megadiff.models.wan22.vae import latent_statistics
-from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.train.batch import stack_conditioning
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of

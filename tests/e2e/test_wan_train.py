@@ -12,8 +12,8 @@ from PIL import Image
 
 from megadiff.data.prompts import prompt_id
 from megadiff.observe.evaluation import evaluation_folder, read_evaluation
-from megadiff.rollout.client import ReplicaClient
-from megadiff.weights.fingerprint import fingerprints
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.tensors.fingerprint import fingerprints
 from tests.e2e.conftest import Result, Trainer, train_in_ranks
 from tests.e2e.pushes import folder_weights, urls_of
 

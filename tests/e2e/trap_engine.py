@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.rollout.worker_extension import RolloutWorkerExtension
+from megadiff.rollout.worker.extension import RolloutWorkerExtension
 
 SEED = 3
 
@@ -151,10 +151,10 @@ def _main(connection: Connection, model: Path) -> None:
 
 
 async def _serve(connection: Connection, model: Path) -> None:
-    from megadiff.rollout.omni_app import EngineConfig, build_engine, call_worker
+    from megadiff.rollout.server.omni_app import EngineConfig, build_engine, call_worker
 
     config = EngineConfig(
-        model=model, name="traps", dtype="float32", pipeline="megadiff.models.qwen_image.rollout.QwenImageRolloutPipeline",
+        model=model, name="traps", dtype="float32", pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
         worker_extension="tests.e2e.trap_engine.TrapExtension",
     )  # fmt: skip
     engine = build_engine(config)
@@ -178,7 +178,7 @@ async def _serve(connection: Connection, model: Path) -> None:
 async def _sample(engine: Any) -> dict[str, Tensor]:
     from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-    from megadiff.models.rollout_base import REQUESTS_KEY, RESULT_KEY
+    from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY
     from megadiff.types import Prompt, RolloutRequest, Sampling
 
     sampling = Sampling(height=64, width=64, num_inference_steps=4, sde_window_range=(0, 3))

@@ -19,10 +19,10 @@ PRELOAD = [
     "vllm_omni.diffusion.diffusion_engine",
     "vllm.entrypoints.openai.api_server",
     "uvicorn",
-    "megadiff.models.qwen_image.rollout",
-    "megadiff.models.wan22.rollout",
-    "megadiff.rollout.worker_extension",
-    "megadiff.rollout.routes",
+    "megadiff.models.qwen_image.pipeline",
+    "megadiff.models.wan22.pipeline",
+    "megadiff.rollout.worker.extension",
+    "megadiff.rollout.server.routes",
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadiff.rollout.client import ReplicaClient
+from megadiff.rollout.client.client import ReplicaClient
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
 from tests.distributed.engines import LOSS, build, mine, only
 from tests.distributed.ranks import run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.train.checkpoint import whole_looking
+from megadiff.checkpoint.checkpoints import whole_looking
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

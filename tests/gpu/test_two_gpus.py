@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.tensors.shards import Shard, SourceFolder
 from megadiff.types import Sampling
-from megadiff.weights.shards import Shard, SourceFolder
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

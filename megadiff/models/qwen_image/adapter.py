@@ -15,12 +15,12 @@ from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.activations import TokenCount
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
 from megadiff.models.encoders import EncodesPrompts, freed
-from megadiff.models.files import read_json
 from megadiff.models.qwen_image.activations import ACTIVATIONS, DECODING
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
+from megadiff.tensors.model_files import read_json
 from megadiff.types import Prompt, Sampling
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.schedule import wan_sigmas
-from megadiff.models.files import read_json
 from megadiff.models.wan22.packing import PATCH, TokenGrid
+from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"

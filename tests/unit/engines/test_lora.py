@@ -7,8 +7,8 @@ import torch
 
 from megadiff.engines.lora import check_lora, fill_start, lora_values
 from megadiff.parallel.lora import start_values
+from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import LoraSpec
-from megadiff.weights.shards import Shard, ShardFolder, write_shards
 
 SPEC = LoraSpec(rank=4, alpha=8.0, modules=("a", "b"))
 

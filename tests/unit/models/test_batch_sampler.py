@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.noise import initial_latents
-from megadiff.models.rollout_base import BatchSampler, assemble_groups
+from megadiff.models.pipeline_base import BatchSampler, assemble_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 SHAPE, STEPS = (6, 4), 7

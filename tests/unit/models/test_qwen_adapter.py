@@ -22,8 +22,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from examples.tiny_models.qwen_image import write_tiny_pipeline
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.models.qwen_image.tiny import write_tiny_pipeline
 from megadiff.types import Sampling
 
 SAMPLING = Sampling(height=64, width=48, num_inference_steps=10)

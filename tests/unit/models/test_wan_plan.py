@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_models.wan22 import KINDS
 from megadiff.models.served_names import served_places
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import PLAN, SERVED_NAMES
-from megadiff.models.wan22.tiny import KINDS
 
 
 @pytest.fixture(params=KINDS)

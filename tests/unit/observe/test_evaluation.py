@@ -20,9 +20,9 @@ from megadiff.observe.evaluation import (
     write_evaluation,
     write_json,
 )
-from megadiff.observe.evaluation_page import write_evaluation_page
-from megadiff.observe.evaluation_table import settings_text
 from megadiff.observe.video import read_frames
+from megadiff.report.evaluation_page import write_evaluation_page
+from megadiff.report.evaluation_table import settings_text
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from megadiff.observe.evaluation import Comparison, EvaluatedSample, Evaluation, evaluation_folder, write_evaluation
 from megadiff.observe.hacking import signs
-from megadiff.observe.health import findings
 from megadiff.observe.trackers import build_trackers
+from megadiff.report.health import findings
 
 STEPS = 120
 Figure = Callable[[float], float]  # of the share of the run that is done, 0 … 1

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from synthetic_run import PROMPTS, picture, samples_of
 
-from megadiff.observe import pictures
-from megadiff.observe.pictures import load_pictures
-from megadiff.observe.report_samples import samples_section
 from megadiff.observe.samples import frame_strip, read_samples, sample_grid, save_samples, write_picture
 from megadiff.observe.video import read_frames, shrunk_video
+from megadiff.report import pictures
+from megadiff.report.pictures import load_pictures
+from megadiff.report.run_samples import samples_section
 
 
 def test_samples_come_back_with_exact_pixels_and_every_field(tmp_path):

@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.shapes import reward
+from examples.shapes.world import captions, parse, render
 from megadiff.config.schema import RewardConfig
 from megadiff.data.prompts import load_prompts, prompt_id
-from megadiff.rewards import shapes
 from megadiff.rewards.base import Reward, RewardSample, build_reward
-from megadiff.shapes.world import captions, parse, render
 from megadiff.types import Prompt
 
-VERIFY_FRAMES = shapes.verify_frames
+VERIFY_FRAMES = reward.verify_frames
 MakeSample = Callable[..., RewardSample]
 
 
 def build(name: str) -> Reward:
-    return build_reward(name, RewardConfig(type=name))
+    return build_reward(name, RewardConfig(type=f"examples.shapes.reward:{name}"))
 
 
 @pytest.fixture
@@ -39,16 +39,16 @@ def picture() -> np.ndarray:
 )
 def test_values(text: str, dense: float, strict: float, picture: np.ndarray, make_sample: MakeSample) -> None:
     sample = make_sample(picture, text)
-    assert build("shapes").score([sample]) == pytest.approx([dense])
-    assert build("shapes_strict").score([sample]) == [strict]
+    assert build("ShapesReward").score([sample]) == pytest.approx([dense])
+    assert build("ShapesStrictReward").score([sample]) == [strict]
 
 
 def test_mean_over_frames(picture: np.ndarray, make_sample: MakeSample) -> None:
     video = make_sample(np.stack([picture, np.zeros_like(picture)]), "a circle and a star")
-    assert build("shapes").score([video, video]) == build("shapes_strict").score([video, video]) == [0.5, 0.5]
+    assert build("ShapesReward").score([video, video]) == build("ShapesStrictReward").score([video, video]) == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("name", ["shapes", "shapes_strict"])
+@pytest.mark.parametrize("name", ["ShapesReward", "ShapesStrictReward"])
 def test_a_prompt_of_another_world_fails_at_start(name: str, picture: np.ndarray, make_sample: MakeSample) -> None:
     good, bad = (make_sample(picture, text).prompt for text in ("a red circle", "a red cirle"))
     build(name).validate([good])
@@ -60,7 +60,7 @@ def test_a_prompt_of_another_world_fails_at_start(name: str, picture: np.ndarray
 def test_shipped_prompts_are_captions_and_carry_their_task(half: str, count: int) -> None:
     path = Path(__file__).parents[3] / f"assets/prompts/shapes_{half}.jsonl"
     prompts = load_prompts(path, max_chars=2000)
-    build("shapes").validate(prompts)
+    build("ShapesReward").validate(prompts)
     assert len({prompt.id for prompt in prompts}) == len(prompts) == count
     assert all(prompt.fields["task"] == parse(prompt.text).task for prompt in prompts)
 
@@ -68,15 +68,15 @@ def test_shipped_prompts_are_captions_and_carry_their_task(half: str, count: int
 @pytest.mark.parametrize("cores", [1, 2])
 def test_both_rewards_verify_a_sample_once_in_processes_or_here(monkeypatch, cores):
     """cores: from which number on processes are used; this machine has one at least."""
-    monkeypatch.setattr(shapes, "LEAST_CORES", cores)
-    monkeypatch.setattr(shapes, "share_of_cores", lambda most: 1)
-    judge = shapes.Verdicts()
-    monkeypatch.setattr(shapes, "VERDICTS", judge)
+    monkeypatch.setattr(reward, "LEAST_CORES", cores)
+    monkeypatch.setattr(reward, "share_of_cores", lambda most: 1)
+    judge = reward.Verdicts()
+    monkeypatch.setattr(reward, "VERDICTS", judge)
     calls = []
-    monkeypatch.setattr(shapes, "verify_frames", _counting(calls)) if cores == 2 else None
+    monkeypatch.setattr(reward, "verify_frames", _counting(calls)) if cores == 2 else None
     samples = [_sample(caption, index) for index, caption in enumerate(captions()[:40:7])]
-    dense = shapes.ShapesReward().score(samples)
-    assert dense == [1.0] * len(samples) == shapes.ShapesStrictReward().score(samples[::-1])
+    dense = reward.ShapesReward().score(samples)
+    assert dense == [1.0] * len(samples) == reward.ShapesStrictReward().score(samples[::-1])
     assert (judge._pool is not None) == (cores == 1)
     assert calls == ([len(samples)] if cores == 2 else [])
     judge.close()
@@ -97,11 +97,11 @@ def _sample(caption, index):
 
 
 def test_a_failure_reaches_all_who_wait_and_is_not_kept(monkeypatch):
-    monkeypatch.setattr(shapes, "share_of_cores", lambda most: 1)
-    judge = shapes.Verdicts()
+    monkeypatch.setattr(reward, "share_of_cores", lambda most: 1)
+    judge = reward.Verdicts()
     sample = _sample(captions()[0], 0)
-    monkeypatch.setattr(shapes, "verify_frames", lambda *_: 1 / 0)
+    monkeypatch.setattr(reward, "verify_frames", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         judge.of([sample])
-    monkeypatch.setattr(shapes, "verify_frames", VERIFY_FRAMES)
+    monkeypatch.setattr(reward, "verify_frames", VERIFY_FRAMES)
     assert judge.of([sample])[0][0].strict

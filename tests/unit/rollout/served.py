@@ -13,10 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.punctual import PunctualProtocol
-from megadiff.rollout.replica import Replica
-from megadiff.rollout.routes import replica_app
-from megadiff.weights.manifest import Manifest
+from megadiff.rollout.server.punctual import PunctualProtocol
+from megadiff.rollout.server.replica import Replica
+from megadiff.rollout.server.routes import replica_app
+from megadiff.tensors.manifest import Manifest
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.unit.rollout.addresses import Stranger, drip, flood, replica_routes, reply
 
-from megadiff.rollout import processes
-from megadiff.rollout.fleet import ReplicaDied
-from megadiff.rollout.processes import ReplicaProcess, ReplicaSpec
-from megadiff.rollout.registry import wait_until_announced
-from megadiff.rollout.server import Announcement
+from megadiff.rollout.client import processes
+from megadiff.rollout.client.fleet import ReplicaDied
+from megadiff.rollout.client.processes import ReplicaProcess, ReplicaSpec
+from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.rollout.server.server import Announcement
+from tests.unit.rollout.addresses import Stranger, drip, flood, replica_routes, reply
 
 
 def announce(folder, name, url, *, file=None):

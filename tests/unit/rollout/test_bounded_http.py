@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from tests.unit.rollout.addresses import Stranger, drip, drip_headers, flood, reply
 
-from megadiff.rollout.bounded_http import AnswerTooLarge, AnswerTooLate, BoundedHttp, NoAnswer
+from megadiff.rollout.client.bounded_http import AnswerTooLarge, AnswerTooLate, BoundedHttp, NoAnswer
+from tests.unit.rollout.addresses import Stranger, drip, drip_headers, flood, reply
 
 
 def ask(url, *, timeout_s=0.5, max_bytes=1000, **arguments):

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from megadiff.rollout import replica as replica_module
-from megadiff.rollout.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.limits import Limits
-from megadiff.weights.bucket import CHUNK_BYTES, bucket_manifest, encode_bucket
-from megadiff.weights.transports import shared_memory
-from megadiff.weights.transports.receive import Receiver
+from megadiff.rollout.server import replica as replica_module
+from megadiff.sync.bucket import CHUNK_BYTES, bucket_manifest, encode_bucket
+from megadiff.sync.transports import shared_memory
+from megadiff.sync.transports.receive import Receiver
 from tests.unit.rollout.served import serving
 
 LIMIT = 12 << 20

@@ -8,12 +8,12 @@ import time
 import pytest
 from httpcore import ConnectionPool
 
-from megadiff.rollout import fleet as fleet_module
-from megadiff.rollout.client import NotProven, ReplicaClient, ReplicaError
-from megadiff.rollout.fleet import Fleet, ReplicaDied
-from megadiff.rollout.owner import RUN_HEADER
+from megadiff.rollout.client import fleet as fleet_module
+from megadiff.rollout.client.client import NotProven, ReplicaClient, ReplicaError
+from megadiff.rollout.client.fleet import Fleet, ReplicaDied
+from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
-from megadiff.rollout.registry import wait_until_announced
+from megadiff.rollout.server.owner import RUN_HEADER
 from tests.unit.rollout.addresses import Stranger, drip, replica_routes, reply
 
 TOKEN = "s3cret-" + "0" * 25

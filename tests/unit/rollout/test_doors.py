@@ -17,15 +17,15 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from megadiff.models.rollout_stop import STOP_KEY
-from megadiff.rollout import body as body_module
-from megadiff.rollout import punctual
-from megadiff.rollout import replica as replica_module
-from megadiff.rollout.images import IMAGES_PATH
+from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.replica import Replica
-from megadiff.weights.bucket import bucket_manifest, encode_bucket
-from megadiff.weights.transports import shared_memory
+from megadiff.rollout.server import body as body_module
+from megadiff.rollout.server import punctual
+from megadiff.rollout.server import replica as replica_module
+from megadiff.rollout.server.images import IMAGES_PATH
+from megadiff.rollout.server.replica import Replica
+from megadiff.sync.bucket import bucket_manifest, encode_bucket
+from megadiff.sync.transports import shared_memory
 from tests.unit.rollout.served import serving
 
 BUCKET = [("transformer.a", torch.randn(3000))]
@@ -132,7 +132,7 @@ def test_health_is_a_sign_of_life_of_whom_it_names(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that is at its update keeps its replica; a monitor keeps nobody's."""
-    monkeypatch.setattr("megadiff.rollout.owner.OWNER_SILENT_S", 0.5)
+    monkeypatch.setattr("megadiff.rollout.server.owner.OWNER_SILENT_S", 0.5)
     for run, is_kept in (("a", True), ("", False)):
         wait_for(lambda run=run: post(url, "/rl/weights/begin", run, json=BEGIN).is_success)
         start = time.monotonic()
@@ -159,7 +159,7 @@ def test_a_silent_body_ends_and_its_run_loses_the_replica(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_module, "BODY_SILENT_S", 0.3)
-    monkeypatch.setattr("megadiff.rollout.owner.OWNER_SILENT_S", 0.6)
+    monkeypatch.setattr("megadiff.rollout.server.owner.OWNER_SILENT_S", 0.6)
     post(url, "/rl/weights/begin", "a", json=BEGIN)
     with half_bucket(url, "a") as connection:
         start = time.monotonic()

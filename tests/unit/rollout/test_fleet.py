@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megadiff.rollout.fleet import Fleet, calls
+from megadiff.rollout.client.fleet import Fleet, calls
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megadiff.models.registry import build_adapter
-from megadiff.rollout.fp8 import Fp8Linears, fp8_linear, fp8_targets, quantize_rows
+from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_linear, fp8_targets, quantize_rows
 
 
 def test_rows_are_scaled_to_their_largest_magnitude() -> None:
@@ -100,7 +100,7 @@ def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch
             raise torch.OutOfMemoryError("full")
         return quantize_rows(weight)
 
-    monkeypatch.setattr("megadiff.rollout.fp8.quantize_rows", quantize)
+    monkeypatch.setattr("megadiff.rollout.worker.fp8.quantize_rows", quantize)
     linears.make_room()
     _fill(layers, pushed)
     with pytest.raises(torch.OutOfMemoryError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megadiff.rollout.freed_weights import FreedWeights, ParkedWeights
+from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 
 
 def test_storages_are_empty_until_they_are_taken_back() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megadiff.rollout.images import check_image_request
 from megadiff.rollout.limits import Limits
+from megadiff.rollout.server.images import check_image_request
 
 PLAIN = {"prompt": "a red star", "size": "512x512", "n": 4, "num_inference_steps": 20, "seed": 1}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.rollout.late_join import load_newest
-from megadiff.weights.fingerprint import fingerprints
-from megadiff.weights.transports.disk import DiskTransport
-from megadiff.weights.transports.receive import Receiver, resolve
+from megadiff.rollout.server.late_join import load_newest
+from megadiff.sync.transports.disk import DiskTransport
+from megadiff.sync.transports.receive import Receiver, resolve
+from megadiff.tensors.fingerprint import fingerprints
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from megadiff.rollout.late_outputs import deliver_late_outputs
+from megadiff.rollout.server.late_outputs import deliver_late_outputs
 
 
 class Executor:

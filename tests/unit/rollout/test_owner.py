@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megadiff.rollout.owner import LOCKED, OWNER_SILENT_S, Owner
-from megadiff.rollout.policy import Refused
+from megadiff.rollout.server.owner import LOCKED, OWNER_SILENT_S, Owner
+from megadiff.rollout.server.policy import Refused
 
 
 class Clock:

@@ -7,10 +7,10 @@ import errno
 
 import pytest
 
-from megadiff.rollout.policy import UNPUSHED, PolicyState, Refused
-from megadiff.rollout.routes import _answer
+from megadiff.rollout.server.policy import UNPUSHED, PolicyState, Refused
+from megadiff.rollout.server.routes import _answer
+from megadiff.tensors.lora_names import lora_from_json
 from megadiff.types import LoraSpec
-from megadiff.weights.lora_names import lora_from_json
 
 EXPECTED = {
     "transformer.a": {"dtype": "float32", "shape": [2, 3]},

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.rollout import processes
-from megadiff.rollout.processes import (
+from megadiff.rollout.client import processes
+from megadiff.rollout.client.processes import (
     LOG_TAIL_LINES,
     TOKEN_VARIABLE,
     ReplicaProcess,
@@ -20,7 +20,7 @@ from megadiff.rollout.processes import (
     serve_command,
     write_token,
 )
-from megadiff.rollout.registry import read_claims
+from megadiff.rollout.client.registry import read_claims
 
 
 def test_the_end_of_a_log_is_shown(tmp_path: Path) -> None:

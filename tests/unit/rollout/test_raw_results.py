@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 
-from megadiff.models.rollout_base import RESULT_KEY
-from megadiff.rollout.raw_results import pass_results_untouched
+from megadiff.models.pipeline_base import RESULT_KEY
+from megadiff.rollout.server.raw_results import pass_results_untouched
 
 
 def _post_process(video: object, output_type: str = "np", sampling_params: object = None) -> tuple:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.requests import check_request, check_requests
+from megadiff.rollout.server.requests import check_request, check_requests
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 LIMITS = Limits(

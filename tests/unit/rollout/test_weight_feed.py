@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from megadiff.rollout.weight_feed import WeightFeed
+from megadiff.rollout.worker.weight_feed import WeightFeed
 
 CPU = torch.device("cpu")
 

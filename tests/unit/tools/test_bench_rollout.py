@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import bench_rollout
 import pytest
 
-from megadiff.rollout.client import ReplicaClient
-from megadiff.rollout.images import check_image_request
+from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.limits import Limits
+from megadiff.rollout.server.images import check_image_request
 
 TOKEN = "0123456789abcdef" * 2
 OPTIONS = Namespace(size=64, steps=2, true_cfg_scale=1.0)

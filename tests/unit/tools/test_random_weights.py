@@ -4,9 +4,9 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
-from megadiff.models.files import read_json
+from examples.tiny_models.wan22 import write_tiny_pipeline
 from megadiff.models.registry import check_model_folder
-from megadiff.models.wan22.tiny import write_tiny_pipeline
+from megadiff.tensors.model_files import read_json
 
 
 def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from PIL import Image
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.wire import requests_to_json
 from megadiff.train.evaluate import groups_in_a_call, spread
-from megadiff.train.rollout import check_call, first_frame_size, for_replica
+from megadiff.train.sampling import check_call, first_frame_size, for_replica
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 SAMPLING = Sampling(height=16, width=32, num_frames=5, first_frame=True, num_inference_steps=4)

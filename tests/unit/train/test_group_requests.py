@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadiff.train.rollout import group_requests
+from megadiff.train.sampling import group_requests
 from megadiff.types import Prompt, PromptBatch, Sampling
 
 

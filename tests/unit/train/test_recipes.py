@@ -15,10 +15,10 @@ from megadiff.config.schema import Config
 from megadiff.data.prompts import load_prompts
 from megadiff.diffusion.schedule import check_window
 from megadiff.models.registry import build_adapter
+from megadiff.planner.memory_plan import PHASES
 from megadiff.rewards.score import Scorer
-from megadiff.train.experts import check_experts, describe_experts
-from megadiff.train.memory_plan import PHASES
-from megadiff.train.rollout import sampling_of
+from megadiff.train.components import check_experts, describe_experts
+from megadiff.train.sampling import sampling_of
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
-from megadiff.rollout import processes
-from megadiff.rollout.owner import RUN_CHARS
-from megadiff.rollout.processes import environment_token, serve_command
+from megadiff.rollout.client import processes
+from megadiff.rollout.client.processes import environment_token, serve_command
+from megadiff.rollout.server.owner import RUN_CHARS
 from megadiff.train.replicas import (
     _access,
     _launch,

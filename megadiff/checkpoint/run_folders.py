@@ -1,0 +1,150 @@
+"""What lies beside a checkpoint's weights: where the run stood, its config, and which checkpoint of a run is meant.
+
+runs/<name>/checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
+progress.json is sealed and holds digests of the other files: a checkpoint is these and no others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import yaml
+
+from megadiff import __version__
+from megadiff.tensors.model_files import parse_json
+from megadiff.tensors.seals import SEAL_KEY, UNSEALED, check_seal, digest, sealed
+from megadiff.tensors.shards import SHARD_SUFFIX
+from megadiff.tensors.tensor_file import header_of
+from megadiff.types import Progress
+
+PROGRESS, CONFIG = "progress.json", "config.yaml"
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step, sorting by step."""
+    return f"step_{step:06d}"
+
+
+def whole_looking(folder: Path) -> list[Path]:
+    """Checkpoint folders that were renamed into place, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if path.is_dir())
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / PROGRESS).is_file()
+
+
+def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
+    """A run's checkpoint of a step; its newest for None. Raises ValueError that names those there are."""
+    found = whole_looking(run / "checkpoints")
+    if not found:
+        raise ValueError(f"{run}/checkpoints holds no checkpoint (step_…)")
+    if step is None:
+        return found[-1]
+    chosen = run / "checkpoints" / step_name(step)
+    if chosen not in found:
+        raise ValueError(f"{run} has no checkpoint of step {step}, but {', '.join(path.name for path in found)}")
+    return chosen
+
+
+def progress_record(folder: Path, progress: Progress) -> bytes:
+    """Return the text of progress.json: where the run stood, and digests of the folder's files."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    record = {
+        **asdict(progress),
+        "megadiff": __version__,
+        "sizes": {path.name: path.stat().st_size for path in files},
+        "digests": {path.name: _file_digest(path) for path in files},
+        SEAL_KEY: UNSEALED,
+    }
+    return sealed(json.dumps(record, indent=1).encode())
+
+
+class _OtherVersion(ValueError):
+    """A file that is whole, but not of this version."""
+
+
+def read_progress(folder: Path) -> Progress:
+    """Read where the run stood. Raise ValueError when any file is not as it was written.
+
+    Of shard files the headers are compared here; fingerprints in those cover the rest, on reading.
+    """
+    record = folder / PROGRESS
+    if not record.is_file():
+        raise ValueError(f"{record} is missing")
+    try:
+        text = record.read_bytes()
+        saved = parse_json(text)
+        if SEAL_KEY not in saved:
+            raise _OtherVersion(
+                f"{record} was written by another version of megadiff, before checkpoints were "
+                "sealed; use that version"
+            )
+        check_seal(text, record, what="it")
+        progress = Progress(**{field.name: saved[field.name] for field in fields(Progress)})
+        sizes = dict(saved["sizes"])
+        digests = dict(saved["digests"])
+    except _OtherVersion:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{record} is corrupt: {error!r}") from error
+    for name, size in sizes.items():
+        path = folder / name
+        size_now = path.stat().st_size if path.is_file() else None
+        if size_now != size:
+            problem = "is missing" if size_now is None else f"has {size_now} bytes"
+            raise ValueError(f"{path} {problem}, {size} were written")
+        digest_now = _file_digest(path)
+        if digest_now != digests[name]:
+            raise ValueError(
+                f"{path} has the digest {digest_now}, {PROGRESS} says {digests[name]}; it is corrupt "
+                "or of another checkpoint, use the one before"
+            )
+    return progress
+
+
+def _file_digest(path: Path) -> str:
+    """Return a file's digest, of a shard file its header's. Raise ValueError for a torn header."""
+    try:
+        with path.open("rb") as file:
+            is_shard_file = path.suffix == SHARD_SUFFIX
+            return digest(header_of(file.fileno()) if is_shard_file else file.read())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read, or its header is corrupt: {error}") from error
+
+
+def read_config(checkpoint: Path) -> dict:
+    """The config of the run that wrote the checkpoint, as plain dicts. Raises ValueError when there is none."""
+    path = checkpoint / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not a mapping of config keys")
+    return config
+
+
+def model_path(checkpoint: Path) -> Path:
+    """model.path of the run that wrote the checkpoint. Raises ValueError when its config.yaml does not say, or it is gone."""
+    try:
+        path = Path(read_config(checkpoint)["model"]["path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint / CONFIG} names no model.path ({error}); name the model folder with --base"
+        ) from error
+    if not path.is_dir():
+        raise ValueError(f"{checkpoint} was trained from {path}, which is not there; name the model folder with --base")
+    return path
+
+
+def merged_config(config: Mapping[str, object], changes: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """A config with some keys of some sections changed."""
+    merged = dict(config)
+    for section, values in changes.items():
+        held = merged.get(section)
+        merged[section] = {**(held if isinstance(held, dict) else {}), **values}
+    return merged

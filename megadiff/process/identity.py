@@ -1,0 +1,24 @@
+"""Name a process's host, home and device so that other processes can compare them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+
+def host_name() -> str:
+    """The same for two processes that run on one machine, and share its memory unless containers part them."""
+    return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def process_home() -> str:
+    """Return the same for two processes that see each other's pids; containers may part them."""
+    return f"{host_name()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def device_name(device: torch.device) -> str:
+    """cpu, or the GPU's own name in the world, which is the same in processes that number GPUs differently."""
+    return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"

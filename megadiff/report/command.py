@@ -1,0 +1,39 @@
+"""`megadiff report RUN`: a run's folder as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from megadiff.report.report import write_report
+
+logger = logging.getLogger(__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megadiff report", description="Write RUN/report.html, a page on its own.")
+    parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/quickstart; it may still be going")
+    parser.add_argument("--open", action="store_true", help="show the page in a browser")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the report and names it on stdout. Returns 0, or 2 with the reason on stderr when RUN is no run."""
+    args = build_parser().parse_args(argv)
+    try:
+        path = write_report(args.run)
+    except ValueError as error:
+        sys.stderr.write(f"megadiff report: {error}\n")
+        return 2
+    sys.stdout.write(f"{path}\n")
+    if args.open:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

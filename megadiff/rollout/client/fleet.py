@@ -1,0 +1,223 @@
+"""The replicas of a run, as one: start, wait, route each group to the least loaded, report a dead one at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
+from megadiff.rollout.client.processes import ReplicaProcess, log_tail
+from megadiff.rollout.server.owner import LOCKED, OWNER_SILENT_S
+from megadiff.sync.bucket import BucketBody
+from megadiff.tensors.manifest import Manifest
+from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+POLL_S = 0.2
+GIVE_UP_S = 10.0  # after an owner's silence is over
+ALIVE_S = 15.0  # between two signs of life; rollout.owner has OWNER_SILENT_S
+CALLS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between calls
+
+
+class ReplicaDied(RuntimeError):
+    """A replica is gone; the text names it and shows the end of its log."""
+
+
+class Fleet:
+    """All replicas of the run seen from one trainer rank; a context manager.
+
+    batch_size: samples of one call to a replica. processes: the replicas that this very rank started and watches (empty
+    on the other ranks). logs: name → log file. rank, num_ranks: of those that share the replicas, each with its own Fleet.
+    holds_replicas: for one rank only. It tells the replicas that the run is alive, and at the end that it is over.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ReplicaClient],
+        *,
+        batch_size: int,
+        processes: Sequence[ReplicaProcess] = (),
+        logs: dict[str, Path] | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        holds_replicas: bool = False,
+    ) -> None:
+        self.batch_size = batch_size
+        self._holds_replicas = holds_replicas
+        self._closed = threading.Event()
+        self.replicas, self.processes, self.logs = list(clients), list(processes), logs or {}
+        self._load = {client.name: 0 for client in clients}
+        self._lock = threading.Lock()
+        self._share = max(1, len(self.replicas) // num_ranks)  # of the replicas: what this rank would have alone
+        self._first_choice = rank * self._share % len(self.replicas)  # equal loads: ranks begin with different replicas
+        self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
+        if holds_replicas:
+            threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops what is still in flight; the processes are stopped by who started them."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closed.set()
+        if self._holds_replicas:
+            self._release()
+        for client in self.replicas:
+            client.close()
+
+    def _stay_alive(self) -> None:
+        """Keep the replicas this run's while it trains and sends them nothing."""
+        # A pool of its own: the other may be full of requests, and one replica may be slow.
+        with ThreadPoolExecutor(max_workers=min(len(self.replicas), 16)) as pool:
+            while not self._closed.wait(ALIVE_S):
+                futures = [pool.submit(client.say_alive) for client in self.replicas]
+                wait(futures)  # errors are for the calls that need an answer
+
+    def _release(self) -> None:
+        """Free the replicas for another run; one that does not hear it misses this run in time."""
+        # A pool of its own: the other may be full of requests that are still in flight.
+        pool = ThreadPoolExecutor(max_workers=len(self.replicas))
+        futures = {pool.submit(client.release): client for client in self.replicas}
+        done, late = wait(futures, timeout=RELEASE_TIMEOUT_S)
+        pool.shutdown(wait=False, cancel_futures=True)
+        for future in [*done, *late]:
+            if future in late or future.exception() is not None:
+                logger.debug("%s did not hear that the run is over", futures[future].name)
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
+        """Yields (index of the request, group) as groups arrive. Raises ReplicaDied or ReplicaError at the first failure.
+
+        Requests of equal sampling. Prompts of similar length go into one call, since a batch is as wide as its longest one.
+        """
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
+        sizes = [len(requests[index].sample_indices) for index in order]
+        cuts = calls(sizes, batch_size=self.batch_size, num_replicas=self._share)
+        batches = [[order[place] for place in cut] for cut in cuts]
+        futures = {self._pool.submit(self._one, [requests[index] for index in batch]): batch for batch in batches}
+        pending: set[Future[list[RolloutGroup]]] = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                self.check_alive()
+                for future in done:
+                    yield from zip(futures[future], future.result(), strict=True)
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def generate_on(self, replica: int, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+        """Groups of equal sampling in one call on a given replica, in the order of the requests."""
+        return self.call(self.replicas[replica], lambda client: client.generate_batch(requests))
+
+    def weight_targets(self) -> list[WeightTarget]:
+        """The replicas as the weight sync sees them; one that dies in the middle of a push is reported as any other."""
+        return [WeightTarget(self, client) for client in self.replicas]
+
+    def check_alive(self) -> None:
+        """Raises ReplicaDied when a process that this rank started has ended."""
+        for process in self.processes:
+            raise_if_dead(process)
+
+    def sleep(self) -> None:
+        """Every replica frees its weights, until a push brings all of the policy's."""
+        self._for_all(ReplicaClient.sleep)
+
+    def trim(self) -> None:
+        """Every replica gives memory back that it does not need at the moment."""
+        self._for_all(ReplicaClient.trim)
+
+    def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
+        for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
+            future.result()
+
+    def _one(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+        with self._lock:
+            order = self.replicas[self._first_choice :] + self.replicas[: self._first_choice]
+            client = min(order, key=lambda replica: self._load[replica.name])
+            self._load[client.name] += 1
+        try:
+            return self.call(client, lambda replica: replica.generate_batch(requests))
+        finally:
+            with self._lock:
+                self._load[client.name] -= 1
+
+    def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
+        """call(client), with ReplicaDied and the end of its log in place of a connection that broke."""
+        try:
+            return call(client)
+        except ReplicaError as error:
+            if error.status is not None:
+                raise
+            time.sleep(POLL_S)  # the connection broke: give a dying process the moment it needs to be seen dead
+            self.check_alive()
+            tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
+            raise ReplicaDied(f"{client.name} at {client.url} does not answer: {error}\n{tail}") from error
+
+
+def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> list[range]:
+    """Cuts groups of these numbers of samples into calls: ranges of consecutive groups, each group whole.
+
+    A call holds at most batch_size samples, but at least one group, and all calls but the last hold equally many groups: as
+    many as leave no replica idle in a last round. It depends on nothing that varies between two runs, such as which replica
+    is faster: a batch's composition changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
+    """
+    if not group_sizes:
+        return []
+    num_groups, most = len(group_sizes), max(1, batch_size // max(group_sizes))
+    rounds = math.ceil(num_groups / (most * num_replicas))
+    per_call = math.ceil(num_groups / (rounds * num_replicas))
+    return [range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)]
+
+
+class WeightTarget:
+    """Fulfils weights.transports.WeightTarget for one replica of a fleet."""
+
+    def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
+        self.name, self.url, self._client, self._call = client.name, client.url, client, fleet.call
+
+    def weights_places(self) -> list[dict[str, Any]]:
+        return self._call(self._client, ReplicaClient.weights_places)
+
+    def weights_begin(
+        self, version: int, manifest: Manifest, *, lora: LoraSpec | None, transport: Mapping[str, Any]
+    ) -> None:
+        """Open a push; waits for a replica of a run that may be gone, as one that was killed is."""
+        begin = partial(ReplicaClient.weights_begin, lora=lora, transport=transport)
+        deadline = time.monotonic() + OWNER_SILENT_S + GIVE_UP_S
+        said = False
+        while True:
+            try:
+                self._call(self._client, lambda client: begin(client, version, manifest))
+                return
+            except ReplicaError as error:
+                if error.status != LOCKED or time.monotonic() > deadline:
+                    raise
+                if not said:
+                    logger.warning("%s; waiting for it", error)
+                    said = True
+            time.sleep(1.0)
+
+    def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
+        self._call(self._client, lambda client: client.weights_bucket(bucket))
+
+    def weights_commit(self, version: int) -> list[dict[str, Any]]:
+        return self._call(self._client, lambda client: client.weights_commit(version))
+
+
+def raise_if_dead(process: ReplicaProcess) -> None:
+    """Raise ReplicaDied with the end of its log when a process has ended."""
+    text = process.exit_text()
+    if text:
+        raise ReplicaDied(text)

@@ -1,0 +1,295 @@
+"""The registry: a folder in which replicas announce themselves.
+
+What lies there is a claim. A replica counts when the process at the announced address answers by
+the announced name and proves that it knows the run's token. Whatever else is found is left out
+with a warning, and the wait goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megadiff.rollout.client.client import (
+    HEALTH_TIMEOUT_S,
+    UNUSABLE,
+    NotProven,
+    ReplicaClient,
+    ReplicaError,
+)
+from megadiff.rollout.client.fleet import ReplicaDied, raise_if_dead
+from megadiff.rollout.client.processes import ReplicaProcess, log_tail
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.2
+PROGRESS_S = 5.0
+FIRST_ANSWER_S = 1.0  # so that the first by name are taken, and not the first to answer
+MAX_VISITS = 32  # addresses that are asked at the same time
+ANNOUNCEMENT_BYTES = 2**16
+SHOWN = 8  # claims that an error names
+_NAME = re.compile(r"[^/]{1,255}")
+_URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """An announcement in its file. entry: all that it says, name and url among it."""
+
+    path: Path
+    entry: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.entry["name"]
+
+    @property
+    def url(self) -> str:
+        return self.entry["url"]
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """What came of asking an address. health: None where it does not count, for this reason.
+
+    is_odd: a running replica of this run would not answer so.
+    """
+
+    health: dict[str, Any] | None = None
+    reason: str = ""
+    is_odd: bool = False
+
+
+def wait_until_announced(
+    registry: Path,
+    *,
+    count: int,
+    timeout_s: float,
+    processes: Sequence[ReplicaProcess] = (),
+    token: str | None = None,
+    run: str = "",
+) -> list[dict[str, Any]]:
+    """Wait for count healthy replicas and return their announcements by file name.
+
+    "health" is what /health says. Logs a progress line every few seconds. Raises ReplicaDied when
+    one of the processes ends, or after timeout_s.
+    """
+    start_s = time.monotonic()
+    last_line_s = start_s
+    with closing(_Wait(registry, token=token, run=run)) as waiting:
+        while True:
+            healthy = waiting.look()
+            for process in processes:
+                raise_if_dead(process)
+            elapsed = time.monotonic() - start_s
+            if len(healthy) >= count and waiting.has_asked_all():
+                logger.info("%d replicas healthy after %.1f s", count, elapsed)
+                if len(healthy) > count:
+                    logger.warning(
+                        "%d replicas are healthy in %s; rollout.num_replicas=%d of them are used",
+                        len(healthy),
+                        registry,
+                        count,
+                    )
+                return healthy[:count]
+            if elapsed > timeout_s:
+                tails = "\n".join(log_tail(process.spec.log) for process in processes)
+                raise ReplicaDied(
+                    f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in "
+                    f"{registry} after {elapsed:.0f} s, rollout.start_timeout_s={timeout_s:.0f}; "
+                    f"raise it, or start more with `megadiff serve MODEL --registry {registry}` "
+                    f"(on other nodes with --host ADDRESS){waiting.left_out_text()}\n{tails}"
+                )
+            if time.monotonic() - last_line_s > PROGRESS_S:
+                last_line_s = time.monotonic()
+                logger.info(
+                    "waiting for replicas: %d of %d healthy, %.0f s of at most %.0f s%s",
+                    len(healthy),
+                    count,
+                    elapsed,
+                    timeout_s,
+                    waiting.left_out_text(),
+                )
+            time.sleep(POLL_S)
+
+
+def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
+    """Read the announcements, by file name, and tell why other files with their ending are none."""
+    claims = []
+    reasons = {}
+    try:
+        names = sorted(name for name in os.listdir(registry) if name.endswith(".json"))
+    except FileNotFoundError:
+        names = []  # the first replica makes the folder
+    except OSError as error:
+        return [], {registry: f"the folder cannot be read: {error.strerror}"}
+    for name in names:
+        path = registry / name
+        try:
+            claims.append(Claim(path=path, entry=_read_entry(path)))
+        except FileNotFoundError:
+            if path.is_symlink():
+                reasons[path] = "a link to nothing"
+            # else its replica has just ended
+        except OSError as error:
+            reasons[path] = f"cannot be read: {error.strerror}"
+        except ValueError as error:
+            reasons[path] = str(error)
+    return claims, reasons
+
+
+def _read_entry(path: Path) -> dict[str, Any]:
+    """Return what an announcement says. Raises ValueError that says why it is none, and OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        body = os.read(descriptor, ANNOUNCEMENT_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(body) > ANNOUNCEMENT_BYTES:
+        raise ValueError(f"larger than {ANNOUNCEMENT_BYTES} bytes")
+    try:
+        entry = json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error!s:.100}") from None
+    if not isinstance(entry, dict):
+        raise ValueError(f"a {type(entry).__name__} and not a JSON object")
+    name = entry.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.isprintable():
+        raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
+    url = entry.get("url")
+    address = _URL.fullmatch(url) if isinstance(url, str) else None
+    if address is None or int(address[2]) > 65535 or not _is_url(url):
+        raise ValueError(f"its url is {url!r:.80}, not http://HOST:PORT")
+    return entry
+
+
+def _is_url(url: str) -> bool:
+    """Say whether the standard library can take it apart, as httpcore and is_loopback() do."""
+    try:
+        return bool(urlsplit(url).hostname)
+    except ValueError:  # [:::] is no address
+        return False
+
+
+class _Wait:
+    """Ask all announced addresses, again and again, in threads: a slow one delays no other."""
+
+    def __init__(self, registry: Path, *, token: str | None, run: str) -> None:
+        self.registry = registry
+        self._token = token
+        self._run = run
+        self._pool = ThreadPoolExecutor(MAX_VISITS, thread_name_prefix="registry")
+        self._running: dict[tuple[str, str], Future[Visit]] = {}
+        self._visits: dict[tuple[str, str], Visit] = {}  # (name, url) → the last one
+        self._first_seen_s: dict[tuple[str, str], float] = {}
+        self._claims: list[Claim] = []
+        self._left_out: dict[Path, str] = {}
+        self._warned: set[Path] = set()
+
+    def close(self) -> None:
+        """Wait for nothing: what is still asked ends by its own deadline."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def look(self) -> list[dict[str, Any]]:
+        """Return the announcements that count by now, by file name; takes at most POLL_S."""
+        self._warn_of_writers()
+        self._claims, self._left_out = read_claims(self.registry)
+        for claim in self._claims:
+            key = (claim.name, claim.url)
+            self._first_seen_s.setdefault(key, time.monotonic())
+            if key not in self._running:
+                future = self._pool.submit(_visit, claim, token=self._token, run=self._run)
+                self._running[key] = future
+        wait(self._running.values(), timeout=POLL_S)
+        for key, future in list(self._running.items()):
+            if future.done():
+                self._visits[key] = future.result()
+                del self._running[key]
+        healthy = self._healthy()
+        for path, reason in self._left_out.items():
+            self._warn(path, reason)
+        return healthy
+
+    def has_asked_all(self) -> bool:
+        """Tell whether every announced address has answered, or had its time to."""
+        now_s = time.monotonic()
+        for claim in self._claims:
+            key = (claim.name, claim.url)
+            if key not in self._visits and now_s - self._first_seen_s[key] < FIRST_ANSWER_S:
+                return False
+        return True
+
+    def left_out_text(self) -> str:
+        """Name what is in the registry and does not count, with the reasons."""
+        texts = [f"{path.name} ({reason})" for path, reason in self._left_out.items()]
+        for claim in self._claims:
+            visit = self._visits.get((claim.name, claim.url), Visit(reason="no answer yet"))
+            if visit.health is None and claim.path not in self._left_out:
+                texts.append(f"{claim} ({visit.reason})")
+        return f"; left out: {', '.join(texts[:SHOWN])}" if texts else ""
+
+    def _healthy(self) -> list[dict[str, Any]]:
+        """Return the proven announcements, each name and address once."""
+        # Only a proven one takes its name: else a claim could keep the real replica out.
+        taken: dict[str, Path] = {}
+        healthy = []
+        for claim in self._claims:
+            visit = self._visits.get((claim.name, claim.url))
+            if visit is None or visit.health is None:
+                if visit is not None and visit.is_odd:
+                    self._left_out[claim.path] = f"{claim}: {visit.reason}"
+                continue
+            first = taken.get(claim.name) or taken.get(claim.url)
+            if first is not None:
+                self._left_out[claim.path] = f"{claim} is announced in {first.name} already"
+                continue
+            taken[claim.name] = claim.path
+            taken[claim.url] = claim.path
+            healthy.append({**claim.entry, "health": visit.health})
+        # Those of another run come last: it may be at work with them.
+        return sorted(healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run))
+
+    def _warn_of_writers(self) -> None:
+        try:
+            mode = self.registry.stat().st_mode
+        except OSError:
+            return  # not there yet
+        if mode & stat.S_IWOTH:
+            self._warn(self.registry, "every user of this machine can write here; chmod o-w it")
+
+    def _warn(self, path: Path, reason: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            logger.warning("registry: %s: %s", path, reason)
+
+
+def _visit(claim: Claim, *, token: str | None, run: str) -> Visit:
+    """Ask one address for its health and its proof, within twice HEALTH_TIMEOUT_S."""
+    with closing(ReplicaClient(claim.url, claim.name, token=token, run=run)) as client:
+        try:
+            health = client.health()
+            if health.get("name") != claim.name:  # another process has its port by now
+                return Visit(reason=f"no answer by that name, but by {health.get('name')!r:.80}")
+            client.prove(timeout_s=HEALTH_TIMEOUT_S)
+        except NotProven as error:
+            return Visit(reason=error.message, is_odd=True)
+        except ReplicaError as error:
+            if error.status is None:
+                return Visit(reason="no answer from here")
+            return Visit(reason=error.message[:300], is_odd=error.status == UNUSABLE)
+    return Visit(health=health)

@@ -1,0 +1,142 @@
+"""Everything of vllm-omni's server that depends on its version: the engine, and its FastAPI app around it.
+
+Tested with vllm-omni 0.26 (CPU and GPU) and 0.28 (CPU).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+
+from megadiff.rollout.server.late_outputs import deliver_late_outputs
+from megadiff.rollout.server.raw_results import pass_results_untouched
+
+logger = logging.getLogger(__name__)
+TESTED = ("0.26", "0.28")
+KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.rollout.server.images
+    "/v1/images/generations": {"POST"},
+    "/v1/models": {"GET"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """dtype: float32 or bfloat16. compile: torch.compile. fp8, fp8_in_place: see megadiff.rollout.worker.fp8. float32_streams:
+    the config's model.float32_streams. tp: workers that share the transformer's weights.
+    private_folder: of the replica's processes alone, where its workers meet; None: by TCP."""
+
+    model: Path
+    name: str
+    dtype: str
+    pipeline: str
+    worker_extension: str = "megadiff.rollout.worker.extension.RolloutWorkerExtension"
+    compile: bool = False
+    fp8: bool = False
+    fp8_in_place: bool = False
+    float32_streams: bool = False
+    tp: int = 1
+    private_folder: Path | None = None
+
+
+def check_versions() -> str:
+    """vllm-omni's version. Raises ValueError when it is absent or none of TESTED, or when vLLM's minor differs."""
+    try:
+        omni = version("vllm-omni")
+    except PackageNotFoundError:
+        raise ValueError("vllm-omni is not installed; run ./launch/setup.sh") from None
+    if _minor(omni) not in TESTED:
+        raise ValueError(f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; run ./launch/setup.sh")
+    import vllm
+
+    if _minor(vllm.__version__) != _minor(omni):
+        raise ValueError(f"vllm {vllm.__version__} beside vllm-omni {omni}: their minor versions must match")
+    return omni
+
+
+def build_engine(config: EngineConfig) -> Any:
+    """An AsyncOmni with our pipeline and worker extension; blocks until the weights are loaded.
+
+    max_num_seqs=1: an engine step runs one request. The samples of a group already fill the batch, and a group's result
+    then cannot depend on what else is running.
+    """
+    from vllm_omni.diffusion import diffusion_engine
+    from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+    pass_results_untouched(diffusion_engine)
+    if _minor(version("vllm-omni")) == "0.26":
+        from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
+
+        deliver_late_outputs(MultiprocDiffusionExecutor)
+    return AsyncOmni(
+        model=str(config.model),
+        dtype=config.dtype,
+        enforce_eager=not config.compile,
+        max_num_seqs=1,
+        parallel_config={"tensor_parallel_size": config.tp},
+        custom_pipeline_args={
+            "pipeline_class": config.pipeline,
+            "fp8": config.fp8,
+            "fp8_in_place": config.fp8_in_place,
+            "float32_streams": config.float32_streams,
+            "private_folder": str(config.private_folder or ""),
+        },
+        worker_extension_cls=config.worker_extension,
+    )
+
+
+async def build_app(engine: Any, config: EngineConfig) -> FastAPI:
+    """Return a new app with KEPT_ROUTES of vllm-omni's.
+
+    vLLM's app has dozens of routes more, pages, and lets scripts of any web site in (CORS).
+    """
+    from vllm_omni.entrypoints.openai import api_server
+
+    routes = [route for route in api_server.router.routes if _is_kept(route)]
+    if len(routes) != len(KEPT_ROUTES):
+        raise ValueError(f"vllm-omni's router has {len(routes)} of {', '.join(KEPT_ROUTES)}")
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(APIRouter(routes=routes))
+    api_server._register_omni_exception_handlers(app)
+    await api_server.omni_init_app_state(engine, app.state, _server_arguments(config))
+    return app
+
+
+def _is_kept(route: Any) -> bool:
+    methods = KEPT_ROUTES.get(getattr(route, "path", ""))
+    return methods is not None and methods == getattr(route, "methods", None)
+
+
+async def call_worker(engine: Any, method: str, *arguments: object) -> Any:
+    """The result of a worker extension's method on the first worker; all run it, and the executor drops the others'.
+
+    Raises RuntimeError with a worker's message: collective_rpc itself never raises, it returns {"supported": False, …}.
+    """
+    result = await engine.collective_rpc(method, args=arguments)
+    while isinstance(result, list) and len(result) == 1:  # per stage, and per worker
+        result = result[0]
+    if isinstance(result, dict) and result.get("supported") is False:
+        raise RuntimeError(f"worker call {method} failed: {result.get('error') or result}")
+    return result
+
+
+def _server_arguments(config: EngineConfig) -> Any:
+    """The namespace that vLLM's app builder reads, from vllm-omni's own command line parser."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm_omni.entrypoints.cli.serve import cmd_init
+
+    parser = FlexibleArgumentParser()
+    subparsers = parser.add_subparsers(dest="subparser")
+    for command in cmd_init():
+        command.subparser_init(subparsers).set_defaults(dispatch_function=command.cmd)
+    arguments = parser.parse_args(["serve", str(config.model), "--omni", "--served-model-name", config.name])
+    arguments.model = str(config.model)
+    return arguments
+
+
+def _minor(text: str) -> str:
+    return ".".join(text.split(".")[:2])

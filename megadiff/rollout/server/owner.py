@@ -1,0 +1,117 @@
+"""Say which run a replica works for. Pure state: seconds of a clock come in, Refused comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megadiff.rollout.server.policy import Refused
+
+RUN_HEADER = "x-megadiff-run"  # of every request that a run sends
+RUN_CHARS = 128
+LOCKED = 423  # the status of a begin that may succeed later
+OWNER_SILENT_S = 60.0  # after this an owner may be gone, and another run may begin a push
+
+
+class Owner:
+    """The run whose push began last owns the replica, until it gives it up or is silent.
+
+    nobody → (begin) → owned → (release, or OWNER_SILENT_S without a sign of life) → free
+    → (begin) → owned by another.
+    The weights stay the owner's when it is gone: only its own generate is answered from them.
+    A run is named by RUN_HEADER. "" is everybody without a name; they count as one run.
+    clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.run: str | None = None  # None: nobody has pushed, the weights are those on disk
+        self._before: str | None = None  # whom the owner took the replica from
+        self._since_s = 0.0
+        self._heard_s = 0.0
+        self._num_calls = 0
+        self._released = False
+
+    def check_begin(self, run: str) -> None:
+        """Raise Refused(423) while the replica is another run's; waiting may help."""
+        if self._is_foreign(run) and not self._is_free():
+            raise Refused(
+                LOCKED,
+                f"{_named(run)} cannot have this replica: {_named(self.run)} works with it, was "
+                f"heard {self._silent_s():.0f} s ago and has {self._num_calls} calls in flight; "
+                "give each run a registry of its own (rollout.registry), or begin when that run "
+                f"has ended or was silent for {OWNER_SILENT_S:.0f} s",
+            )
+
+    def take(self, run: str) -> None:
+        """Make the run the owner; check_begin() has allowed it."""
+        if run != self.run:
+            self._before = self.run
+            self._since_s = self._clock()
+            self._num_calls = 0  # a call of the run before does not speak for this one
+        self.run = run
+        self._released = False
+        self.hear(run)
+
+    def check(self, run: str) -> None:
+        """Raise Refused(409) for a bucket, a commit or a sleep of another run than the owner."""
+        if self._is_foreign(run):
+            raise self._refusal(run)
+
+    def check_generate(self, run: str, asked_version: int | None) -> None:
+        """Raise Refused(409) where the answer would come from another run's weights.
+
+        Who asks for no version takes what is there, once the owner has given it up.
+        """
+        if asked_version is None and self._released:
+            return
+        self.check(run)
+
+    def hear(self, run: str) -> None:
+        """Note a sign of life. Another run than the owner's says nothing about the owner."""
+        if run == self.run:
+            self._heard_s = self._clock()
+
+    @contextmanager
+    def calling(self, run: str) -> Iterator[None]:
+        """Count a call of the run as in flight; its failure is no sign of life."""
+        is_owner = run == self.run
+        since_s = self._since_s
+        self.hear(run)
+        self._num_calls += is_owner
+        try:
+            yield
+            self.hear(run)
+        finally:
+            if is_owner and since_s == self._since_s:
+                self._num_calls -= 1
+
+    def release(self, run: str) -> bool:
+        """Give the replica up for the next run; False where the run does not own it."""
+        if self.run is None or self._is_foreign(run):
+            return False
+        self._released = True
+        return True
+
+    def _is_foreign(self, run: str) -> bool:
+        return self.run is not None and run != self.run
+
+    def _is_free(self) -> bool:
+        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
+        return self._released or is_silent
+
+    def _silent_s(self) -> float:
+        return self._clock() - self._heard_s
+
+    def _refusal(self, run: str) -> Refused:
+        lost = f", which took it from {_named(run)}" if run == self._before else ""
+        return Refused(
+            409,
+            f"this replica works for {_named(self.run)} since {self._clock() - self._since_s:.0f} s"
+            f"{lost}, and holds its weights; {_named(run)} has to push its own weights first, or "
+            "needs replicas of its own (rollout.registry)",
+        )
+
+
+def _named(run: str | None) -> str:
+    return f"run {run}" if run else "an unnamed run"

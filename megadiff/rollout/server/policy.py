@@ -1,0 +1,149 @@
+"""Which weights a replica holds, and when it may generate. No tensors, no I/O: the rules of a weight push."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megadiff.tensors.lora_names import lora_manifest
+from megadiff.tensors.manifest import Manifest, name_difference
+from megadiff.tensors.parts import Part, by_part
+from megadiff.types import LoraSpec
+
+UNPUSHED = -1  # the version of the weights on disk, before any push
+
+
+class Refused(Exception):
+    """A request that this replica does not serve: an HTTP status and a text that says why and what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class PolicyState:
+    """ready → (begin) → updating → (commit) → ready, and ready → asleep → (begin) → updating. It generates only when ready.
+
+    expected: every base tensor of the pipeline. A push brings whole parts: a component's base weights, or its LoRA tensors.
+    What it leaves out must have been committed before, and stays in use: the LoRA tensors only under an equal spec. A push
+    that fails on the way leaves the state at updating, because the weights are then a mixture; the next one brings all.
+    Asleep it holds no weights: the push that wakes it brings all, too.
+    """
+
+    def __init__(self, expected: Manifest) -> None:
+        self.expected = expected
+        self.version = UNPUSHED
+        self.state = "ready"
+        self.pending_version: int | None = None
+        self.num_pushes = 0  # that have begun: a bucket belongs to one of them
+        self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
+        self._holds_all = False  # every base weight was pushed and kept, and nothing was broken off since
+        self._pending: Manifest = {}
+        self._received: set[str] = set()
+
+    def require_ready(self, asked_version: int | None = None) -> None:
+        """Raises Refused(409) unless it is ready and holds the asked version (None: any)."""
+        if self.state == "updating":
+            raise Refused(
+                409,
+                f"version {self.pending_version} is being pushed over version {self.version} and is not committed; "
+                "finish the push, or begin it again",
+            )
+        if self.state == "asleep":
+            raise Refused(409, "the replica is asleep and holds no weights; push all of them")
+        if asked_version not in (None, self.version):
+            raise Refused(409, f"policy_version {asked_version} was asked for, this replica holds {self.version}")
+
+    def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
+        """Enter updating. Raises Refused when a part is left out that is not held (409), or for tensors that this pipeline
+        does not take (400)."""
+        if version < 0:
+            raise Refused(400, f"version={version} must be at least 0")
+        parts = self._checked_parts(manifest, lora)
+        left_out = sorted(parts - by_part(manifest).keys())
+        lacking = [str(part) for part in left_out if not self._holds(part, lora)]
+        if lacking:
+            raise Refused(
+                409,
+                f"the push leaves out {' and '.join(lacking)}, which this replica does not hold from pushes before it; push "
+                "everything",
+            )
+        self._holds_all = False
+        self.num_pushes += 1
+        self.state, self.pending_version, self.lora = "updating", version, lora
+        self._pending, self._received = manifest, set()
+
+    def check_bucket(self, bucket: Manifest) -> None:
+        """Raises Refused when no push is open (409), or for a tensor that is unknown or of another kind (400)."""
+        self._require_updating()
+        unknown = sorted(bucket.keys() - self._pending.keys())
+        if unknown:
+            raise Refused(400, f"tensors that the manifest does not hold: {', '.join(unknown[:5])}")
+        for name, row in bucket.items():
+            _check_same(name, row, self._pending[name])
+
+    def check_push(self, number: int) -> None:
+        """Raise Refused(409) when the push that a bucket was sent for is not open any more."""
+        if number != self.num_pushes:
+            raise Refused(
+                409,
+                "while this bucket was read, another push began; its weights are left as they are, "
+                "begin the push again",
+            )
+
+    def loaded(self, bucket: Manifest) -> None:
+        """The bucket's tensors are in the pipeline."""
+        self._received |= bucket.keys()
+
+    def check_commit(self, version: int) -> None:
+        """Raises Refused when no push is open or another version is (409), or when tensors did not arrive (400)."""
+        self._require_updating()
+        if version != self.pending_version:
+            raise Refused(409, f"commit of version {version}, but the push that is open is {self.pending_version}")
+        difference = name_difference(set(self._pending), self._received)
+        if difference:
+            raise Refused(400, f"commit of version {version} before all tensors came: {difference}; send them")
+
+    def commit(self, *, keeps_base: bool = True) -> None:
+        """The pending version is the policy. keeps_base: whether the base weights are held as they came, so that a later push
+        may leave them out."""
+        assert self.pending_version is not None
+        self.state, self.version, self.pending_version = "ready", self.pending_version, None
+        self._holds_all = keeps_base
+
+    def lose_received(self) -> None:
+        """What came is not whole any more: the push can only begin again."""
+        self._received = set()
+
+    def fall_asleep(self) -> None:
+        self.require_ready()
+        self.state = "asleep"
+
+    def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[Part]:
+        """All parts that the replica uses after the push. Raises Refused(400) for a manifest that is not of whole ones."""
+        try:
+            known = self.expected | (lora_manifest(lora, self.expected) if lora else {})
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        whole = by_part(known)
+        for part, found in by_part(manifest).items():
+            expected = whole.get(part, set())
+            difference = name_difference(expected, found)
+            if difference:
+                raise Refused(400, f"the manifest differs from the {len(expected)} tensors of {part}: {difference}")
+        for name, row in manifest.items():
+            _check_same(name, row, known[name])
+        return set(whole)
+
+    def _holds(self, part: Part, lora: LoraSpec | None) -> bool:
+        """Whether the part, of a policy with this LoRA, was committed before and is untouched."""
+        return self._holds_all and self.state == "ready" and (not part.is_lora or lora == self.lora)
+
+    def _require_updating(self) -> None:
+        if self.state != "updating":
+            raise Refused(409, f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin first")
+
+
+def _check_same(name: str, row: dict[str, Any], expected: dict[str, object]) -> None:
+    # JSON's 128.0 and true equal integers, and would be no shape further on
+    if row != expected or any(type(size) is not int for size in row["shape"]):
+        raise Refused(400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape")

@@ -1,0 +1,283 @@
+"""One replica: an engine, the state of its weights, and what the RL routes do with both."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY, assemble_groups
+from megadiff.models.pipeline_stop import STOP_KEY
+from megadiff.rollout.limits import Limits
+from megadiff.rollout.server.body import chunks, left
+from megadiff.rollout.server.omni_app import call_worker
+from megadiff.rollout.server.owner import Owner
+from megadiff.rollout.server.policy import PolicyState, Refused
+from megadiff.rollout.server.requests import ModelRule, check_requests
+from megadiff.rollout.wire import encode_groups
+from megadiff.sync.bucket import file_manifest
+from megadiff.sync.transports.receive import resolve
+from megadiff.sync.transports.shared_memory import bucket_file
+from megadiff.tensors.manifest import Manifest
+from megadiff.types import LoraSpec, RolloutRequest
+
+logger = logging.getLogger(__name__)
+TRANSPORTS = ("http", "shm", "cuda_ipc", "nccl", "disk")
+
+
+@dataclass
+class Stop:
+    """End a request in the engine by a file. reason: "" as long as it is not there."""
+
+    path: str
+    reason: str = ""
+
+    def now(self, reason: str) -> None:
+        self.reason = reason
+        Path(self.path).touch()
+
+
+class Replica:
+    """Lives in the server's event loop. Generation and weight pushes exclude each other: `begin` closes the door first
+    and then waits for the requests inside."""
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        name: str,
+        expected: Manifest,
+        places: Sequence[Mapping[str, Any]],
+        limits: Limits,
+        model_rule: ModelRule,
+        arithmetic: Mapping[str, bool],
+        private_folder: Path,
+        weights_folder: Path | None = None,
+    ) -> None:
+        """expected: of the base weights. places: as the worker extension's policy_places() returns them. model_rule: raises
+        ValueError for what the model cannot sample. arithmetic: what /health says of how it computes. weights_folder: the
+        one from which buckets on disk are taken. private_folder: of this replica and its workers
+        alone."""
+        self.engine, self.name, self.limits = engine, name, limits
+        self.model_rule, self.arithmetic = model_rule, dict(arithmetic)
+        self.places, self.weights_folder = list(places), weights_folder
+        self.private_folder = private_folder
+        self.policy = PolicyState(expected)
+        self.owner = Owner(time.monotonic)
+        self.in_flight = 0
+        self.num_image_calls = 0  # waiting ones included
+        self._idle = asyncio.Condition()
+        self._weights_lock = asyncio.Lock()  # one push or sleep at a time
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncIterator[int]:
+        """Counts a request as in flight; yields the policy version, which cannot change meanwhile. Raises Refused."""
+        self.policy.require_ready()
+        self.in_flight += 1
+        try:
+            yield self.policy.version
+        finally:
+            async with self._idle:
+                self.in_flight -= 1
+                self._idle.notify_all()
+
+    @asynccontextmanager
+    async def stoppable(
+        self, receive: Any, *, timeout_s: float | None = None
+    ) -> AsyncIterator[Stop]:
+        """Yield what ends a request in the engine when its client leaves, or after timeout_s.
+
+        receive: ASGI's, after the whole body. The engine sees it before its next forward pass.
+        """
+        stop = Stop(str(self.private_folder / f"stop-{uuid.uuid4().hex}"))
+
+        async def watch() -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await left(receive)
+                stop.now("its client left")
+            except TimeoutError:
+                stop.now(f"it took longer than {timeout_s:.0f} s; ask for fewer steps or pixels")
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield stop
+        finally:
+            watcher.cancel()
+            Path(stop.path).unlink(missing_ok=True)
+
+    async def generate(
+        self, requests: Sequence[RolloutRequest], receive: Any, *, run: str | None = None
+    ) -> tuple[bytes, float]:
+        """(encoded RolloutGroups, drawn as one batch; seconds inside the engine).
+
+        receive: ASGI's, after the body: when the client leaves, the engine stops.
+        Raises Refused, and ValueError for a bad request or for requests that do not go together.
+        """
+        check_requests(requests, self.limits, self.model_rule)
+        for request in requests:
+            self.owner.check_generate(run, request.policy_version)
+            self.policy.require_ready(request.policy_version)
+        with self.owner.calling(run):
+            async with self.generating() as version, self.stoppable(receive) as stop:
+                start = time.perf_counter()
+                result = await self._sample(requests, stop)
+                engine_s = time.perf_counter() - start
+            groups = assemble_groups(requests, result, policy_version=version, replica=self.name)
+            return await asyncio.to_thread(encode_groups, groups), engine_s
+
+    async def weights_begin(
+        self,
+        version: int,
+        manifest: Manifest,
+        lora: LoraSpec | None,
+        transport: Mapping[str, Any],
+        *,
+        run: str | None = None,
+    ) -> None:
+        """Refuse new generation, wait until the requests in flight are done, and make ready for how buckets come."""
+        if transport.get("name") not in TRANSPORTS:
+            raise ValueError(f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}")
+        self.owner.check_begin(run)
+        async with self._weights_lock:
+            self.owner.check_begin(run)  # another run may have been before in the queue
+            self.policy.begin(version, manifest, lora)
+            self.owner.take(run)
+            with self.owner.calling(run):
+                await self._drained()
+                await call_worker(self.engine, "begin_push", dict(transport))
+
+    async def weights_bucket(self, receive: Any, *, run: str | None = None) -> list[str]:
+        """Load the tensors of a safetensors body; return their names.
+
+        The body is read before the lock is taken: who stalls in it holds up nobody.
+        Raises Refused or ValueError.
+        """
+        self.owner.check(run)
+        self.policy.check_bucket({})  # refuse before the body is read
+        push = self.policy.num_pushes
+        with self.owner.calling(run), bucket_file() as path:
+            await self._receive(receive, path, run)
+            async with self._weights_lock:
+                self.policy.check_push(push)
+                return await self._load(file_manifest(path), {"transport": "file", "path": str(path)})
+
+    async def weights_bucket_at(self, source: object, *, run: str | None = None) -> list[str]:
+        """Loads the tensors of a bucket that lies elsewhere; returns their names. Raises Refused or ValueError."""
+        self.owner.check(run)
+        push = self.policy.num_pushes
+        with self.owner.calling(run):
+            async with self._weights_lock:
+                self.policy.check_push(push)
+                self.policy.check_bucket({})
+                manifest, source = resolve(source, weights_folder=self.weights_folder)
+                return await self._load(manifest, source)
+
+    async def _receive(self, receive: Any, path: Path, run: str | None) -> None:
+        """Write the body to the file. Each chunk is a sign of life of the run."""
+        size = 0
+        with path.open("wb") as file:
+            async for chunk in chunks(receive):
+                size += len(chunk)
+                if size > self.limits.bucket_bytes:
+                    raise Refused(
+                        413,
+                        f"the bucket exceeds {self.limits.bucket_bytes} bytes; send smaller "
+                        "buckets (sync.bucket_mib)",
+                    )
+                file.write(chunk)
+                self.owner.hear(run)
+
+    async def _load(self, bucket: Manifest, source: Mapping[str, Any]) -> list[str]:
+        self.policy.check_bucket(bucket)
+        await call_worker(self.engine, "load_bucket", dict(source))
+        self.policy.loaded(bucket)
+        return sorted(bucket)
+
+    async def weights_commit(self, version: int, *, run: str | None = None) -> list[dict[str, Any]]:
+        """Of each worker: fingerprints (name → digits) of what it now uses, or makes FP8 copies of; bound_modules of the LoRA.
+        Raises Refused."""
+        self.owner.check(run)
+        push = self.policy.num_pushes
+        with self.owner.calling(run):
+            async with self._weights_lock:
+                self.policy.check_push(push)
+                return await self._commit(version)
+
+    async def _commit(self, version: int) -> list[dict[str, Any]]:
+        self.policy.check_commit(version)
+        lora = self.policy.lora
+        await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
+        workers = (await call_worker(self.engine, "fingerprints"))["workers"]
+        self.policy.commit(keeps_base=await self._quantized())
+        logger.info(
+            "%s holds policy version %d, %d tensors",
+            self.name,
+            version,
+            len(workers[0]["fingerprints"]),
+        )
+        return workers
+
+    async def _quantized(self) -> bool:
+        """Makes FP8 copies, where products are in FP8; returns whether the weights were kept as they came."""
+        if not self.arithmetic.get("fp8"):
+            return True
+        self.policy.lose_received()  # else a commit could be tried again, if the next line failed
+        return (await call_worker(self.engine, "quantize"))["keeps_weights"]
+
+    async def sleep(self, *, run: str | None = None) -> None:
+        """Gives the memory of all weights back, until a push brings all of the policy's. Raises Refused when not ready."""
+        self.owner.check(run)
+        with self.owner.calling(run):
+            async with self._weights_lock:
+                self.owner.check(run)
+                self.policy.fall_asleep()
+                await self._drained()
+                await call_worker(self.engine, "free_weights")
+
+    async def trim(self, *, run: str | None = None) -> None:
+        """Gives memory back that no sample or weight needs at the moment."""
+        self.owner.check(run)
+        with self.owner.calling(run):
+            await call_worker(self.engine, "trim")
+
+    async def _drained(self) -> None:
+        async with self._idle:
+            await self._idle.wait_for(lambda: self.in_flight == 0)
+
+    async def _sample(self, requests: Sequence[RolloutRequest], stop: Stop) -> dict[str, Tensor]:
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        sampling = requests[0].sampling
+        parameters = OmniDiffusionSamplingParams(
+            height=sampling.height,
+            width=sampling.width,
+            num_inference_steps=sampling.num_inference_steps,
+            true_cfg_scale=max(1.0, sampling.true_cfg_scale),  # vllm-omni takes 0 for "not given" and then uses 4
+            num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
+            extra_args={
+                REQUESTS_KEY: tuple(map(_without_fields, requests)),
+                STOP_KEY: stop.path,
+            },
+        )
+        outputs = self.engine.generate(
+            prompt={"prompt": requests[0].prompt.text},
+            request_id=f"rl-{uuid.uuid4().hex}",
+            sampling_params_list=[parameters],
+        )
+        last = [output async for output in outputs][-1]
+        return last.multimodal_output["metadata"][RESULT_KEY]
+
+
+def _without_fields(request: RolloutRequest) -> RolloutRequest:
+    """What the worker needs of a request: a prompt's other columns are for rewards."""
+    return dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, fields={}))

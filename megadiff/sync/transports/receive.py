@@ -1,0 +1,99 @@
+"""The replica's side of all transports: what a bucket request may name, and the tensors that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megadiff.sync.bucket import file_manifest, read_flat
+from megadiff.sync.transports import cuda_ipc, disk, group, shared_memory
+from megadiff.tensors.manifest import Manifest
+from megadiff.types import DTYPES
+
+Pairs = Iterator[tuple[str, Tensor]]
+
+
+def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, dict[str, Any]]:
+    """(manifest of the bucket, what `Receiver.tensors` takes) for the JSON body of a bucket request.
+
+    A file is named within a fixed folder, never by a path. Raises ValueError that says what is wrong.
+    """
+    if not isinstance(source, dict):
+        raise ValueError(f"the bucket's source is a {type(source).__name__}; it must be a JSON object")
+    transport = source.get("transport")
+    if transport in ("shm", "disk"):
+        name = source.get("file")
+        path = shared_memory.locate(name) if transport == "shm" else disk.locate(name, weights_folder)
+        return file_manifest(path), {"transport": "file", "path": str(path)}
+    if transport in ("cuda_ipc", "nccl"):
+        manifest = source.get("tensors")
+        _check_rows(manifest)
+        return manifest, source
+    raise ValueError(f"transport={transport!r} of the bucket is none of shm, cuda_ipc, nccl, disk")
+
+
+class Receiver:
+    """What a worker keeps of a transport from one bucket to the next: a group, opened memory. device: of its weights."""
+
+    def __init__(self, device: torch.device, *, worker: int) -> None:
+        """worker: this worker's place among those of its replica."""
+        self.device = device
+        self._group = group.Member(device, worker=worker)
+        self._memory = cuda_ipc.Opened(device)
+        self._readers: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[Pairs]]] = {
+            "file": self._file,
+            "cuda_ipc": self._flat(lambda source, manifest: self._memory.open(source["handle"])),
+            "nccl": self._flat(self._group.receive),
+        }
+
+    def begin(self, transport: Mapping[str, Any]) -> None:
+        """Called when a push opens. Joins the trainer's group where the transport has one."""
+        self._memory.close()
+        if transport["name"] == "nccl":
+            self._group.join(transport)
+
+    def end(self) -> None:
+        """Called at the commit. Gives back what only one push needs."""
+        self._memory.close()
+
+    def tensors(self, source: Mapping[str, Any]) -> AbstractContextManager[Pairs]:
+        """Names and full tensors of a bucket. They are the sender's memory: valid within the context, and only to read."""
+        return self._readers[source["transport"]](source)
+
+    @contextmanager
+    def _file(self, source: Mapping[str, Any]) -> Iterator[Pairs]:
+        """Tensors of a mapped file: a reader that narrows them reads no more than its part."""
+        with safe_open(Path(source["path"]), framework="pt") as file:
+            yield ((name, file.get_tensor(name)) for name in file.keys())
+
+    def _flat(self, flat_tensor: Callable[[Mapping[str, Any], Manifest], Tensor]):
+        @contextmanager
+        def tensors(source: Mapping[str, Any]) -> Iterator[Pairs]:
+            manifest = source["tensors"]
+            yield read_flat(manifest, flat_tensor(source, manifest))
+            if self.device.type == "cuda":
+                _finish_reading(self.device)
+
+        return tensors
+
+
+def _finish_reading(device: torch.device) -> None:
+    """The sender overwrites its memory after the answer. What the device copies on other streams meanwhile (weights that come
+    back from host memory) goes on: a loader, in whatever thread, and this one read on these."""
+    torch.cuda.default_stream(device).synchronize()
+    torch.cuda.current_stream(device).synchronize()
+
+
+def _check_rows(manifest: object) -> None:
+    """Raises ValueError unless it is name → {"dtype", "shape"}, as a manifest has it."""
+    rows = manifest.items() if isinstance(manifest, dict) else [("tensors", None)]
+    for name, row in rows:
+        good = isinstance(row, dict) and row.get("dtype") in DTYPES and isinstance(row.get("shape"), list)
+        if not good or not all(type(size) is int and size >= 0 for size in row["shape"]):
+            raise ValueError(f"{name} of the bucket is {row!r:.200}; it must be an object of dtype and shape")

@@ -1,0 +1,95 @@
+"""Transport `shm` on a host: a bucket is a file in shared memory, which every replica of the host maps and copies from.
+
+Replicas also keep the body of an HTTP bucket in such a file. A file's name tells whose it is, so that those that a killed
+process left behind are found and removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megadiff.sync.bucket import Bucket
+from megadiff.sync.transports.base import SyncError, Transport, WeightTarget
+from megadiff.sync.transports.host_memory import HostMemory
+
+FOLDER = Path("/dev/shm")
+PREFIX = "megadiff-bucket-"
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-\d+")  # the owner's process id namespace, its process id, a counter
+_counter = itertools.count()
+
+
+class SharedMemoryTransport(Transport):
+    name = "shm"
+
+    def __init__(self, targets: Sequence[WeightTarget]) -> None:
+        super().__init__(targets)
+        self._memory = HostMemory()
+        sweep()
+
+    def send(self, bucket: Bucket) -> None:
+        with bucket_file() as path:
+            body = self._memory.body(bucket)
+            try:
+                body.write(path)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise SyncError(
+                    f"{FOLDER} has no room for a bucket of {len(body)} bytes ({error.strerror}); give it more, set a smaller "
+                    "sync.bucket_mib, or sync.transport=http"
+                ) from error
+            source = {"transport": "shm", "file": path.name}
+            self.wait(self.start(lambda target: target.weights_bucket(source)))
+
+
+@contextmanager
+def bucket_file() -> Iterator[Path]:
+    """A new, empty file of this process in shared memory, for its user only; removed at the end."""
+    path = FOLDER / f"{PREFIX}{_namespace()}-{os.getpid()}-{next(_counter)}"
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def locate(name: object) -> Path:
+    """The file of that name in shared memory. Raises ValueError for a name that no bucket has, and where there is none."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"file={name!r:.100} is not the name of a bucket in {FOLDER}")
+    path = FOLDER / name
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist for this replica; it must share {FOLDER} with the trainer, or set sync.transport=http"
+        ) from None
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        raise ValueError(f"{path} is no file of this replica's user")
+    return path
+
+
+def sweep() -> list[str]:
+    """Removes the buckets of processes that are gone; returns their names. Other containers' files stay: their process
+    ids mean nothing here."""
+    removed = []
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) == _namespace() and not Path(f"/proc/{match[2]}").exists():
+            try:
+                path.unlink(missing_ok=True)
+            except PermissionError:
+                continue  # another user's: theirs to remove
+            removed.append(path.name)
+    return removed
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

@@ -1,0 +1,93 @@
+"""How LoRA tensors are called, their shapes, what is multiplied with, and which part goes with a part of the base weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megadiff.parallel import plan
+from megadiff.parallel.lora import scaled
+from megadiff.parallel.plan import is_lora, module_of
+from megadiff.tensors.manifest import Manifest
+from megadiff.types import LoraSpec
+
+LARGEST_ALPHA = torch.finfo(torch.float32).max
+LORA_A, LORA_B = f".{plan.LORA_A}", f".{plan.LORA_B}"
+Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
+
+
+def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
+    """The LoRA tensors over the modules of `base` (`<component>.<module>.weight` rows), of every component that has the
+    module: A [rank, in], B [out, rank], in the base weight's dtype. Raises ValueError for a module that is no matrix."""
+    manifest: Manifest = {}
+    components = sorted({name.partition(".")[0] for name in base})
+    for module in lora.modules:
+        found = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
+        if not found:
+            raise ValueError(f"lora module {module!r} is a matrix of none of the components {', '.join(components)}")
+        for component in found:
+            weight = base[f"{component}.{module}.weight"]
+            rows, columns = weight["shape"]
+            for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
+                manifest[f"{component}.{module}{suffix}"] = {"dtype": weight["dtype"], "shape": shape}
+    return manifest
+
+
+def lora_modules(names: Iterable[str]) -> set[str]:
+    """The modules, with their component, to which the LoRA tensors among `names` belong."""
+    return {module_of(name) for name in names if is_lora(name)}
+
+
+def lora_from_json(value: object) -> LoraSpec | None:
+    """The inverse of dataclasses.asdict, and None for null. Raises ValueError that says what is wrong."""
+    if value is None:
+        return None
+    keys = {"rank", "alpha", "modules"}
+    if not isinstance(value, dict) or value.keys() != keys:
+        raise ValueError(f"lora={value!r:.200} must be null or an object of rank, alpha and modules")
+    rank, alpha, modules = value["rank"], value["alpha"], value["modules"]
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"lora.rank={rank!r} must be an integer of at least 1")
+    if not is_alpha(alpha):
+        raise ValueError(f"lora.alpha={alpha!r:.80} must be a positive number")
+    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"lora.modules={modules!r:.200} must be a list of at least one module name")
+    if modules != sorted(set(modules)):
+        raise ValueError("lora.modules must be sorted and without doubles")
+    return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))
+
+
+def is_alpha(value: object) -> bool:
+    """Tell whether a JSON value is a number above 0 in float32's range.
+
+    NaN and infinity pass for JSON, and MKL's product with NaN need not even be NaN.
+    """
+    return type(value) in (int, float) and 0 < value <= LARGEST_ALPHA
+
+
+def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:
+    """The part of a base or LoRA tensor that goes with a worker's boxes of base weights; None: all of it.
+
+    A LoRA's A is cut along the inputs that the worker has of the base weight, its B along the outputs.
+    """
+    if not is_lora(name):
+        return base_boxes.get(name)
+    box = base_boxes.get(f"{module_of(name)}.weight")
+    if box is None:
+        return None
+    rank = (0, lora_rank)
+    return (rank, box[1]) if name.endswith(LORA_A) else (box[0], rank)
+
+
+def used_tensor(name: str, tensor: Tensor, spec: LoraSpec) -> Tensor:
+    """What a replica's forward pass multiplies with: A itself, and alpha / rank · B, rounded once from float32 to B's dtype.
+
+    The same bits on CPU and GPU, so that a replica that scales otherwise shows in its fingerprints.
+    """
+    return scaled(tensor, spec) if name.endswith(LORA_B) else tensor
+
+
+def _shape(base: Manifest, name: str) -> list[int]:
+    return base[name]["shape"] if name in base else []

@@ -1,0 +1,30 @@
+"""What tensors a model consists of: name → (dtype, shape), read from safetensors headers without loading data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megadiff.tensors.model_files import open_weights, weight_files
+
+Manifest = dict[str, dict[str, object]]  # name → {"dtype": "bfloat16", "shape": [3, 4]}
+
+
+def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: str) -> Manifest:
+    """Manifest of the named components under `component.name`, with dtype as the replicas hold them."""
+    manifest: Manifest = {}
+    for component in components:
+        for path in weight_files(model_folder / component):
+            file = open_weights(path)
+            for name in file.keys():
+                shape = file.get_slice(name).get_shape()
+                manifest[f"{component}.{name}"] = {"dtype": dtype, "shape": list(shape)}
+    return manifest
+
+
+def name_difference(expected: set[str], found: set[str]) -> str:
+    """'' when equal, else a text with the counts and the first names of what is missing and what is extra."""
+    parts = []
+    for label, names in (("missing", expected - found), ("extra", found - expected)):
+        if names:
+            parts.append(f"{len(names)} {label}: {', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}")
+    return "; ".join(parts)

@@ -1,1 +1,0 @@
-"""Weights in motion: fingerprints, sharded checkpoints, sync to the replicas."""

@@ -1,0 +1,136 @@
+import re
+from dataclasses import replace
+
+import pytest
+from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, write_run
+
+from megadiff.observe.evaluation import Comparison, evaluation_folder, write_evaluation
+from megadiff.observe.heldout import compare_ends, read_evaluations
+from megadiff.observe.trackers import build_trackers
+from megadiff.report.evaluation_parts import leading_reward, mark
+from megadiff.report.report import write_report
+from megadiff.report.run_evaluation import accuracy_headline
+
+
+def page_of(folder) -> str:
+    return write_report(folder).read_text("utf-8")
+
+
+def section_of(page: str, title: str) -> str:
+    return re.search(rf"<section><header><h2>{title}</h2>.*?</section>", page, re.S)[0]
+
+
+def evaluation(step: int):
+    return evaluation_of(step, num_steps=60, size=8)[0]
+
+
+def test_the_first_and_last_evaluation_stand_side_by_side(tmp_path):
+    page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
+    held_out = section_of(page, "Held-out evaluation")
+    assert "<h1>Held-out accuracy rose from 47.0 % to 76.0 %.</h1>" in page
+    assert "100 samples of 4 prompts, 10 steps each" in held_out
+    for task in TASKS:
+        assert held_out.count(f'<span class="name">{task}</span>') == 2  # once a reward
+    assert held_out.index("eval/shapes_strict") < held_out.index("eval/color")  # the accuracy leads
+    assert held_out.count('<path class="whisker"') == 2 * 2 * (len(TASKS) + 1)
+    assert held_out.count('<li><div class="pair">') == 24 and held_out.count("<img") == 48
+    assert held_out.count("step 0") and held_out.count("step 60")
+    assert "a sign that says &quot;OPEN&quot; &lt;b&gt;&amp;&lt;/b&gt;, step 60" in held_out
+
+
+def test_pairs_are_the_same_sample_with_verdicts_in_words(tmp_path):
+    page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
+    pairs = re.findall(r'<div class="pair">(.*?)</li>', page, re.S)
+    for pair in pairs:
+        (before, after) = re.findall(r'alt="(.*?)"', pair)
+        assert before.removesuffix(", step 0") == after.removesuffix(", step 60")
+    verdicts = [re.findall(r"</span> (right|wrong)</b>", pair) for pair in pairs]
+    samples = {evaluation_of(step, num_steps=60, size=8)[0].step: evaluation(step).samples for step in (0, 60)}
+    right = {step: sum(s.rewards["shapes_strict"] for s in of if s.file) for step, of in samples.items()}
+    assert [sum(v[place] == "right" for v in verdicts) for place in (0, 1)] == [right[0], right[60]]
+    assert right[0] < right[60] < len(pairs)
+
+
+def test_diversity_has_a_section_next_to_reward(tmp_path):
+    page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
+    titles = re.findall(r"<h2>(.*?)</h2>", page)
+    assert titles.index("Diversity") == titles.index("Reward") + 1 == titles.index("Held-out evaluation") - 1
+    diversity = section_of(page, "Diversity")
+    for key in ("diversity/colour_entropy_bit", "diversity/clipped_share", "eval/latent_spread"):
+        assert key in diversity and key not in section_of(page, "Held-out evaluation")
+
+
+@pytest.mark.parametrize("steps, words", [(0, "No step is finished yet."), (5, "Reward rose from 0.")])
+def test_one_evaluation_is_shown_alone(tmp_path, steps, words):
+    folder = write_run(tmp_path / "run", steps=steps, evaluated=True)
+    page = page_of(folder)
+    assert f"<h1>{words}" in page
+    assert section_of(page, "Held-out evaluation").count("<img") == 24
+    assert ("not started" in page) == (steps == 0)
+    assert f"<span>Steps</span><strong>{steps}</strong>" in page
+    assert "Held-out accuracy</span><strong>47.0 %</strong><em>95 %: 37.5 to 56.7 %</em>" in page
+
+
+def test_a_change_within_its_interval_is_called_noise():
+    before, after = evaluation(0), evaluation(60)
+    assert accuracy_headline(Comparison(evaluation=before, baseline=after)) == (
+        "Held-out accuracy fell from 76.0 % to 47.0 %."
+    )
+    flipped = [
+        replace(sample, rewards=sample.rewards | {"shapes_strict": 1.0}) if number == 24 else sample
+        for number, sample in enumerate(before.samples)
+    ]
+    barely = Comparison(evaluation=replace(before, samples=flipped), baseline=before)
+    assert accuracy_headline(barely) == "Held-out accuracy went from 47.0 % to 48.0 %: within the noise."
+    assert accuracy_headline(None) is None
+
+
+def test_rewards_that_are_no_verdict_leave_the_headline_to_the_reward(tmp_path):
+    folder = tmp_path / "run"
+    write_run(folder, steps=30)
+    for step in (0, 30):
+        found, images = evaluation_of(step, num_steps=60, size=8)
+        plain = [replace(sample, rewards={"color": sample.rewards["color"]}) for sample in found.samples]
+        write_evaluation(evaluation_folder(folder, step), replace(found, samples=plain), images)
+    page = page_of(folder)
+    assert "<h1>Reward rose from" in page and "Held-out color</span><strong>0." in page
+    assert "✓" not in page and leading_reward(replace(found, samples=plain)) == "color"
+    assert mark(0.25, is_share=False) == "<b>0.25</b>"
+
+
+def test_curves_alone_are_shown_when_there_are_no_records(tmp_path):
+    with build_trackers([], tmp_path, {}) as trackers:
+        trackers.log(0, eval_metrics_of(0, num_steps=60))
+        trackers.log(1, {"reward/mean": 0.5})
+    page = page_of(tmp_path)
+    assert "eval/shapes_strict" in section_of(page, "Held-out evaluation") and '<figure class="card bars"' not in page
+
+
+def test_evaluations_on_other_noise_are_not_compared(tmp_path, caplog):
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True)
+    found, images = evaluation_of(60, num_steps=60)
+    write_evaluation(evaluation_folder(folder, 60), replace(found, seed=1), images)
+    page = page_of(folder)
+    assert "not compared with the run's first evaluation: seed=1, but 0" in caplog.text
+    assert "<h1>Reward rose" in page and section_of(page, "Held-out evaluation").count("<img") == 24
+
+
+def test_a_torn_record_is_passed_over(tmp_path, caplog):
+    folder = write_run(tmp_path / "run", steps=30, evaluated=True)
+    (evaluation_folder(folder, 30) / "evaluation.json").write_text("{")
+    assert [each.step for _, each in read_evaluations(folder)] == [0, 20]
+    assert compare_ends(folder).evaluation.step == 20 and "skipped" in caplog.text
+    assert "The same noise at step 0 and step 20" in page_of(folder)
+
+
+def test_a_picture_that_is_gone_leaves_its_verdict(tmp_path):
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True)
+    next((evaluation_folder(folder, 60) / "images").iterdir()).unlink()
+    held_out = section_of(page_of(folder), "Held-out evaluation")
+    assert held_out.count("<img") == 47 and held_out.count('<div class="gap"></div>') == 1
+    assert len(re.findall("</span> (right|wrong)</b>", held_out)) == 48
+
+
+def test_the_prompts_of_the_page_are_text(tmp_path):
+    page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
+    assert len(PROMPTS) == len(TASKS) and "<b>&</b>" not in page

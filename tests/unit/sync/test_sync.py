@@ -1,0 +1,309 @@
+"""The sync against targets that misbehave. (What real replicas do is in tests/e2e.)"""
+
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from megadiff.config.schema import ParallelConfig
+from megadiff.parallel.collectives import AgreedError
+from megadiff.parallel.mesh import init_mesh, resolve_layout
+from megadiff.parallel.plan import is_lora
+from megadiff.sync.sync import WeightSync
+from megadiff.sync.transports.base import HttpTransport
+from megadiff.tensors.fingerprint import fingerprint
+from megadiff.tensors.lora_names import lora_manifest, lora_modules, used_tensor
+from megadiff.types import LoraSpec
+
+WEIGHTS = {
+    f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)
+}
+MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in WEIGHTS}
+LORA = LoraSpec(rank=2, alpha=4.0, modules=("layer1", "layer3"))
+NAME = "transformer.layer0.weight"
+
+
+def lora_tensors(factor):
+    shapes = {
+        f"transformer.{module}.lora_{side}.weight": shape for module in LORA.modules for side, shape in SIDES.items()
+    }
+    return {name: torch.full(shape, factor) for name, shape in shapes.items()}
+
+
+SIDES = {"A": (2, 8), "B": (4, 2)}
+
+
+class Source:
+    """Gives the weights in buckets of two."""
+
+    def __init__(self, weights, lora=None):
+        self.weights, self.lora, self.finished, self.factor = weights, lora, False, 1.0
+        self.changed = {name.partition(".")[0] for name in weights}
+
+    def mark_pushed(self):
+        self.changed = set()
+
+    def named_weights(self, bucket_bytes, components):
+        items = [item for item in self.weights.items() if item[0].partition(".")[0] in components]
+        for start in range(0, len(items), 2):
+            yield items[start : start + 2]
+        self.finished = True
+
+    def named_lora(self, bucket_bytes, components):
+        yield [item for item in lora_tensors(self.factor).items() if item[0].partition(".")[0] in components]
+
+
+class Target:
+    """A replica of len(boxes) workers that holds its part of what it was sent, after `fault` had its way with it."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, name="replica_0", fault=lambda bucket: bucket, boxes=({},)):
+        self.name, self.fault, self.boxes = name, fault, boxes
+        self.held, self.version, self.begun, self.bound = {}, None, [], None
+
+    def weights_begin(self, version, manifest, *, lora, transport):
+        assert transport == {"name": "http"}
+        self.begun.append(set(manifest))
+        self.lora = lora
+
+    def weights_bucket(self, bucket):
+        self.held |= dict(self.fault(sorted(load(bytes(bucket)).items(), key=lambda item: item[0])))
+
+    def weights_commit(self, version):
+        self.version = version
+        bound = self.bound if self.bound is not None else sorted(lora_modules(self.held))
+        used = {name: used_tensor(name, tensor, self.lora) for name, tensor in self.held.items()}
+        return [
+            {"fingerprints": {name: fingerprint(_cut(tensor, boxes.get(name))) for name, tensor in used.items()},
+             "bound_modules": bound}
+            for boxes in self.boxes
+        ]  # fmt: skip
+
+
+def _cut(tensor, box):
+    return tensor if box is None else tensor[tuple(slice(*one) for one in box)].contiguous()
+
+
+@pytest.fixture(scope="module")
+def cpu_group():
+    parallel = ParallelConfig()
+    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=parallel.dp_replicate, world_size=1)
+    return init_mesh(layout, "cpu").cpu_group
+
+
+def _sync(cpu_group, source, *targets, manifest=MANIFEST):
+    places = {target.name: target.boxes for target in targets}
+    return WeightSync(source, HttpTransport(targets), manifest, places=places, bucket_bytes=1, cpu_group=cpu_group)
+
+
+def _push(cpu_group, *targets, weights=WEIGHTS):
+    source = Source(weights)
+    try:
+        return _sync(cpu_group, source, *targets).push(7)
+    finally:
+        assert source.finished  # other ranks are in the same gathers: an error must not leave them there
+
+
+def test_a_whole_push(cpu_group):
+    targets = [Target(), Target("replica_1")]
+    assert _push(cpu_group, *targets)["sync/gib"] == pytest.approx(5 * 128 / 2**30)
+    for target in targets:
+        assert target.version == 7 and target.begun == [set(MANIFEST)]
+        assert all(torch.equal(target.held[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def _flip(bucket):
+    name, tensor = bucket[0]
+    tensor = tensor.clone()
+    tensor.view(torch.int32)[1, 3] ^= 1
+    return [(name, tensor), *bucket[1:]]
+
+
+def _break(bucket):
+    raise ConnectionError("connection reset")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (lambda bucket: bucket[1:], r"replica_1 .* 3 missing: transformer.layer0.weight"),
+        (_flip, r"replica_1 .* holds 3 of 5 tensors with other bits.*transformer.layer0.weight \(sent"),
+        (lambda bucket: [*bucket, ("transformer.extra", torch.zeros(1))], r"1 extra: transformer.extra"),
+        (_break, r"ConnectionError: connection reset"),
+    ],
+)
+def test_a_replica_that_holds_something_else(cpu_group, fault, text):
+    with pytest.raises(AgreedError, match=text):
+        _push(cpu_group, Target(), Target("replica_1", fault))
+
+
+def test_a_trainer_that_sends_other_names_than_the_model_has(cpu_group):
+    fewer = dict(list(WEIGHTS.items())[1:])
+    target = Target()
+    with pytest.raises(AgreedError, match="1 missing: transformer.layer0.weight"):
+        _push(cpu_group, target, weights=fewer)
+    assert target.version is None  # never committed
+
+
+def test_the_base_travels_once_and_then_lora_alone(cpu_group):
+    source, target = Source(WEIGHTS, LORA), Target()
+    sync = _sync(cpu_group, source, target)
+    sync.push(0)
+    source.factor, source.changed = 2.0, {"transformer"}
+    assert sync.push(1)["sync/gib"] == pytest.approx(4 * (2 * 2 * 8 + 2 * 4 * 2) / 2**30)
+    assert target.begun == [set(MANIFEST) | set(lora_tensors(1)), set(lora_tensors(1))]
+    assert (target.held["transformer.layer1.lora_B.weight"] == 2).all()
+    assert sync.push(1)["sync/gib"] > 0 and len(target.begun) == 2  # it is there already
+
+    target.held[NAME] = target.held[NAME] + 1  # no push of the base would find that out
+    source.changed = {"transformer"}
+    with pytest.raises(AgreedError, match=f"holds 1 of 9 tensors with other bits.*{NAME}"):
+        sync.push(2)
+    sync.push(2)  # after a failure: everything
+    assert target.begun[-1] == set(MANIFEST) | set(lora_tensors(1)) and torch.equal(target.held[NAME], WEIGHTS[NAME])
+    sync.push(3)
+    assert target.begun[-1] == set()  # nothing was trained
+
+
+def test_lora_that_is_bound_to_fewer_modules(cpu_group):
+    target = Target()
+    target.bound = ["transformer.layer1"]
+    text = "replica_0 .* LoRA bound to other modules than were sent: 1 missing: transformer.layer3"
+    with pytest.raises(AgreedError, match=text):
+        _sync(cpu_group, Source(WEIGHTS, LORA), target).push(0)
+
+
+PAIR = WEIGHTS | {name.replace("transformer", "transformer_2"): tensor + 1 for name, tensor in WEIGHTS.items()}
+PAIR_MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in PAIR}
+
+
+def test_only_the_component_that_was_trained_travels(cpu_group):
+    """What stays is verified all the same, against what was sent of it before."""
+    source, targets = Source(dict(PAIR)), (Target(), Target("replica_1"))
+    sync = _sync(cpu_group, source, *targets, manifest=PAIR_MANIFEST)
+    assert sync.push(0)["sync/gib"] == pytest.approx(10 * 128 / 2**30)
+    second = {name for name in PAIR if name.startswith("transformer_2.")}
+    source.weights |= {name: PAIR[name] * 2 for name in second}
+    source.changed = {"transformer_2"}
+    assert sync.push(1)["sync/gib"] == pytest.approx(5 * 128 / 2**30)
+    for target in targets:
+        assert target.begun == [set(PAIR), second]
+        assert all(torch.equal(target.held[name], tensor) for name, tensor in source.weights.items())
+    targets[1].held[NAME] = targets[1].held[NAME] + 1  # of the component that stays
+    source.changed = {"transformer_2"}
+    with pytest.raises(AgreedError, match=f"replica_1 at version 2 holds 1 of 10 tensors with other bits.*{NAME}"):
+        sync.push(2)
+    sync.push(2)
+    assert targets[1].begun[-1] == set(PAIR)
+
+
+def test_what_was_forgotten_travels_again(cpu_group):
+    """As after a replica slept: all of it, and for the same version too."""
+    source, target = Source(dict(PAIR)), Target()
+    sync = _sync(cpu_group, source, target, manifest=PAIR_MANIFEST)
+    sync.push(0)
+    source.changed = set()
+    for version in (0, 1):
+        sync.forget()
+        target.held.clear()
+        sync.push(version)
+        assert target.begun[-1] == target.held.keys() == set(PAIR)
+
+
+def test_a_lora_is_of_every_component_that_has_its_modules():
+    lora = LoraSpec(rank=2, alpha=4.0, modules=("layer1",))
+    fewer = {name: row for name, row in PAIR_MANIFEST.items() if name != "transformer_2.layer3.weight"}
+    assert lora_modules(lora_manifest(lora, fewer)) == {"transformer.layer1", "transformer_2.layer1"}
+    assert lora_modules(lora_manifest(LORA, fewer)) == {
+        "transformer.layer1", "transformer_2.layer1", "transformer.layer3",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="'layer9' is a matrix of none of the components transformer, transformer_2"):
+        lora_manifest(LoraSpec(rank=2, alpha=4.0, modules=("layer9",)), fewer)
+
+
+BOXES = [{NAME: ((0, 4), (0, 4)), "transformer.layer1.weight": ((2 * rank, 2 * rank + 2), (0, 8))} for rank in range(2)]
+BOXES[1][NAME] = ((0, 4), (4, 8))
+
+
+def test_every_worker_answers_for_its_part(cpu_group):
+    _push(cpu_group, Target(boxes=BOXES), Target("whole"))
+    swapped = Target(boxes=BOXES)
+    source = Source(WEIGHTS)
+    sync = _sync(cpu_group, source, swapped)
+    swapped.boxes = BOXES[::-1]
+    with pytest.raises(
+        AgreedError, match=r"replica_0 at version 7 \(worker 0 of 2\) holds 2 of 5 tensors with other bits"
+    ):
+        sync.push(7)
+
+
+def test_lora_follows_the_part_of_the_base_weight(cpu_group):
+    """Rows of the base are rows of B, its columns are columns of A; the other of the two is there whole."""
+    boxes = [{"transformer.layer1.weight": ((0, 2), (0, 8)), "transformer.layer3.weight": ((0, 4), (4, 8))}]
+    held_boxes = boxes[0] | {
+        "transformer.layer1.lora_B.weight": ((0, 2), (0, 2)),
+        "transformer.layer3.lora_A.weight": ((0, 2), (4, 8)),
+    }
+    target = Target(boxes=boxes)
+    sync = _sync(cpu_group, Source(WEIGHTS, LORA), target)
+    target.boxes = [held_boxes | {"transformer.layer1.lora_A.weight": ((0, 2), (0, 8))}]
+    sync.push(0)
+
+
+class CountingSource:
+    """Every tensor is made for the receiver; most: how many buckets were alive when one more had been gathered."""
+
+    lora, changed = None, set()
+
+    def __init__(self, gathering):
+        self.gathering, self.most, self._alive = gathering, 0, []
+
+    def mark_pushed(self): ...
+
+    def named_weights(self, bucket_bytes, components):
+        for name, tensor in WEIGHTS.items():
+            self.gathering(name)
+            tensor = tensor.clone()
+            self._alive = [ref for ref in self._alive if ref() is not None] + [weakref.ref(tensor)]
+            self.most = max(self.most, len(self._alive))
+            bucket = [(name, tensor)]
+            del tensor
+            yield bucket
+            del bucket
+
+
+def test_one_bucket_is_gathered_while_the_one_before_travels(cpu_group):
+    """Every bucket arrives only when the next one's gather has begun, and never are three of them alive."""
+    names = list(WEIGHTS)
+    begun = {name: threading.Event() for name in names}
+    begun["end"] = threading.Event()
+    begun["end"].set()
+
+    def arrive(bucket):
+        after = [*names, "end"][names.index(bucket[0][0]) + 1]
+        assert begun[after].wait(10), f"{bucket[0][0]} travels before the gather of {after} begins"
+        time.sleep(0.01)
+        return bucket
+
+    source = CountingSource(lambda name: begun[name].set())
+    _sync(cpu_group, source, Target(fault=arrive)).push(1)
+    assert source.most == 2
+
+
+def test_a_gather_that_fails_ends_the_push(cpu_group):
+    def gather(name):
+        if name == "transformer.layer3.weight":
+            raise FloatingPointError("gather")
+
+    target = Target()
+    with pytest.raises(FloatingPointError, match="gather"):
+        _sync(cpu_group, CountingSource(gather), target).push(1)
+    assert target.version is None
+
+
+def test_is_lora():
+    assert is_lora("transformer.a.lora_A.weight") and not is_lora("transformer.a.weight")

@@ -1,0 +1,107 @@
+"""What the windows of a run train of two experts: told before step 1, with the range that would train both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megadiff.cli.train import main
+from megadiff.config.schema import Config
+from megadiff.models.registry import build_adapter
+from megadiff.planner import command as plan_command
+from megadiff.train.components import check_experts, describe_experts, step_samplings, window_pairs
+from megadiff.train.sampling import sampling_of
+
+HIGH, LOW = "transformer", "transformer_2"  # of 10 steps with shift 5 each has 5: sigma 0.833 is below 0.875
+
+
+def _config(**rollout: object) -> Config:
+    config = Config()
+    config.rollout.height = config.rollout.width = 64
+    config.rollout.num_inference_steps = 10
+    for key, value in rollout.items():
+        setattr(config.rollout, key, value)
+    return config
+
+
+@pytest.fixture
+def pair(tiny_wan: dict[str, Path]):
+    return build_adapter(tiny_wan["t2v_a14b"])
+
+
+def test_a_window_that_misses_an_expert_is_said_with_the_range_that_does_not(pair):
+    config = _config(sde_window_range=[0, 5])
+    (warning,) = check_experts(config, pair, on_policy=True)
+    assert "ONLY transformer LEARNS" in warning and "transformer_2, which has steps 5-9" in warning
+    assert "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] to mean it" in warning
+    proposed = _config(sde_window_range=[3, 7])
+    assert check_experts(proposed, pair, on_policy=True) == []
+    assert window_pairs(pair, sampling_of(proposed.rollout)) == {HIGH: 3, LOW: 3}
+    late = check_experts(_config(sde_window_range=[6, 9]), pair, on_policy=True)
+    assert "ONLY transformer_2 LEARNS" in late[0] and "sde_window_range=[3,7]" in late[0]
+
+
+def test_what_is_meant_is_not_warned_of(pair, tiny_model):
+    config = _config(sde_window_range=[0, 5])
+    config.train.components = [HIGH]
+    assert check_experts(config, pair, on_policy=True) == []
+    assert check_experts(_config(sde_window_range=[0, 5]), pair, on_policy=False) == []
+    assert check_experts(_config(sde_window_range=[0, 5]), build_adapter(tiny_model), on_policy=True) == []
+
+
+@pytest.mark.parametrize(
+    ("components", "rates", "message"),
+    [
+        (
+            ["transformer_3"],
+            {},
+            "train.components names transformer_3, but this model's components are transformer, tran",
+        ),
+        ([], {"low": 1e-5}, "optim.component_lr names low, but"),
+        ([], {LOW: 0.0}, "optim.component_lr={'transformer_2': 0.0} is not positive"),
+        ([LOW], {}, r"sde_window_range=\[0,5\] reaches none of train.components=\['transformer_2'\]; set .*=\[3,7\]"),
+    ],
+)
+def test_refusals(components, rates, message, pair):
+    config = _config(sde_window_range=[0, 5])
+    config.train.components, config.optim.component_lr = components, rates
+    with pytest.raises(ValueError, match=message):
+        check_experts(config, pair, on_policy=True)
+
+
+def test_balanced_windows_take_turns(pair, tiny_model):
+    config = _config(sde_window_range=[1, 9], expert_windows="balanced")
+    ranges = [sampling.sde_window_range for sampling in step_samplings(config, pair)]
+    assert ranges == [(1, 5), (5, 9)]
+    pairs = {component: each["pairs"] for component, each in describe_experts(config, pair).items()}
+    assert pairs == {HIGH: 6, LOW: 6}
+    assert step_samplings(_config(expert_windows="balanced"), build_adapter(tiny_model)) == [
+        sampling_of(_config().rollout)
+    ]
+    narrow = _config(sde_window_range=[0, 6], expert_windows="balanced")
+    with pytest.raises(
+        ValueError, match=r"has 1 of transformer_2's steps \(5-9\), a window has rollout.sde_window_size=2"
+    ):
+        step_samplings(narrow, pair)
+
+
+def test_dry_run_shows_every_expert(tiny_wan, tmp_path, capsys, caplog):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red picture\na blue picture\n")
+    arguments = [
+        f"model.path={tiny_wan['t2v_a14b']}", f"data.prompts={prompts}", "run.name=x", "train.num_steps=1",
+        "train.prompts_per_step=2", "algorithm.group_size=2", "reward.color.type=color", "optim.lr=1e-4",
+        "rollout.height=64", "rollout.width=64", "rollout.num_frames=5", "rollout.guidance_scale=3",
+        "rollout.guidance_scale_2=2",
+    ]  # fmt: skip
+    assert main([*arguments, "--dry-run", "--json"]) == 0
+    experts = json.loads(capsys.readouterr().out)["experts"]
+    assert experts == {
+        HIGH: {"steps": [0, 1, 2, 3, 4], "pairs": 8, "trained": True},
+        LOW: {"steps": [5, 6, 7, 8, 9], "pairs": 0, "trained": True},
+    }
+    assert "ONLY transformer LEARNS" in caplog.text
+    assert plan_command.main([*arguments, "--world-size", "2"]) == 0
+    assert "2 x 0.00 B parameters" in capsys.readouterr().out
