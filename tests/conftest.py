@@ -42,7 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
+            )
 
 
 @pytest.hookimpl(optionalhook=True)

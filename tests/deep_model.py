@@ -20,10 +20,15 @@ def write_deep_model(tiny: Path, out: Path, *, num_layers: int) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in QwenImageTransformer2DModel.from_config(config).named_parameters()}
+        shapes = {
+            name: p.shape
+            for name, p in QwenImageTransformer2DModel.from_config(config).named_parameters()
+        }
     for name, shape in shapes.items():
         opens = name.endswith(("_mod.1.bias", "norm_out.linear.bias"))
-        values = torch.randn(shape, generator=generator) * (GATE if opens else GAIN * shape[-1] ** -0.5)
+        values = torch.randn(shape, generator=generator) * (
+            GATE if opens else GAIN * shape[-1] ** -0.5
+        )
         tensors[name] = (values + (name.endswith("weight") and len(shape) == 1)).bfloat16().float()
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
     return out

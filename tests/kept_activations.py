@@ -16,14 +16,22 @@ def sampling_of(adapter: ModelAdapter, *, first_frame: bool = False) -> Sampling
     """An image, or of a model of videos nine frames."""
     sampling = Sampling(height=PIXELS, width=PIXELS, num_inference_steps=6)
     try:
-        videos = Sampling(height=PIXELS, width=PIXELS, num_frames=9, first_frame=first_frame, num_inference_steps=6)
+        videos = Sampling(
+            height=PIXELS,
+            width=PIXELS,
+            num_frames=9,
+            first_frame=first_frame,
+            num_inference_steps=6,
+        )
         adapter.validate(videos)
     except ValueError:
         return sampling
     return videos
 
 
-def activation_work(adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0, first_frame: bool = False) -> Work:
+def activation_work(
+    adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0, first_frame: bool = False
+) -> Work:
     """Of the forward in kept_by_autograd."""
     tokens = adapter.token_count(sampling_of(adapter, first_frame=first_frame), TEXT_TOKENS)
     return Work(
@@ -41,7 +49,9 @@ def activation_work(adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0
     )
 
 
-def kept_by_autograd(adapter: ModelAdapter, transformer: nn.Module, *, first_frame: bool = False) -> int:
+def kept_by_autograd(
+    adapter: ModelAdapter, transformer: nn.Module, *, first_frame: bool = False
+) -> int:
     """Bytes of the distinct storages, without weights and without the tables of rotary angles: complex, or of cosines and
     sines [S, 1, D / 2], the same for all blocks."""
     half_head = transformer.config.attention_head_dim // 2
@@ -49,7 +59,11 @@ def kept_by_autograd(adapter: ModelAdapter, transformer: nn.Module, *, first_fra
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage().data_ptr()
-        weights = {p.untyped_storage().data_ptr() for p in transformer.parameters() if not hasattr(p, "to_local")}
+        weights = {
+            p.untyped_storage().data_ptr()
+            for p in transformer.parameters()
+            if not hasattr(p, "to_local")
+        }
         is_table = tensor.is_complex() or (tensor.ndim == 3 and tensor.shape[1:] == (1, half_head))
         if storage not in weights and not is_table:
             kept[storage] = tensor  # alive, so that no address comes twice
@@ -57,7 +71,9 @@ def kept_by_autograd(adapter: ModelAdapter, transformer: nn.Module, *, first_fra
 
     sampling = sampling_of(adapter, first_frame=first_frame)
     num_tokens, channels = adapter.latents_shape(sampling)
-    text_dim = getattr(transformer.config, "joint_attention_dim", None) or transformer.config.text_dim
+    text_dim = (
+        getattr(transformer.config, "joint_attention_dim", None) or transformer.config.text_dim
+    )
     conditioning = {
         "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, text_dim),
         "prompt_mask": torch.ones(ROWS, TEXT_TOKENS, dtype=torch.bool),
@@ -67,6 +83,8 @@ def kept_by_autograd(adapter: ModelAdapter, transformer: nn.Module, *, first_fra
         conditioning[FIRST_FRAME] = torch.randn(ROWS, given, channels)
     latents_BLC = torch.randn(ROWS, num_tokens, channels)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        velocity_BLC = adapter.velocity(transformer, latents_BLC, torch.rand(ROWS), conditioning, sampling)
+        velocity_BLC = adapter.velocity(
+            transformer, latents_BLC, torch.rand(ROWS), conditioning, sampling
+        )
     assert velocity_BLC.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

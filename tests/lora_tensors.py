@@ -20,8 +20,16 @@ Tensors = dict[str, Tensor]
 
 def linears(base: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The linears of all blocks but for modulation, sorted. base: the transformer's weights, as a push names them."""
-    modules = (name.removeprefix("transformer.").removesuffix(".weight") for name in base if name.endswith(".weight"))
-    return tuple(sorted(name for name in modules if (".attn." in name or "_mlp." in name) and "norm" not in name))
+    modules = (
+        name.removeprefix("transformer.").removesuffix(".weight")
+        for name in base
+        if name.endswith(".weight")
+    )
+    return tuple(
+        sorted(
+            name for name in modules if (".attn." in name or "_mlp." in name) and "norm" not in name
+        )
+    )
 
 
 def random_lora(base: Mapping[str, Tensor], spec: LoraSpec, *, seed: int = 0) -> Tensors:
@@ -31,7 +39,10 @@ def random_lora(base: Mapping[str, Tensor], spec: LoraSpec, *, seed: int = 0) ->
     for component, module in _places(base, spec):
         weight = base[f"{component}.{module}.weight"]
         num_outputs, num_inputs = weight.shape
-        for suffix, shape in ((LORA_A, (spec.rank, num_inputs)), (LORA_B, (num_outputs, spec.rank))):
+        for suffix, shape in (
+            (LORA_A, (spec.rank, num_inputs)),
+            (LORA_B, (num_outputs, spec.rank)),
+        ):
             values = 0.2 * torch.randn(shape, generator=generator)
             tensors[f"{component}.{module}{suffix}"] = values.to(weight.dtype)
     return tensors
@@ -52,9 +63,13 @@ def _places(base: Mapping[str, Tensor], spec: LoraSpec) -> list[tuple[str, str]]
     return [(component, module) for component in components for module in spec.modules]
 
 
-def expected_prints(base: Mapping[str, Tensor], lora: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, str]:
+def expected_prints(
+    base: Mapping[str, Tensor], lora: Mapping[str, Tensor], spec: LoraSpec
+) -> dict[str, str]:
     """What a replica that uses them answers to the commit."""
-    return fingerprints({name: used_tensor(name, tensor, spec) for name, tensor in {**base, **lora}.items()})
+    return fingerprints(
+        {name: used_tensor(name, tensor, spec) for name, tensor in {**base, **lora}.items()}
+    )
 
 
 def push_lora(

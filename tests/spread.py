@@ -18,7 +18,11 @@ ALONE = (
     "test_report_browser",
     "test_traps",
 )  # of tests/e2e
-ORDER = ("tests/e2e/", "tests/gpu/", "tests/distributed/")  # the longest first, the many short ones last
+ORDER = (
+    "tests/e2e/",
+    "tests/gpu/",
+    "tests/distributed/",
+)  # the longest first, the many short ones last
 
 
 def scope(nodeid: str) -> str:
@@ -34,7 +38,9 @@ def scope(nodeid: str) -> str:
 
 def place(nodeid: str) -> int:
     """In the order that tests are given to the workers."""
-    return next((index for index, folder in enumerate(ORDER) if nodeid.startswith(folder)), len(ORDER))
+    return next(
+        (index for index, folder in enumerate(ORDER) if nodeid.startswith(folder)), len(ORDER)
+    )
 
 
 class Spread(LoadScopeScheduling):

@@ -37,7 +37,12 @@ def _group(request: RolloutRequest) -> RolloutGroup:
 
 
 def _trajectory(request: RolloutRequest, index: int) -> Trajectory:
-    identity = {"seed": request.seed, "step": request.step, "prompt_id": request.prompt.id, "sample_index": index}
+    identity = {
+        "seed": request.seed,
+        "step": request.step,
+        "prompt_id": request.prompt.id,
+        "sample_index": index,
+    }
     latents_LC = initial_latents((TOKENS, CHANNELS), **identity)
     pixel = (latents_LC[0, :3].sigmoid() * 255).to(torch.uint8)
     return Trajectory(

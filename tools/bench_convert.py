@@ -48,10 +48,16 @@ sys.exit(code)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0, help="of float32 weights; a block of Qwen-Image is 1.27")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib", type=float, default=4.0, help="of float32 weights; a block of Qwen-Image is 1.27"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the filesystem to measure; needs three times --gib")
+    parser.add_argument(
+        "--folder", type=Path, help="on the filesystem to measure; needs three times --gib"
+    )
     parser.add_argument("--sync", action="store_true", help="time until all is on the disk")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
@@ -79,10 +85,17 @@ def measure(folder: Path, *, gib: float, rounds: int, sync: bool) -> dict:
             ("to_tp4", source, shards, ("--to", "megatron", "--tp", "4")),
             ("to_diffusers", shards, back, ("--to", "diffusers")),
         ):
-            run = {"cp_s": time_cp(src, copy, sync=sync), **time_convert(src, dst, options, sync=sync)}
+            run = {
+                "cp_s": time_cp(src, copy, sync=sync),
+                **time_convert(src, dst, options, sync=sync),
+            }
             runs[key].append(run)
         same &= filecmp.cmp(source / WEIGHTS_NAME, back / WEIGHTS_NAME, shallow=False)
-    files = [file for component in open_model(source).components.values() for file in component.opened.values()]
+    files = [
+        file
+        for component in open_model(source).components.values()
+        for file in component.opened.values()
+    ]
     meta = {name: meta for file in files for name, meta in file.tensors.items()}
     largest = max(each.num_bytes for each in meta.values())
     num_bytes = sum(each.num_bytes for each in meta.values())
@@ -110,7 +123,12 @@ def write_source(folder: Path, source: Path, *, gib: float) -> None:
     if len(parts) == 1:  # so that it comes back as one file
         parts[0].rename(weights / WEIGHTS_NAME)
         (weights / f"{WEIGHTS_NAME}.index.json").unlink()
-    convert(weights, source, Options(to="diffusers", dtype="float32"), progress=lambda *_: nullcontext(lambda _: None))
+    convert(
+        weights,
+        source,
+        Options(to="diffusers", dtype="float32"),
+        progress=lambda *_: nullcontext(lambda _: None),
+    )
     shutil.rmtree(folder / "random")
 
 
@@ -134,9 +152,15 @@ def time_convert(src: Path, dst: Path, options: tuple[str, ...], *, sync: bool) 
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
-        raise RuntimeError(f"convert {src} {dst} {' '.join(options)} exited with {done.returncode}: {done.stderr}")
+        raise RuntimeError(
+            f"convert {src} {dst} {' '.join(options)} exited with {done.returncode}: {done.stderr}"
+        )
     peak = int(PEAK.search(done.stderr)[1]) * 1024
-    return {"convert_s": float(REPORT.search(done.stderr)[2]), "process_s": seconds, "peak_rss": peak}
+    return {
+        "convert_s": float(REPORT.search(done.stderr)[2]),
+        "process_s": seconds,
+        "peak_rss": peak,
+    }
 
 
 def table(figures: dict) -> str:
@@ -163,7 +187,11 @@ def table(figures: dict) -> str:
 
 def _prepare(src: Path) -> None:
     os.sync()
-    subprocess.run(["cat", *(path for path in src.rglob("*") if path.is_file())], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["cat", *(path for path in src.rglob("*") if path.is_file())],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def main(argv: list[str]) -> int:
         model = options.model
         if options.layers or not any((model / "transformer").glob("*.safetensors")):
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            count = write_random_transformer(model, Path(scratch) / "m", device=device, num_layers=options.layers)
+            count = write_random_transformer(
+                model, Path(scratch) / "m", device=device, num_layers=options.layers
+            )
             model = Path(scratch) / "m"
             print(json.dumps({"parameters": count, **_machine()}), flush=True)
         for size in options.size:
@@ -69,19 +71,46 @@ def main(argv: list[str]) -> int:
     return int(failed)
 
 
-def _launch(configs: list[str], model: Path, size: int, layout: str, options: argparse.Namespace) -> bool:
+def _launch(
+    configs: list[str], model: Path, size: int, layout: str, options: argparse.Namespace
+) -> bool:
     """One layout in processes of its own; its line comes on their stdout."""
-    overrides = [f"model.path={model}", f"rollout.height={size}", f"rollout.width={size}", *layout.split()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
-    command += [__file__, *configs, *overrides, "--worker", f"--rows={options.rows}", f"--repeat={options.repeat}"]
+    overrides = [
+        f"model.path={model}",
+        f"rollout.height={size}",
+        f"rollout.width={size}",
+        *layout.split(),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={options.gpus}",
+    ]
+    command += [
+        __file__,
+        *configs,
+        *overrides,
+        "--worker",
+        f"--rows={options.rows}",
+        f"--repeat={options.repeat}",
+    ]
     command += [f"--text-tokens={options.text_tokens}", "--layout", layout]
     command += ["--keep-microbatch"] if options.keep_microbatch else []
     command += [f"--profile={options.profile}", f"--rank-of={options.rank_of}"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
+        told = [
+            line
+            for line in done.stderr.splitlines()
+            if "Error: " in line and "ChildFailed" not in line
+        ]
         reason = told[:1] or done.stderr.splitlines()[-1:]
-        print(json.dumps({"layout": layout, "size": size, "failed": " ".join(reason)[:300]}), flush=True)
+        print(
+            json.dumps({"layout": layout, "size": size, "failed": " ".join(reason)[:300]}),
+            flush=True,
+        )
     return done.returncode == 0
 
 
@@ -100,10 +129,16 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
     mesh = init_mesh(layout, config.run.device)
     adapter = build_adapter(Path(config.model.path))
     if options.rows % mesh.dp:
-        raise ValueError(f"--rows {options.rows} is not a multiple of parallel.dp={mesh.dp}; change one of them")
-    config.train.microbatch_size = config.train.microbatch_size if options.keep_microbatch else options.rows // mesh.dp
+        raise ValueError(
+            f"--rows {options.rows} is not a multiple of parallel.dp={mesh.dp}; change one of them"
+        )
+    config.train.microbatch_size = (
+        config.train.microbatch_size if options.keep_microbatch else options.rows // mesh.dp
+    )
     engine = build_engine(config, mesh, adapter)
-    batch = synthetic_batch(config, adapter, mesh, rows=options.rows, text_tokens=options.text_tokens)
+    batch = synthetic_batch(
+        config, adapter, mesh, rows=options.rows, text_tokens=options.text_tokens
+    )
     if mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -116,7 +151,9 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
     if options.rank_of:
         check_called()
     median = statistics.median(seconds[WARMUP:])
-    passes = 2 if config.lora.rank else 3  # forward, and backward once or twice that: frozen weights have no gradient
+    passes = (
+        2 if config.lora.rank else 3
+    )  # forward, and backward once or twice that: frozen weights have no gradient
     flops = passes * options.rows * adapter.flops(sampling_of(config.rollout), options.text_tokens)
     line = {
         "layout": options.layout[0],
@@ -140,7 +177,11 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 def _pretend(world_size: int, config: Config) -> None:
-    found = {"WORLD_SIZE": int(os.environ["WORLD_SIZE"]), "sp": config.parallel.sp, "tp": config.parallel.tp}
+    found = {
+        "WORLD_SIZE": int(os.environ["WORLD_SIZE"]),
+        "sp": config.parallel.sp,
+        "tp": config.parallel.tp,
+    }
     if config.engine.backend != "veomni" or set(found.values()) != {1}:
         sizes = ", ".join(f"{name}={size}" for name, size in found.items())
         raise ValueError(
@@ -150,7 +191,9 @@ def _pretend(world_size: int, config: Config) -> None:
     pretend(world_size)
 
 
-def synthetic_batch(config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int) -> TrainBatch:
+def synthetic_batch(
+    config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int
+) -> TrainBatch:
     """This dp rank's share of `rows` samples with one window step each, of the same global batch for every layout.
 
     Without old log_probs no row is clipped: rows without a gradient would be cheaper, as products with zeros draw less power.
@@ -186,7 +229,11 @@ def kernel_table(work: Callable[[], object], *, top: int) -> str:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    events = [
+        event
+        for event in seen.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
     if not torch.cuda.is_available():
         events = [event for event in seen.events() if event.name.startswith("aten::")]
     spent, calls = Counter[str](), Counter(event.name for event in events)
@@ -214,21 +261,43 @@ def _machine() -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="*", help=f"yaml files and key=value overrides (default {RECIPE})")
-    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough")
-    parser.add_argument("--layers", type=int, default=0, help="number of blocks; 0: the model's own")
-    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes")
-    parser.add_argument("--size", type=int, nargs="+", default=[512], help="height and width in pixels")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "config", nargs="*", help=f"yaml files and key=value overrides (default {RECIPE})"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=0, help="number of blocks; 0: the model's own"
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes"
+    )
+    parser.add_argument(
+        "--size", type=int, nargs="+", default=[512], help="height and width in pixels"
+    )
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--keep-microbatch", action="store_true", help="train.microbatch_size as configured")
     parser.add_argument(
-        "--rank-of", type=int, default=0, metavar="N", help="as the first of N GPUs, without their links"
+        "--keep-microbatch", action="store_true", help="train.microbatch_size as configured"
     )
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="show the N longest kernels; 0: none")
-    parser.add_argument("--layout", action="append", required=True, help="key=value …, once for each layout")
+    parser.add_argument(
+        "--rank-of",
+        type=int,
+        default=0,
+        metavar="N",
+        help="as the first of N GPUs, without their links",
+    )
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="show the N longest kernels; 0: none"
+    )
+    parser.add_argument(
+        "--layout", action="append", required=True, help="key=value …, once for each layout"
+    )
     parser.add_argument("--scratch", type=Path, help="folder for the random weights")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser

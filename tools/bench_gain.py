@@ -51,7 +51,9 @@ from megadiff.observe.metrics import parse_row, read_rows
 
 logger = logging.getLogger("bench_gain")
 DEFAULT_CONFIG = "configs/shapes/flowgrpo.yaml"
-PREFERRED = "eval/shapes_strict"  # what is compared, where the config has it and --metric says nothing
+PREFERRED = (
+    "eval/shapes_strict"  # what is compared, where the config has it and --metric says nothing
+)
 OURS = ("run.dir", "run.name", "seed")  # set here, one value a run
 POLL_S = 0.05  # rows are stamped when they are seen: seconds are good to this
 STOP_S = 60.0  # a run that is told to stop has this long to stop its replicas
@@ -114,7 +116,11 @@ class Active:
         for row in filter(None, map(parse_row, whole.decode("utf-8").splitlines())):
             step = int(row["step"])  # type: ignore[arg-type]
             self.stamps_s[step] = time.monotonic() - self.start_s
-            scores = {key: value for key, value in row.items() if key.startswith("eval/") and value is not None}
+            scores = {
+                key: value
+                for key, value in row.items()
+                if key.startswith("eval/") and value is not None
+            }
             if scores:
                 shown = "  ".join(f"{key} {value:.3f}" for key, value in scores.items())
                 logger.info("%s: step %d  %s", self.job.name, step, shown)
@@ -132,14 +138,18 @@ def settings_of(varied: Sequence[str]) -> list[list[str]]:
     for each in varied:
         key, equals, values = each.partition("=")
         if not equals or not key or key in axes or not values:
-            raise ValueError(f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. optim.lr=5e-5,1e-4")
+            raise ValueError(
+                f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. optim.lr=5e-5,1e-4"
+            )
         axes[key] = [f"{key}={value}" for value in re.split(r",(?![^\[]*\])", values)]
     return [list(setting) for setting in product(*axes.values())]
 
 
 def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
     """The varied keys without their sections; without any, the names of the config files."""
-    short = [f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}" for each in setting]
+    short = [
+        f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}" for each in setting
+    ]
     return " ".join(short) or "+".join(Path(config).stem for config in configs)
 
 
@@ -150,13 +160,23 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     overrides = [each for each in options.config if is_override(each)]
     for each in (*overrides, *options.vary):
         if each.partition("=")[0] in OURS:
-            raise ValueError(f"{each!r}: run.dir, run.name and seed are set for every run; use --out and --seeds")
+            raise ValueError(
+                f"{each!r}: run.dir, run.name and seed are set for every run; use --out and --seeds"
+            )
     settings = {setting_name(setting, configs): setting for setting in settings_of(options.vary)}
     if len({slug(name) for name in settings}) < len(settings_of(options.vary)):
-        raise ValueError(f"two settings would share a name; vary keys and values that differ: {', '.join(settings)}")
+        raise ValueError(
+            f"two settings would share a name; vary keys and values that differ: {', '.join(settings)}"
+        )
     runs_folder = options.out.resolve() / "runs"
     return [
-        _job(name, seed, [*configs, *overrides, *setting], runs_folder=runs_folder, metric=options.metric)
+        _job(
+            name,
+            seed,
+            [*configs, *overrides, *setting],
+            runs_folder=runs_folder,
+            metric=options.metric,
+        )
         for name, setting in settings.items()
         for seed in dict.fromkeys(options.seeds)
     ]
@@ -172,7 +192,13 @@ def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, m
         raise ValueError(
             f"{name}: --metric {metric or PREFERRED} is none of its rewards: {', '.join(known) or 'it has none'}"
         )
-    return Job(setting=name, seed=seed, metric=preferred[0], arguments=list(arguments), runs_folder=runs_folder)
+    return Job(
+        setting=name,
+        seed=seed,
+        metric=preferred[0],
+        arguments=list(arguments),
+        runs_folder=runs_folder,
+    )
 
 
 def kept_result(job: Job) -> RunResult | None:
@@ -221,7 +247,10 @@ def finish(active: Active) -> RunResult:
     process_s = time.monotonic() - active.start_s
     active.look()
     job, code = active.job, active.process.returncode
-    rows, log = read_rows(job.folder / "metrics.jsonl"), job.log_path.read_text("utf-8", errors="replace")
+    rows, log = (
+        read_rows(job.folder / "metrics.jsonl"),
+        job.log_path.read_text("utf-8", errors="replace"),
+    )
     result = RunResult(
         setting=job.setting,
         seed=job.seed,
@@ -238,8 +267,14 @@ def finish(active: Active) -> RunResult:
         versions=versions(),
     )
     write_text(job.result_path, json.dumps(asdict(result)))
-    ends = [score_text(point.score) for point in (result.scored or [None])[:: max(1, len(result.scored) - 1)] if point]
-    outcome = f"failed, exit code {code}: {result.error}" if code else f"{job.metric} {' → '.join(ends)}"
+    ends = [
+        score_text(point.score)
+        for point in (result.scored or [None])[:: max(1, len(result.scored) - 1)]
+        if point
+    ]
+    outcome = (
+        f"failed, exit code {code}: {result.error}" if code else f"{job.metric} {' → '.join(ends)}"
+    )
     logger.info("%s: %s, %.0f s", job.name, outcome, process_s)
     return result
 
@@ -274,7 +309,9 @@ def run_all(
                 slot = min(set(range(options.parallel)) - {each.slot for each in active})
                 active.append(start(waiting.popleft(), slot, gpus, lock=lock))
             for each in list(active):
-                has_ended = each.process.poll() is not None  # asked first: its last rows are then in the file
+                has_ended = (
+                    each.process.poll() is not None
+                )  # asked first: its last rows are then in the file
                 each.look()
                 if has_ended:
                     active.remove(each)
@@ -300,16 +337,26 @@ def stop(active: Sequence[Active]) -> None:
 
 
 def write_record(
-    runs: Sequence[RunResult], num_asked: int, options: argparse.Namespace, gpus: Sequence[tuple[str, str]]
+    runs: Sequence[RunResult],
+    num_asked: int,
+    options: argparse.Namespace,
+    gpus: Sequence[tuple[str, str]],
 ) -> None:
     """gain.json and gain.svg of the runs that have ended so far."""
     figures = [figures_of(run, options.target) for run in runs]
     record = {
         "command": ["python", "tools/bench_gain.py", *options.command],
-        "hardware": {"cpu": cpu_name(), "gpus": [name for _, name in gpus], "parallel": options.parallel},
+        "hardware": {
+            "cpu": cpu_name(),
+            "gpus": [name for _, name in gpus],
+            "parallel": options.parallel,
+        },
         "target": options.target,
         "num_runs_asked": num_asked,
-        "runs": [asdict(run) | {"figures": asdict(found) if found else None} for run, found in zip(runs, figures)],
+        "runs": [
+            asdict(run) | {"figures": asdict(found) if found else None}
+            for run, found in zip(runs, figures)
+        ],
     }
     write_text(options.out / "gain.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     metric = next((run.metric for run in runs if run.metric), "")
@@ -335,22 +382,43 @@ def is_override(argument: str) -> bool:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `command` holds the arguments as they were given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="*", help=f"yaml files (default {DEFAULT_CONFIG}) and key=value overrides")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; continued when it has some")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--vary", action="append", default=[], metavar="KEY=V1,V2,…", help="repeatable: the product")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)")
-    parser.add_argument(
-        "--target", type=float, default=0.8, help="score whose steps and seconds are told (default 0.8)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--metric", default="", help="what is compared (default eval/shapes_strict, else the first score)"
+        "config", nargs="*", help=f"yaml files (default {DEFAULT_CONFIG}) and key=value overrides"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the results; continued when it has some"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--vary", action="append", default=[], metavar="KEY=V1,V2,…", help="repeatable: the product"
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=0.8,
+        help="score whose steps and seconds are told (default 0.8)",
+    )
+    parser.add_argument(
+        "--metric",
+        default="",
+        help="what is compared (default eval/shapes_strict, else the first score)",
     )
     # Taken out first: --seeds would ask that they be integers.
     pairs = list(zip(["", *argv], argv))
-    overrides = [each for before, each in pairs if is_override(each) and before not in ("--vary", "--out")]
-    rest = [each for before, each in pairs if not (is_override(each) and before not in ("--vary", "--out"))]
+    overrides = [
+        each for before, each in pairs if is_override(each) and before not in ("--vary", "--out")
+    ]
+    rest = [
+        each
+        for before, each in pairs
+        if not (is_override(each) and before not in ("--vary", "--out"))
+    ]
     options = parser.parse_intermixed_args(rest)
     options.config += overrides
     if options.parallel < 1:
@@ -362,7 +430,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """The exit code; see the module's text."""
     options = parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _on_signal)
     try:

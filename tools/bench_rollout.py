@@ -53,7 +53,13 @@ def main(argv: list[str]) -> int:
             images_a_request(options.size, options.steps)
         except ValueError as error:
             parser.error(str(error))
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        options.device
+        if options.device != "auto"
+        else "cuda"
+        if torch.cuda.is_available()
+        else "cpu"
+    )
     report = {
         "command": shlex.join(["python", "tools/bench_rollout.py", *argv]),
         "gpu": (visible_gpus() or [(0, None)])[0][1],
@@ -66,7 +72,11 @@ def main(argv: list[str]) -> int:
         layers = {"layers": options.layers, "text_layers": options.text_layers}
         model = served_model(options.model, scratch, device=device, **layers)
         for name, seconds in _measured(model, scratch, device, options):
-            row = {"way": name, "first_s": round(seconds[0], 3), "s": round(statistics.median(seconds[1:]), 3)}
+            row = {
+                "way": name,
+                "first_s": round(seconds[0], 3),
+                "s": round(statistics.median(seconds[1:]), 3),
+            }
             row["images_per_s"] = round(options.images / row["s"], 3)
             row["sample_steps_per_s"] = round(options.images * options.steps / row["s"], 2)
             report["rows"].append(row)
@@ -103,7 +113,12 @@ def _measured(
             torch.cuda.empty_cache()
     for kind in options.replicas:
         with ExitStack() as stack:
-            how = {"dtype": options.dtype, "device": device, "gpus": (options.gpu,), **REPLICAS[kind]}
+            how = {
+                "dtype": options.dtype,
+                "device": device,
+                "gpus": (options.gpu,),
+                **REPLICAS[kind],
+            }
             _, client = start_replica(model, scratch / kind, stack, **how)
             ways = {
                 "images": lambda _, client=client: _images(client, _full(options), options),
@@ -113,7 +128,10 @@ def _measured(
                 "rollout": lambda call, client=client: _rollout(client, call, options),
             }
             for name in [name for name in ways if name in options.ways]:
-                yield name + ("" if kind == "eager" else f", {kind}"), _timed(ways[name], options.repeat)
+                yield (
+                    name + ("" if kind == "eager" else f", {kind}"),
+                    _timed(ways[name], options.repeat),
+                )
 
 
 def _diffusers(model: Path, device: str, options: argparse.Namespace) -> list[float]:
@@ -206,8 +224,13 @@ def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> N
         step=call,
     )
     group = client.generate(request)
-    if len(group.trajectories) != options.images or group.trajectories[0].pixels.shape[-3] != options.size:
-        raise RuntimeError(f"the replica answered {len(group.trajectories)} of {options.images} samples")
+    if (
+        len(group.trajectories) != options.images
+        or group.trajectories[0].pixels.shape[-3] != options.size
+    ):
+        raise RuntimeError(
+            f"the replica answered {len(group.trajectories)} of {options.images} samples"
+        )
 
 
 def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
@@ -227,8 +250,12 @@ def _shares(total: int, most: int) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough"
+    )
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--size", type=int, default=512, help="pixels of a side")
     parser.add_argument("--steps", type=int, default=10)
@@ -238,8 +265,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--layers", type=int, default=0, help="of the random transformer; 0: as its config says")
-    parser.add_argument("--text-layers", type=int, default=0, help="of the random text encoder; 0: as its config says")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of the random transformer; 0: as its config says"
+    )
+    parser.add_argument(
+        "--text-layers",
+        type=int,
+        default=0,
+        help="of the random text encoder; 0: as its config says",
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scratch", type=Path, help="folder for random weights")
     parser.add_argument("--out", type=Path, help="also write the JSON here")

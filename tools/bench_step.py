@@ -42,7 +42,12 @@ from megadiff.train.sampling import sampling_of
 POLL_S = 0.1
 STOP_S = 60.0
 LOG_LINES = 25
-PLANNED = {"parity": "log_probs", "sync": "sync", "rollout": "rollout", "train": "update"}  # phase → the planner's name
+PLANNED = {
+    "parity": "log_probs",
+    "sync": "sync",
+    "rollout": "rollout",
+    "train": "update",
+}  # phase → the planner's name
 
 
 class Stopped(Exception):
@@ -53,7 +58,9 @@ def main(argv: list[str]) -> int:
     options, arguments = _parser().parse_known_args(argv)
     try:
         with _sigterm_raises():
-            return _bench(options, arguments, command=shlex.join(["python", "tools/bench_step.py", *argv]))
+            return _bench(
+                options, arguments, command=shlex.join(["python", "tools/bench_step.py", *argv])
+            )
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -68,9 +75,22 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
         model, made = _model(config, options, Path(scratch))
         config.model.path = str(model)
         planned = planned_gib(config, options)
-        overrides = [*arguments, f"model.path={model}", f"run.dir={scratch}", "run.name=bench", "track=[]"]
-        overrides += ["sample_every=0", "eval.every=0", "checkpoint.every=0", "checkpoint.resume=never"]
-        overrides += [f"train.num_steps={options.warmup + options.steps + 1}"]  # stopped before its end is saved
+        overrides = [
+            *arguments,
+            f"model.path={model}",
+            f"run.dir={scratch}",
+            "run.name=bench",
+            "track=[]",
+        ]
+        overrides += [
+            "sample_every=0",
+            "eval.every=0",
+            "checkpoint.every=0",
+            "checkpoint.resume=never",
+        ]
+        overrides += [
+            f"train.num_steps={options.warmup + options.steps + 1}"
+        ]  # stopped before its end is saved
         log, folder = Path(scratch) / "log.txt", Path(scratch) / "bench"
         start, done = time.perf_counter(), False
         try:
@@ -81,7 +101,11 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
             if not done:
                 sys.stderr.write(_seen(log, folder))
         if not done:
-            why = f"not done after {options.timeout_s:g} s (--timeout-s)" if late else "the run failed"
+            why = (
+                f"not done after {options.timeout_s:g} s (--timeout-s)"
+                if late
+                else "the run failed"
+            )
             sys.stderr.write(f"error: {why}\n")
             return 1
         report = {
@@ -101,7 +125,9 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
     return 0
 
 
-def figures(rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace) -> dict:
+def figures(
+    rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace
+) -> dict:
     """Medians over the rows, and rates from the model's FLOPs; that of rollout until the slowest rank has samples and rewards."""
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
@@ -111,7 +137,9 @@ def figures(rows: list[dict], config: Config, *, model_folder: Path, options: ar
     rollout = one_step * sampling.num_inference_steps
     train = one_step * sampling.sde_window_size * 3  # forward, and twice that backward
     if config.lora.rank:
-        train = one_step * sampling.sde_window_size * 2  # frozen weights have no gradient of their own
+        train = (
+            one_step * sampling.sde_window_size * 2
+        )  # frozen weights have no gradient of their own
     rates = {"rollout": rollout / times["time/sample_s"], "train": train / times["time/train_s"]}
     return {
         "samples": samples,
@@ -134,7 +162,10 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
     machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
     own = make_plan(
-        config, build_adapter(Path(config.model.path)), machine=machine, text_tokens=options.text_tokens
+        config,
+        build_adapter(Path(config.model.path)),
+        machine=machine,
+        text_tokens=options.text_tokens,
     ).own
     if not own:
         return {}
@@ -144,7 +175,9 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     return {phase: num_bytes / GIB for phase, num_bytes in planned.items()}
 
 
-def memory_gib(rows: list[dict], planned: dict[str, float], *, warmup: int) -> dict[str, dict[str, float]]:
+def memory_gib(
+    rows: list[dict], planned: dict[str, float], *, warmup: int
+) -> dict[str, dict[str, float]]:
     """phase → measured (of the fullest GPU, all processes, after the warmup; the gate is before it) and planned, each
     where it is known. {} on a CPU."""
     found: dict[str, dict[str, float]] = {}
@@ -152,7 +185,9 @@ def memory_gib(rows: list[dict], planned: dict[str, float], *, warmup: int) -> d
         first, key = 0 if phase == "parity" else warmup, phase_key(phase)
         seen = [row[key] for row in rows[first:] if row.get(key)]
         if seen:
-            found[phase] = {"measured": max(seen)} | ({"planned": planned[name]} if name in planned else {})
+            found[phase] = {"measured": max(seen)} | (
+                {"planned": planned[name]} if name in planned else {}
+            )
     return found
 
 
@@ -161,12 +196,21 @@ def table(report: dict) -> str:
     step = report["seconds"]["time/step_s"]
     lines = ["| stage | s | share |", "|---|---|---|"]
     for key, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
-        lines.append(f"| {key.removeprefix('time/').removesuffix('_s')} | {seconds:.3f} | {seconds / step:.0%} |")
+        lines.append(
+            f"| {key.removeprefix('time/').removesuffix('_s')} | {seconds:.3f} | {seconds / step:.0%} |"
+        )
     if report["memory_gib"]:
-        lines += ["", "| phase | GiB measured | planned | measured / planned |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| phase | GiB measured | planned | measured / planned |",
+            "|---|---|---|---|",
+        ]
         lines += [_memory_row(phase, **found) for phase, found in report["memory_gib"].items()]
     mfu = report["mfu"]
-    rates = ", ".join(f"{stage} {value:.0f} ({mfu[stage]:.0%})" for stage, value in report["tflops_per_gpu"].items())
+    rates = ", ".join(
+        f"{stage} {value:.0f} ({mfu[stage]:.0%})"
+        for stage, value in report["tflops_per_gpu"].items()
+    )
     lines.append(
         f"\n{report['samples']} samples a step, {report['samples_per_s']:.2f} a second; TFLOP/s a GPU (MFU of "
         f"{report['peak_tflops']:g}): {rates}; peak {report['peak_gib']:.1f} GiB of a trainer rank; "
@@ -191,22 +235,42 @@ def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
     has_weights = any((folder / "transformer").glob("*.safetensors"))
     if has_weights and not (options.layers or options.text_layers):
         return folder, {}
-    command = [sys.executable, str(Path(__file__).parent / "random_weights.py"), str(scratch / "model")]
-    command += ["--model", str(folder), f"--layers={options.layers}", f"--text-layers={options.text_layers}"]
-    made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-    return scratch / "model", {"random_weights": {k: v for k, v in json.loads(made).items() if k != "out"}}
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "random_weights.py"),
+        str(scratch / "model"),
+    ]
+    command += [
+        "--model",
+        str(folder),
+        f"--layers={options.layers}",
+        f"--text-layers={options.text_layers}",
+    ]
+    made = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.splitlines()[-1]
+    return scratch / "model", {
+        "random_weights": {k: v for k, v in json.loads(made).items() if k != "out"}
+    }
 
 
-def _run(arguments: list[str], options: argparse.Namespace, log: Path, metrics: Path) -> tuple[list[dict], bool]:
+def _run(
+    arguments: list[str], options: argparse.Namespace, log: Path, metrics: Path
+) -> tuple[list[dict], bool]:
     """The rows of `megadiff train`, which is stopped when there are enough of them, and whether --timeout-s came first."""
     wanted = options.warmup + options.steps
     end = time.monotonic() + (options.timeout_s or float("inf"))
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*_launcher(options), "train", *arguments], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [*_launcher(options), "train", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
-            while process.poll() is None and len(_rows(metrics)) < wanted and time.monotonic() < end:
+            while (
+                process.poll() is None and len(_rows(metrics)) < wanted and time.monotonic() < end
+            ):
                 time.sleep(POLL_S)
             late = process.poll() is None and time.monotonic() >= end
         finally:
@@ -239,7 +303,9 @@ def _stop(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for child in children:
-        with suppress(psutil.NoSuchProcess):  # never another process with its number: psutil knows when each began
+        with suppress(
+            psutil.NoSuchProcess
+        ):  # never another process with its number: psutil knows when each began
             child.kill()
     psutil.wait_procs(children, timeout=STOP_S)
 
@@ -261,8 +327,15 @@ def _seen(log: Path, folder: Path) -> str:
     logs = [log, *sorted((folder / "logs").glob("*.log"))]
     parts = [f"--- {each.name}\n{_tail(each)}" for each in logs]
     for row in _rows(folder / "metrics.jsonl"):
-        shown = {key: value for key, value in row.items() if key.startswith(("time/", "memory/", "parity/"))}
-        parts.append(f"step {row['step']}: " + "  ".join(f"{key} {format_number(shown[key])}" for key in sorted(shown)))
+        shown = {
+            key: value
+            for key, value in row.items()
+            if key.startswith(("time/", "memory/", "parity/"))
+        }
+        parts.append(
+            f"step {row['step']}: "
+            + "  ".join(f"{key} {format_number(shown[key])}" for key in sorted(shown))
+        )
     return "\n".join(parts) + "\n"
 
 
@@ -271,24 +344,48 @@ def _median(rows: list[dict], key: str) -> float:
 
 
 def _tail(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:]) if path.is_file() else "(none)"
+    return (
+        "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        if path.is_file()
+        else "(none)"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", nargs="*", help="yaml files, and key=value after the options")
     parser.add_argument("--gpus", type=int, default=1, help="trainer processes")
     parser.add_argument("--steps", type=int, default=3, help="that are measured")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
-    parser.add_argument("--layers", type=int, default=0, help="of the random transformer; 0: as its config says")
-    parser.add_argument("--text-layers", type=int, default=0, help="of the random text encoder; 0: as its config says")
-    parser.add_argument("--timeout-s", type=float, default=0.0, help="of the run, which has failed then; 0: none")
-    parser.add_argument("--text-tokens", type=int, default=64, help="of a prompt, for counting FLOPs and memory")
-    parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200", help="that memory is planned for")
     parser.add_argument(
-        "--peak-tflops", type=float, default=761.0, help="what MFU is of; by default an H200's bfloat16 matrix products"
+        "--layers", type=int, default=0, help="of the random transformer; 0: as its config says"
     )
-    parser.add_argument("--scratch", help="folder with room for the weights; by default the system's")
+    parser.add_argument(
+        "--text-layers",
+        type=int,
+        default=0,
+        help="of the random text encoder; 0: as its config says",
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=0.0, help="of the run, which has failed then; 0: none"
+    )
+    parser.add_argument(
+        "--text-tokens", type=int, default=64, help="of a prompt, for counting FLOPs and memory"
+    )
+    parser.add_argument(
+        "--gpu", choices=sorted(USABLE_GIB), default="h200", help="that memory is planned for"
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=761.0,
+        help="what MFU is of; by default an H200's bfloat16 matrix products",
+    )
+    parser.add_argument(
+        "--scratch", help="folder with room for the weights; by default the system's"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser
 

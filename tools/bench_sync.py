@@ -48,11 +48,16 @@ class RandomSource:
 
     def __init__(self, manifest: Manifest, lora: LoraSpec | None, device: torch.device) -> None:
         self.lora, self.version = lora, 0
-        self.changed = {name.partition(".")[0] for name in manifest}  # every version is another in all components
+        self.changed = {
+            name.partition(".")[0] for name in manifest
+        }  # every version is another in all components
         generator = torch.Generator(device).manual_seed(0)
         self._tensors, self._lora_tensors = (
             {
-                name: torch.randn(row["shape"], generator=generator, device=device, dtype=DTYPES[row["dtype"]]) * 0.02
+                name: torch.randn(
+                    row["shape"], generator=generator, device=device, dtype=DTYPES[row["dtype"]]
+                )
+                * 0.02
                 for name, row in rows.items()
             }
             for rows in (manifest, lora_manifest(lora, manifest) if lora else {})
@@ -60,13 +65,19 @@ class RandomSource:
 
     def mark_pushed(self) -> None: ...
 
-    def named_weights(self, bucket_bytes: int, components: Collection[str]) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_weights(
+        self, bucket_bytes: int, components: Collection[str]
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         return self._buckets(self._tensors, bucket_bytes)
 
-    def named_lora(self, bucket_bytes: int, components: Collection[str]) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_lora(
+        self, bucket_bytes: int, components: Collection[str]
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         return self._buckets(self._lora_tensors, bucket_bytes)
 
-    def _buckets(self, tensors: dict[str, Tensor], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def _buckets(
+        self, tensors: dict[str, Tensor], bucket_bytes: int
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         for names in runs({name: tensor.nbytes for name, tensor in tensors.items()}, bucket_bytes):
             bucket = [(name, tensors[name].clone()) for name in names]
             for _, tensor in bucket:
@@ -79,7 +90,10 @@ def main(argv: list[str]) -> int:
     layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1)
     mesh = init_mesh(layout, options.device)
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory(prefix="bench_sync_", dir=options.scratch) as scratch, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench_sync_", dir=options.scratch) as scratch,
+        ExitStack() as stack,
+    ):
         sizes = {"layers": options.layers, "text_layers": options.text_layers}
         model = served_model(options.model, Path(scratch), device=str(mesh.device), **sizes)
         fleet = _replica(options, model, Path(scratch), mesh, stack)
@@ -87,11 +101,21 @@ def main(argv: list[str]) -> int:
         manifest = folder_manifest(model, adapter.components, dtype=options.dtype)
         names = dict.fromkeys(name.partition(".")[2] for name in manifest)
         spec = lora_spec(LoraConfig(rank=options.lora_rank), adapter.plan, names)
-        _show({"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name(), "versions": versions()})
+        _show(
+            {
+                "gpus": [name for _, name in visible_gpus()],
+                "cpu": cpu_name(),
+                "versions": versions(),
+            }
+        )
         for lora in [None, spec] if spec else [None]:
             source = RandomSource(manifest, lora, mesh.device)
             for transport in options.transport:
-                rows.append(_measured(transport, source, fleet, manifest, options, mesh, Path(scratch) / "weights"))
+                rows.append(
+                    _measured(
+                        transport, source, fleet, manifest, options, mesh, Path(scratch) / "weights"
+                    )
+                )
                 _show(rows[-1])
     sys.stdout.write(table(rows))
     return int(any("failed" in row for row in rows))
@@ -102,7 +126,11 @@ def _measured(
     folder: Path,
 ) -> dict:  # fmt: skip
     """One row: a first push and --repeat further ones."""
-    row = {"transport": transport, "what": "lora" if source.lora else "all weights", "replica_gpu": options.gpu}
+    row = {
+        "transport": transport,
+        "what": "lora" if source.lora else "all weights",
+        "replica_gpu": options.gpu,
+    }
     try:
         sync = _sync(transport, source, fleet, manifest, options, mesh, folder)
         pushes = []
@@ -115,7 +143,11 @@ def _measured(
     except (RuntimeError, ValueError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}"[:500]}
     later = {key: statistics.median(push[key] for push in pushes[1:]) for key in pushes[0]}
-    row |= {"way": sync.transport.name, "workers": options.tp, "first_s": round(pushes[0]["seconds"], 4)}
+    row |= {
+        "way": sync.transport.name,
+        "workers": options.tp,
+        "first_s": round(pushes[0]["seconds"], 4),
+    }
     row |= {key: round(value, 4) for key, value in later.items()}
     return row | {
         "gib_per_s": round(later["gib"] / later["seconds"], 3),
@@ -132,7 +164,9 @@ def table(rows: list[dict]) -> str:
     }  # fmt: skip
     lines = ["", f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
     for row in rows:
-        lines.append(f"| {' | '.join(str(row.get(key, row.get('failed', ''))) for key in columns)} |")
+        lines.append(
+            f"| {' | '.join(str(row.get(key, row.get('failed', ''))) for key in columns)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -143,18 +177,24 @@ def _sync(
     targets = fleet.weight_targets()
     workers = {target.name: target.weights_places() for target in targets}
     here = {"host": host_name(), "device": device_name(mesh.device)}
-    built = build_transport(transport, targets, workers, ranks=[here], rank=0, device=mesh.device, folder=folder)
+    built = build_transport(
+        transport, targets, workers, ranks=[here], rank=0, device=mesh.device, folder=folder
+    )
     return WeightSync(
         source,
         built,
         manifest,
-        places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+        places={
+            name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()
+        },
         bucket_bytes=options.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
     )
 
 
-def _replica(options: argparse.Namespace, model: Path, scratch: Path, mesh: Mesh, stack: ExitStack) -> Fleet:
+def _replica(
+    options: argparse.Namespace, model: Path, scratch: Path, mesh: Mesh, stack: ExitStack
+) -> Fleet:
     process, client = start_replica(
         model,
         scratch,
@@ -174,17 +214,32 @@ def _show(row: dict) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--transport", nargs="+", default=["http", "shm", "nccl", "disk"])
-    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough")
-    parser.add_argument("--layers", type=int, default=0, help="of the random transformer; 0: as its config says")
-    parser.add_argument("--text-layers", type=int, default=0, help="of the random text encoder; 0: as its config says")
+    parser.add_argument(
+        "--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of the random transformer; 0: as its config says"
+    )
+    parser.add_argument(
+        "--text-layers",
+        type=int,
+        default=0,
+        help="of the random text encoder; 0: as its config says",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--gpu", type=int, default=0, help="first GPU of the replica; the trainer has GPU 0")
+    parser.add_argument(
+        "--gpu", type=int, default=0, help="first GPU of the replica; the trainer has GPU 0"
+    )
     parser.add_argument("--tp", type=int, default=1, help="workers of the replica")
     parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--lora-rank", type=int, default=0, help="also push LoRA tensors of this rank alone")
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, help="also push LoRA tensors of this rank alone"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scratch", type=Path, help="folder for random weights and transport disk")
     return parser

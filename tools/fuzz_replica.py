@@ -153,9 +153,7 @@ class Beside:
 
     def __init__(self, url: str, model: Path, token: str) -> None:
         headers = named(token)
-        self.http = httpx.Client(
-            base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False
-        )
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False)
         self.manifest = folder_manifest(model, ("transformer",), dtype="float32")
         tensors = [load_file(file) for file in weight_files(model / "transformer")]
         pairs = [(f"transformer.{name}", each[name].float()) for each in tensors for name in each]

@@ -69,7 +69,9 @@ class Figures:
     between_s: float | None
 
 
-def points_of(rows: Sequence[Row], stamps_s: Mapping[int, float], log: str, metric: str) -> list[Point]:
+def points_of(
+    rows: Sequence[Row], stamps_s: Mapping[int, float], log: str, metric: str
+) -> list[Point]:
     """The rows of a run on the clock of its first step. stamps_s: step → when its row was seen, on any one clock; rows
     that never were are left out."""
     evaluations = {int(step): float(seconds) for step, seconds in _EVALUATION.findall(log)}
@@ -80,7 +82,9 @@ def points_of(rows: Sequence[Row], stamps_s: Mapping[int, float], log: str, metr
     points, evaluated_s = [], 0.0
     for place, row in enumerate(rows):
         step = int(row["step"])  # type: ignore[arg-type]
-        evaluated_s += evaluations.get(step, 0.0) if place else 0.0  # the one at step 0 lies before the origin
+        evaluated_s += (
+            evaluations.get(step, 0.0) if place else 0.0
+        )  # the one at step 0 lies before the origin
         seconds = stamps_s[step] - origin_s
         points.append(
             Point(
@@ -137,23 +141,40 @@ def figures_of(run: RunResult, target: float) -> Figures | None:
 
 def by_setting(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """Setting → its runs, both in the order given."""
-    return {name: [run for run in runs if run.setting == name] for name in dict.fromkeys(run.setting for run in runs)}
+    return {
+        name: [run for run in runs if run.setting == name]
+        for name in dict.fromkeys(run.setting for run in runs)
+    }
 
 
 def table(runs: Sequence[RunResult], *, target: float) -> str:
     """A markdown table, a row a setting: means over its finished seeds, and each seed where it matters; below it what
     failed and which alarms were logged."""
     goal = f"{100 * target:g} %" if 0 <= target <= 1 else format_number(target)
-    head = ["setting", "start", "end (per seed)", "gain", f"steps to {goal}", f"s to {goal}", "s/step"]
+    head = [
+        "setting",
+        "start",
+        "end (per seed)",
+        "gain",
+        f"steps to {goal}",
+        f"s to {goal}",
+        "s/step",
+    ]
     lines = [[*head, "colour entropy, bit", "alarms"]]
     lines += [_row(name, group, target) for name, group in by_setting(runs).items()]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+    text = "".join(
+        f"| {' | '.join(line)} |\n" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    )
     notes = [
         f"{run.setting}, seed {run.seed}: failed, exit code {run.exit_code}: {run.error}"
         for run in runs
         if run.exit_code
     ]
-    notes += [f"{run.setting}, seed {run.seed}, step {step}: {said}" for run in runs for step, said in run.alarms]
+    notes += [
+        f"{run.setting}, seed {run.seed}, step {step}: {said}"
+        for run in runs
+        for step, said in run.alarms
+    ]
     return text + "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
 
 
@@ -214,7 +235,11 @@ def curves(runs: Sequence[RunResult]) -> list[Curve]:
     """A curve for every setting with a finished run."""
     found = []
     for name, group in by_setting(runs).items():
-        scores = [{point.step: point for point in run.scored} for run in group if not run.exit_code and run.scored]
+        scores = [
+            {point.step: point for point in run.scored}
+            for run in group
+            if not run.exit_code and run.scored
+        ]
         if not scores:
             continue
         steps = sorted(set.intersection(*(set(each) for each in scores)))
@@ -249,9 +274,20 @@ def plot(found: Sequence[Curve], *, metric: str, target: float) -> str:
     ends = [value for each in found for value in (*each.low, *each.high)]
     y_axis = value_axis([*ends, target] if ends else [])
     width = (_WIDTH - _LEFT - _GAP - 16) / 2
-    panels = [("step", lambda each: each.steps), ("seconds, without evaluations", lambda each: each.seconds)]
+    panels = [
+        ("step", lambda each: each.steps),
+        ("seconds, without evaluations", lambda each: each.seconds),
+    ]
     body = "".join(
-        _panel(found, xs, name=name, left=_LEFT + number * (width + _GAP), width=width, y_axis=y_axis, target=target)
+        _panel(
+            found,
+            xs,
+            name=name,
+            left=_LEFT + number * (width + _GAP),
+            width=width,
+            y_axis=y_axis,
+            target=target,
+        )
         for number, (name, xs) in enumerate(panels)
     )
     legend, x = "", float(_LEFT)
@@ -260,7 +296,9 @@ def plot(found: Sequence[Curve], *, metric: str, target: float) -> str:
         legend += f'<rect x="{x}" y="38" width="12" height="12" rx="3" fill="{colour}"/>'
         legend += f'<text x="{x + 18}" y="48">{escape(each.name)}</text>'
         x += 44 + 6.6 * len(each.name)
-    title = f'<text class="title" x="{_LEFT}" y="24">{escape(metric)}: mean and range over seeds</text>'
+    title = (
+        f'<text class="title" x="{_LEFT}" y="24">{escape(metric)}: mean and range over seeds</text>'
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}">'
         f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#ffffff"/>{title}{legend}{body}</svg>\n'
@@ -279,11 +317,15 @@ def _panel(
 ) -> str:
     last = max((x for each in found for x in xs_of(each)), default=0) or 1
     x_axis, height = Axis(low=0, high=last), _HEIGHT - _TOP - _BOTTOM
-    marks = "".join(f'<path class="grid" d="M0 {_down(y_axis, tick)}H1000"/>' for tick in y_axis.ticks())
+    marks = "".join(
+        f'<path class="grid" d="M0 {_down(y_axis, tick)}H1000"/>' for tick in y_axis.ticks()
+    )
     marks += f'<path class="target" d="M0 {_down(y_axis, target)}H1000"/>' if found else ""
     for number, each in enumerate(found):
         colour, xs = COLOURS[number % len(COLOURS)], [x_axis.place(x) for x in xs_of(each)]
-        low, high, mean = ([y_axis.place(value) for value in values] for values in (each.low, each.high, each.mean))
+        low, high, mean = (
+            [y_axis.place(value) for value in values] for values in (each.low, each.high, each.mean)
+        )
         marks += f'<path class="band" style="fill:{colour}" d="{band_path(xs, low, high)}"/>'
         marks += f'<path style="stroke:{colour}" d="{line_path(list(zip(xs, mean)))}"/>'
     texts = ""
@@ -294,7 +336,9 @@ def _panel(
         f'<text class="middle" x="{left + width * x_axis.place(tick):.1f}" y="{_TOP + height + 18}">{tick:g}</text>'
         for tick in x_axis.ticks(count=5)
     )
-    texts += f'<text class="middle" x="{left + width / 2:.1f}" y="{_TOP + height + 36}">{name}</text>'
+    texts += (
+        f'<text class="middle" x="{left + width / 2:.1f}" y="{_TOP + height + 36}">{name}</text>'
+    )
     return (
         f'<svg x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}" viewBox="0 0 1000 1000" '
         f'preserveAspectRatio="none" overflow="visible">{marks}</svg>{texts}'

@@ -271,7 +271,9 @@ def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) ->
         )
         time.sleep(0.2)
         wait_until(
-            lambda: storm.num_rows() >= goal or process.poll() is not None, 240, f"no rows, see {log}"
+            lambda: storm.num_rows() >= goal or process.poll() is not None,
+            240,
+            f"no rows, see {log}",
         )
         time.sleep(trial.delay_s)
     else:
@@ -320,7 +322,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="trials")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=60.0, help="an end that takes longer hangs")
+    parser.add_argument(
+        "--limit-s", type=float, default=60.0, help="an end that takes longer hangs"
+    )
     parser.add_argument("--folder", type=Path, help="keep the run and the logs there")
     options = parser.parse_args(argv)
     if MARK not in os.environ:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder to create; refused when it holds something")
     parser.add_argument("--vae-steps", type=int, default=3500)
     parser.add_argument("--vae-batch", type=int, default=128)
@@ -24,18 +26,28 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         parser.error(f"{args.out} exists and is not an empty folder; remove it or name another one")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
 
     # Imported here: the processes that draw images import this file, and torch would take each of them seconds.
     import torch
     from shapes_vae import train_vae
 
     from examples.tiny_models.qwen_image import SHAPES_SIZE as size
-    from examples.tiny_models.qwen_image import build_text_encoder, build_tokenizer, silent_transformer, write_pipeline
+    from examples.tiny_models.qwen_image import (
+        build_text_encoder,
+        build_tokenizer,
+        silent_transformer,
+        write_pipeline,
+    )
 
     torch.manual_seed(args.seed)
     vae = train_vae(
-        num_images=args.num_images, num_steps=args.vae_steps, batch_size=args.vae_batch, peak_lr=args.vae_lr
+        num_images=args.num_images,
+        num_steps=args.vae_steps,
+        batch_size=args.vae_batch,
+        peak_lr=args.vae_lr,
     )
     tokenizer = build_tokenizer()
     text_encoder = build_text_encoder(size, tokenizer, seed=args.seed)

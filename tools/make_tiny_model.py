@@ -29,11 +29,19 @@ ASSETS = Path(__file__).parents[1] / "assets"  # the families' config.json files
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder to create; refused when it holds something")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen_image")
-    parser.add_argument("--size", choices=[*sorted(qwen_image.SIZES), FULL], help="tiny by default; full: the real one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="float32 by default; full: always bfloat16")
+    parser.add_argument(
+        "--size",
+        choices=[*sorted(qwen_image.SIZES), FULL],
+        help="tiny by default; full: the real one",
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="float32 by default; full: always bfloat16"
+    )
     parser.add_argument("--seed", type=int)
     args, others = parser.parse_known_args(argv)
     disable_progress_bar()
@@ -45,7 +53,9 @@ def main(argv: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         if args.size and args.family != "qwen_image":
-            raise ValueError(f"--size {args.size}: {args.family} has one tiny size; leave it out, or give --size full")
+            raise ValueError(
+                f"--size {args.size}: {args.family} has one tiny size; leave it out, or give --size full"
+            )
         sizes = {"size": args.size} if args.size else {}
         FAMILIES[args.family](args.out, dtype=args.dtype or "float32", seed=args.seed or 0, **sizes)
     except ValueError as error:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
+from torch.testing._internal.distributed.fake_pg import (
+    FakeStore,
+)  # importing it registers the backend "fake"
 
 STAND_INS = {  # torch.distributed's functions as FSDP2 calls them: from torch 2.13 on "single", before it the other
     "gather": ("all_gather_single", "all_gather_into_tensor"),
@@ -26,7 +28,12 @@ calls = Counter[str]()  # of each stand-in
 def pretend(world_size: int) -> None:
     """Makes this process rank 0 of world_size, for all groups it will make. Call it before anything else of torch.distributed.
     Once in a process: it replaces functions of torch.distributed."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
     os.environ.update(alone)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     new_group = dist.new_group

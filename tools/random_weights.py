@@ -20,7 +20,12 @@ import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, UMT5Config, UMT5EncoderModel
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from examples.tiny_models import qwen_image as qwen_image
 from examples.tiny_models import wan22 as wan22
@@ -44,7 +49,9 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
     shutil.copy(source / "model_index.json", out)
     for name in build_adapter(source).components:
         (out / name).mkdir()
-        config = read_json(source / name / "config.json") | ({"num_layers": num_layers} if num_layers else {})
+        config = read_json(source / name / "config.json") | (
+            {"num_layers": num_layers} if num_layers else {}
+        )
         (out / name / "config.json").write_text(json.dumps(config))
     (out / "scheduler").mkdir()
     config = source / "scheduler" / "scheduler_config.json"
@@ -55,18 +62,27 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
         shutil.copy(source / "vae" / "config.json", out / "vae")
     adapter = build_adapter(out)
     generator = torch.Generator(device).manual_seed(0)
-    return sum(_write_component(adapter, name, out / name, generator) for name in adapter.components)
+    return sum(
+        _write_component(adapter, name, out / name, generator) for name in adapter.components
+    )
 
 
-def _write_component(adapter: ModelAdapter, component: str, folder: Path, generator: torch.Generator) -> int:
+def _write_component(
+    adapter: ModelAdapter, component: str, folder: Path, generator: torch.Generator
+) -> int:
     shapes = {name: p.shape for name, p in adapter.empty_transformer(component).named_parameters()}
     kinds = adapter.plan.kinds(shapes)
     shard: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for place, (name, shape) in enumerate(shapes.items()):
-        is_gate = (kinds[name] == "modulation" and name.endswith("bias")) or name.endswith("scale_shift_table")
+        is_gate = (kinds[name] == "modulation" and name.endswith("bias")) or name.endswith(
+            "scale_shift_table"
+        )
         spread = GATE if is_gate else GAIN * shape[-1] ** -0.5
-        tensor = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16) * spread
+        tensor = (
+            torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+            * spread
+        )
         shard[name] = (tensor + 1 if name.endswith("weight") and len(shape) == 1 else tensor).cpu()
         if sum(each.nbytes for each in shard.values()) > SHARD_BYTES or place == len(shapes) - 1:
             file = f"diffusion_pytorch_model-{len(set(places.values())):05d}.safetensors"
@@ -79,7 +95,9 @@ def _write_component(adapter: ModelAdapter, component: str, folder: Path, genera
     return num_parameters
 
 
-def write_random_pipeline(source: Path, out: Path, *, device: str, num_layers: int = 0, text_layers: int = 0) -> int:
+def write_random_pipeline(
+    source: Path, out: Path, *, device: str, num_layers: int = 0, text_layers: int = 0
+) -> int:
     """write_random_transformer, and beside it all that a replica needs: a tokenizer of few words, a text encoder and VAE
     of source's configs with random bfloat16 weights. text_layers: 0 keeps the config's."""
     num_parameters = write_random_transformer(source, out, device=device, num_layers=num_layers)
@@ -118,9 +136,17 @@ def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
     no replica keeps, is cut to one layer."""
     text = dict(values["text_config"])
     head_dim = text["hidden_size"] // text["num_attention_heads"]
-    rope = {"rope_type": "default", "mrope_section": [head_dim // 8, *[3 * head_dim // 16] * 2], "rope_theta": 1e6}
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [head_dim // 8, *[3 * head_dim // 16] * 2],
+        "rope_theta": 1e6,
+    }
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in qwen_image.SPECIAL_TOKENS}
-    text |= {"rope_parameters": rope, "rope_scaling": dict(rope, type="mrope"), "pad_token_id": ids["<|endoftext|>"]}
+    text |= {
+        "rope_parameters": rope,
+        "rope_scaling": dict(rope, type="mrope"),
+        "pad_token_id": ids["<|endoftext|>"],
+    }
     text |= {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
     if num_layers:
         text |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
@@ -136,20 +162,46 @@ def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--model", type=Path, default=Path("assets/qwen_image"), help="folder whose configs are taken")
-    parser.add_argument("--layers", type=int, default=0, help="of the transformer; 0: as many as its config says")
-    parser.add_argument("--text-layers", type=int, default=0, help="of the text encoder; 0: as many as its config says")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("assets/qwen_image"),
+        help="folder whose configs are taken",
+    )
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of the transformer; 0: as many as its config says"
+    )
+    parser.add_argument(
+        "--text-layers",
+        type=int,
+        default=0,
+        help="of the text encoder; 0: as many as its config says",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"{args.out} exists; name another folder")
     start = time.perf_counter()
     count = write_random_pipeline(
-        args.model, args.out, device=args.device, num_layers=args.layers, text_layers=args.text_layers
+        args.model,
+        args.out,
+        device=args.device,
+        num_layers=args.layers,
+        text_layers=args.text_layers,
     )
-    print(json.dumps({"out": str(args.out), "parameters": count, "seconds": round(time.perf_counter() - start, 1)}))
+    print(
+        json.dumps(
+            {
+                "out": str(args.out),
+                "parameters": count,
+                "seconds": round(time.perf_counter() - start, 1),
+            }
+        )
+    )
     return 0
 
 

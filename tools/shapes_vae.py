@@ -22,7 +22,9 @@ START_LOG_VARIANCE = -4.0  # a default start drowns the latents in posterior noi
 WARMUP_STEPS = 200
 
 
-def train_vae(*, num_images: int, num_steps: int, batch_size: int, peak_lr: float) -> AutoencoderKLQwenImage:
+def train_vae(
+    *, num_images: int, num_steps: int, batch_size: int, peak_lr: float
+) -> AutoencoderKLQwenImage:
     """A float32 VAE on the CPU with its latents' mean and std in its config; logs how many reconstructions verify."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -30,7 +32,11 @@ def train_vae(*, num_images: int, num_steps: int, batch_size: int, peak_lr: floa
     images_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().to(device)
     logger.info("%d images", num_images)
     vae = AutoencoderKLQwenImage(
-        base_dim=16, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
+        base_dim=16,
+        z_dim=16,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
     ).to(device)
     stock_forwards = {module: module.forward for module in vae.modules()}
     convolve_single_frames_in_2d(vae)
@@ -38,7 +44,9 @@ def train_vae(*, num_images: int, num_steps: int, batch_size: int, peak_lr: floa
         vae.quant_conv.bias[vae.config.z_dim :] += START_LOG_VARIANCE
     _optimise(vae, images_NCHW, num_steps=num_steps, batch_size=batch_size, peak_lr=peak_lr)
     _drop_unused_taps(vae)
-    vae.to(torch.bfloat16).float()  # as it is stored, so that its statistics and checks are those of the file
+    vae.to(
+        torch.bfloat16
+    ).float()  # as it is stored, so that its statistics and checks are those of the file
     _measure_latents(vae, images_NCHW[:8192])
     _check_reconstructions(vae, num_images=min(num_images, 1000))
     for module, forward in stock_forwards.items():
@@ -63,7 +71,12 @@ def to_float(images_NCHW: Tensor) -> Tensor:
 
 
 def _optimise(
-    vae: AutoencoderKLQwenImage, images_NCHW: Tensor, *, num_steps: int, batch_size: int, peak_lr: float
+    vae: AutoencoderKLQwenImage,
+    images_NCHW: Tensor,
+    *,
+    num_steps: int,
+    batch_size: int,
+    peak_lr: float,
 ) -> None:
     """AdamW, cosine to 2 %. On a GPU a step is one CUDA graph: its few hundred kernels are small."""
     device = images_NCHW.device
@@ -105,7 +118,13 @@ def _optimise(
         if (index + 1) % 1000 == 0 or index + 1 == num_steps:
             reconstruction, kl = (float(value) for value in losses)
             seconds = time.perf_counter() - start
-            logger.info("step %d: reconstruction %.4f, kl %.2f, %.0f s", index + 1, reconstruction, kl, seconds)
+            logger.info(
+                "step %d: reconstruction %.4f, kl %.2f, %.0f s",
+                index + 1,
+                reconstruction,
+                kl,
+                seconds,
+            )
 
 
 def _as_graph(
@@ -153,7 +172,21 @@ def _check_reconstructions(vae: AutoencoderKLQwenImage, *, num_images: int) -> N
     pixels, texts = sample_images(num_images, seed=CHECK_SEED)
     images_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(next(vae.parameters()).device)
     decoded = torch.cat([decode(vae, encode(vae, part)[0]) for part in images_NCHW.split(256)])
-    rounded = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    rounded = (
+        ((decoded.clamp(-1, 1) + 1) * 127.5)
+        .round()
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+        .cpu()
+        .numpy()
+    )
     psnr = 10 * np.log10(255**2 / np.square(rounded.astype(np.float32) - pixels).mean())
-    verified = [verify(image, parse(text)).strict for image, text in zip(rounded, texts, strict=True)]
-    logger.info("reconstructions: PSNR %.1f dB, %.1f %% of %d verify", psnr, 100 * np.mean(verified), num_images)
+    verified = [
+        verify(image, parse(text)).strict for image, text in zip(rounded, texts, strict=True)
+    ]
+    logger.info(
+        "reconstructions: PSNR %.1f dB, %.1f %% of %d verify",
+        psnr,
+        100 * np.mean(verified),
+        num_images,
+    )

@@ -27,7 +27,9 @@ class ShapesReward(Reward):
     object that is right in shape or colour. See examples.shapes.verifier."""
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        return [sum(map(self._value, verdicts)) / len(verdicts) for verdicts in VERDICTS.of(samples)]
+        return [
+            sum(map(self._value, verdicts)) / len(verdicts) for verdicts in VERDICTS.of(samples)
+        ]
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
@@ -79,7 +81,9 @@ class Verdicts:
         if pool:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _claim(self, samples: Sequence[RewardSample]) -> tuple[list[Future[list[Verdict]]], list[_Claim]]:
+    def _claim(
+        self, samples: Sequence[RewardSample]
+    ) -> tuple[list[Future[list[Verdict]]], list[_Claim]]:
         """The futures of all samples, and those of them that nobody has begun: they are this caller's."""
         with self._lock:
             new = [(sample, Future()) for sample in samples if id(sample) not in self._known]
@@ -95,7 +99,11 @@ class Verdicts:
         pixels = [sample.pixels for sample, _ in new]
         texts = [sample.prompt.text for sample, _ in new]
         pool = self._workers()
-        found = pool.submit(verify_frames, pixels, texts).result() if pool else verify_frames(pixels, texts)
+        found = (
+            pool.submit(verify_frames, pixels, texts).result()
+            if pool
+            else verify_frames(pixels, texts)
+        )
         for (_, future), verdicts in zip(new, found, strict=True):
             future.set_result(verdicts)
 
@@ -109,7 +117,10 @@ class Verdicts:
 
 def verify_frames(pixels: Sequence[np.ndarray], texts: Sequence[str]) -> list[list[Verdict]]:
     """pixels: of each sample [F, H, W, 3] uint8. texts: their captions."""
-    return [[verify(frame, parse(text)) for frame in frames] for frames, text in zip(pixels, texts, strict=True)]
+    return [
+        [verify(frame, parse(text)) for frame in frames]
+        for frames, text in zip(pixels, texts, strict=True)
+    ]
 
 
 VERDICTS = Verdicts()

@@ -23,12 +23,25 @@ OTHER = "other"  # the colour of what stands out from the background in grey or 
 LEAST_OVERLAP = {"circle": 0.91, "square": 0.87, "triangle": 0.87, "star": 0.78}
 
 _ZOOM = 3
-_HUES = {"red": 0, "yellow": 27, "green": 64, "cyan": 92, "blue": 116, "purple": 146}  # of COLORS, in OpenCV's 0..179
+_HUES = {
+    "red": 0,
+    "yellow": 27,
+    "green": 64,
+    "cyan": 92,
+    "blue": 116,
+    "purple": 146,
+}  # of COLORS, in OpenCV's 0..179
 _NO_COLOR = 255
-_LEAST_CHROMA = 84  # max − min of R, G, B; about half of an object's, so that a blurred edge stays where it was
+_LEAST_CHROMA = (
+    84  # max − min of R, G, B; about half of an object's, so that a blurred edge stays where it was
+)
 _LEAST_CONTRAST = 60  # of OTHER, to the background's median
-_LEAST_AREA = 14 * _ZOOM**2  # smaller blobs are specks; the smallest object (a star of four) has about 97 · _ZOOM**2
-_LARGEST_SHARE = 0.5  # of the picture; what covers more has no shape: an all-red picture is no red square
+_LEAST_AREA = (
+    14 * _ZOOM**2
+)  # smaller blobs are specks; the smallest object (a star of four) has about 97 · _ZOOM**2
+_LARGEST_SHARE = (
+    0.5  # of the picture; what covers more has no shape: an all-red picture is no red square
+)
 _NECK = 7  # bridges between objects thinner than this are cut, 2.3 pixels of a 64 × 64 picture
 _GRID = 48  # cells a side of the grid on which blobs are compared, all with the same area
 _GRID_AREA = 530 * 255  # cells × their value; a star of 530 cells is 42 wide
@@ -83,9 +96,15 @@ def judge(found: Sequence[Detection], caption: Caption) -> Verdict:
     relation is asked for and the matched blobs do not have it: objects too many cost as much as objects missing.
     """
     matched = _match(found, caption)
-    total = sum(_similarity(each, wanted) for each, wanted in zip(matched, caption.objects) if each is not None)
+    total = sum(
+        _similarity(each, wanted)
+        for each, wanted in zip(matched, caption.objects)
+        if each is not None
+    )
     credit = total / max(len(found), len(caption.objects))
-    complete = len(found) == len(caption.objects) == total  # a similarity of 1 each; sums of ones are exact
+    complete = (
+        len(found) == len(caption.objects) == total
+    )  # a similarity of 1 each; sums of ones are exact
     if caption.relation is not None and not _related(matched, caption.relation):
         credit, complete = (1 - _RELATION_SHARE) * credit, False
     return Verdict(strict=complete, dense=0.5 * complete + 0.5 * credit)
@@ -96,19 +115,25 @@ def detect(pixels: np.ndarray) -> list[Detection]:
     _check_pixels(pixels)
     zoom = _ZOOM * SIZE / max(pixels.shape[:2])
     work = _resize(pixels, zoom)
-    return [_detection(color, blob, work, zoom) for color, mask in _masks(work) for blob in _blobs(mask)]
+    return [
+        _detection(color, blob, work, zoom) for color, mask in _masks(work) for blob in _blobs(mask)
+    ]
 
 
 def _detection(color: str, blob: _Blob, work: np.ndarray, zoom: float) -> Detection:
     # A resized pixel's centre lies half a pixel inside its corner, before and after.
     x, y = ((corner + at + 0.5) / zoom - 0.5 for corner, at in zip(blob.corner, blob.centroid))
     is_object = blob.area <= _LARGEST_SHARE * work.shape[0] * work.shape[1]
-    return Detection(color=color, shape=_shape(blob) if is_object else None, x=x, y=y, area=blob.area / zoom**2)
+    return Detection(
+        color=color, shape=_shape(blob) if is_object else None, x=x, y=y, area=blob.area / zoom**2
+    )
 
 
 def _check_pixels(pixels: np.ndarray) -> None:
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, must be uint8 [H, W, 3] RGB with H, W ≥ 1")
+        raise ValueError(
+            f"pixels are {pixels.dtype} {list(pixels.shape)}, must be uint8 [H, W, 3] RGB with H, W ≥ 1"
+        )
 
 
 def _resize(pixels: np.ndarray, zoom: float) -> np.ndarray:
@@ -213,7 +238,10 @@ def _match(found: Sequence[Detection], caption: Caption) -> tuple[Detection | No
     missing = max(0, len(caption.objects) - len(largest))
     candidates = permutations([*largest, *[None] * missing], len(caption.objects))
     return max(
-        candidates, key=lambda chosen: sum(_similarity(each, wanted) for each, wanted in zip(chosen, caption.objects))
+        candidates,
+        key=lambda chosen: sum(
+            _similarity(each, wanted) for each, wanted in zip(chosen, caption.objects)
+        ),
     )
 
 

@@ -51,7 +51,12 @@ RL_CAPTIONS = 80  # of a task, in shapes_rl.jsonl
 NEVER_HELD_OUT = ("single", "two")  # 4 and 12 captions: too few to split
 
 _HELD_OUT_PERCENT = 20
-_RADII = {1: (9.0, 15.0), 2: (8.0, 11.5), 3: (7.5, 9.5), 4: (7.5, 9.0)}  # pixels, by the number of objects
+_RADII = {
+    1: (9.0, 15.0),
+    2: (8.0, 11.5),
+    3: (7.5, 9.5),
+    4: (7.5, 9.0),
+}  # pixels, by the number of objects
 _RELATION_GAP = 5.0  # pixels by which a relation holds in a drawn scene
 _COLOR_JITTER = 10  # of 255, each channel
 _BACKGROUND = (185, 250)  # grey levels
@@ -98,7 +103,13 @@ class Scene:
 def captions() -> tuple[Caption, ...]:
     """All 1960 captions. Held out are those whose MD5 is below 20 modulo 100: every rebuild splits in the same way."""
     return tuple(
-        Caption(text=text, task=task, objects=objects, relation=relation, held_out=_is_held_out(text, task))
+        Caption(
+            text=text,
+            task=task,
+            objects=objects,
+            relation=relation,
+            held_out=_is_held_out(text, task),
+        )
         for task, text, objects, relation in _sentences()
     )
 
@@ -110,7 +121,9 @@ def parse(text: str) -> Caption:
         return found
     near = difflib.get_close_matches(text, _captions_by_text(), n=1)
     hint = f"did you mean {near[0]!r}?" if near else "one is e.g. 'a red circle above a blue star'"
-    raise ValueError(f"{text[:200]!r} is none of the {len(captions())} captions of the shapes world; {hint}")
+    raise ValueError(
+        f"{text[:200]!r} is none of the {len(captions())} captions of the shapes world; {hint}"
+    )
 
 
 def relation_holds(relation: str, dx: float, dy: float, *, gap: float = 0.0) -> bool:
@@ -133,8 +146,14 @@ def sample_scene(caption: Caption, rng: np.random.Generator) -> Scene:
     objects = []
     for (color, shape), (x, y), radius in zip(caption.objects, centers.tolist(), radii.tolist()):
         color = color or list(COLORS)[rng.integers(len(COLORS))]
-        jittered = np.add(COLORS[color], rng.integers(-_COLOR_JITTER, _COLOR_JITTER + 1, 3)).clip(0, 255)
-        objects.append(SceneObject(color=color, shape=shape, rgb=tuple(jittered.tolist()), x=x, y=y, radius=radius))
+        jittered = np.add(COLORS[color], rng.integers(-_COLOR_JITTER, _COLOR_JITTER + 1, 3)).clip(
+            0, 255
+        )
+        objects.append(
+            SceneObject(
+                color=color, shape=shape, rgb=tuple(jittered.tolist()), x=x, y=y, radius=radius
+            )
+        )
     return Scene(objects=tuple(objects), background=int(rng.integers(*_BACKGROUND)))
 
 
@@ -143,12 +162,19 @@ def draw(scene: Scene) -> np.ndarray:
     canvas = np.full((SIZE * _SUPERSAMPLING, SIZE * _SUPERSAMPLING, 3), scene.background, np.uint8)
     for each in scene.objects:
         center = (each.x * _SUPERSAMPLING, each.y * _SUPERSAMPLING)
-        fill_shape(canvas, each.shape, center=center, radius=each.radius * _SUPERSAMPLING, color=each.rgb)
+        fill_shape(
+            canvas, each.shape, center=center, radius=each.radius * _SUPERSAMPLING, color=each.rgb
+        )
     return cv2.resize(canvas, (SIZE, SIZE), interpolation=cv2.INTER_AREA)
 
 
 def fill_shape(
-    canvas: np.ndarray, shape: str, *, center: tuple[float, float], radius: float, color: tuple[int, ...] | int
+    canvas: np.ndarray,
+    shape: str,
+    *,
+    center: tuple[float, float],
+    radius: float,
+    color: tuple[int, ...] | int,
 ) -> None:
     """Draws into the canvas (uint8 [H, W, C] or [H, W]), in its pixels, to a sixteenth of one."""
     one = 1 << _SUBPIXEL_BITS
@@ -160,7 +186,9 @@ def fill_shape(
         cv2.fillPoly(canvas, [corners], color, cv2.LINE_AA, _SUBPIXEL_BITS)
 
 
-def sample_images(count: int, *, seed: int, num_workers: int | None = None) -> tuple[np.ndarray, list[str]]:
+def sample_images(
+    count: int, *, seed: int, num_workers: int | None = None
+) -> tuple[np.ndarray, list[str]]:
     """Pretraining data: `count` pictures of captions that are not held out, tasks in the mix of TASK_SHARES.
 
     Returns uint8 [count, 64, 64, 3] RGB and their captions' texts. The same for the same seed, however many workers;
@@ -171,7 +199,9 @@ def sample_images(count: int, *, seed: int, num_workers: int | None = None) -> t
     if count < 1:
         raise ValueError(f"count={count}, must be at least 1")
     if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers={num_workers}, must be at least 1; leave it out for one per core")
+        raise ValueError(
+            f"num_workers={num_workers}, must be at least 1; leave it out for one per core"
+        )
     sizes = [min(_CHUNK, count - start) for start in range(0, count, _CHUNK)]
     if num_workers is None:
         num_workers = max(1, min(share_of_cores(_MOST_WORKERS), count // _LEAST_PER_WORKER))
@@ -194,7 +224,9 @@ def write_prompts(folder: Path) -> list[Path]:
     halves = {
         "shapes_train.jsonl": train,
         "shapes_rl.jsonl": _at_most(RL_CAPTIONS, train),
-        "shapes_heldout.jsonl": [each for each in captions() if each.held_out or each.task in NEVER_HELD_OUT],
+        "shapes_heldout.jsonl": [
+            each for each in captions() if each.held_out or each.task in NEVER_HELD_OUT
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, half in halves.items():
@@ -207,7 +239,9 @@ def _at_most(count: int, of: Sequence[Caption]) -> list[Caption]:
     """The first `count` captions of each task in the order of a hash, which mixes colours, shapes and relations."""
     kept: list[Caption] = []
     for task in TASKS:
-        ordered = sorted((each for each in of if each.task == task), key=lambda each: _digest(f"rl/{each.text}"))
+        ordered = sorted(
+            (each for each in of if each.task == task), key=lambda each: _digest(f"rl/{each.text}")
+        )
         kept += ordered[:count]
     return kept
 
@@ -249,16 +283,23 @@ def _captions_by_text() -> dict[str, Caption]:
 
 @cache
 def _training_captions() -> dict[str, list[Caption]]:
-    return {task: [each for each in captions() if each.task == task and not each.held_out] for task in TASKS}
+    return {
+        task: [each for each in captions() if each.task == task and not each.held_out]
+        for task in TASKS
+    }
 
 
-def _sample_layout(count: int, relation: str | None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _sample_layout(
+    count: int, relation: str | None, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Centres [count, 2] as (x, y) and radii [count], in pixels. By rejection, many candidates at a time: of four
     objects about one layout in a hundred is free of overlaps."""
     first, second = np.triu_indices(count, 1)
     while True:
         radii = rng.uniform(*_RADII[count], (4**count, count))
-        margin = (1.2 * radii + 1)[..., None]  # a star's points reach to 1.18, and one pixel of background
+        margin = (1.2 * radii + 1)[
+            ..., None
+        ]  # a star's points reach to 1.18, and one pixel of background
         centers = rng.uniform(margin, SIZE - margin, (4**count, count, 2))
         offsets = centers[:, first] - centers[:, second]
         apart = 1.18 * (radii[:, first] + radii[:, second]) + 2
@@ -283,7 +324,9 @@ def _sample_chunk(seed: int, chunk: int, size: int) -> tuple[np.ndarray, list[st
     return images, texts
 
 
-def _collect(chunks: Iterator[tuple[np.ndarray, list[str]]], images: np.ndarray, texts: list[str]) -> None:
+def _collect(
+    chunks: Iterator[tuple[np.ndarray, list[str]]], images: np.ndarray, texts: list[str]
+) -> None:
     """Copies the chunks, as they arrive, to their places in `images`, and their captions to the end of `texts`."""
     for chunk_images, chunk_texts in chunks:
         images[len(texts) : len(texts) + len(chunk_images)] = chunk_images

@@ -14,7 +14,11 @@ from pathlib import Path
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+)
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -40,7 +44,9 @@ SIZES = {
     "small": TinySize(num_layers=4, num_heads=8, head_dim=32, text_dim=128, rope_axes=(8, 12, 12)),
 }
 
-SHAPES_SIZE = TinySize(num_layers=4, num_heads=4, head_dim=32, text_dim=64, rope_axes=(8, 12, 12))  # of assets/shapes
+SHAPES_SIZE = TinySize(
+    num_layers=4, num_heads=4, head_dim=32, text_dim=64, rope_axes=(8, 12, 12)
+)  # of assets/shapes
 
 # diffusers and vllm-omni both drop the template's first 34 tokens from the prompt embeddings.
 TEMPLATE_PREFIX_TOKENS = 34
@@ -78,7 +84,9 @@ SCHEDULER_CONFIG = {
 }
 
 
-def write_tiny_pipeline(out: Path, *, size: str = "tiny", dtype: str = "float32", seed: int = 0) -> None:
+def write_tiny_pipeline(
+    out: Path, *, size: str = "tiny", dtype: str = "float32", seed: int = 0
+) -> None:
     """Write the pipeline folder `out`, whole or not at all; the same arguments give the same bytes.
 
     size: a key of SIZES. dtype: float32 or bfloat16, of all three networks. Raises ValueError when `out` holds
@@ -122,7 +130,9 @@ def write_pipeline(
             "transformer": ["diffusers", "QwenImageTransformer2DModel"],
             "vae": ["diffusers", "AutoencoderKLQwenImage"],
         }
-        (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / "model_index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
@@ -131,7 +141,9 @@ def build_tokenizer() -> Qwen2Tokenizer:
     Each word's merges extend it from its first character. Words with a leading space (Ġ) come first, so that no merge
     within a word comes before theirs; every word is then exactly one token.
     """
-    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {
+        symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     merges: list[tuple[str, str]] = []
     for word in [f"Ġ{word}" for word in WORDS] + TEMPLATE_START_WORDS:
         for end in range(1, len(word)):
@@ -152,7 +164,9 @@ def build_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) -> QwenImageTransformer2DModel:
+def build_transformer(
+    size: TinySize, shared_states_TD: Tensor, *, seed: int
+) -> QwenImageTransformer2DModel:
     """Random float32 transformer with Qwen-Image's patch size and channels, in which the prompt matters from the start.
 
     With diffusers' own random weights the velocity differs by 0.2 % between prompts, and RL learns nothing in many steps.
@@ -166,7 +180,9 @@ def build_transformer(size: TinySize, shared_states_TD: Tensor, *, seed: int) ->
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, module.in_features**-0.5)
                 module.bias.zero_()
-            if name.endswith("_mod.1"):  # its rows are (shift, scale, gate), for attention and then for the MLP
+            if name.endswith(
+                "_mod.1"
+            ):  # its rows are (shift, scale, gate), for attention and then for the MLP
                 module.bias.view(2, 3, -1)[:, 2] = 1.0
         for block in transformer.transformer_blocks:
             block.attn.add_v_proj.weight.mul_(2)
@@ -183,7 +199,11 @@ def silent_transformer(size: TinySize, *, seed: int) -> QwenImageTransformer2DMo
     2212.09748), from where small models learn faster."""
     with seeded(seed):
         transformer = _default_transformer(size)
-    modulations = [layer for block in transformer.transformer_blocks for layer in (block.img_mod[1], block.txt_mod[1])]
+    modulations = [
+        layer
+        for block in transformer.transformer_blocks
+        for layer in (block.img_mod[1], block.txt_mod[1])
+    ]
     for layer in (transformer.proj_out, *modulations):
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
@@ -205,7 +225,9 @@ def _default_transformer(size: TinySize) -> QwenImageTransformer2DModel:
     )
 
 
-def build_text_encoder(size: TinySize, tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+def build_text_encoder(
+    size: TinySize, tokenizer: Qwen2Tokenizer, *, seed: int
+) -> Qwen2_5_VLForConditionalGeneration:
     """Random float32 Qwen2.5-VL of two layers. Weights of std 0.1 keep the embeddings of different words well apart."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1000000.0}
@@ -250,17 +272,25 @@ def build_text_encoder(size: TinySize, tokenizer: Qwen2Tokenizer, *, seed: int) 
 
 
 @torch.no_grad()
-def prompt_states(text: str, tokenizer: Qwen2Tokenizer, text_encoder: Qwen2_5_VLForConditionalGeneration) -> Tensor:
+def prompt_states(
+    text: str, tokenizer: Qwen2Tokenizer, text_encoder: Qwen2_5_VLForConditionalGeneration
+) -> Tensor:
     """What the transformer reads of a prompt, [tokens, text_dim]: the last hidden states after the template's prefix."""
     ids = tokenizer(TEMPLATE_PREFIX + text + TEMPLATE_SUFFIX, return_tensors="pt").input_ids
-    return text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, TEMPLATE_PREFIX_TOKENS:]
+    return text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1][
+        0, TEMPLATE_PREFIX_TOKENS:
+    ]
 
 
 def build_vae(*, seed: int) -> AutoencoderKLQwenImage:
     """Float32 VAE, 8× down, 16 latent channels, the real latents_mean and latents_std; random encoder, shaped decoder."""
     with seeded(seed):
         vae = AutoencoderKLQwenImage(
-            base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
+            base_dim=8,
+            z_dim=16,
+            dim_mult=[1, 2, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
         )
     shape_decoder(vae)
     return vae

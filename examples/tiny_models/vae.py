@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def shape_decoder(
-    vae: nn.Module, *, scale: float = 1.0, share: float = 0.5, bias: float = 1.0, with_time: bool = False
+    vae: nn.Module,
+    *,
+    scale: float = 1.0,
+    share: float = 0.5,
+    bias: float = 1.0,
+    with_time: bool = False,
 ) -> None:
     """Make the decoder paint latent channels 0, 1, 2 (in units of latents_std) as smooth red, green and blue blobs.
 
@@ -42,11 +47,15 @@ def shape_decoder(
         elif kind == "Resample":
             conv = block.resample[1]
             _set_blur(conv, torch.eye(conv.out_channels, conv.in_channels))
-            if with_time and hasattr(block, "time_conv"):  # its channels are those of the first and of the second frame
+            if with_time and hasattr(
+                block, "time_conv"
+            ):  # its channels are those of the first and of the second frame
                 _set_pointwise(block.time_conv, torch.eye(block.dim).repeat(2, 1))
         elif kind == "AttentionBlock":
             colours = torch.diag((torch.arange(block.dim) < 6).float())
-            _set_pointwise(block.to_qkv, torch.cat([torch.zeros(2 * block.dim, block.dim), colours]))
+            _set_pointwise(
+                block.to_qkv, torch.cat([torch.zeros(2 * block.dim, block.dim), colours])
+            )
             _set_pointwise(block.proj, share * colours)
     for block in decoder.up_blocks:
         if getattr(block, "avg_shortcut", None) is not None:

@@ -40,12 +40,18 @@ class TinyKind:
 
 KINDS = {
     "ti2v_5b": TinyKind(boundary_ratio=None, expand_timesteps=True, channels=48, is_residual=True),
-    "t2v_a14b": TinyKind(boundary_ratio=0.875, expand_timesteps=False, channels=16, is_residual=False),
+    "t2v_a14b": TinyKind(
+        boundary_ratio=0.875, expand_timesteps=False, channels=16, is_residual=False
+    ),
 }
-FLOW_SHIFT = 5.0  # as of TI2V-5B; with the 12 of T2V-A14B few steps would hardly reach the low-noise expert
+FLOW_SHIFT = (
+    5.0  # as of TI2V-5B; with the 12 of T2V-A14B few steps would hardly reach the low-noise expert
+)
 
 
-def write_tiny_pipeline(out: Path, *, kind: str = "ti2v_5b", dtype: str = "float32", seed: int = 0) -> None:
+def write_tiny_pipeline(
+    out: Path, *, kind: str = "ti2v_5b", dtype: str = "float32", seed: int = 0
+) -> None:
     """Write the pipeline folder `out`, whole or not at all; the same arguments give the same bytes.
 
     kind: a key of KINDS. dtype: float32 or bfloat16, of all networks. Raises ValueError when `out` holds something
@@ -71,7 +77,9 @@ def write_tiny_pipeline(out: Path, *, kind: str = "ti2v_5b", dtype: str = "float
             network.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / "tokenizer")
         _scheduler().save_pretrained(folder / "scheduler")
-        (folder / "model_index.json").write_text(json.dumps(_index(tiny), indent=2) + "\n", encoding="utf-8")
+        (folder / "model_index.json").write_text(
+            json.dumps(_index(tiny), indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _index(tiny: TinyKind) -> dict[str, object]:
@@ -92,7 +100,10 @@ def _index(tiny: TinyKind) -> dict[str, object]:
 
 def _scheduler() -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=FLOW_SHIFT
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        num_train_timesteps=1000,
+        flow_shift=FLOW_SHIFT,
     )
 
 
@@ -102,13 +113,21 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces += [(f"▁{word}", -1.0) for word in sorted(set(WORDS))]
     pieces += [(letter, -4.0) for letter in "▁abcdefghijklmnopqrstuvwxyz"]
     pieces += [(f"<0x{byte:02X}>", -8.0) for byte in range(256)]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=RESERVED.index("<unk>"), byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.Unigram(pieces, unk_id=RESERVED.index("<unk>"), byte_fallback=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     end = RESERVED.index("</s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", end)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=512,
     )
 
 
@@ -154,7 +173,9 @@ def build_transformer(channels: int, *, seed: int) -> WanTransformer3DModel:
                 module.weight.normal_(0, module.in_features**-0.5)
                 module.bias.zero_()
     for block in transformer.blocks:
-        block.scale_shift_table[:, [2, 5]] += 1.0  # the gates of self attention and of the feed-forward layer
+        block.scale_shift_table[:, [2, 5]] += (
+            1.0  # the gates of self attention and of the feed-forward layer
+        )
         block.attn2.to_v.weight.mul_(2)
     transformer.proj_out.weight.mul_(0.3)
     return transformer
@@ -166,7 +187,13 @@ def build_vae(tiny: TinyKind, *, seed: int) -> AutoencoderKLWan:
     latents_mean and latents_std are those of no channel alone, so that a swap of them shows.
     """
     channels = tiny.channels
-    residual = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16, "is_residual": True}
+    residual = {
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "is_residual": True,
+    }
     with seeded(seed):
         vae = AutoencoderKLWan(
             base_dim=8,

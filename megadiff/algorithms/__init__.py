@@ -23,7 +23,12 @@ class Algorithm:
 
 
 def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(flow_grpo, clip_range=config.clip_range, adv_clip_max=config.adv_clip_max, kl_coef=config.kl_coef)
+    loss = partial(
+        flow_grpo,
+        clip_range=config.clip_range,
+        adv_clip_max=config.adv_clip_max,
+        kl_coef=config.kl_coef,
+    )
     return Algorithm(loss=loss, needs_reference=config.kl_coef > 0)
 
 
@@ -31,7 +36,10 @@ def _sft(config: AlgorithmConfig) -> Algorithm:
     return Algorithm(loss=flow_matching, on_policy=False)
 
 
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"flow_grpo": _flow_grpo, "sft": _sft}
+ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
+    "flow_grpo": _flow_grpo,
+    "sft": _sft,
+}
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:

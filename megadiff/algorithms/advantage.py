@@ -34,6 +34,8 @@ def group_advantages(
 def global_standard_deviation(rewards_PG: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Population std over all ranks, a float64 scalar, from one all-reduce of (count, sum, sum of squares)."""
     rewards_PG = rewards_PG.double()
-    moments = torch.stack([torch.tensor(float(rewards_PG.numel())).double(), rewards_PG.sum(), (rewards_PG**2).sum()])
+    moments = torch.stack(
+        [torch.tensor(float(rewards_PG.numel())).double(), rewards_PG.sum(), (rewards_PG**2).sum()]
+    )
     count, total, squares = all_reduce(moments)
     return (squares / count - (total / count) ** 2).clamp(min=0).sqrt()

@@ -11,7 +11,9 @@ from megadiff.types import LossOutput, StepInputs
 IMPORTANCE_CAP = 2.0
 
 
-def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_coef: float) -> LossOutput:
+def flow_grpo(
+    inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_coef: float
+) -> LossOutput:
     """Weighted sum over B of w·max(−A·r, −A·clip(r, 1 ± clip_range)) + kl_coef·KL(policy ‖ reference), A in ± adv_clip_max.
 
     r = exp(log_prob − old_log_prob), log_prob as the mean over latent elements; without an old_log_prob it is log_prob's own
@@ -21,7 +23,9 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
     sampling = inputs.sampling
     step = dict(schedule=inputs.schedule, eta=sampling.eta)
     sigmas = (inputs.sigma_B, inputs.sigma_next_B)
-    mean_BLC = sde.step_mean(sampling.sde_type, inputs.latents_BLC, inputs.velocity_BLC, *sigmas, **step)
+    mean_BLC = sde.step_mean(
+        sampling.sde_type, inputs.latents_BLC, inputs.velocity_BLC, *sigmas, **step
+    )
     log_prob_B = sde.log_prob(sampling.sde_type, inputs.prev_sample_BLC, mean_BLC, *sigmas, **step)
     old_log_prob_B = log_prob_B.detach() if inputs.old_log_prob_B is None else inputs.old_log_prob_B
     log_ratio_B = log_prob_B - old_log_prob_B
@@ -31,7 +35,8 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
-        "policy/kl_old": 0.5 * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
+        "policy/kl_old": 0.5
+        * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
         "policy/ratio_mean": ratio_B,
     }
     if inputs.rollout_log_prob_B is not None:
@@ -40,7 +45,9 @@ def flow_grpo(inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_
         sums["policy/importance_mean"] = importance_B
     if kl_coef:
         assert inputs.ref_mean_BLC is not None
-        kl_B = sde.kl_to_reference(sampling.sde_type, mean_BLC, inputs.ref_mean_BLC, *sigmas, **step)
+        kl_B = sde.kl_to_reference(
+            sampling.sde_type, mean_BLC, inputs.ref_mean_BLC, *sigmas, **step
+        )
         loss_B = loss_B + kl_coef * kl_B
         sums["policy/kl_ref"] = kl_B
     sums["loss/policy"] = loss_B

@@ -16,7 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
-from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, progress_record, read_progress, step_name, whole_looking
+from megadiff.checkpoint.run_folders import (
+    CONFIG,
+    PROGRESS,
+    progress_record,
+    read_progress,
+    step_name,
+    whole_looking,
+)
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
@@ -99,7 +106,9 @@ class Checkpoints:
                 progress = self._load_one(folder, engine)
             except AgreedError as error:
                 problems.append(f"{folder.name}: {error}")
-                logger.warning("checkpoint %s does not load (%s); trying the one before", folder, error)
+                logger.warning(
+                    "checkpoint %s does not load (%s); trying the one before", folder, error
+                )
                 continue
             agreed(lambda: self._check_base(folder, progress), group)  # noqa: B023 (called at once)
             agreed(lambda: load_prompts(progress.prompts), group)  # noqa: B023 (likewise)
@@ -156,7 +165,9 @@ class Checkpoints:
 
     def _rename(self, aside: Path, target: Path, progress: Progress) -> None:
         save_config(self.config, aside / CONFIG)
-        absent = [rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()]
+        absent = [
+            rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()
+        ]
         if absent:
             raise ValueError(
                 f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem that all nodes share"
@@ -181,7 +192,9 @@ class Checkpoints:
         """Checkpoints of this step and later ones are of a run that was given up (resumed from before, or started over)."""
         for folder in whole_looking(self.folder):
             if folder.name >= step_name(step):
-                logger.warning("%s belongs to another history of this run and is kept as %s*", folder, GIVEN_UP)
+                logger.warning(
+                    "%s belongs to another history of this run and is kept as %s*", folder, GIVEN_UP
+                )
                 folder.rename(self.folder / f"{GIVEN_UP}{folder.name}_{time.time_ns()}")
 
     def _candidates(self) -> list[str]:

@@ -46,7 +46,9 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
         return found[-1]
     chosen = run / "checkpoints" / step_name(step)
     if chosen not in found:
-        raise ValueError(f"{run} has no checkpoint of step {step}, but {', '.join(path.name for path in found)}")
+        raise ValueError(
+            f"{run} has no checkpoint of step {step}, but {', '.join(path.name for path in found)}"
+        )
     return chosen
 
 
@@ -137,11 +139,15 @@ def model_path(checkpoint: Path) -> Path:
             f"{checkpoint / CONFIG} names no model.path ({error}); name the model folder with --base"
         ) from error
     if not path.is_dir():
-        raise ValueError(f"{checkpoint} was trained from {path}, which is not there; name the model folder with --base")
+        raise ValueError(
+            f"{checkpoint} was trained from {path}, which is not there; name the model folder with --base"
+        )
     return path
 
 
-def merged_config(config: Mapping[str, object], changes: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+def merged_config(
+    config: Mapping[str, object], changes: Mapping[str, Mapping[str, object]]
+) -> dict[str, object]:
     """A config with some keys of some sections changed."""
     merged = dict(config)
     for section, values in changes.items():

@@ -53,11 +53,24 @@ from megadiff.train.sampling import check_call
 from megadiff.types import Sampling
 
 logger = logging.getLogger(__name__)
-MODEL_CONFIG = "evaluate.yaml"  # in a pipeline folder: size, steps, prompts, rewards, … of its evaluation
+MODEL_CONFIG = (
+    "evaluate.yaml"  # in a pipeline folder: size, steps, prompts, rewards, … of its evaluation
+)
 COMPARISON_NAME = "comparison.json"
 MODEL_DEFAULTS = (  # what training needs and evaluation does not look at, and a size
-    *("run.dir=runs", "train.num_steps=0", "train.prompts_per_step=1", "algorithm.group_size=2", "optim.lr=1"),
-    *("rollout.height=512", "rollout.width=512", "rollout.sde_window_size=1", "rollout.sde_window_range=[0,1]"),
+    *(
+        "run.dir=runs",
+        "train.num_steps=0",
+        "train.prompts_per_step=1",
+        "algorithm.group_size=2",
+        "optim.lr=1",
+    ),
+    *(
+        "rollout.height=512",
+        "rollout.width=512",
+        "rollout.sde_window_size=1",
+        "rollout.sde_window_range=[0,1]",
+    ),
 )
 RUN_DEFAULTS = (  # in place of the run's own; its sync.folder belongs to the run
     "rollout.num_replicas=0",
@@ -65,7 +78,13 @@ RUN_DEFAULTS = (  # in place of the run's own; its sync.folder belongs to the ru
     "sync.transport=http",
 )
 FIXED = (
-    *("parallel.dp=0", "parallel.dp_replicate=1", "parallel.sp=1", "parallel.tp=1", "engine.fp8=none"),
+    *(
+        "parallel.dp=0",
+        "parallel.dp_replicate=1",
+        "parallel.sp=1",
+        "parallel.tp=1",
+        "engine.fp8=none",
+    ),
     "rollout.mode=colocated",
     *("track=[]", "eval.every=0"),
 )
@@ -109,7 +128,9 @@ def _subject(options: argparse.Namespace, config_arguments: list[str]) -> tuple[
     target: Path = options.target
     config = _with_options(_config(target, config_arguments), options)
     if not config.reward:
-        raise ValueError("no reward to score with; give --reward NAME, e.g. --reward color, or reward.<name>.type=TYPE")
+        raise ValueError(
+            "no reward to score with; give --reward NAME, e.g. --reward color, or reward.<name>.type=TYPE"
+        )
     validate(config, dp=1)
     adapter = _checked_adapter(config)
     prompts = read_prompts(config, config.eval.prompts)
@@ -121,13 +142,17 @@ def _subject(options: argparse.Namespace, config_arguments: list[str]) -> tuple[
     return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
 
 
-def _baseline(subject: Subject, options: argparse.Namespace, config_arguments: list[str]) -> Subject:
+def _baseline(
+    subject: Subject, options: argparse.Namespace, config_arguments: list[str]
+) -> Subject:
     """A plain pipeline folder is sampled as the subject is; ValueError when another's own settings need other noise."""
     target: Path = options.baseline
     config = _config(target, config_arguments)
     if not _has_config(target):
         run = replace(config.run, device=subject.config.run.device)
-        config = replace(subject.config, run=run, model=replace(subject.config.model, path=str(target)))
+        config = replace(
+            subject.config, run=run, model=replace(subject.config.model, path=str(target))
+        )
     adapter = _checked_adapter(config)
     ours, theirs = eval_sampling(subject.config), eval_sampling(config)
     sizes = [(each.height, each.width, each.num_frames) for each in (ours, theirs)]
@@ -138,11 +163,15 @@ def _baseline(subject: Subject, options: argparse.Namespace, config_arguments: l
             f"{_size_text(theirs)} from {list(shapes[1])}: the same noise needs the same; set rollout.height and "
             "rollout.width, or take another baseline"
         )
-    return Subject(target=target, config=config, adapter=adapter, folder=subject.folder / "baseline")
+    return Subject(
+        target=target, config=config, adapter=adapter, folder=subject.folder / "baseline"
+    )
 
 
 def _size_text(sampling: Sampling) -> str:
-    return f"{sampling.width}x{sampling.height}" + (f"x{sampling.num_frames}" if sampling.num_frames > 1 else "")
+    return f"{sampling.width}x{sampling.height}" + (
+        f"x{sampling.num_frames}" if sampling.num_frames > 1 else ""
+    )
 
 
 def _evaluate_all(
@@ -158,14 +187,20 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
     """One replica of the subject, started and stopped here. config: how to sample. Writes the record."""
     parallel = subject.config.parallel
     layout = resolve_layout(
-        dp=parallel.dp, sp=parallel.sp, tp=parallel.tp, dp_replicate=parallel.dp_replicate, world_size=1
+        dp=parallel.dp,
+        sp=parallel.sp,
+        tp=parallel.tp,
+        dp_replicate=parallel.dp_replicate,
+        world_size=1,
     )
     mesh = init_mesh(layout, subject.config.run.device)
     start_s = time.monotonic()
     with ExitStack() as stack:
         processes = replicas.launch(subject.config, mesh, subject.folder)
         stack.callback(stop_all, processes)
-        fleet = stack.enter_context(replicas.connect(subject.config, mesh, subject.folder, processes))
+        fleet = stack.enter_context(
+            replicas.connect(subject.config, mesh, subject.folder, processes)
+        )
         step = _push(subject, mesh, fleet) if _is_run(subject.target) else None
         total = sum(len(indices) for _, indices in plan)
         outcome = evaluate(
@@ -181,9 +216,17 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
             on_samples=stack.enter_context(_Progress(total, str(subject.target))),
         )
     logger.info(
-        "%s: %d samples, %.1f s with the start of its replica", subject.target, total, time.monotonic() - start_s
+        "%s: %d samples, %.1f s with the start of its replica",
+        subject.target,
+        total,
+        time.monotonic() - start_s,
     )
-    write_evaluation(subject.folder, outcome.evaluation, outcome.images, frames_per_s=subject.adapter.frames_per_s)
+    write_evaluation(
+        subject.folder,
+        outcome.evaluation,
+        outcome.images,
+        frames_per_s=subject.adapter.frames_per_s,
+    )
     return outcome.evaluation
 
 
@@ -199,7 +242,12 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     return progress.step
 
 
-def _write(subject: Subject, baseline: Subject | None, evaluation: Evaluation, comparison: Comparison | None) -> None:
+def _write(
+    subject: Subject,
+    baseline: Subject | None,
+    evaluation: Evaluation,
+    comparison: Comparison | None,
+) -> None:
     """Beside the records: the comparison and the page."""
     if comparison:
         write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
@@ -215,14 +263,19 @@ def _json_text(folder: Path, evaluation: Evaluation, comparison: Comparison | No
     """The record without its samples, the comparison, and where the whole is."""
     record = {key: value for key, value in to_json(evaluation).items() if key != "samples"}
     record |= {"comparison": comparison_to_json(comparison)} if comparison else {}
-    return json.dumps(record | {"record": str(folder / RECORD_NAME), "page": str(folder / PAGE_NAME)}) + "\n"
+    return (
+        json.dumps(record | {"record": str(folder / RECORD_NAME), "page": str(folder / PAGE_NAME)})
+        + "\n"
+    )
 
 
 class _Progress:
     """Samples that have arrived: a bar on a terminal, else a log line every PROGRESS_S."""
 
     def __init__(self, total: int, name: str) -> None:
-        self._bar = tqdm(total=total, desc=name, unit="sample", file=sys.stderr, disable=None, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total, desc=name, unit="sample", file=sys.stderr, disable=None, dynamic_ncols=True
+        )
         self._name, self._total, self._count, self._last_s = name, total, 0, time.monotonic()
 
     def __enter__(self) -> _Progress:
@@ -250,16 +303,33 @@ def _has_config(folder: Path) -> bool:
 def _config(target: Path, config_arguments: list[str]) -> Config:
     """The target's own config, then the arguments, then what evaluation needs."""
     if not target.is_dir():
-        raise ValueError(f"{target} does not exist; give a diffusers pipeline folder or a run's folder")
+        raise ValueError(
+            f"{target} does not exist; give a diffusers pipeline folder or a run's folder"
+        )
     own = target / MODEL_CONFIG
     if _is_run(target):
-        base = [str(target / "config.yaml"), f"run.dir={target.parent}", f"run.name={target.name}", *RUN_DEFAULTS]
+        base = [
+            str(target / "config.yaml"),
+            f"run.dir={target.parent}",
+            f"run.name={target.name}",
+            *RUN_DEFAULTS,
+        ]
     else:
-        base = [*MODEL_DEFAULTS, f"run.name=evaluate_{target.name}", *([str(own)] if own.is_file() else [])]
+        base = [
+            *MODEL_DEFAULTS,
+            f"run.name=evaluate_{target.name}",
+            *([str(own)] if own.is_file() else []),
+        ]
         base.append(f"model.path={target}")
     config = load_config([*base, *config_arguments, *FIXED])
-    if _is_run(target) and config.checkpoint.resume == "auto" and not whole_looking(target / "checkpoints"):
-        raise ValueError(f"{target} holds no checkpoint; evaluate the model it started from, {config.model.path}")
+    if (
+        _is_run(target)
+        and config.checkpoint.resume == "auto"
+        and not whole_looking(target / "checkpoints")
+    ):
+        raise ValueError(
+            f"{target} holds no checkpoint; evaluate the model it started from, {config.model.path}"
+        )
     return config
 
 
@@ -274,9 +344,13 @@ def _with_options(config: Config, options: argparse.Namespace) -> Config:
     if options.num_samples is not None:
         num_samples = options.num_samples
         if num_samples < 1:
-            raise ValueError(f"--num-samples={num_samples} < 1; leave it out for one sample a prompt")
+            raise ValueError(
+                f"--num-samples={num_samples} < 1; leave it out for one sample a prompt"
+            )
     asked = {kind.rpartition(":")[2]: kind for kind in options.reward}
-    rewards = {name: config.reward.get(name) or RewardConfig(type=kind) for name, kind in asked.items()}
+    rewards = {
+        name: config.reward.get(name) or RewardConfig(type=kind) for name, kind in asked.items()
+    }
     return replace(
         config,
         eval=replace(config.eval, prompts=prompts, num_samples=num_samples),
@@ -306,7 +380,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", type=_folder, metavar="MODEL_OR_RUN")
-    parser.add_argument("--prompts", metavar="FILE", help="by default eval.prompts, else data.prompts")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="by default eval.prompts, else data.prompts"
+    )
     parser.add_argument(
         "--reward",
         action="append",
@@ -315,11 +391,20 @@ def _parser() -> argparse.ArgumentParser:
         help="instead of the config's rewards: one of them, a type such as color, or module:Class; may be given again",
     )
     parser.add_argument(
-        "--num-samples", type=int, metavar="N", help="in all, shared by tasks and prompts; default: one a prompt"
+        "--num-samples",
+        type=int,
+        metavar="N",
+        help="in all, shared by tasks and prompts; default: one a prompt",
     )
-    parser.add_argument("--baseline", type=_folder, metavar="MODEL_OR_RUN", help="compare with it on the same noise")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/evaluate, or runs/evaluate_<model>")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
+    parser.add_argument(
+        "--baseline", type=_folder, metavar="MODEL_OR_RUN", help="compare with it on the same noise"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: RUN/evaluate, or runs/evaluate_<model>"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout in place of the table"
+    )
     return parser
 
 

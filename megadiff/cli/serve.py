@@ -18,7 +18,9 @@ from megadiff.rollout.server.server import ServeConfig, serve
 def main(argv: Sequence[str] | None = None) -> int:
     """0 after SIGTERM or SIGINT, 2 for settings that cannot work, with one line on stderr that says why."""
     arguments = vars(_parser().parse_args(argv))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         arguments["token"] = read_token(arguments.pop("token_file"))
         serve(ServeConfig(**arguments))
@@ -70,7 +72,10 @@ class _NoToken(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megadiff serve", description=__doc__)
     parser.add_argument("model", type=Path, help="a diffusers pipeline folder")
-    parser.add_argument("--name", help="how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT")
+    parser.add_argument(
+        "--name",
+        help="how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free one")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -82,23 +87,33 @@ def _parser() -> argparse.ArgumentParser:
         help="holds the bearer token that clients must send; without it MEGADIFF_TOKEN does",
     )
     parser.add_argument("--token", action=_NoToken, help=argparse.SUPPRESS)
-    parser.add_argument("--registry", type=Path, metavar="DIR", help="announce DIR/<name>.json while serving")
+    parser.add_argument(
+        "--registry", type=Path, metavar="DIR", help="announce DIR/<name>.json while serving"
+    )
     parser.add_argument(
         "--weights",
         type=Path,
         metavar="DIR",
         help="sync.folder of a run with sync.transport=disk: serve its newest version",
     )
-    parser.add_argument("--tp", type=int, default=1, help="workers (GPUs) that share the transformer's weights")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="workers (GPUs) that share the transformer's weights"
+    )
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="exit when this process does")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the transformer's blocks")
-    parser.add_argument("--fp8", action="store_true", help="matrix products of the blocks in FP8 (needs bfloat16)")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the transformer's blocks"
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="matrix products of the blocks in FP8 (needs bfloat16)"
+    )
     parser.add_argument(
         "--fp8-in-place",
         action="store_true",
         help="keep FP8 weights in place of the bfloat16 ones: half the memory, but every push must bring all weights",
     )
-    parser.add_argument("--float32-streams", action="store_true", help="as the run's model.float32_streams")
+    parser.add_argument(
+        "--float32-streams", action="store_true", help="as the run's model.float32_streams"
+    )
     return parser
 
 

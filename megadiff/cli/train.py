@@ -59,14 +59,18 @@ def main(argv: list[str] | None = None) -> int:
     except (AgreedError, OSError, FloatingPointError) as error:
         return _fail(error, rank, code=1)
     except torch.OutOfMemoryError as error:
-        advice = "lower train.microbatch_size or engine.activation_memory_budget; see `megadiff plan`"
+        advice = (
+            "lower train.microbatch_size or engine.activation_memory_budget; see `megadiff plan`"
+        )
         return _fail(RuntimeError(f"{error}; {advice}"), rank, code=1)
     except SystemExit as stop:  # a signal, or another rank's failure: all is closed by now
         return int(stop.code or 0)
     except KeyboardInterrupt:  # once training has begun, a rescue answers Ctrl-C
         sys.stderr.write("stopped by Ctrl-C before training began\n" if rank == 0 else "")
         return 130
-    except Exception:  # a library's error, or one of ours: shown whole; what it left ends in leave()
+    except (
+        Exception
+    ):  # a library's error, or one of ours: shown whole; what it left ends in leave()
         logger.exception("rank %d failed", rank)
         return 1
 
@@ -80,7 +84,9 @@ def _train(config: Config, *, world_size: int) -> int:
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
-        if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun gives each rank one thread
+        if (
+            mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ
+        ):  # torchrun gives each rank one thread
             local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         on_policy = build_algorithm(config.algorithm).on_policy
@@ -121,12 +127,20 @@ class _Launcher:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megadiff train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megadiff train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="*", help="yaml files and key=value overrides")
-    parser.add_argument("--dry-run", action="store_true", help="check, print the plan of the run, and stop")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object on stdout")
-    parser.add_argument("--world-size", type=int, default=0, help="with --dry-run: plan for this many processes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, print the plan of the run, and stop"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="with --dry-run: one JSON object on stdout"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=0, help="with --dry-run: plan for this many processes"
+    )
     return parser
 
 

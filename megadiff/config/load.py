@@ -35,7 +35,9 @@ def load_config(arguments: Sequence[str]) -> Config:
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:
-            raise ConfigError(f"{source}: unknown key {error.full_key}{_near_match(str(error.full_key))}") from error
+            raise ConfigError(
+                f"{source}: unknown key {error.full_key}{_near_match(str(error.full_key))}"
+            ) from error
         except OmegaConfBaseException as error:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
@@ -115,16 +117,24 @@ def all_keys(node: DictConfig | None = None, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name in node:
         child = None if OmegaConf.is_missing(node, name) else node[name]
-        keys += all_keys(child, f"{prefix}{name}.") if isinstance(child, DictConfig) and child else [f"{prefix}{name}"]
+        keys += (
+            all_keys(child, f"{prefix}{name}.")
+            if isinstance(child, DictConfig) and child
+            else [f"{prefix}{name}"]
+        )
     return keys
 
 
 def _near_match(key: str) -> str:
     keys = all_keys()
     if key.startswith("reward."):
-        keys = [f"{key.rpartition('.')[0]}.{field.name}" for field in dataclasses.fields(RewardConfig)]
+        keys = [
+            f"{key.rpartition('.')[0]}.{field.name}" for field in dataclasses.fields(RewardConfig)
+        ]
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     leaf = key.rpartition(".")[2]
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(key, [k.rpartition(".")[0] for k in keys], n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(
+        key, [k.rpartition(".")[0] for k in keys], n=1, cutoff=0.6
+    )
     return f"; did you mean {near[0]}?" if near else "; see megadiff/config/schema.py for every key"

@@ -33,11 +33,17 @@ class DataConfig:
 @dataclass
 class TrainConfig:
     num_steps: int = MISSING
-    prompts_per_step: int = MISSING  # global (sft: captioned images); × algorithm.group_size samples a step
+    prompts_per_step: int = (
+        MISSING  # global (sft: captioned images); × algorithm.group_size samples a step
+    )
     updates_per_step: int = 1  # optimizer steps per rollout batch
     microbatch_size: int = 8  # (sample, window step) pairs per forward and rank
-    components: list[str] = field(default_factory=list)  # of the model, e.g. [transformer_2]; empty: all
-    expert_balance: str = "share"  # share: an expert's gradient counts by its pairs | equal: each by its own mean
+    components: list[str] = field(
+        default_factory=list
+    )  # of the model, e.g. [transformer_2]; empty: all
+    expert_balance: str = (
+        "share"  # share: an expert's gradient counts by its pairs | equal: each by its own mean
+    )
 
 
 @dataclass
@@ -48,7 +54,9 @@ class AlgorithmConfig:
     adv_clip_max: float = 5.0
     kl_coef: float = 0.0
     global_std: bool = True
-    old_log_prob: str = "rollout"  # rollout: the replicas' | recompute: the trainer's | auto: by the parity gap
+    old_log_prob: str = (
+        "rollout"  # rollout: the replicas' | recompute: the trainer's | auto: by the parity gap
+    )
     caption_drop: float = 0.1  # sft: share of captions replaced by the empty one, which CFG needs
     ema_decay: float = 0.0  # sft: of averaged weights, which are evaluated and exported; 0: none
 
@@ -58,7 +66,9 @@ class RolloutConfig:
     height: int = MISSING
     width: int = MISSING
     num_frames: int = 1
-    first_frame: bool = False  # image to video: a video's first frame is its prompt's `image`, the others are drawn
+    first_frame: bool = (
+        False  # image to video: a video's first frame is its prompt's `image`, the others are drawn
+    )
     num_inference_steps: int = 10
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0
@@ -67,10 +77,14 @@ class RolloutConfig:
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: list[int] = field(default_factory=lambda: [0, 5])
-    expert_windows: str = "any"  # any: anywhere in the range | balanced: within one expert's steps, experts by turns
+    expert_windows: str = (
+        "any"  # any: anywhere in the range | balanced: within one expert's steps, experts by turns
+    )
     batch_size: int = 16  # samples per engine call of a replica: whole groups, and at least one
     num_replicas: int = 0  # 0: one per tp GPUs of the trainer, one on CPU
-    compile: bool = False  # GPU: torch.compile of the replicas' blocks: a quarter faster, a minute at the start
+    compile: bool = (
+        False  # GPU: torch.compile of the replicas' blocks: a quarter faster, a minute at the start
+    )
     fp8: bool = False  # matrix products of the replicas' blocks in FP8; wants compile and algorithm.old_log_prob=auto
     tp: int = 1  # workers (GPUs) of a replica that share its transformer's weights
     mode: str = "colocated"  # colocated | separate
@@ -91,9 +105,15 @@ class RewardConfig:
 class EngineConfig:
     backend: str = "veomni"  # veomni | megatron
     dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
-    activation_memory_budget: float = 0.0  # share of a block's activations that is kept; the rest is computed again
-    compile: bool = False  # veomni: torch.compile of the blocks: a minute at the first microbatch of each kind
-    fp8: str = "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
+    activation_memory_budget: float = (
+        0.0  # share of a block's activations that is kept; the rest is computed again
+    )
+    compile: bool = (
+        False  # veomni: torch.compile of the blocks: a minute at the first microbatch of each kind
+    )
+    fp8: str = (
+        "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
+    )
     offload_idle: bool = True  # several experts on GPUs: the optimizer state of those that do not work is on the host
 
 
@@ -106,13 +126,17 @@ class LoraConfig:
 @dataclass
 class OptimConfig:
     lr: float = MISSING
-    component_lr: dict[str, float] = field(default_factory=dict)  # component → its own, e.g. {transformer_2: 1e-5}
+    component_lr: dict[str, float] = field(
+        default_factory=dict
+    )  # component → its own, e.g. {transformer_2: 1e-5}
     weight_decay: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    skip_nonfinite: int = 0  # batches with a nan or infinite gradient that a run steps over; one more ends it
+    skip_nonfinite: int = (
+        0  # batches with a nan or infinite gradient that a run steps over; one more ends it
+    )
     warmup_steps: int = 0  # the learning rate rises linearly over this many optimizer steps
 
 
@@ -129,7 +153,9 @@ class ParallelConfig:
 class SyncConfig:
     transport: str = "auto"  # http | shm | nccl | disk; auto: between GPUs shm where it can, else nccl; http elsewhere
     bucket_mib: int = 1024  # two of them are alive at a time
-    folder: str = ""  # disk: shared by all hosts, of this run alone; empty: weights/ in the run's folder
+    folder: str = (
+        ""  # disk: shared by all hosts, of this run alone; empty: weights/ in the run's folder
+    )
 
 
 @dataclass
@@ -144,7 +170,9 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = 0  # also before the first step and after the last; 0: never
     prompts: str = ""
-    num_samples: int = 0  # over all prompts, the same number for every `task` of theirs; 0: one a prompt
+    num_samples: int = (
+        0  # over all prompts, the same number for every `task` of theirs; 0: one a prompt
+    )
     num_inference_steps: int = 0  # 0: as in rollout
 
 

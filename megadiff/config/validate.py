@@ -146,7 +146,9 @@ def validate(config: Config, *, dp: int) -> None:
         _check_rl(config)
     _check_window_range(config)
     if config.rollout.sde_type == "flow_cps" and config.rollout.eta > 1:
-        raise ConfigError(f"rollout.eta={config.rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°)")
+        raise ConfigError(
+            f"rollout.eta={config.rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°)"
+        )
     _check_batch(config, dp=dp)
     _check_fp8_rollout(config)
     if config.rollout.sleep == "always" and config.rollout.mode == "separate":
@@ -198,7 +200,9 @@ def _check_fp8_rollout(config: Config) -> None:
     if not config.rollout.fp8:
         return
     if config.model.dtype != "bfloat16":
-        raise ConfigError(f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; set rollout.fp8=false")
+        raise ConfigError(
+            f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; set rollout.fp8=false"
+        )
     if config.algorithm.old_log_prob == "rollout" and config.parity.mode == "refuse":
         raise ConfigError(
             "rollout.fp8 with algorithm.old_log_prob=rollout: FP8 log_probs are further from the trainer's than any clip range "
@@ -234,7 +238,9 @@ def _check_engine(config: Config) -> None:
 def _check_lora(config: Config) -> None:
     lora, fp8 = config.lora, config.engine.fp8
     if lora.alpha and not lora.rank:
-        raise ConfigError(f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; set lora.rank, or lora.alpha=0")
+        raise ConfigError(
+            f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; set lora.rank, or lora.alpha=0"
+        )
     if lora.rank > MAX_LORA_RANK:
         raise ConfigError(
             f"lora.rank={lora.rank} is above {MAX_LORA_RANK}, the highest that vllm-omni's replicas take; set "
@@ -251,7 +257,9 @@ def _check_rl(config: Config) -> None:
     if not config.reward:
         raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
     if not config.data.prompts:
-        raise ConfigError(f"algorithm.name={config.algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file")
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file"
+        )
     if config.algorithm.ema_decay:
         raise ConfigError(
             f"algorithm.ema_decay={config.algorithm.ema_decay} with algorithm.name={config.algorithm.name}: replicas must "
@@ -275,7 +283,9 @@ def _check_sft(config: Config) -> None:
             "algorithm.name=sft needs data.images: a folder with metadata.jsonl, a .parquet or .tar file, or shapes:COUNT"
         )
     if config.eval.every and not config.reward:
-        raise ConfigError(f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color")
+        raise ConfigError(
+            f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color"
+        )
     without_use = (
         ("algorithm.kl_coef", 0),
         ("train.updates_per_step", 1),
@@ -292,7 +302,9 @@ def _check_sft(config: Config) -> None:
 def _check_window_range(config: Config) -> None:
     window = config.rollout.sde_window_range
     if len(window) != 2:
-        raise ConfigError(f"rollout.sde_window_range={window} has {len(window)} numbers, not 2; write e.g. [0,5]")
+        raise ConfigError(
+            f"rollout.sde_window_range={window} has {len(window)} numbers, not 2; write e.g. [0,5]"
+        )
 
 
 def _check_batch(config: Config, *, dp: int) -> None:

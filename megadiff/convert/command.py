@@ -46,9 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", choices=TARGETS, default="diffusers", help="by default diffusers")
     parser.add_argument("--tp", type=_count, help="megatron: tensor-parallel ranks")
     parser.add_argument("--dp", type=_count, help="fsdp: data-parallel ranks")
-    parser.add_argument("--step", type=int, help="of a run's checkpoints that of this step; by default the newest")
     parser.add_argument(
-        "--base", type=Path, help="the model folder of a LoRA or checkpoint; by default the run's model.path"
+        "--step", type=int, help="of a run's checkpoints that of this step; by default the newest"
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="the model folder of a LoRA or checkpoint; by default the run's model.path",
     )
     parser.add_argument(
         "--dtype",
@@ -56,13 +60,23 @@ def build_parser() -> argparse.ArgumentParser:
         default="keep",
         help="of the weights in diffusers' and peft's files; keep (default): as the base model has them, of a LoRA as SRC has",
     )
-    parser.add_argument("--raw", action="store_true", help="not the running average of the weights, but the last ones")
     parser.add_argument(
-        "--verify", action="store_true", help="read DST back before it appears, and compare fingerprints"
+        "--raw",
+        action="store_true",
+        help="not the running average of the weights, but the last ones",
     )
-    parser.add_argument("--force", action="store_true", help="replace what DST holds, once the new one is whole")
     parser.add_argument(
-        "--sync", action="store_true", help="wait until DST is on the disk, which cp does not do either"
+        "--verify",
+        action="store_true",
+        help="read DST back before it appears, and compare fingerprints",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace what DST holds, once the new one is whole"
+    )
+    parser.add_argument(
+        "--sync",
+        action="store_true",
+        help="wait until DST is on the disk, which cp does not do either",
     )
     return parser
 
@@ -111,7 +125,9 @@ def _options(args: argparse.Namespace) -> Options:
 @contextmanager
 def _bar(task: str, num_bytes: int) -> Iterator[Advance]:
     """A progress bar with GiB/s on stderr, where that is a terminal."""
-    with tqdm(total=num_bytes, desc=task, unit="iB", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+    with tqdm(
+        total=num_bytes, desc=task, unit="iB", unit_scale=True, unit_divisor=1024, disable=None
+    ) as bar:
         yield bar.update
 
 

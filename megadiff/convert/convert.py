@@ -37,7 +37,13 @@ from megadiff.convert.sources import (
     parameter_order,
     state_order,
 )
-from megadiff.process.whole_folder import check_destination, check_space, clear_up, sync_tree, whole_folder
+from megadiff.process.whole_folder import (
+    check_destination,
+    check_space,
+    clear_up,
+    sync_tree,
+    whole_folder,
+)
 from megadiff.tensors.layouts import Box, Layout
 from megadiff.tensors.row_sources import FileRows, JoinedRows, MergedRows, RowSource, ShardRows
 from megadiff.tensors.shards import ShardFolder
@@ -134,7 +140,9 @@ def _warn_of_not_finite(src: Path, names: set[str]) -> None:
 
 
 def _check(expected: Mapping[str, str], found: Mapping[str, str], dst: Path) -> None:
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    wrong = sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
     if wrong:
         raise ValueError(
             f"{dst} would hold other tensors than were read, {len(wrong)} of {len(expected)}: {', '.join(wrong[:5])}; the "
@@ -159,7 +167,9 @@ def _job(source: Source, options: Options) -> Job:
     base = _needed_base(source)
     if to == "merged":
         check_base(source, is_named=options.base is not None)
-    rows: dict[str, RowSource] = {name: component.rows() for name, component in base.components.items()}
+    rows: dict[str, RowSource] = {
+        name: component.rows() for name, component in base.components.items()
+    }
     for name, policy in source.policy.items():
         rows[name] = MergedRows(rows[name], policy, scale=lora.scale) if to == "merged" else policy
     return ModelJob(rows, base, dtype=options.dtype)
@@ -167,7 +177,9 @@ def _job(source: Source, options: Options) -> Job:
 
 def _needed_base(source: Source) -> ModelFolder:
     if not source.base:
-        raise ValueError(f"{source.path} is a LoRA without a model; name the model folder with --base")
+        raise ValueError(
+            f"{source.path} is a LoRA without a model; name the model folder with --base"
+        )
     return source.base
 
 
@@ -178,12 +190,16 @@ class ModelJob:
         """rows: of every component. dtype: `keep` is the base's, tensor by tensor."""
         self._rows, self._base = rows, base
         self.not_finite: set[str] = set()
-        self._files: dict[str, dict[str, dict[str, TensorMeta]]] = {}  # component → its files → their tensors
+        self._files: dict[
+            str, dict[str, dict[str, TensorMeta]]
+        ] = {}  # component → its files → their tensors
         for name, component in base.components.items():
             held = component.rows().tensors
             dtypes = {tensor: _kept(dtype, held[tensor].dtype) for tensor in rows[name].tensors}
             self._files[name] = file_tensors(component, dtypes)
-        files = (tensors for of_component in self._files.values() for tensors in of_component.values())
+        files = (
+            tensors for of_component in self._files.values() for tensors in of_component.values()
+        )
         self.num_bytes = sum(meta.num_bytes for tensors in files for meta in tensors.values())
         self._rest = rest_of(base)
         self.num_copied = self._rest.num_bytes
@@ -217,7 +233,9 @@ class ModelJob:
 
     def read_back(self, folder: Path) -> RowSource:
         _check_copies(self._rest, folder)
-        return JoinedRows({f"{name}.": each.rows() for name, each in open_model(folder).components.items()})
+        return JoinedRows(
+            {f"{name}.": each.rows() for name, each in open_model(folder).components.items()}
+        )
 
 
 class CheckpointJob:
@@ -233,11 +251,17 @@ class CheckpointJob:
         order = parameter_order(source)
         tensors = source.state.tensors
         names = sorted(tensors, key=lambda name: state_order(name, order))
-        self._tensors = {name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names}
+        self._tensors = {
+            name: TensorMeta(dtype=torch.float32, shape=tensors[name].shape) for name in names
+        }
         boxes = _boxes(source, base, layout)
         reserve_descriptors(len(boxes), what=f"a checkpoint of {len(boxes)} ranks, a file each,")
         self._boxes = [
-            {name: of_rank[parameter] for name in names if (parameter := name.rpartition("/")[2]) in of_rank}
+            {
+                name: of_rank[parameter]
+                for name in names
+                if (parameter := name.rpartition("/")[2]) in of_rank
+            }
             for of_rank in boxes
         ]
         self.num_bytes = sum(meta.num_bytes for meta in self._tensors.values())
@@ -247,7 +271,9 @@ class CheckpointJob:
         expected = stream(
             self._source.state, sink, advance=advance, verify=verify, not_finite=self.not_finite
         )
-        (folder / CONFIG).write_text(yaml.safe_dump(self._config(), sort_keys=False), encoding="utf-8")
+        (folder / CONFIG).write_text(
+            yaml.safe_dump(self._config(), sort_keys=False), encoding="utf-8"
+        )
         (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
         return expected
 
@@ -287,7 +313,9 @@ class LoraJob:
             }
             for component, rows in source.policy.items()
         }
-        held = sum(meta.num_bytes for tensors in self._tensors.values() for meta in tensors.values())
+        held = sum(
+            meta.num_bytes for tensors in self._tensors.values() for meta in tensors.values()
+        )
         self.num_bytes = held * len(self._formats())
 
     def write(self, folder: Path, *, advance: Advance, verify: bool) -> dict[str, str]:
@@ -304,7 +332,9 @@ class LoraJob:
                 expected |= {f"{component}/{name}": digits for name, digits in found.items()}
             if self._with_peft:
                 config = lora_files.peft_config(self._spec, base=self._base_path(component))
-                (place / lora_files.PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                (place / lora_files.PEFT_CONFIG).write_text(
+                    json.dumps(config, indent=2) + "\n", encoding="utf-8"
+                )
         return expected
 
     def read_back(self, folder: Path) -> RowSource:
@@ -318,7 +348,9 @@ class LoraJob:
         """Component → the folder that its LoRA goes to."""
         known = self._source.base.components if self._source.base else self._source.policy
         is_one = [*known] == [*self._source.policy] and len(known) == 1
-        return {component: folder if is_one else folder / component for component in self._source.policy}
+        return {
+            component: folder if is_one else folder / component for component in self._source.policy
+        }
 
     def _base_path(self, component: str) -> Path | None:
         base = self._source.base
@@ -363,7 +395,10 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
             "takes it as it is"
         )
     for component in base.components.values():
-        found, wanted = set(source.lora.modules), set(component.model.plan.lora_modules(component.model.shapes))
+        found, wanted = (
+            set(source.lora.modules),
+            set(component.model.plan.lora_modules(component.model.shapes)),
+        )
         if found != wanted:
             raise ValueError(
                 f"{source.path} is a LoRA of {len(found)} modules, the engines wrap {len(wanted)} of this model: only there "
@@ -376,4 +411,6 @@ def _check_copies(rest: OtherFiles, folder: Path) -> None:
     for path in rest.files:
         original = rest.root / path
         if not filecmp.cmp(folder / path, original, shallow=False):
-            raise ValueError(f"the copy of {original} is another file; the disk or the memory is at fault")
+            raise ValueError(
+                f"the copy of {original} is another file; the disk or the memory is at fault"
+            )

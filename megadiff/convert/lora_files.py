@@ -27,9 +27,7 @@ PEFT_CONFIG, PEFT_WEIGHTS, DIFFUSERS_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
 )
 PEFT_PREFIX = "base_model.model."
-DIFFUSERS_PREFIX = (
-    "transformer."  # whichever component: diffusers loads a file into one transformer, asking for this name
-)
+DIFFUSERS_PREFIX = "transformer."  # whichever component: diffusers loads a file into one transformer, asking for this name
 METADATA_KEY = "lora_adapter_metadata"  # diffusers': JSON, keys with the component in front
 NEUTRAL = {  # settings of peft's LoraConfig that would change what A and B mean, with the values that do not
     "use_dora": False,
@@ -53,7 +51,9 @@ class LoraFile:
 def has_loras(path: Path) -> bool:
     """Whether path is a LoRA: one file, a folder of one, or a folder of folders for a model's several components."""
     if path.is_file():
-        return any(re.search(r"\.(lora_|lora\.)(A|B|up|down)\b", name) for name in TensorFile(path).tensors)
+        return any(
+            re.search(r"\.(lora_|lora\.)(A|B|up|down)\b", name) for name in TensorFile(path).tensors
+        )
     return _is_lora_folder(path) or bool(_component_folders(path))
 
 
@@ -100,15 +100,24 @@ def _component_folders(path: Path) -> list[Path]:
     """A model's own folder may hold LoRAs, but is none."""
     if any((path / name).is_file() for name in ("model_index.json", "config.json")):
         return []
-    return [folder for folder in sorted(path.iterdir()) if folder.is_dir() and _is_lora_folder(folder)]
+    return [
+        folder for folder in sorted(path.iterdir()) if folder.is_dir() and _is_lora_folder(folder)
+    ]
 
 
 def _open_lora(path: Path) -> LoraFile:
     if (path / PEFT_CONFIG).is_file():
         file = TensorFile(_present(path / PEFT_WEIGHTS))
-        return _lora(file, prefix=PEFT_PREFIX, config=read_json(path / PEFT_CONFIG), config_file=path / PEFT_CONFIG)
+        return _lora(
+            file,
+            prefix=PEFT_PREFIX,
+            config=read_json(path / PEFT_CONFIG),
+            config_file=path / PEFT_CONFIG,
+        )
     file = TensorFile(path if path.is_file() else path / DIFFUSERS_WEIGHTS)
-    return _lora(file, prefix=DIFFUSERS_PREFIX, config=_diffusers_config(file), config_file=file.path)
+    return _lora(
+        file, prefix=DIFFUSERS_PREFIX, config=_diffusers_config(file), config_file=file.path
+    )
 
 
 def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
@@ -131,7 +140,11 @@ def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
 
 def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
     """Of diffusers' file."""
-    config = {"r": spec.rank, "lora_alpha": _plain(spec.alpha), "target_modules": list(spec.modules)}
+    config = {
+        "r": spec.rank,
+        "lora_alpha": _plain(spec.alpha),
+        "target_modules": list(spec.modules),
+    }
     packed = {f"{DIFFUSERS_PREFIX}{key}": value for key, value in config.items()}
     return {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
@@ -141,7 +154,9 @@ def named_as(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, Tensor
     return canonical_order({f"{prefix}{name}": meta for name, meta in tensors.items()})
 
 
-def lora_misfits(rows: FileRows, spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def lora_misfits(
+    rows: FileRows, spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
     """What does not fit the weights that the pairs are added to, each with its file. shapes: of the base's parameters."""
     problems = []
     for module in spec.modules:
@@ -151,27 +166,42 @@ def lora_misfits(rows: FileRows, spec: LoraSpec, shapes: Mapping[str, tuple[int,
         if weight is None or len(weight) != 2:
             problems.append(f"{where}: {module} is no linear layer of the model")
         elif (b[0], a[1]) != tuple(weight):
-            problems.append(f"{where}: {module} is for a weight {(b[0], a[1])}, the model's is {tuple(weight)}")
+            problems.append(
+                f"{where}: {module} is for a weight {(b[0], a[1])}, the model's is {tuple(weight)}"
+            )
     return problems
 
 
-def _lora(file: TensorFile, *, prefix: str, config: Mapping[str, object] | None, config_file: Path) -> LoraFile:
+def _lora(
+    file: TensorFile, *, prefix: str, config: Mapping[str, object] | None, config_file: Path
+) -> LoraFile:
     keys, problems = {}, []
     for name, meta in file.tensors.items():
         canonical = name.removeprefix(prefix)
         if not name.startswith(prefix) or not canonical.endswith((f".{LORA_A}", f".{LORA_B}")):
-            problems.append(f"{name} is neither {prefix}MODULE.{LORA_A} nor {prefix}MODULE.{LORA_B}")
+            problems.append(
+                f"{name} is neither {prefix}MODULE.{LORA_A} nor {prefix}MODULE.{LORA_B}"
+            )
         elif meta.dtype not in FLOATS or len(meta.shape) != 2:
             problems.append(f"{name} is {meta.dtype} {meta.shape}, not a matrix of floats")
         keys[canonical] = (file, name)
     modules = sorted({name.rsplit(".", 2)[0] for name in keys})
-    problems += [f"{m}.{part} is missing" for m in modules for part in (LORA_A, LORA_B) if f"{m}.{part}" not in keys]
+    problems += [
+        f"{m}.{part} is missing"
+        for m in modules
+        for part in (LORA_A, LORA_B)
+        if f"{m}.{part}" not in keys
+    ]
     if problems or not modules:
-        raise ValueError(f"{file.path} is no LoRA that can be read: {listed(problems) or 'it holds no tensor'}")
+        raise ValueError(
+            f"{file.path} is no LoRA that can be read: {listed(problems) or 'it holds no tensor'}"
+        )
     rows = FileRows(keys)
     rank = _one_rank(rows, modules, file.path)
     alpha = _alpha(config, rank, config_file) if config is not None else float(rank)
-    return LoraFile(path=file.path, spec=LoraSpec(rank=rank, alpha=alpha, modules=tuple(modules)), rows=rows)
+    return LoraFile(
+        path=file.path, spec=LoraSpec(rank=rank, alpha=alpha, modules=tuple(modules)), rows=rows
+    )
 
 
 def _one_rank(rows: FileRows, modules: list[str], path: Path) -> int:
@@ -188,15 +218,23 @@ def _one_rank(rows: FileRows, modules: list[str], path: Path) -> int:
 
 
 def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
-    odd = [f"{key}={config[key]!r}" for key, value in NEUTRAL.items() if config.get(key, value) not in (value, [], {})]
-    odd += [f"{key}={config[key]!r:.80}" for key in ("rank_pattern", "alpha_pattern") if config.get(key)]
+    odd = [
+        f"{key}={config[key]!r}"
+        for key, value in NEUTRAL.items()
+        if config.get(key, value) not in (value, [], {})
+    ]
+    odd += [
+        f"{key}={config[key]!r:.80}" for key in ("rank_pattern", "alpha_pattern") if config.get(key)
+    ]
     if odd:
         raise ValueError(
             f"{path}: {', '.join(odd)} is more than A and B of one rank and alpha, which is all megadiff takes"
         )
     found, alpha = config.get("r", rank), config.get("lora_alpha")
     if found != rank:
-        raise ValueError(f"{path}: r={found}, but the tensors have rank {rank}; they are not of one adapter")
+        raise ValueError(
+            f"{path}: r={found}, but the tensors have rank {rank}; they are not of one adapter"
+        )
     if not is_alpha(alpha):
         raise ValueError(f"{path}: lora_alpha={alpha!r:.80} is no positive number")
     use_rslora = config.get("use_rslora", False)

@@ -11,14 +11,26 @@ from pathlib import Path
 import torch
 
 from megadiff.convert.other_files import OtherFiles, other_files
-from megadiff.models.registry import ComponentModel, build_adapter, check_model_folder, component_model
+from megadiff.models.registry import (
+    ComponentModel,
+    build_adapter,
+    check_model_folder,
+    component_model,
+)
 from megadiff.tensors.model_files import read_json, weight_files
 from megadiff.tensors.row_sources import FileRows
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
 
 COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt", ".safetensors.index.json", ".bin.index.json")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".ckpt",
+    ".safetensors.index.json",
+    ".bin.index.json",
+)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NUM_NAMED = 8  # problems that one message lists
 
@@ -84,12 +96,21 @@ def open_model(path: Path) -> ModelFolder:
     if (path / "model_index.json").is_file():
         check_model_folder(path)
         found = [
-            Component(name=name, folder=path / name, where=Path(name), files=tuple(weight_files(path / name)))
+            Component(
+                name=name,
+                folder=path / name,
+                where=Path(name),
+                files=tuple(weight_files(path / name)),
+            )
             for name in build_adapter(path).components
         ]
-        return ModelFolder(path=path, home=path, components={component.name: component for component in found})
+        return ModelFolder(
+            path=path, home=path, components={component.name: component for component in found}
+        )
     if (path / "config.json").is_file():
-        component = Component(name=COMPONENT, folder=path, where=Path(), files=tuple(weight_files(path)))
+        component = Component(
+            name=COMPONENT, folder=path, where=Path(), files=tuple(weight_files(path))
+        )
         return ModelFolder(path=path, home=path, components={COMPONENT: component})
     raise ValueError(
         f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a component's (config.json)"
@@ -103,7 +124,9 @@ def open_single_file(path: Path, *, base: Path | None) -> ModelFolder:
         raise ValueError(
             f"{folder} holds no config.json, which says what {path.name} must hold; name a model folder with --base"
         )
-    component = Component(name=COMPONENT, folder=folder, where=Path(), files=(path,), is_single_file=True)
+    component = Component(
+        name=COMPONENT, folder=folder, where=Path(), files=(path,), is_single_file=True
+    )
     return ModelFolder(path=path, home=home, components={COMPONENT: component})
 
 
@@ -111,7 +134,9 @@ def _only_component(base: Path) -> Path:
     components = open_model(base).components.values()
     if len(components) > 1:
         folders = " or ".join(str(component.folder) for component in components)
-        raise ValueError(f"{base} has {len(components)} components that one file may be of; give --base {folders}")
+        raise ValueError(
+            f"{base} has {len(components)} components that one file may be of; give --base {folders}"
+        )
     return next(iter(components)).folder
 
 
@@ -124,14 +149,21 @@ def misfits(
 ) -> list[str]:
     """What is missing, extra, or of another shape or dtype than a model has, each with its file."""
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
-    problems += [f"{file_of(name)}: {name} is not in the model" for name in sorted(tensors.keys() - shapes.keys())]
+    problems += [
+        f"{file_of(name)}: {name} is not in the model"
+        for name in sorted(tensors.keys() - shapes.keys())
+    ]
     for name in sorted(shapes.keys() & tensors.keys()):
         meta = tensors[name]
         if meta.shape != tuple(shapes[name]):
-            problems.append(f"{file_of(name)}: {name} has shape {meta.shape}, the model's is {tuple(shapes[name])}")
+            problems.append(
+                f"{file_of(name)}: {name} has shape {meta.shape}, the model's is {tuple(shapes[name])}"
+            )
         if meta.dtype not in dtypes:
             wanted = " or ".join(map(_short, dtypes))
-            problems.append(f"{file_of(name)}: {name} is {_short(meta.dtype)}, weights must be {wanted}")
+            problems.append(
+                f"{file_of(name)}: {name} is {_short(meta.dtype)}, weights must be {wanted}"
+            )
     return problems
 
 
@@ -140,14 +172,19 @@ def listed(problems: Sequence[str]) -> str:
     return "; ".join(problems[:NUM_NAMED]) + more
 
 
-def file_tensors(base: Component, dtypes: Mapping[str, torch.dtype]) -> dict[str, dict[str, TensorMeta]]:
+def file_tensors(
+    base: Component, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, dict[str, TensorMeta]]:
     """File name → its tensors in their order, as the base's files have them but for the dtypes.
 
     Where the dtypes are the base's, the order is too, so that the same weights give the same file.
     """
     files = {}
     for name, file in base.opened.items():
-        tensors = {key: TensorMeta(dtype=dtypes[key], shape=meta.shape) for key, meta in file.tensors.items()}
+        tensors = {
+            key: TensorMeta(dtype=dtypes[key], shape=meta.shape)
+            for key, meta in file.tensors.items()
+        }
         kept = tensors if tensors == file.tensors else canonical_order(tensors)
         files[WEIGHTS_NAME if base.is_single_file else name] = kept
     return files
@@ -163,7 +200,9 @@ def rest_of(base: ModelFolder) -> OtherFiles:
 
     Raises ValueError as other_files does.
     """
-    single = next((component for component in base.components.values() if component.is_single_file), None)
+    single = next(
+        (component for component in base.components.values() if component.is_single_file), None
+    )
     if single:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
     weighted = {component.where for component in base.components.values()}
@@ -174,7 +213,9 @@ def rest_of(base: ModelFolder) -> OtherFiles:
     return other_files(base.path, is_left_out=is_weight)
 
 
-def write_index(base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]) -> None:
+def write_index(
+    base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]
+) -> None:
     """The index of a component in several files: the base's, with the size that the tensors have now."""
     if len(files) == 1 and not _index_file(base):
         return
@@ -182,7 +223,10 @@ def write_index(base: Component, folder: Path, files: Mapping[str, Mapping[str, 
     index = read_json(found) if found else {}
     total = sum(meta.num_bytes for tensors in files.values() for meta in tensors.values())
     metadata = {**index.get("metadata", {}), "total_size": total}
-    index |= {"metadata": metadata, "weight_map": {name: file for file, held in files.items() for name in held}}
+    index |= {
+        "metadata": metadata,
+        "weight_map": {name: file for file, held in files.items() for name in held},
+    }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it
     (folder / found.name).write_text(text, encoding="utf-8")
 

@@ -10,9 +10,21 @@ from pathlib import Path
 import torch
 
 from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
-from megadiff.checkpoint.run_folders import chosen_checkpoint, is_checkpoint, model_path, read_config, read_progress
+from megadiff.checkpoint.run_folders import (
+    chosen_checkpoint,
+    is_checkpoint,
+    model_path,
+    read_config,
+    read_progress,
+)
 from megadiff.convert.lora_files import has_loras, lora_misfits, open_loras
-from megadiff.convert.model_folders import ModelFolder, listed, misfits, open_model, open_single_file
+from megadiff.convert.model_folders import (
+    ModelFolder,
+    listed,
+    misfits,
+    open_model,
+    open_single_file,
+)
 from megadiff.parallel.lora import lora_shapes
 from megadiff.parallel.plan import is_lora
 from megadiff.tensors.lora_names import lora_from_json
@@ -59,7 +71,9 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
             f"--step {step} chooses among the checkpoints of a run, but {path} is no run's folder (checkpoints/)"
         )
     if is_run or is_checkpoint(path) or shard_file(path, 0).is_file():
-        return _open_checkpoint(chosen_checkpoint(path, step=step) if is_run else path, base=base, raw=raw)
+        return _open_checkpoint(
+            chosen_checkpoint(path, step=step) if is_run else path, base=base, raw=raw
+        )
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
     if has_loras(path):
@@ -68,7 +82,9 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
         return _open_model(open_single_file(path, base=base))
     if (path / "model_index.json").is_file() or (path / "config.json").is_file():
         if base:
-            raise ValueError(f"--base {base} is for weights without a model around them; {path} is a whole model")
+            raise ValueError(
+                f"--base {base} is for weights without a model around them; {path} is a whole model"
+            )
         return _open_model(open_model(path))
     raise ValueError(
         f"{path} is nothing that can be converted. Looked for: a run (checkpoints/step_…), a checkpoint (progress.json), a "
@@ -80,7 +96,12 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
 def _open_model(model: ModelFolder) -> Source:
     policy = {name: component.rows() for name, component in model.components.items()}
     return Source(
-        path=model.path, base=model, lora=None, policy=policy, state=_trained(policy), values={"optimizer_steps": {}}
+        path=model.path,
+        base=model,
+        lora=None,
+        policy=policy,
+        state=_trained(policy),
+        values={"optimizer_steps": {}},
     )
 
 
@@ -96,7 +117,9 @@ def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
             if problems:
                 raise ValueError(f"{lora.path} does not fit {component.folder}: {listed(problems)}")
     values = {"optimizer_steps": {}, "lora": asdict(spec)}
-    return Source(path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values)
+    return Source(
+        path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values
+    )
 
 
 def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
@@ -109,14 +132,20 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
         for name, component in model.components.items()
     }
     _check_state(state, shapes, folder=folder, base=model)
-    averaged = set() if raw else {name.partition("/")[2] for name in shards.shapes if name.startswith(f"{AVERAGED}/")}
+    averaged = (
+        set()
+        if raw
+        else {name.partition("/")[2] for name in shards.shapes if name.startswith(f"{AVERAGED}/")}
+    )
     kinds = {name: AVERAGED if name in map(_component, averaged) else TRAINED for name in shapes}
     return Source(
         path=folder,
         base=model,
         lora=spec,
         policy={
-            component: ShardRows(shards, {name: f"{kinds[component]}/{component}.{name}" for name in of_component})
+            component: ShardRows(
+                shards, {name: f"{kinds[component]}/{component}.{name}" for name in of_component}
+            )
             for component, of_component in shapes.items()
         },
         state=state,
@@ -162,11 +191,19 @@ def _check_components(path: Path, policy: Mapping[str, RowSource], base: ModelFo
 
 
 def _check_state(
-    state: ShardRows, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *, folder: Path, base: ModelFolder
+    state: ShardRows,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    *,
+    folder: Path,
+    base: ModelFolder,
 ) -> None:
     """Weights of all the parameters of all components, averages of all of some components, moments of some parameters,
     float32, nothing else; all pieces there. shapes: component → parameter → shape."""
-    wanted_of_all = {f"{component}.{name}": shape for component, held in shapes.items() for name, shape in held.items()}
+    wanted_of_all = {
+        f"{component}.{name}": shape
+        for component, held in shapes.items()
+        for name, shape in held.items()
+    }
     of_kind: dict[str, dict] = {TRAINED: {}}
     for name, meta in state.tensors.items():
         kind, _, parameter = name.rpartition("/")
@@ -174,13 +211,22 @@ def _check_state(
     problems = []
     for kind, tensors in of_kind.items():
         whole = {TRAINED: set(shapes), AVERAGED: set(map(_component, tensors))}.get(kind, set())
-        wanted = {name: shape for name, shape in wanted_of_all.items() if name in tensors or _component(name) in whole}
+        wanted = {
+            name: shape
+            for name, shape in wanted_of_all.items()
+            if name in tensors or _component(name) in whole
+        }
         found = misfits(
-            tensors, wanted, file_of=lambda name, kind=kind: state.file_of(f"{kind}/{name}"), dtypes=(torch.float32,)
+            tensors,
+            wanted,
+            file_of=lambda name, kind=kind: state.file_of(f"{kind}/{name}"),
+            dtypes=(torch.float32,),
         )
         problems += [f"{kind}: {problem}" for problem in found]
     if problems:
-        configs = ", ".join(f"{component.folder}/config.json" for component in base.components.values())
+        configs = ", ".join(
+            f"{component.folder}/config.json" for component in base.components.values()
+        )
         raise ValueError(
             f"{folder} does not fit {configs}, the model it was trained from (name that with --base): {listed(problems)}"
         )
@@ -193,13 +239,19 @@ def _component(parameter: str) -> str:
 def state_order(name: str, order: Mapping[str, int]) -> tuple[int, int, str]:
     """Sorts a checkpoint's names as the engines write them: weights, averages, then moments, each in the model's order."""
     kind, _, parameter = name.rpartition("/")
-    return (TRAINED, AVERAGED).index(kind) if kind in (TRAINED, AVERAGED) else 2, order[parameter], kind
+    return (
+        (TRAINED, AVERAGED).index(kind) if kind in (TRAINED, AVERAGED) else 2,
+        order[parameter],
+        kind,
+    )
 
 
 def parameter_order(source: Source) -> dict[str, int]:
     """Parameter (`transformer.<name>`) → its place in the model."""
     names = [
-        f"{component}.{name}" for component, rows in source.policy.items() for name in _ordered(source, component, rows)
+        f"{component}.{name}"
+        for component, rows in source.policy.items()
+        for name in _ordered(source, component, rows)
     ]
     return {name: place for place, name in enumerate(names)}
 

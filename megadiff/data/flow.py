@@ -40,7 +40,9 @@ class FlowBatches:
         assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
         self._dataset, self._sampling, self._shift, self._seed = dataset, sampling, shift, seed
         self._images_per_step, self._draws = images_per_step, draws_per_image
-        self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))  # of a standard normal
+        self._drop_below = torch.special.ndtri(
+            torch.tensor(caption_drop, dtype=torch.float64)
+        )  # of a standard normal
         self._num_local = images_per_step // dp
         self._first = dp_rank * self._num_local
         self._order = EpochOrder(

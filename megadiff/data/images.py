@@ -58,7 +58,9 @@ class ImageSource(Protocol):
     def pixels(self, row: int) -> np.ndarray:
         """uint8 [H, W, 3] RGB, in the size it is stored in. ValueError, with its place, if it cannot be read."""
 
-    def blocks(self, start: int, stop: int, *, size: int, height: int, width: int) -> Iterator[Block]:
+    def blocks(
+        self, start: int, stop: int, *, size: int, height: int, width: int
+    ) -> Iterator[Block]:
         """Rows start … stop−1 in order, fitted to height × width, at most `size` a block, read ahead by workers."""
 
 
@@ -75,7 +77,9 @@ def open_images(source: str, *, seed: int) -> ImageSource:
     if path.is_dir():
         shelves = _shelves_of_folder(path)
     elif not path.exists():
-        raise ValueError(f"data.images={source}: no such file or folder; give a folder, .parquet, .tar or shapes:COUNT")
+        raise ValueError(
+            f"data.images={source}: no such file or folder; give a folder, .parquet, .tar or shapes:COUNT"
+        )
     elif path.suffix.lower() not in SHELVES:
         raise ValueError(
             f"data.images={source}: unknown suffix {path.suffix!r}; known: {', '.join(SHELVES)}, or a folder"
@@ -91,7 +95,9 @@ def open_images(source: str, *, seed: int) -> ImageSource:
 def _shelves_of_folder(folder: Path) -> list[Shelf]:
     if (folder / METADATA).is_file():
         return [FolderShelf(folder)]
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SHELVES and path.is_file())
+    files = sorted(
+        path for path in folder.iterdir() if path.suffix.lower() in SHELVES and path.is_file()
+    )
     suffixes = sorted({path.suffix.lower() for path in files})
     if len(suffixes) != 1:
         found = " and ".join(suffixes) if suffixes else "none of them"
@@ -122,7 +128,9 @@ class StoredImages:
         shelf, row = self._locate(row)
         return decode(shelf.read(row), where=shelf.where(row))
 
-    def blocks(self, start: int, stop: int, *, size: int, height: int, width: int) -> Iterator[Block]:
+    def blocks(
+        self, start: int, stop: int, *, size: int, height: int, width: int
+    ) -> Iterator[Block]:
         def fitted(row: int) -> tuple[np.ndarray, bool]:
             pixels = self.pixels(row)
             return fit(pixels, height, width), is_enlarged(pixels, height, width)
@@ -168,7 +176,9 @@ class GeneratedImages:
     def pixels(self, row: int) -> np.ndarray:
         return self._chunk(row // CHUNK)[0][row % CHUNK]
 
-    def blocks(self, start: int, stop: int, *, size: int, height: int, width: int) -> Iterator[Block]:
+    def blocks(
+        self, start: int, stop: int, *, size: int, height: int, width: int
+    ) -> Iterator[Block]:
         first, last = start // CHUNK, -(-stop // CHUNK)
         for number, (pixels, captions) in enumerate(self._chunks(range(first, last)), start=first):
             rows = range(max(start - number * CHUNK, 0), min(stop - number * CHUNK, CHUNK))
@@ -183,7 +193,9 @@ class GeneratedImages:
         if num_workers < 2:
             yield from map(self._chunk, numbers)
             return
-        yield from _ahead(worker_pool(num_workers), map(self._chunk_call, numbers), depth=2 * num_workers)
+        yield from _ahead(
+            worker_pool(num_workers), map(self._chunk_call, numbers), depth=2 * num_workers
+        )
 
     def _chunk(self, number: int) -> tuple[np.ndarray, list[str]]:
         return self._chunk_call(number)()
@@ -194,11 +206,17 @@ class GeneratedImages:
 
 def _open_generated(source: str, seed: int) -> GeneratedImages:
     numbers = source.removeprefix(GENERATED).split(":")
-    if not (1 <= len(numbers) <= 2 and all(number.isascii() and number.isdigit() for number in numbers)):
-        raise ValueError(f"data.images={source}: must be shapes:COUNT or shapes:COUNT:SEED, e.g. shapes:60000")
+    if not (
+        1 <= len(numbers) <= 2 and all(number.isascii() and number.isdigit() for number in numbers)
+    ):
+        raise ValueError(
+            f"data.images={source}: must be shapes:COUNT or shapes:COUNT:SEED, e.g. shapes:60000"
+        )
     if int(numbers[0]) < 1:
         raise ValueError(f"data.images={source}: {numbers[0]} images, need at least 1")
-    return GeneratedImages(source, count=int(numbers[0]), seed=int(numbers[1]) if len(numbers) == 2 else seed)
+    return GeneratedImages(
+        source, count=int(numbers[0]), seed=int(numbers[1]) if len(numbers) == 2 else seed
+    )
 
 
 def _fit_all(pixels_BHWC: np.ndarray, height: int, width: int) -> np.ndarray:

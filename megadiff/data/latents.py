@@ -33,7 +33,13 @@ from megadiff.data.pixels import ENLARGED
 from megadiff.data.prompts import checked_text, parse_json, prompt_id
 from megadiff.data.row_files import RowTable, RowWriter, write_json, write_tensor
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums, broadcast_json
+from megadiff.parallel.collectives import (
+    AgreedError,
+    agreed,
+    all_reduce_max,
+    all_reduce_sums,
+    broadcast_json,
+)
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import Prompt, Sampling
 
@@ -103,7 +109,9 @@ class LatentDataset:
         Returns the P different captions among them as prompt_embeds [P, T, D] and prompt_mask [P, T] bool, padded to the
         longest, and index_N int64: which of them belongs to each row.
         """
-        used_P, index_N = torch.where(drop, self._empty, self.caption_index[rows]).unique(return_inverse=True)
+        used_P, index_N = torch.where(drop, self._empty, self.caption_index[rows]).unique(
+            return_inverse=True
+        )
         lengths_P = self._lengths[used_P]
         place_T = torch.arange(int(lengths_P.max()))
         mask_PT = place_T < lengths_P[:, None]
@@ -137,7 +145,9 @@ def encode_dataset(
     sampling = Sampling(height=height, width=width, num_inference_steps=1)
     agreed(lambda: adapter.validate(sampling), group)
 
-    key = agreed(lambda: _checked_key(source, adapter, sampling, max_chars, dtype), group, here=is_first)
+    key = agreed(
+        lambda: _checked_key(source, adapter, sampling, max_chars, dtype), group, here=is_first
+    )
     whole = agreed(lambda: _is_whole(folder / key.name), group, here=is_first)
     name, whole = broadcast_json([key.name, whole] if is_first else None, source=0, group=group)
     if whole:
@@ -148,7 +158,9 @@ def encode_dataset(
     try:
         num_bytes = 4 * len(source) * math.prod(adapter.latents_shape(sampling))
         agreed(lambda: _fresh_folder(aside, num_bytes), group, here=is_first)
-        _encode_images(source, adapter, aside, sampling=sampling, device=device, mesh=mesh, batch=batch)
+        _encode_images(
+            source, adapter, aside, sampling=sampling, device=device, mesh=mesh, batch=batch
+        )
         _encode_captions(adapter, aside, dtype=dtype, device=device, mesh=mesh)
         agreed(lambda: _finish(aside, folder, key), group, here=is_first)
     except AgreedError:
@@ -159,12 +171,18 @@ def encode_dataset(
 
 
 def _checked_key(
-    source: ImageSource, adapter: ModelAdapter, sampling: Sampling, max_chars: int, dtype: torch.dtype
+    source: ImageSource,
+    adapter: ModelAdapter,
+    sampling: Sampling,
+    max_chars: int,
+    dtype: torch.dtype,
 ) -> CacheKey:
     """Raises ValueError for the first caption that is too long for data.max_prompt_chars or for the model."""
     for row, caption in enumerate(source.captions):
         checked_text(source.where(row), "caption", caption, max_chars)
-    adapter.check_prompts([Prompt(text=text, id=prompt_id(text, EMPTY_CAPTION)) for text in set(source.captions)])
+    adapter.check_prompts(
+        [Prompt(text=text, id=prompt_id(text, EMPTY_CAPTION)) for text in set(source.captions)]
+    )
     return CacheKey(
         images=source.fingerprint,
         num_images=len(source),
@@ -179,9 +197,14 @@ def _model_fingerprint(adapter: ModelAdapter) -> str:
     """Of names, sizes and modification times of the files of all components that are not trained."""
     stamps = []
     for path in sorted(adapter.model_folder.glob("*/**/*")):
-        if path.is_file() and path.relative_to(adapter.model_folder).parts[0] not in adapter.components:
+        if (
+            path.is_file()
+            and path.relative_to(adapter.model_folder).parts[0] not in adapter.components
+        ):
             status = path.stat()
-            stamps.append(f"{path.relative_to(adapter.model_folder)} {status.st_size} {status.st_mtime_ns}")
+            stamps.append(
+                f"{path.relative_to(adapter.model_folder)} {status.st_size} {status.st_mtime_ns}"
+            )
     return hashlib.blake2b("\n".join(stamps).encode(), digest_size=16).hexdigest()
 
 
@@ -211,7 +234,9 @@ def _encode_images(
         writer.flush()
         write_json(aside / f"captions_{mesh.rank:05d}.json", captions)
 
-    blocks = source.blocks(share.start, share.stop, size=batch, height=sampling.height, width=sampling.width)
+    blocks = source.blocks(
+        share.start, share.stop, size=batch, height=sampling.height, width=sampling.width
+    )
     with ExitStack() as stack, closing(blocks):
         encoder = adapter.image_encoder(dtype=torch.float32, device=device)
         encode = agreed(lambda: stack.enter_context(encoder), mesh.cpu_group)
@@ -231,7 +256,9 @@ def _encode_captions(
 ) -> None:
     """Writes this rank's share of the different captions' tokens, and on rank 0 which caption belongs to which image."""
     captions = agreed(lambda: _written_captions(aside, mesh.world_size), mesh.cpu_group)
-    texts = sorted({EMPTY_CAPTION, *captions}, key=lambda text: (len(text), text))  # equal lengths meet: less padding
+    texts = sorted(
+        {EMPTY_CAPTION, *captions}, key=lambda text: (len(text), text)
+    )  # equal lengths meet: less padding
     share = _share(len(texts), mesh)
     tokens, lengths = RowWriter(aside, "tokens", mesh.rank), RowWriter(aside, "lengths", mesh.rank)
     progress = _Progress("captions", share, mesh)
@@ -284,7 +311,9 @@ def _written_captions(aside: Path, world_size: int) -> list[str]:
     files = [aside / f"captions_{rank:05d}.json" for rank in range(world_size)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        raise ValueError(f"{aside} has no {', '.join(absent)}: latents need a folder that all nodes share")
+        raise ValueError(
+            f"{aside} has no {', '.join(absent)}: latents need a folder that all nodes share"
+        )
     return [caption for file in files for caption in _read_json(file)]
 
 

@@ -37,7 +37,9 @@ def read_first_frame(path: Path | str, *, height: int, width: int, where: str) -
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise ValueError(f"{where}: the image cannot be read ({error}); put it there, or mend the row") from error
+        raise ValueError(
+            f"{where}: the image cannot be read ({error}); put it there, or mend the row"
+        ) from error
     pixels_HWC = decode(data, where=f"{where}: {path}")
     rows, columns = pixels_HWC.shape[:2]
     if (rows, columns) != (height, width):
@@ -76,7 +78,9 @@ def _scale(pixels_HWC: np.ndarray, height: int, width: int) -> float:
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
-        raise ValueError(f"samples of 32 bits (mode {image.mode}) have no agreed range; save it with 8 or 16 bits")
+        raise ValueError(
+            f"samples of 32 bits (mode {image.mode}) have no agreed range; save it with 8 or 16 bits"
+        )
     if image.mode.startswith("I;16"):  # Pillow's own conversion to 8 bits clips at 255
         levels = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))

@@ -21,7 +21,9 @@ MAX_READERS = 16
 Row = tuple[str, dict[str, object]]  # where it stands ("file:line"), and its columns
 
 
-def load_prompts(path: str | Path, *, max_chars: int, first_frame_size: tuple[int, int] | None = None) -> list[Prompt]:
+def load_prompts(
+    path: str | Path, *, max_chars: int, first_frame_size: tuple[int, int] | None = None
+) -> list[Prompt]:
     """All prompts of a file, in its order.
 
     .txt: a prompt a line (UTF-8; blank lines are skipped, a line that starts with # is a prompt like any other).
@@ -36,18 +38,30 @@ def load_prompts(path: str | Path, *, max_chars: int, first_frame_size: tuple[in
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise ValueError(f"data.prompts={path}: unknown suffix {path.suffix!r}; known: {', '.join(READERS)}")
+        raise ValueError(
+            f"data.prompts={path}: unknown suffix {path.suffix!r}; known: {', '.join(READERS)}"
+        )
     if not path.is_file():
-        raise ValueError(f"data.prompts={path}: {'not a file' if path.exists() else 'no such file'}; set data.prompts")
+        raise ValueError(
+            f"data.prompts={path}: {'not a file' if path.exists() else 'no such file'}; set data.prompts"
+        )
     rows = list(reader(path))
     if not rows:
         raise ValueError(f"data.prompts={path}: holds 0 prompts, need at least 1")
-    prompts = [_prompt(where, row, max_chars, folder=path.parent if first_frame_size else None) for where, row in rows]
+    prompts = [
+        _prompt(where, row, max_chars, folder=path.parent if first_frame_size else None)
+        for where, row in rows
+    ]
     if first_frame_size:
-        _check_images({prompt.image: where for prompt, (where, _) in zip(prompts, rows, strict=True)}, first_frame_size)
+        _check_images(
+            {prompt.image: where for prompt, (where, _) in zip(prompts, rows, strict=True)},
+            first_frame_size,
+        )
     elif any(isinstance(row.get(IMAGE), str) for _, row in rows):
         logger.warning(
-            "%s: its %r goes to rewards only; rollout.first_frame=true makes it the first frame", path, IMAGE
+            "%s: its %r goes to rewards only; rollout.first_frame=true makes it the first frame",
+            path,
+            IMAGE,
         )
     num_repeated = len(prompts) - len({prompt.id for prompt in prompts})
     if num_repeated:
@@ -114,7 +128,9 @@ def checked_text(where: str, key: str, text: object, max_chars: int) -> str:
             "shorten it or raise the limit"
         )
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError(f"{where}: {key!r} holds half a surrogate pair (such as \\ud83d alone), which is no text")
+        raise ValueError(
+            f"{where}: {key!r} holds half a surrogate pair (such as \\ud83d alone), which is no text"
+        )
     return text
 
 
@@ -128,7 +144,9 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
     for where, line in _lines(path):
         row = parse_json(where, line)
         if not isinstance(row, dict):
-            raise ValueError(f'{where}: a {type(row).__name__}, must be an object such as {{"prompt": "a red circle"}}')
+            raise ValueError(
+                f'{where}: a {type(row).__name__}, must be an object such as {{"prompt": "a red circle"}}'
+            )
         yield where, row
 
 
@@ -186,7 +204,9 @@ def open_parquet(path: Path, *, key: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{key}={path}: parquet needs pyarrow; run: pip install 'megadiff[parquet]'") from error
+        raise ValueError(
+            f"{key}={path}: parquet needs pyarrow; run: pip install 'megadiff[parquet]'"
+        ) from error
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:

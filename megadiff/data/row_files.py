@@ -25,7 +25,9 @@ class RowWriter:
     A rank without rows writes no file. Raises ValueError, with the free space, when a file cannot be written.
     """
 
-    def __init__(self, folder: Path, prefix: str, rank: int, *, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, folder: Path, prefix: str, rank: int, *, file_bytes: int = FILE_BYTES
+    ) -> None:
         self._folder, self._stem, self._file_bytes = folder, f"{prefix}_{rank:05d}", file_bytes
         self._parts: list[Tensor] = []
         self._num_bytes = self._num_files = 0
@@ -40,7 +42,10 @@ class RowWriter:
     def flush(self) -> None:
         """Writes what is left."""
         if self._parts:
-            write_tensor(self._folder / f"{self._stem}_{self._num_files:05d}.safetensors", torch.cat(self._parts))
+            write_tensor(
+                self._folder / f"{self._stem}_{self._num_files:05d}.safetensors",
+                torch.cat(self._parts),
+            )
             self._num_files += 1
         self._parts, self._num_bytes = [], 0
 
@@ -65,14 +70,18 @@ def _written(path: Path) -> Iterator[None]:
             os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free / 2**20
-        raise ValueError(f"{path} could not be written: {error}; {free:.1f} MiB are free there") from error
+        raise ValueError(
+            f"{path} could not be written: {error}; {free:.1f} MiB are free there"
+        ) from error
 
 
 def _mapped(path: Path) -> Tensor:
     try:
         return safe_open(path, framework="pt").get_tensor(KEY)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; remove {path.parent}, it is made again") from error
+        raise ValueError(
+            f"{path} cannot be read: {error}; remove {path.parent}, it is made again"
+        ) from error
 
 
 class RowTable:

@@ -76,7 +76,10 @@ class PromptSampler:
             prompt_id = self._prompts[index].id
             repeats.append(seen[prompt_id])
             seen[prompt_id] += 1
-        return PromptBatch(prompts=tuple(self._prompts[index] for index in indices[mine]), repeats=tuple(repeats[mine]))
+        return PromptBatch(
+            prompts=tuple(self._prompts[index] for index in indices[mine]),
+            repeats=tuple(repeats[mine]),
+        )
 
     def state(self) -> dict[str, int | str]:
         """Where the sampler stands; equal on every rank."""
@@ -165,7 +168,9 @@ class EpochOrder:
         if epoch not in self._permutations:
             # A step that wraps many times reads many epochs; two of them are kept, as a step usually spans at most two.
             self._permutations = dict(list(self._permutations.items())[-1:])
-            self._permutations[epoch] = epoch_permutation(self._num_items, seed=self._seed, epoch=epoch)
+            self._permutations[epoch] = epoch_permutation(
+                self._num_items, seed=self._seed, epoch=epoch
+            )
         return self._permutations[epoch]
 
 

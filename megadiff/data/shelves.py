@@ -77,18 +77,28 @@ class ParquetShelf:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._lock = path, open_parquet(path, key="data.images"), threading.Lock()
+        self._path, self._file, self._lock = (
+            path,
+            open_parquet(path, key="data.images"),
+            threading.Lock(),
+        )
         self._groups: OrderedDict[int, Any] = OrderedDict()
         columns = {name: None for name in self._file.schema_arrow.names}
         if "image" not in columns:
-            raise ValueError(f"{path}: no column 'image' among {sorted(columns)}; name the column of image bytes so")
+            raise ValueError(
+                f"{path}: no column 'image' among {sorted(columns)}; name the column of image bytes so"
+            )
         key = _key_of(str(path), columns, CAPTION_KEYS, "caption")
         with self._damage_named():
             texts = self._file.read(columns=[key])[key].to_pylist()
         self.captions = [_caption(self.where(row), {key: text}) for row, text in enumerate(texts)]
         self.stamp = _stamp(path)
         metadata = self._file.metadata
-        self._ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
+        self._ends = list(
+            accumulate(
+                metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
+            )
+        )
 
     def where(self, row: int) -> str:
         return f"{self._path}: row {row + 1}"
@@ -106,10 +116,14 @@ class ParquetShelf:
         group = bisect_right(self._ends, row)
         with self._lock, self._damage_named():
             if group not in self._groups:
-                if len(self._groups) == 2:  # readers work in order, so that at most two groups are read at a time
+                if (
+                    len(self._groups) == 2
+                ):  # readers work in order, so that at most two groups are read at a time
                     self._groups.popitem(last=False)
                 self._groups[group] = self._file.read_row_group(group, columns=["image"])["image"]
-            return self._groups[group][row - self._ends[group]].as_py()  # counted from the group's end
+            return self._groups[group][
+                row - self._ends[group]
+            ].as_py()  # counted from the group's end
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -133,12 +147,18 @@ class TarShelf:
         with open(path, "rb") as file:
             for key, parts in _samples(path).items():
                 image = next((parts[suffix] for suffix in IMAGE_SUFFIXES if suffix in parts), None)
-                caption = next((parts[suffix] for suffix in CAPTION_SUFFIXES if suffix in parts), None)
+                caption = next(
+                    (parts[suffix] for suffix in CAPTION_SUFFIXES if suffix in parts), None
+                )
                 if image is None or caption is None:
                     missing = IMAGE_SUFFIXES if image is None else CAPTION_SUFFIXES
-                    raise ValueError(f"{path}: sample {key!r} has no {key}.{'|'.join(missing)}; it needs both")
+                    raise ValueError(
+                        f"{path}: sample {key!r} has no {key}.{'|'.join(missing)}; it needs both"
+                    )
                 self.captions.append(
-                    _member_caption(f"{path}: {caption.name}", _read_at(file, caption.offset, caption.size))
+                    _member_caption(
+                        f"{path}: {caption.name}", _read_at(file, caption.offset, caption.size)
+                    )
                 )
                 self._members.append(image)
 
@@ -171,12 +191,18 @@ def _samples(path: Path) -> dict[str, dict[str, Member]]:
                 folder, name = os.path.split(member.name)
                 stem, _, suffix = name.partition(".")
                 suffix = suffix.lower()
-                if not member.isfile() or not stem or suffix not in IMAGE_SUFFIXES + CAPTION_SUFFIXES:
+                if (
+                    not member.isfile()
+                    or not stem
+                    or suffix not in IMAGE_SUFFIXES + CAPTION_SUFFIXES
+                ):
                     continue
                 parts = samples.setdefault(os.path.join(folder, stem), {})
                 for other in parts:
                     if suffix == other or {suffix, other} <= set(IMAGE_SUFFIXES):
-                        raise ValueError(f"{path}: {member.name} and {parts[other].name} are of one sample; keep one")
+                        raise ValueError(
+                            f"{path}: {member.name} and {parts[other].name} are of one sample; keep one"
+                        )
                 parts[suffix] = Member(member.name, member.offset_data, member.size)
             end = archive.offset
     except tarfile.TarError as error:
@@ -186,7 +212,9 @@ def _samples(path: Path) -> dict[str, dict[str, Member]]:
     with open(path, "rb") as file:
         if _read_at(file, end, tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             # tarfile takes a damaged or missing header for the end, and all that follows would be lost in silence
-            raise ValueError(f"{path} has no end mark at byte {end}: it is cut short or damaged; fetch it again")
+            raise ValueError(
+                f"{path} has no end mark at byte {end}: it is cut short or damaged; fetch it again"
+            )
     return samples
 
 
@@ -198,14 +226,18 @@ def _member_caption(where: str, data: bytes) -> str:
     is_json = where.lower().endswith(".json")
     value = parse_json(where, text) if is_json else {"text": text.strip()}
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: a {type(value).__name__}, must be an object that holds the caption")
+        raise ValueError(
+            f"{where}: a {type(value).__name__}, must be an object that holds the caption"
+        )
     return _caption(where, value)
 
 
 def _caption(where: str, row: Mapping[str, object]) -> str:
     text = row[_key_of(where, row, CAPTION_KEYS, "caption")]
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{where}: the caption is {text!r}, must be text; write one or remove the row")
+        raise ValueError(
+            f"{where}: the caption is {text!r}, must be text; write one or remove the row"
+        )
     return text
 
 
@@ -214,7 +246,9 @@ def _key_of(where: str, row: Mapping[str, object], keys: tuple[str, ...], what: 
     for key in keys:
         if key in row:
             return key
-    raise ValueError(f"{where}: no {what} among the keys {sorted(row)}; name it {' or '.join(keys)}")
+    raise ValueError(
+        f"{where}: no {what} among the keys {sorted(row)}; name it {' or '.join(keys)}"
+    )
 
 
 def _inside(folder: Path, name: object, where: str) -> Path:

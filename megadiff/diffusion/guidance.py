@@ -12,7 +12,9 @@ def true_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) 
     checkpoint's own pipeline does. At scale 1 c is the positive velocity.
     """
     combined_BLC = negative_velocity_BLC + scale * (velocity_BLC - negative_velocity_BLC)
-    return combined_BLC * (velocity_BLC.norm(dim=-1, keepdim=True) / combined_BLC.norm(dim=-1, keepdim=True))
+    return combined_BLC * (
+        velocity_BLC.norm(dim=-1, keepdim=True) / combined_BLC.norm(dim=-1, keepdim=True)
+    )
 
 
 def plain_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) -> Tensor:

@@ -16,40 +16,60 @@ from torch import Tensor
 ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
 
 
-def initial_latents(shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int) -> Tensor:
+def initial_latents(
+    shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int
+) -> Tensor:
     """Standard normal float32 on CPU: the state at sigma 1 of one sample."""
     return _normal(
-        shape, f"{_identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)}/initial"
+        shape,
+        f"{_identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)}/initial",
     )
 
 
 def sde_noise(
-    shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int, step_index: int
+    shape: tuple[int, ...],
+    *,
+    seed: int,
+    step: int,
+    prompt_id: str,
+    sample_index: int,
+    step_index: int,
 ) -> Tensor:
     """Standard normal float32 on CPU: the noise of one stochastic step of one sample."""
     return _normal(
-        shape, f"{_identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)}/sde/{step_index}"
+        shape,
+        f"{_identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)}/sde/{step_index}",
     )
 
 
-def initial_latents_rows(shape: tuple[int, ...], identities: Sequence[Mapping[str, object]]) -> Tensor:
+def initial_latents_rows(
+    shape: tuple[int, ...], identities: Sequence[Mapping[str, object]]
+) -> Tensor:
     """[len(identities), *shape]: row i is initial_latents(shape, **identities[i]), bit by bit, at half its cost."""
     return _normal_rows(shape, [f"{_identity_key(**identity)}/initial" for identity in identities])
 
 
-def sde_noise_rows(shape: tuple[int, ...], identities: Sequence[Mapping[str, object]], *, step_index: int) -> Tensor:
+def sde_noise_rows(
+    shape: tuple[int, ...], identities: Sequence[Mapping[str, object]], *, step_index: int
+) -> Tensor:
     """[len(identities), *shape]: row i is sde_noise(shape, step_index=step_index, **identities[i]), bit by bit."""
-    return _normal_rows(shape, [f"{_identity_key(**identity)}/sde/{step_index}" for identity in identities])
+    return _normal_rows(
+        shape, [f"{_identity_key(**identity)}/sde/{step_index}" for identity in identities]
+    )
 
 
-def window_start(*, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]) -> int:
+def window_start(
+    *, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]
+) -> int:
     """First step of a group's stochastic window, uniform on {low … high − window_size}.
 
     Equal within a group (a window per sample was seen to collapse training) and never derived from a rank (that trains one
     fixed window for ever).
     """
     low, high = window_range
-    return low + int(_generator(f"{seed}/{step}/{prompt_id}/window").integers(high - window_size - low + 1))
+    return low + int(
+        _generator(f"{seed}/{step}/{prompt_id}/window").integers(high - window_size - low + 1)
+    )
 
 
 def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> Tensor:

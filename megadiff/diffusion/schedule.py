@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-def qwen_image_sigmas(num_steps: int, *, num_tokens: int, scheduler_config: Mapping[str, object]) -> Tensor:
+def qwen_image_sigmas(
+    num_steps: int, *, num_tokens: int, scheduler_config: Mapping[str, object]
+) -> Tensor:
     """Qwen-Image's schedule, [num_steps + 1] float32 from 1 to 0, computed in float64.
 
     num_tokens: latent tokens of the image, (height/16)·(width/16). scheduler_config: the checkpoint's
@@ -20,18 +22,24 @@ def qwen_image_sigmas(num_steps: int, *, num_tokens: int, scheduler_config: Mapp
     (terminal,) = _require(scheduler_config, "shift_terminal")
     sigmas = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
     sigmas = qwen_image_shift(sigmas, num_tokens=num_tokens, scheduler_config=scheduler_config)
-    if num_steps > 1:  # stretch so that the last sigma before 0 is `shift_terminal`; one step alone stays at sigma 1
+    if (
+        num_steps > 1
+    ):  # stretch so that the last sigma before 0 is `shift_terminal`; one step alone stays at sigma 1
         sigmas = 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
     return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
 
 
-def qwen_image_shift(sigmas: Tensor, *, num_tokens: int, scheduler_config: Mapping[str, object]) -> Tensor:
+def qwen_image_shift(
+    sigmas: Tensor, *, num_tokens: int, scheduler_config: Mapping[str, object]
+) -> Tensor:
     """Unshifted sigmas in (0, 1] → Qwen-Image's for this image size: e^mu / (e^mu + 1/sigma − 1). Same shape and dtype."""
     base_shift, max_shift, base_len, max_len = _require(
         scheduler_config, "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"
     )
     if not scheduler_config.get("use_dynamic_shifting"):
-        raise ValueError("scheduler_config.json has use_dynamic_shifting=false; Qwen-Image's schedule needs true")
+        raise ValueError(
+            "scheduler_config.json has use_dynamic_shifting=false; Qwen-Image's schedule needs true"
+        )
     slope = (max_shift - base_shift) / (max_len - base_len)
     exp_mu = math.exp(num_tokens * slope + base_shift - base_len * slope)
     return exp_mu / (exp_mu + 1 / sigmas - 1)

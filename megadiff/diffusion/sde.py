@@ -15,18 +15,24 @@ import torch
 from torch import Tensor
 
 
-def flow_sde_scale(sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float) -> Tensor:
+def flow_sde_scale(
+    sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
+) -> Tensor:
     """eta·sqrt(sigma / (1 − sigma)), with the schedule's second sigma in place of 1. Flow-GRPO, arXiv 2505.05470."""
     bounded_B = torch.where(sigma_B >= 1, schedule[1].to(sigma_B), sigma_B)
     return eta * torch.sqrt(sigma_B / (1 - bounded_B))
 
 
-def dance_sde_scale(sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float) -> Tensor:
+def dance_sde_scale(
+    sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
+) -> Tensor:
     """Constant eta. DanceGRPO, arXiv 2505.07818."""
     return torch.full_like(sigma_B, eta)
 
 
-def flow_cps_scale(sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float) -> Tensor:
+def flow_cps_scale(
+    sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
+) -> Tensor:
     """sigma_next·sin(eta·pi/2): coefficients-preserving sampling, Flow-CPS, arXiv 2509.05952."""
     return sigma_next_B * math.sin(eta * math.pi / 2)
 
@@ -44,19 +50,29 @@ NOISE_SCALES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def noise_scale(sde_type: str, sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float) -> Tensor:
+def noise_scale(
+    sde_type: str, sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
+) -> Tensor:
     """s(sigma), [B] float32. Raises ValueError for an unknown sde_type."""
     if sde_type not in NOISE_SCALES:
-        raise ValueError(f"sde_type={sde_type!r} is not one of {sorted(NOISE_SCALES)}; set rollout.sde_type")
+        raise ValueError(
+            f"sde_type={sde_type!r} is not one of {sorted(NOISE_SCALES)}; set rollout.sde_type"
+        )
     return NOISE_SCALES[sde_type](
         sigma_B.float(), sigma_next_B=sigma_next_B.float(), schedule=schedule.float(), eta=eta
     )
 
 
-def injected_std(sde_type: str, sigma_B: Tensor, sigma_next_B: Tensor, *, schedule: Tensor, eta: float) -> Tensor:
+def injected_std(
+    sde_type: str, sigma_B: Tensor, sigma_next_B: Tensor, *, schedule: Tensor, eta: float
+) -> Tensor:
     """Standard deviation of prev_sample around its mean, [B]: s·sqrt(−dt), and plain s for flow_cps."""
     scale_B = noise_scale(sde_type, sigma_B, sigma_next_B=sigma_next_B, schedule=schedule, eta=eta)
-    return scale_B if sde_type == "flow_cps" else scale_B * torch.sqrt(sigma_B.float() - sigma_next_B.float())
+    return (
+        scale_B
+        if sde_type == "flow_cps"
+        else scale_B * torch.sqrt(sigma_B.float() - sigma_next_B.float())
+    )
 
 
 def step_mean(
@@ -102,7 +118,11 @@ def log_prob(
     if sde_type == "flow_cps":
         return -_mean(squared_BLC.double())
     std_B = injected_std(sde_type, sigma_B, sigma_next_B, schedule=schedule, eta=eta).double()
-    return -_mean(squared_BLC.double()) / (2 * std_B**2) - torch.log(std_B) - 0.5 * math.log(2 * math.pi)
+    return (
+        -_mean(squared_BLC.double()) / (2 * std_B**2)
+        - torch.log(std_B)
+        - 0.5 * math.log(2 * math.pi)
+    )
 
 
 def sde_step(
@@ -122,14 +142,20 @@ def sde_step(
     prev_sample is rounded to the dtype it is stored in *before* log_prob is taken, so that the trainer, which only sees
     the stored one, computes the same number.
     """
-    mean_BLC = step_mean(sde_type, latents_BLC, velocity_BLC, sigma_B, sigma_next_B, schedule=schedule, eta=eta)
+    mean_BLC = step_mean(
+        sde_type, latents_BLC, velocity_BLC, sigma_B, sigma_next_B, schedule=schedule, eta=eta
+    )
     std_B = injected_std(sde_type, sigma_B, sigma_next_B, schedule=schedule, eta=eta)
     prev_sample_BLC = (mean_BLC + _spread(std_B, mean_BLC) * noise_BLC.float()).to(storage_dtype)
-    log_prob_B = log_prob(sde_type, prev_sample_BLC, mean_BLC, sigma_B, sigma_next_B, schedule=schedule, eta=eta)
+    log_prob_B = log_prob(
+        sde_type, prev_sample_BLC, mean_BLC, sigma_B, sigma_next_B, schedule=schedule, eta=eta
+    )
     return prev_sample_BLC, log_prob_B, mean_BLC
 
 
-def ode_step(latents_BLC: Tensor, velocity_BLC: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+def ode_step(
+    latents_BLC: Tensor, velocity_BLC: Tensor, sigma: Tensor, sigma_next: Tensor
+) -> Tensor:
     """Deterministic Euler step in float32; sigma and sigma_next are scalars or [B]."""
     latents_BLC = latents_BLC.float()
     return latents_BLC + velocity_BLC.float() * _spread(sigma_next - sigma, latents_BLC)

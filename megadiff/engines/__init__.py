@@ -30,7 +30,11 @@ def _kept(config: Config, component: str) -> dict[str, Any]:
     have adapters, so that replicas bind one set of modules; those of a component that is left out stay zero."""
     algorithm, chosen = config.algorithm, config.train.components
     frozen = bool(chosen) and component not in chosen and not config.lora.rank
-    return {"frozen": frozen, "keep_reference": algorithm.kl_coef > 0, "average_decay": algorithm.ema_decay}
+    return {
+        "frozen": frozen,
+        "keep_reference": algorithm.kl_coef > 0,
+        "average_decay": algorithm.ema_decay,
+    }
 
 
 ENGINES: dict[str, Callable[[Config, Mesh, ModelAdapter, str], ShardedEngine]] = {
@@ -47,6 +51,10 @@ def check_engine_installed(config: Config) -> None:
 def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> ExpertsEngine:
     """The model's engine on engine.backend, with the checkpoint's weights loaded. Collective over the world."""
     if config.engine.backend not in ENGINES:
-        raise ValueError(f"engine.backend={config.engine.backend!r} is not one of {', '.join(sorted(ENGINES))}")
+        raise ValueError(
+            f"engine.backend={config.engine.backend!r} is not one of {', '.join(sorted(ENGINES))}"
+        )
     build = ENGINES[config.engine.backend]
-    return ExpertsEngine(config, mesh, adapter, build=lambda component: build(config, mesh, adapter, component))
+    return ExpertsEngine(
+        config, mesh, adapter, build=lambda component: build(config, mesh, adapter, component)
+    )

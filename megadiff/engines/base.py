@@ -10,7 +10,15 @@ from typing import Protocol
 from torch import Tensor
 
 from megadiff.engines.gate import StepGate
-from megadiff.types import FlowBatch, FlowInputs, LogProbs, LoraSpec, LossOutput, StepInputs, TrainBatch
+from megadiff.types import (
+    FlowBatch,
+    FlowInputs,
+    LogProbs,
+    LoraSpec,
+    LossOutput,
+    StepInputs,
+    TrainBatch,
+)
 
 Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
 

@@ -18,7 +18,9 @@ VARIANTS = 32
 IMAGE, TEXT = STREAMS
 
 
-def compile_blocks(model: nn.Module, plan: ParallelPlan, *, text_varies: bool, budget: float) -> None:
+def compile_blocks(
+    model: nn.Module, plan: ParallelPlan, *, text_varies: bool, budget: float
+) -> None:
     """Each block's forward, the same code for all blocks of a kind. Hooks stay around it.
 
     budget: share of its activations that a block keeps for its backward: of what takes longest to compute for its bytes, by
@@ -37,7 +39,9 @@ def compile_blocks(model: nn.Module, plan: ParallelPlan, *, text_varies: bool, b
             module.forward = _of_any_text_length(compiled, signature) if text_varies else compiled
 
 
-def _of_any_text_length(compiled: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+def _of_any_text_length(
+    compiled: Callable[..., Any], signature: inspect.Signature
+) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         _mark(signature.bind(*args, **kwargs).arguments)
         return compiled(*args, **kwargs)
@@ -52,7 +56,9 @@ def _mark(arguments: dict[str, Any]) -> None:
     image, text = arguments[IMAGE].shape, arguments[TEXT].shape[1]
     lengths = {text, text + image[1]}.difference(image)
     for tensor in _tensors(value for name, value in arguments.items() if name != IMAGE):
-        for dim, size in enumerate(tensor.shape if tensor.dtype == torch.bool else tensor.shape[:-1]):
+        for dim, size in enumerate(
+            tensor.shape if tensor.dtype == torch.bool else tensor.shape[:-1]
+        ):
             if size in lengths:
                 maybe_mark_dynamic(tensor, dim)
 

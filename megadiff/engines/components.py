@@ -35,16 +35,21 @@ class ExpertsEngine:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, adapter: ModelAdapter, *, build: Callable[[str], ShardedEngine]
+        self,
+        config: Config,
+        mesh: Mesh,
+        adapter: ModelAdapter,
+        *,
+        build: Callable[[str], ShardedEngine],
     ) -> None:
         """build: component → its engine, with the checkpoint's weights."""
         self.config, self.mesh, self.adapter = config, mesh, adapter
         self.members: dict[str, ShardedEngine] = {}
         self.gate = StepGate(mesh.device)
         self.changed = set(adapter.components)
-        self._trained = [name for name in adapter.components if name in config.train.components] or [
-            *adapter.components
-        ]
+        self._trained = [
+            name for name in adapter.components if name in config.train.components
+        ] or [*adapter.components]
         for component in adapter.components:
             self.members[component] = build(component)
             self.members[component].gate = self.gate
@@ -113,7 +118,9 @@ class ExpertsEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        averaging = {component for component, member in self.members.items() if member.keeps_average}
+        averaging = {
+            component for component, member in self.members.items() if member.keeps_average
+        }
         with ExitStack() as stack:
             for member in self.members.values():
                 stack.enter_context(member.averaged())
@@ -125,13 +132,21 @@ class ExpertsEngine:
 
     def save(self, folder: Path) -> None:
         """One file a rank: its pieces of the float32 weights and AdamW's moments. Replicas are written once."""
-        shards = {key: pieces for member in self.members.values() for key, pieces in member.shards().items()}
+        shards = {
+            key: pieces
+            for member in self.members.values()
+            for key, pieces in member.shards().items()
+        }
         values: dict[str, object] = {
-            "optimizer_steps": {component: member.num_updates for component, member in self.members.items()}
+            "optimizer_steps": {
+                component: member.num_updates for component, member in self.members.items()
+            }
         }
         if self.lora:
             values["lora"] = lora_values(self.lora)
-        write_shards(folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values)
+        write_shards(
+            folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values
+        )
 
     def save_now(self, folder: Path, timeout_s: float) -> None:
         """Save from a rescue's thread; see engines.base.Engine."""
@@ -167,19 +182,33 @@ class ExpertsEngine:
             self.offload()
 
     def _asked(self, components: Collection[str] | None) -> list[str]:
-        return [component for component in self.members if components is None or component in components]
+        return [
+            component for component in self.members if components is None or component in components
+        ]
 
     def _shares(self, batch: Batch) -> dict[str, Share]:
         """Collective. What every component has of the batch."""
-        rows, weights_R = component_rows(batch, self.adapter.component_of), row_weights(batch).double()
+        rows, weights_R = (
+            component_rows(batch, self.adapter.component_of),
+            row_weights(batch).double(),
+        )
         none, size = torch.empty(0, dtype=torch.int64), self.config.train.microbatch_size
         mine = {component: rows.get(component, none) for component in self.members}
-        counts = {component: num_microbatches(len(rows_R), size) for component, rows_R in mine.items()}
+        counts = {
+            component: num_microbatches(len(rows_R), size) for component, rows_R in mine.items()
+        }
         pairs = {component: float(weights_R[rows_R].sum()) for component, rows_R in mine.items()}
-        counts, pairs = all_reduce_max(counts, self.mesh.cpu_group), all_reduce_sums(pairs, self.mesh.cpu_group)
+        counts, pairs = (
+            all_reduce_max(counts, self.mesh.cpu_group),
+            all_reduce_sums(pairs, self.mesh.cpu_group),
+        )
         peers = self.mesh.sp * self.mesh.tp  # have the same rows
         return {
-            component: Share(rows_R=rows_R, num_microbatches=int(counts[component]), num_pairs=pairs[component] / peers)
+            component: Share(
+                rows_R=rows_R,
+                num_microbatches=int(counts[component]),
+                num_pairs=pairs[component] / peers,
+            )
             for component, rows_R in mine.items()
         }
 
@@ -198,12 +227,19 @@ class ExpertsEngine:
         sums = all_reduce_sums(totals, self.mesh.dp_group)
         return {name: value / denominator for name, value in sums.items()}
 
-    def _figures(self, steps: dict[str, Step], shares: dict[str, Share], rates: dict[str, float]) -> dict[str, float]:
+    def _figures(
+        self, steps: dict[str, Step], shares: dict[str, Share], rates: dict[str, float]
+    ) -> dict[str, float]:
         """Of several components each has its own figures too; an idle one's gradient is 0."""
-        norms = {component: steps[component].grad_norm if component in steps else 0.0 for component in self._trained}
+        norms = {
+            component: steps[component].grad_norm if component in steps else 0.0
+            for component in self._trained
+        }
         figures = {"optim/grad_norm": math.hypot(*norms.values()), "optim/lr": max(rates.values())}
         if len(self.members) == 1:
             return figures
-        figures |= {f"train/pairs/{component}": share.num_pairs for component, share in shares.items()}
+        figures |= {
+            f"train/pairs/{component}": share.num_pairs for component, share in shares.items()
+        }
         figures |= {f"optim/grad_norm/{component}": norm for component, norm in norms.items()}
         return figures | {f"optim/lr/{component}": rate for component, rate in rates.items()}

@@ -27,7 +27,9 @@ def runs(num_bytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
         yield run
 
 
-def gather_flat(pieces: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> list[Tensor]:
+def gather_flat(
+    pieces: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> list[Tensor]:
     """Collective. Each piece [n] → [ranks, n] in dtype, what every rank has there; n is the same on all of them."""
     own = torch.cat(pieces).to(dtype)
     whole_RN = own.new_empty(dist.get_world_size(group), own.numel())
@@ -36,7 +38,10 @@ def gather_flat(pieces: Sequence[Tensor], dtype: torch.dtype, group: dist.Proces
 
 
 def gather_rows(
-    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype, group: dist.ProcessGroup
+    pieces: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
 ) -> list[Tensor]:
     """Collective. Whole tensors of these shapes, of which each rank has rows as torch.chunk cuts them: the last ranks fewer,
     or none."""
@@ -45,7 +50,8 @@ def gather_rows(
     filled = [_filled(piece.reshape(-1), size) for piece, size in zip(pieces, sizes, strict=True)]
     gathered = gather_flat(filled, dtype, group)
     return [
-        every_RN.reshape(-1)[: math.prod(shape)].view(*shape) for every_RN, shape in zip(gathered, shapes, strict=True)
+        every_RN.reshape(-1)[: math.prod(shape)].view(*shape)
+        for every_RN, shape in zip(gathered, shapes, strict=True)
     ]
 
 

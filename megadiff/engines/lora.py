@@ -23,7 +23,9 @@ def fill_start(name: str, shards: Sequence[Shard], *, seed: int) -> None:
         return
     whole = start_values(name, shards[0].shape, seed=seed)
     for shard in shards:
-        place = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
+        place = tuple(
+            slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True)
+        )
         shard.local.copy_(whole[place])
 
 

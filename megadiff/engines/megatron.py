@@ -81,22 +81,30 @@ class MegatronEngine(ShardedEngine):
         self._is_first_tp, self._is_first_data = mesh.rank % mesh.tp == 0, mesh.rank // mesh.tp == 0
         source = SourceFolder(adapter.model_folder / component)
         empty = adapter.empty_transformer(component)
-        source.check_names({name: tuple(parameter.shape) for name, parameter in empty.named_parameters()})
-        adapters = build_adapters(config, adapter.plan, (name for name, _ in empty.named_parameters()))
+        source.check_names(
+            {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+        )
+        adapters = build_adapters(
+            config, adapter.plan, (name for name, _ in empty.named_parameters())
+        )
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())
         self._outdated, self._is_frozen = False, frozen
         self._is_mixed = config.engine.dtype != "float32" and not frozen
         if frozen:
             transformer.requires_grad_(False)
-            self._pieces = {name: _whole_piece(parameter) for name, parameter in self._parameters.items()}
+            self._pieces = {
+                name: _whole_piece(parameter) for name, parameter in self._parameters.items()
+            }
             optimizer = build_adamw(config.optim, [])
         else:
             self._ddp = _build_ddp(transformer, mesh)
             self._ddp.offload_grad_buffers()  # until an update
             with megatron_cpu.making_optimizer(mesh.device):
                 self._distributed = _build_optimizer(config, self._ddp, self._parameters)
-            self._pieces = _pieces(self._distributed, lora_parameters(transformer) if adapters else self._parameters)
+            self._pieces = _pieces(
+                self._distributed, lora_parameters(transformer) if adapters else self._parameters
+            )
             optimizer = self._distributed.optimizer
         if self._is_mixed:
             self._read_masters(source, seed=config.seed)
@@ -108,7 +116,9 @@ class MegatronEngine(ShardedEngine):
             transformer=transformer,
             optimizer=optimizer,
             optimized={
-                name: piece.held for name, piece in self._pieces.items() if self._parameters[name].requires_grad
+                name: piece.held
+                for name, piece in self._pieces.items()
+                if self._parameters[name].requires_grad
             },
             masters={name: piece.held.detach() for name, piece in self._pieces.items()},
             adapters=adapters,
@@ -119,7 +129,9 @@ class MegatronEngine(ShardedEngine):
 
     def load(self, source: ShardFolder) -> None:
         super().load(source)
-        for name in self._pieces.keys() - self._optimized.keys():  # never trained, so only now another
+        for name in (
+            self._pieces.keys() - self._optimized.keys()
+        ):  # never trained, so only now another
             self._pieces[name].model.copy_(self._pieces[name].held)
 
     def update(self, batch: Batch, loss: Loss, share: Share, *, denominator: float) -> Step:
@@ -131,7 +143,9 @@ class MegatronEngine(ShardedEngine):
         except NonFiniteError:  # on every rank, after all reductions: the batch may be stepped over
             self._ddp.offload_grad_buffers(empty_cache=False)
             raise
-        self._ddp.offload_grad_buffers(empty_cache=False)  # train.replicas.make_room does that, where others want it
+        self._ddp.offload_grad_buffers(
+            empty_cache=False
+        )  # train.replicas.make_room does that, where others want it
         return step
 
     def offload(self) -> None:
@@ -167,10 +181,16 @@ class MegatronEngine(ShardedEngine):
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Under bfloat16 the rounded weights, in any dtype. Cast before the gather."""
-        cut = {name for name in names if self.mesh.tp > 1 and self._parameters[name].placement.sharded_dim is not None}
+        cut = {
+            name
+            for name in names
+            if self.mesh.tp > 1 and self._parameters[name].placement.sharded_dim is not None
+        }
         order = [name for name in names if name in cut]
         pieces = [self._parameters[name].detach().reshape(-1) for name in order]
-        gathered = dict(zip(order, gather_flat(pieces, dtype, self._tp_group) if order else [], strict=True))
+        gathered = dict(
+            zip(order, gather_flat(pieces, dtype, self._tp_group) if order else [], strict=True)
+        )
         return [
             _joined(gathered[name], self._parameters[name].placement)
             if name in cut
@@ -181,15 +201,21 @@ class MegatronEngine(ShardedEngine):
     def _places(self, name: str, piece: Tensor) -> list[Shard]:
         placement = self._parameters[name].placement
         box = Shard(
-            local=torch.empty(placement.local_shape, device="meta"), offsets=placement.offsets, shape=placement.shape
+            local=torch.empty(placement.local_shape, device="meta"),
+            offsets=placement.offsets,
+            shape=placement.shape,
         )
         return flat_shards(piece, self._pieces[name].start, box)
 
     def _is_first_holder(self, name: str) -> bool:
         parameter = self._parameters[name]
-        is_split_over_data = parameter.requires_grad  # the distributed optimizer leaves out what is never trained
+        is_split_over_data = (
+            parameter.requires_grad
+        )  # the distributed optimizer leaves out what is never trained
         is_split_over_tp = parameter.placement.sharded_dim is not None
-        return (is_split_over_data or self._is_first_data) and (is_split_over_tp or self._is_first_tp)
+        return (is_split_over_data or self._is_first_data) and (
+            is_split_over_tp or self._is_first_tp
+        )
 
     def _masters_changed(self) -> None:
         self._outdated = not self._is_frozen  # whose masters are the weights
@@ -198,7 +224,10 @@ class MegatronEngine(ShardedEngine):
         """Under bfloat16 also the masters, which lie beside the weights."""
         if not self._is_mixed:
             return super()._offloadable()
-        masters = {f"{TRAINED}/{self.component}.{name}": held.detach() for name, held in self._optimized.items()}
+        masters = {
+            f"{TRAINED}/{self.component}.{name}": held.detach()
+            for name, held in self._optimized.items()
+        }
         return super()._offloadable() | masters
 
     def _publish(self) -> None:
@@ -207,7 +236,9 @@ class MegatronEngine(ShardedEngine):
             return
         if self._is_mixed:
             trained = [self._pieces[name] for name in self._optimized]
-            torch._foreach_copy_([piece.model for piece in trained], [piece.held.detach() for piece in trained])
+            torch._foreach_copy_(
+                [piece.model for piece in trained], [piece.held.detach() for piece in trained]
+            )
         self._ddp.start_param_sync()
         self._outdated = False
 
@@ -257,7 +288,9 @@ def _prepare_import() -> None:
     """It warns of what it would use if there were, lists all parameters of all buckets, and uses torch's older names."""
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated"
+    )
 
 
 def _build_transformer(
@@ -324,9 +357,15 @@ def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
 
     dtype = DTYPES[config.engine.dtype]
     return DistributedOptimizer(
-        build_adamw(config.optim, (parameter for parameter in parameters.values() if parameter.requires_grad)),
+        build_adamw(
+            config.optim,
+            (parameter for parameter in parameters.values() if parameter.requires_grad),
+        ),
         OptimizerConfig(
-            optimizer="adam", use_distributed_optimizer=True, params_dtype=dtype, bf16=dtype == torch.bfloat16
+            optimizer="adam",
+            use_distributed_optimizer=True,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
         ),
         grad_scaler=None,
         init_state_fn=None,
@@ -362,7 +401,9 @@ def _pieces(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, Piece
         if not parameter.requires_grad:
             piece = _whole_piece(parameter)
             is_master = piece.held.dtype == torch.float32
-            pieces[name] = piece if is_master else replace(piece, held=piece.held.to("cpu", torch.float32))
+            pieces[name] = (
+                piece if is_master else replace(piece, held=piece.held.to("cpu", torch.float32))
+            )
         elif parameter in held:
             flat = parameter.detach().view(-1)
             start = distributed._get_model_param_range_map(parameter)["param"].start

@@ -148,13 +148,18 @@ def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Ite
 
 
 @microbatches.register
-def _(batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device) -> Iterator[FlowMicrobatch]:
+def _(
+    batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device
+) -> Iterator[FlowMicrobatch]:
     """Noised on the device: one pass over each tensor there; on the CPU none where rows follow each other, but for a GPU's
     copy."""
     for row_B in _chunks(rows_R, size):
         first, last = int(row_B[0]), int(row_B[-1])
         rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
-        latents_BLC, noise_BLC = _on(device, batch.latents_NLC[rows]), _on(device, batch.noise_NLC[rows])
+        latents_BLC, noise_BLC = (
+            _on(device, batch.latents_NLC[rows]),
+            _on(device, batch.noise_NLC[rows]),
+        )
         sigma_B = _on(device, batch.sigma_N[rows])
         yield FlowMicrobatch(
             latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
@@ -171,7 +176,9 @@ def _chunks(rows_R: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 @singledispatch
-def loss_inputs(batch: Batch, piece: Microbatch | FlowMicrobatch, velocity_BLC: Tensor) -> StepInputs | FlowInputs:
+def loss_inputs(
+    batch: Batch, piece: Microbatch | FlowMicrobatch, velocity_BLC: Tensor
+) -> StepInputs | FlowInputs:
     """The record that a loss sees."""
     raise TypeError(f"a {type(batch).__name__} is no batch")
 
@@ -179,7 +186,10 @@ def loss_inputs(batch: Batch, piece: Microbatch | FlowMicrobatch, velocity_BLC: 
 @loss_inputs.register
 def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInputs:
     return FlowInputs(
-        velocity_BLC=velocity_BLC, target_BLC=piece.target_BLC, sigma_B=piece.sigma_B, weight_B=piece.weight_B
+        velocity_BLC=velocity_BLC,
+        target_BLC=piece.target_BLC,
+        sigma_B=piece.sigma_B,
+        weight_B=piece.weight_B,
     )
 
 

@@ -20,4 +20,6 @@ def build_adamw(optim: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+    )

@@ -21,7 +21,14 @@ from megadiff.diffusion import sde
 from megadiff.engines.base import Loss, NonFiniteError
 from megadiff.engines.gate import StepGate
 from megadiff.engines.gathering import GATHERED_AT_ONCE, local, runs
-from megadiff.engines.microbatch import Batch, FlowMicrobatch, Microbatch, Share, loss_inputs, pieces
+from megadiff.engines.microbatch import (
+    Batch,
+    FlowMicrobatch,
+    Microbatch,
+    Share,
+    loss_inputs,
+    pieces,
+)
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
@@ -79,7 +86,9 @@ class ShardedEngine(ABC):
         self._adapters = adapters
         self._can_offload = mesh.device.type != "cpu"
         self._is_offloaded = False
-        self._on_host: dict[str, tuple[Tensor, Tensor]] = {}  # name in a checkpoint → the emptied piece and its values
+        self._on_host: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # name in a checkpoint → the emptied piece and its values
         self._are_masters_back = False  # alone of what was offloaded
         self.num_updates = 0
         self.gate = StepGate(mesh.device)
@@ -91,7 +100,9 @@ class ShardedEngine(ABC):
         self._average_decay = average_decay
         self._average: dict[str, Tensor] = {}
         if average_decay:
-            self._average = {name: piece if frozen else piece.clone() for name, piece in self._masters.items()}
+            self._average = {
+                name: piece if frozen else piece.clone() for name, piece in self._masters.items()
+            }
 
     @abstractmethod
     def _in_use(self) -> AbstractContextManager[None]:
@@ -144,8 +155,12 @@ class ShardedEngine(ABC):
                     continue
                 sigmas = (piece.sigma_B, piece.sigma_next_B)
                 step = dict(schedule=batch.schedule, eta=sampling.eta)
-                mean_BLC = sde.step_mean(sampling.sde_type, piece.latents_BLC, velocity_BLC, *sigmas, **step)
-                log_prob_B = sde.log_prob(sampling.sde_type, piece.prev_sample_BLC, mean_BLC, *sigmas, **step)
+                mean_BLC = sde.step_mean(
+                    sampling.sde_type, piece.latents_BLC, velocity_BLC, *sigmas, **step
+                )
+                log_prob_B = sde.log_prob(
+                    sampling.sde_type, piece.prev_sample_BLC, mean_BLC, *sigmas, **step
+                )
                 into.log_probs_NW[piece.sample_B, piece.step_B] = log_prob_B.cpu()
                 into.means_NWLC[piece.sample_B, piece.step_B] = mean_BLC.cpu()
 
@@ -179,7 +194,9 @@ class ShardedEngine(ABC):
         """Of all parameters, in the module's order."""
         return [name for name, _ in self.transformer.named_parameters()]
 
-    def _buckets(self, names: Iterable[str], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def _buckets(
+        self, names: Iterable[str], bucket_bytes: int
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         dtype = DTYPES[self.config.model.dtype]
         num_bytes = {name: math.prod(self._full_shape(name)) * dtype.itemsize for name in names}
         with self._in_use():
@@ -187,7 +204,10 @@ class ShardedEngine(ABC):
                 bucket: list[tuple[str, Tensor]] = []  # without the one before
                 for run in runs({name: num_bytes[name] for name in bucket_names}, GATHERED_AT_ONCE):
                     tensors = self._full_weights(run, dtype)
-                    bucket += [(f"{self.component}.{name}", one) for name, one in zip(run, tensors, strict=True)]
+                    bucket += [
+                        (f"{self.component}.{name}", one)
+                        for name, one in zip(run, tensors, strict=True)
+                    ]
                     del tensors
                 yield bucket
 
@@ -198,7 +218,9 @@ class ShardedEngine(ABC):
                 yield
             return
         if self._reference is None:
-            raise ValueError("this engine keeps no reference weights; build it with keep_reference=True (kl_coef > 0)")
+            raise ValueError(
+                "this engine keeps no reference weights; build it with keep_reference=True (kl_coef > 0)"
+            )
         with self._swapped(self._reference):
             yield
 
@@ -210,8 +232,13 @@ class ShardedEngine(ABC):
     def shards(self) -> dict[str, list[Shard]]:
         """Name in a checkpoint → this rank's pieces of the float32 weights and AdamW's moments, wherever they are now. What
         several ranks hold is the first one's. Frozen weights come as they are, in engine.dtype."""
-        held = ((key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name))
-        return {key: self._places(name, self._on_host.get(key, (None, piece))[1]) for key, name, piece in held}
+        held = (
+            (key, name, piece) for key, name, piece in self._state() if self._is_first_holder(name)
+        )
+        return {
+            key: self._places(name, self._on_host.get(key, (None, piece))[1])
+            for key, name, piece in held
+        }
 
     def load(self, source: ShardFolder) -> None:
         """Bit exact under any layout, world size and engine. Raises ValueError that names what is torn: the file and
@@ -224,7 +251,11 @@ class ShardedEngine(ABC):
             if key.startswith(f"{AVERAGED}/") and piece is self._masters[name]:
                 continue  # nothing is averaged of what is not trained, whatever was when this was saved
             piece = self._on_host.get(key, (None, piece))[1]
-            whole = piece if piece.dtype == torch.float32 else torch.empty_like(piece, dtype=torch.float32)
+            whole = (
+                piece
+                if piece.dtype == torch.float32
+                else torch.empty_like(piece, dtype=torch.float32)
+            )
             for shard in self._places(name, whole):
                 source.read_into(key, shard)
             if whole is not piece:
@@ -288,7 +319,9 @@ class ShardedEngine(ABC):
         for index, (piece, counts) in enumerate(pieces(batch, share, size, self.mesh.device)):
             with self._microbatch(last=index == share.num_microbatches - 1):
                 velocity_BLC = self._velocity(batch, piece)
-                output = loss(loss_inputs(batch, piece, velocity_BLC if counts else velocity_BLC.detach()))
+                output = loss(
+                    loss_inputs(batch, piece, velocity_BLC if counts else velocity_BLC.detach())
+                )
                 (output.loss_sum * scale if counts else velocity_BLC.sum() * 0).backward()
             for name, value in output.sums.items():
                 totals[name] = totals.get(name, 0) + (value if counts else torch.zeros_like(value))
@@ -307,7 +340,9 @@ class ShardedEngine(ABC):
         dist.all_reduce(squared)
         norm = squared.sqrt()
         if not torch.isfinite(norm):
-            raise NonFiniteError(f"gradient norm is {norm.item()}; the weights were left as they were")
+            raise NonFiniteError(
+                f"gradient norm is {norm.item()}; the weights were left as they were"
+            )
         if gradients:
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.item()
@@ -330,7 +365,9 @@ class ShardedEngine(ABC):
         """Decay rises to its value as (1 + n) / (10 + n), so that the start is soon forgotten."""
         if self._average:
             decay = min(self._average_decay, (1 + self.num_updates) / (10 + self.num_updates))
-            torch._foreach_lerp_(list(self._average.values()), list(self._masters.values()), 1 - decay)
+            torch._foreach_lerp_(
+                list(self._average.values()), list(self._masters.values()), 1 - decay
+            )
 
     @contextmanager
     def _swapped(self, held: Mapping[str, Tensor]) -> Iterator[None]:
@@ -365,7 +402,9 @@ class ShardedEngine(ABC):
     def _moments(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) → AdamW's moment, of the parameters that have had a gradient: an unused branch never has."""
         states = ((name, self.optimizer.state.get(held)) for name, held in self._optimized.items())
-        return {(kind, name): local(state[kind]) for name, state in states if state for kind in MOMENTS}
+        return {
+            (kind, name): local(state[kind]) for name, state in states if state for kind in MOMENTS
+        }
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(name in a checkpoint, parameter's name, this rank's piece) of all that a checkpoint holds."""
@@ -393,7 +432,9 @@ class ShardedEngine(ABC):
         for name, held in self._optimized.items():
             if self._moment_key(MOMENTS[0], name) in source.shapes:
                 moments = {kind: torch.zeros_like(held.detach()) for kind in MOMENTS}
-                step = torch.tensor(float(self.num_updates), dtype=torch.float32, device=self.mesh.device)
+                step = torch.tensor(
+                    float(self.num_updates), dtype=torch.float32, device=self.mesh.device
+                )
                 self.optimizer.state[held] = {"step": step, **moments}
                 for kind, moment in moments.items() if self._is_offloaded else ():
                     self._put_away(self._moment_key(kind, name), local(moment))

@@ -61,7 +61,9 @@ LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not us
     "causal_conv1d",
     "chunk_gated_delta_rule",
 )
-UNSHARDED_SHARE = 0.25  # of the device's memory, that whole weights and gradients may take between microbatches
+UNSHARDED_SHARE = (
+    0.25  # of the device's memory, that whole weights and gradients may take between microbatches
+)
 
 
 class VeOmniEngine(ShardedEngine):
@@ -86,9 +88,15 @@ class VeOmniEngine(ShardedEngine):
         transformer, adapters = _build_transformer(config, mesh, adapter, component, frozen=frozen)
         self._parameters: dict[str, DTensor] = dict(transformer.named_parameters())
         _load_source(self._parameters, adapter.model_folder / component, seed=config.seed)
-        masters = {name: p for name, p in self._parameters.items() if is_lora(name)} if adapters else self._parameters
+        masters = (
+            {name: p for name, p in self._parameters.items() if is_lora(name)}
+            if adapters
+            else self._parameters
+        )
         trained = {} if frozen else masters
-        self._fsdp_modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+        self._fsdp_modules = [
+            module for module in transformer.modules() if isinstance(module, FSDPModule)
+        ]
         self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
         self._are_whole = False  # all weights, from one microbatch to the next
         self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
@@ -157,7 +165,11 @@ class VeOmniEngine(ShardedEngine):
     def _is_first_holder(self, name: str) -> bool:
         tensor = self._parameters[name]
         coordinate = tensor.device_mesh.get_coordinate()
-        return all(at == 0 for at, place in zip(coordinate, tensor.placements, strict=True) if not place.is_shard())
+        return all(
+            at == 0
+            for at, place in zip(coordinate, tensor.placements, strict=True)
+            if not place.is_shard()
+        )
 
     def _masters_changed(self) -> None:
         self._drop_unsharded()
@@ -180,7 +192,12 @@ def _row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
     mesh, placements = parameters[0].device_mesh, parameters[0].placements
     dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
     alike = all(one.device_mesh == mesh and one.placements == placements for one in parameters)
-    if not alike or len(dims) != 1 or not placements[dims[0]].is_shard(0) or mesh.size(dims[0]) == 1:
+    if (
+        not alike
+        or len(dims) != 1
+        or not placements[dims[0]].is_shard(0)
+        or mesh.size(dims[0]) == 1
+    ):
         return None
     return mesh.get_group(dims[0])
 
@@ -192,7 +209,9 @@ def check_installed(config: Config) -> None:
 
 def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
     if not adapter.veomni_splits_tokens:
-        check_version("megatron-core", tested=MEGATRON_VERSIONS)  # whose collectives megadiff.parallel splits tokens by
+        check_version(
+            "megatron-core", tested=MEGATRON_VERSIONS
+        )  # whose collectives megadiff.parallel splits tokens by
     if mesh.tp > 1:
         raise ValueError(
             f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it; "
@@ -200,7 +219,9 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
         )
     check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
     if mesh.device.type == "cpu" and torch.cuda.is_available():
-        raise ValueError("run.device=cpu, but VeOmni takes the GPU that it sees; set CUDA_VISIBLE_DEVICES= as well")
+        raise ValueError(
+            "run.device=cpu, but VeOmni takes the GPU that it sees; set CUDA_VISIBLE_DEVICES= as well"
+        )
 
 
 def _build_transformer(
@@ -227,7 +248,11 @@ def _build_transformer(
     )
     set_parallel_state(state)
     plan, is_veomnis = adapter.plan, adapter.veomni_splits_tokens
-    model = _veomni_module(adapter.model_folder / component) if is_veomnis else adapter.empty_transformer(component)
+    model = (
+        _veomni_module(adapter.model_folder / component)
+        if is_veomnis
+        else adapter.empty_transformer(component)
+    )
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
     if adapters or frozen:
         model.requires_grad_(not frozen)
@@ -242,7 +267,9 @@ def _build_transformer(
     budget = config.engine.activation_memory_budget
     if config.model.float32_streams:
         adapter.keep_streams_in_float32(model, DTYPES[config.engine.dtype])
-    within_blocks = config.engine.compile and mesh.sp == 1  # Ulysses' exchanges cut a block into several graphs
+    within_blocks = (
+        config.engine.compile and mesh.sp == 1
+    )  # Ulysses' exchanges cut a block into several graphs
     if not within_blocks:
         recompute_blocks(model, plan, budget=budget)
     mixed = MixedPrecisionConfig(
@@ -254,11 +281,17 @@ def _build_transformer(
     )
     units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
     sharded = parallelize_model_fsdp2(
-        model, mixed_precision=mixed, basic_modules=sorted(units), should_skip_hf_weight_load=True, init_device="meta"
+        model,
+        mixed_precision=mixed,
+        basic_modules=sorted(units),
+        should_skip_hf_weight_load=True,
+        init_device="meta",
     )
     if config.engine.compile:
         text_varies = adapter.activations.text_is_stream
-        compile_blocks(sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0)
+        compile_blocks(
+            sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
+        )
     return sharded.train(), adapters
 
 
@@ -268,7 +301,8 @@ def _veomni_module(folder: Path) -> nn.Module:
     from veomni.models import build_foundation_model
 
     ops = OpsImplementationConfig(
-        attn_implementation="eager", **{f"{name}_implementation": "eager" for name in LANGUAGE_MODEL_OPS}
+        attn_implementation="eager",
+        **{f"{name}_implementation": "eager" for name in LANGUAGE_MODEL_OPS},
     )
     return build_foundation_model(
         config_path=str(folder),
@@ -287,7 +321,9 @@ def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: to
     split = model.forward
 
     def forward(**inputs: Any) -> Any:
-        return split(**inputs | {name: inputs[name].to(dtype) for name in STREAMS if name in inputs})
+        return split(
+            **inputs | {name: inputs[name].to(dtype) for name in STREAMS if name in inputs}
+        )
 
     model.forward = forward
 
@@ -308,7 +344,9 @@ def _prepare_import(mesh: Mesh) -> None:
 
 def _load_source(parameters: dict[str, DTensor], folder: Path, *, seed: int) -> None:
     source = SourceFolder(folder)
-    source.check_names({name: tuple(p.shape) for name, p in parameters.items() if not is_lora(name)})
+    source.check_names(
+        {name: tuple(p.shape) for name, p in parameters.items() if not is_lora(name)}
+    )
     for name, parameter in parameters.items():
         shard = _shard(parameter, local(parameter))
         if is_lora(name):
@@ -333,11 +371,16 @@ def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device)
     )
     limit = UNSHARDED_SHARE * torch.cuda.get_device_properties(device).total_memory
     if num_bytes > limit:
-        logger.info("gradients are reduced after every microbatch: %.1f GiB unsharded would not fit", num_bytes / 2**30)
+        logger.info(
+            "gradients are reduced after every microbatch: %.1f GiB unsharded would not fit",
+            num_bytes / 2**30,
+        )
     return num_bytes > limit
 
 
 def _shard(tensor: DTensor, piece: Tensor) -> Shard:
     """piece: of this rank, of the tensor or of another that is sharded as it is."""
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return Shard(local=piece, offsets=tuple(offsets), shape=tuple(tensor.shape))

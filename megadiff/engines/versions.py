@@ -12,4 +12,6 @@ def check_version(package: str, *, tested: tuple[str, ...]) -> None:
     except importlib.metadata.PackageNotFoundError:
         version = "(not installed)"
     if version not in tested:
-        raise ValueError(f"{package} {version} is none of {', '.join(tested)}, on which this engine was tested")
+        raise ValueError(
+            f"{package} {version} is none of {', '.join(tested)}, on which this engine was tested"
+        )

@@ -101,7 +101,9 @@ class Decoding:
     def num_rows(self, device: str, *, num_frames: int, height: int, width: int) -> int:
         return max(1, self.pixels[device] // (num_frames * height * width))
 
-    def num_bytes(self, rows: int, *, num_frames: int, height: int, width: int, itemsize: int) -> int:
+    def num_bytes(
+        self, rows: int, *, num_frames: int, height: int, width: int, itemsize: int
+    ) -> int:
         """Beside the decoder's weights, of samples on a GPU (an estimate)."""
         rows = min(rows, self.num_rows("cuda", num_frames=num_frames, height=height, width=width))
         per_pixel = self.bytes_per_pixel + self.bytes_per_frame * num_frames

@@ -18,9 +18,14 @@ if TYPE_CHECKING:  # needs megatron-core, which only its engine does
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 Conditioning = Mapping[str, Tensor]
-STREAMS = ("hidden_states", "encoder_hidden_states")  # image and text, as diffusers' modules name them
+STREAMS = (
+    "hidden_states",
+    "encoder_hidden_states",
+)  # image and text, as diffusers' modules name them
 FIRST_FRAME = "first_frame"  # in a conditioning: clean latents [B, tokens of a frame, C], where Sampling.first_frame
-PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts → what encode_prompt returns
+PromptEncoder = Callable[
+    [Sequence[str]], tuple[Tensor, Tensor]
+]  # texts → what encode_prompt returns
 # uint8 RGB [B, H, W, 3], of a video model [B, F, H, W, 3] too → packed, normalised latents [B, L, C] float32
 ImageEncoder = Callable[[Tensor], Tensor]
 
@@ -105,13 +110,19 @@ class ModelAdapter(Protocol):
         component: decides the guidance scale. It is told, as to find it in sigma_B would wait for the device.
         """
 
-    def encode_prompt(self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def encode_prompt(
+        self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """(embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them. Loads the text encoder."""
 
-    def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[PromptEncoder]:
+    def prompt_encoder(
+        self, *, dtype: torch.dtype, device: torch.device
+    ) -> AbstractContextManager[PromptEncoder]:
         """encode_prompt for many calls: the text encoder is loaded once, and its memory freed at the end."""
 
-    def image_encoder(self, *, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[ImageEncoder]:
+    def image_encoder(
+        self, *, dtype: torch.dtype, device: torch.device
+    ) -> AbstractContextManager[ImageEncoder]:
         """What trained latents and given first frames are made by; dtype: of the image encoder's weights. Loaded and freed
         as above."""
 

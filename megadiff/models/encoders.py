@@ -20,7 +20,11 @@ class EncodesPrompts:
         raise NotImplementedError
 
     def encode_prompt(
-        self, texts: Sequence[str], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        texts: Sequence[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> tuple[Tensor, Tensor]:
         """(embeddings [B, tokens, D] in dtype, mask [B, tokens] bool), on the CPU.
 

@@ -30,9 +30,7 @@ T = TypeVar("T", str, bytes)
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
 CONDITIONING_PREFIX = "conditioning."
-NO_LORA_REQUESTS = (
-    "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA of its own"
-)
+NO_LORA_REQUESTS = "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA of its own"
 
 
 class BatchSampler:
@@ -63,7 +61,12 @@ class BatchSampler:
         self.window_size = 0 if sampling.sde_type == "ode" else sampling.sde_window_size
         self.window_starts = [self._window_start(request) for request in requests]
         self.identities = [
-            {"seed": request.seed, "step": request.step, "prompt_id": request.prompt.id, "sample_index": sample_index}
+            {
+                "seed": request.seed,
+                "step": request.step,
+                "prompt_id": request.prompt.id,
+                "sample_index": sample_index,
+            }
             for request in requests
             for sample_index in request.sample_indices
         ]
@@ -73,8 +76,12 @@ class BatchSampler:
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
         self._starts_N = self.per_row(torch.tensor(self.window_starts))
         num_rows, shape = len(self.identities), token_shape
-        self._states_NSLC = torch.empty(num_rows, self.window_size + 1, *shape, dtype=self.storage_dtype, device=device)
-        self._log_probs_NW = torch.empty(num_rows, self.window_size, dtype=torch.float64, device=device)
+        self._states_NSLC = torch.empty(
+            num_rows, self.window_size + 1, *shape, dtype=self.storage_dtype, device=device
+        )
+        self._log_probs_NW = torch.empty(
+            num_rows, self.window_size, dtype=torch.float64, device=device
+        )
 
     @property
     def timesteps(self) -> Tensor:
@@ -87,7 +94,9 @@ class BatchSampler:
 
     def initial_latents(self) -> Tensor:
         """[N, L, C] in the storage dtype, at sigma 1."""
-        return initial_latents_rows(self.token_shape, self.identities).to(self.device, self.storage_dtype)
+        return initial_latents_rows(self.token_shape, self.identities).to(
+            self.device, self.storage_dtype
+        )
 
     def model_sigma(self, latents_NLC: Tensor, dtype: torch.dtype) -> Tensor:
         """[N] the current sigma as the transformer gets it: float32, cast once to its dtype."""
@@ -121,18 +130,32 @@ class BatchSampler:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def _keep_window_start(self, latents_NLC: Tensor) -> None:
-        rows_B = (self._starts_N == self.step_index).nonzero().squeeze(1).to(self.device, non_blocking=True)
+        rows_B = (
+            (self._starts_N == self.step_index)
+            .nonzero()
+            .squeeze(1)
+            .to(self.device, non_blocking=True)
+        )
         if len(rows_B):
             self._states_NSLC[rows_B, 0] = latents_NLC[rows_B]
 
     def _stochastic_step(
-        self, rows_B: Tensor, offset_B: Tensor, velocity_NLC: Tensor, latents_NLC: Tensor, next_NLC: Tensor
+        self,
+        rows_B: Tensor,
+        offset_B: Tensor,
+        velocity_NLC: Tensor,
+        latents_NLC: Tensor,
+        next_NLC: Tensor,
     ) -> None:
         """Overwrites rows_B of next_NLC and records them; offset_B: steps since each row's window began."""
         index, num_rows = self.step_index, len(rows_B)
         identities = [self.identities[row] for row in rows_B.tolist()]
-        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index).to(self.device, non_blocking=True)
-        rows_B, offset_B = (value.to(self.device, non_blocking=True) for value in (rows_B, offset_B))
+        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index).to(
+            self.device, non_blocking=True
+        )
+        rows_B, offset_B = (
+            value.to(self.device, non_blocking=True) for value in (rows_B, offset_B)
+        )
         prev_sample_BLC, log_prob_B, _ = sde_step(
             self.sampling.sde_type,
             latents_NLC[rows_B],
@@ -199,7 +222,9 @@ class RolloutPipelineMixin:
             self._sampler = self.new_sampler(requests)
             output = self.draw(req)
             result = self._sampler.result(self.to_pixels(output.output))
-        except ValueError as error:  # the request's fault, e.g. more tokens than the text encoder takes
+        except (
+            ValueError
+        ) as error:  # the request's fault, e.g. more tokens than the text encoder takes
             return [_refusal(error)]
         finally:
             self._sampler = None
@@ -215,7 +240,9 @@ class RolloutPipelineMixin:
             kwargs["timestep"] = self._sampler.model_sigma(latents_NLC, dtype)
         return super().predict_noise(*args, **kwargs)
 
-    def scheduler_step(self, noise_pred: Any, t: Any, latents: Any, *args: Any, **kwargs: Any) -> Any:
+    def scheduler_step(
+        self, noise_pred: Any, t: Any, latents: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._sampler is not None:
             return self._sampler.step(noise_pred, latents)
         return super().scheduler_step(noise_pred, t, latents, *args, **kwargs)
@@ -240,14 +267,24 @@ def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:
     Only the replica's own code can put the records there: OpenAI clients send JSON, which never makes a RolloutRequest.
     """
     found = [params.extra_args.get(REQUESTS_KEY) for params in batch.sampling_params_list]
-    ours = [requests for requests in found if isinstance(requests, tuple) and isinstance(requests[0], RolloutRequest)]
+    ours = [
+        requests
+        for requests in found
+        if isinstance(requests, tuple) and isinstance(requests[0], RolloutRequest)
+    ]
     if ours and len(found) > 1:
-        raise ValueError(f"{len(found)} requests in one engine step; a replica runs with max_num_seqs=1")
+        raise ValueError(
+            f"{len(found)} requests in one engine step; a replica runs with max_num_seqs=1"
+        )
     return ours[0] if ours else ()
 
 
 def assemble_groups(
-    requests: Sequence[RolloutRequest], result: Mapping[str, Tensor], *, policy_version: int, replica: str
+    requests: Sequence[RolloutRequest],
+    result: Mapping[str, Tensor],
+    *,
+    policy_version: int,
+    replica: str,
 ) -> list[RolloutGroup]:
     """The group records out of what BatchSampler.result returned, in the order of the requests."""
     schedule, groups, first = result["schedule"], [], 0
@@ -269,7 +306,9 @@ def assemble_groups(
                 sample_index=sample_index,
                 policy_version=policy_version,
             )
-            for sample_index, latents_SLC, log_probs, pixels in zip(request.sample_indices, *columns, strict=True)
+            for sample_index, latents_SLC, log_probs, pixels in zip(
+                request.sample_indices, *columns, strict=True
+            )
         )
         group = RolloutGroup(
             prompt=request.prompt,
@@ -293,5 +332,9 @@ def _conditioning_row(result: Mapping[str, Tensor], place: int) -> dict[str, Ten
         for name, tensor in result.items()
         if name.startswith(CONDITIONING_PREFIX)
     }
-    widths = {name.removesuffix("_mask"): int(row[name].sum()) for name in row if name.endswith("_mask")}
-    return {name: tensor[:, : widths.get(name.rpartition("_")[0])] for name, tensor in row.items()}  # None: whole
+    widths = {
+        name.removesuffix("_mask"): int(row[name].sum()) for name in row if name.endswith("_mask")
+    }
+    return {
+        name: tensor[:, : widths.get(name.rpartition("_")[0])] for name, tensor in row.items()
+    }  # None: whole

@@ -101,7 +101,9 @@ def check_model_folder(folder: Path) -> ModelFamily:
     optional = tuple(name for name in family.optional if _has_component(index, name))
     absent = [name for name in family.components + optional if not (folder / name).is_dir()]
     if absent:
-        raise ValueError(f"{folder} lacks {', '.join(f'{name}/' for name in absent)}; fetch the whole model folder")
+        raise ValueError(
+            f"{folder} lacks {', '.join(f'{name}/' for name in absent)}; fetch the whole model folder"
+        )
     for name in (*family.config_files, *(f"{component}/config.json" for component in optional)):
         read_json(folder / name)
     for component in family.weighted + optional:
@@ -122,7 +124,9 @@ def _family(folder: Path) -> ModelFamily:
     class_name = read_json(folder / "model_index.json").get("_class_name")
     by_class = {family.pipeline_class: family for family in FAMILIES}
     if str(class_name) not in by_class:
-        raise ValueError(f"{folder} is a {class_name!r}; supported pipelines: {', '.join(sorted(by_class))}")
+        raise ValueError(
+            f"{folder} is a {class_name!r}; supported pipelines: {', '.join(sorted(by_class))}"
+        )
     return by_class[str(class_name)]
 
 

@@ -29,21 +29,25 @@ class ServedPlace:
     num_shards: int = 1
 
 
-def served_places(parameters: Sequence[str], *, names: Sequence[ServedName]) -> dict[str, ServedPlace]:
+def served_places(
+    parameters: Sequence[str], *, names: Sequence[ServedName]
+) -> dict[str, ServedPlace]:
     """diffusers name → place, for every parameter given. Raises ValueError when two places get one name."""
     places: dict[str, ServedPlace] = {}
     for parameter in parameters:
         module, _, leaf = parameter.rpartition(".")
         rows = [row for row in names if f".{module}".endswith(f".{row.served}")]
         found = {
-            ".".join(filter(None, (module.removesuffix(row.served).rstrip("."), row.diffusers, leaf))): ServedPlace(
-                parameter=parameter, shard=row.shard, num_shards=row.num_shards
-            )
+            ".".join(
+                filter(None, (module.removesuffix(row.served).rstrip("."), row.diffusers, leaf))
+            ): ServedPlace(parameter=parameter, shard=row.shard, num_shards=row.num_shards)
             for row in rows
         } or {parameter: ServedPlace(parameter=parameter)}
         clash = places.keys() & found.keys()
         if clash:
-            raise ValueError(f"{sorted(clash)} have two places in vllm-omni's pipeline; correct the model's plan")
+            raise ValueError(
+                f"{sorted(clash)} have two places in vllm-omni's pipeline; correct the model's plan"
+            )
         places |= found
     return places
 

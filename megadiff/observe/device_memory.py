@@ -28,7 +28,9 @@ class DeviceMemory:
     used_bytes: of the device, by all processes: trainer, replica and what their CUDA contexts take. Called in the thread.
     """
 
-    def __init__(self, timers: Timers, used_bytes: Callable[[], int], *, period_s: float = PERIOD_S) -> None:
+    def __init__(
+        self, timers: Timers, used_bytes: Callable[[], int], *, period_s: float = PERIOD_S
+    ) -> None:
         self._timers, self._used_bytes, self._period_s = timers, used_bytes, period_s
         self._peaks: dict[str, int] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -39,7 +41,10 @@ class DeviceMemory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ended.set()
         self._thread.join(timeout=1.0)  # a device that does not answer keeps no process alive
@@ -59,5 +64,7 @@ class DeviceMemory:
                 logger.warning("no more figures of the device's memory: %s", error)
                 return
             with self._lock:
-                for phase in before & self._timers.running & set(PHASES):  # neither ended nor begun meanwhile
+                for phase in (
+                    before & self._timers.running & set(PHASES)
+                ):  # neither ended nor begun meanwhile
                     self._peaks[phase] = max(used, self._peaks.get(phase, 0))

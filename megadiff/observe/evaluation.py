@@ -23,7 +23,9 @@ from megadiff.observe.video import FRAMES_PER_S
 
 RECORD_NAME = "evaluation.json"
 IMAGES = "images"
-Z_95 = 1.959964  # half the width, in standard deviations, of the middle 95 % of a normal distribution
+Z_95 = (
+    1.959964  # half the width, in standard deviations, of the middle 95 % of a normal distribution
+)
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 Identity = tuple[str, int]  # prompt id, sample index
 
@@ -141,7 +143,9 @@ class Comparison:
         for key in SETTINGS:
             ours, theirs = getattr(self.evaluation, key), getattr(self.baseline, key)
             if ours != theirs:
-                raise ValueError(f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and settings")
+                raise ValueError(
+                    f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and settings"
+                )
         missing = _identities(self.evaluation) ^ _identities(self.baseline)
         if missing:
             raise ValueError(
@@ -157,10 +161,17 @@ class Comparison:
     def difference(self, reward: str, task: str | None = None) -> Difference:
         """Mean over the pairs, all or those of one task, with the 95 % interval of paired differences."""
         before = {sample.identity: sample.rewards[reward] for sample in self.baseline.samples}
-        chosen = [sample for sample in self.evaluation.samples if task is None or sample.task == task]
+        chosen = [
+            sample for sample in self.evaluation.samples if task is None or sample.task == task
+        ]
         gains = [sample.rewards[reward] - before[sample.identity] for sample in chosen]
         won, lost = (fmean(gain > 0 for gain in gains), fmean(gain < 0 for gain in gains))
-        return Difference(**vars(_normal_estimate(gains)), won=won, lost=lost, tied=fmean(gain == 0 for gain in gains))
+        return Difference(
+            **vars(_normal_estimate(gains)),
+            won=won,
+            lost=lost,
+            tied=fmean(gain == 0 for gain in gains),
+        )
 
 
 def _identities(evaluation: Evaluation) -> set[Identity]:
@@ -180,7 +191,11 @@ def to_json(evaluation: Evaluation) -> dict[str, object]:
         for name in evaluation.reward_names
     }
     head = {field.name: getattr(evaluation, field.name) for field in fields(evaluation)}
-    counts = {"num_samples": len(evaluation.samples), "num_prompts": evaluation.num_prompts, "rewards": rewards}
+    counts = {
+        "num_samples": len(evaluation.samples),
+        "num_prompts": evaluation.num_prompts,
+        "rewards": rewards,
+    }
     return head | counts | {"samples": [asdict(sample) for sample in evaluation.samples]}
 
 
@@ -210,7 +225,11 @@ def comparison_to_json(comparison: Comparison) -> dict[str, object]:
 
 
 def write_evaluation(
-    folder: Path, evaluation: Evaluation, images: Mapping[str, Tensor], *, frames_per_s: int = FRAMES_PER_S
+    folder: Path,
+    evaluation: Evaluation,
+    images: Mapping[str, Tensor],
+    *,
+    frames_per_s: int = FRAMES_PER_S,
 ) -> Path:
     """Writes images, then the record, each aside and renamed, and returns the record's path: a folder with a record is whole.
 
@@ -233,7 +252,9 @@ def write_evaluation(
 def write_json(path: Path, value: object) -> None:
     """Aside and renamed; NaN and infinity are refused."""
     aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8")
+    aside.write_text(
+        json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
+    )
     os.replace(aside, path)
 
 
@@ -254,8 +275,13 @@ def evaluation_folder(run_folder: Path, step: int) -> Path:
 
 def evaluation_folders(run_folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every whole evaluation of a run, by rising step; read_evaluation reads one."""
-    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in (run_folder / "evaluations").glob("step_*"))
-    return sorted((int(match[1]), path) for match, path in found if match and (path / RECORD_NAME).is_file())
+    found = (
+        (_STEP_FOLDER.fullmatch(path.name), path)
+        for path in (run_folder / "evaluations").glob("step_*")
+    )
+    return sorted(
+        (int(match[1]), path) for match, path in found if match and (path / RECORD_NAME).is_file()
+    )
 
 
 def drop_evaluations_after(run_folder: Path, *, step: int) -> None:

@@ -11,11 +11,25 @@ from statistics import fmean, variance
 from typing import Any
 
 from megadiff.observe.evaluation import Comparison
-from megadiff.observe.metrics import Row, column, config_number, finite, metric_keys, pretty_number, verdict
+from megadiff.observe.metrics import (
+    Row,
+    column,
+    config_number,
+    finite,
+    metric_keys,
+    pretty_number,
+    verdict,
+)
 
-MIN_STEPS, MAX_STEPS = 8, 20  # averaged at each end of a run: prompts differ from step to step, and with them diversity
+MIN_STEPS, MAX_STEPS = (
+    8,
+    20,
+)  # averaged at each end of a run: prompts differ from step to step, and with them diversity
 CLEAR = 4.0  # standard errors of the difference: it is asked at every step, and must not be said by chance
-NARROW, COLLAPSED = 0.6, 0.3  # of the start. Measured on shapes: 0.66 in a mild run, 0.04 in a collapsed one
+NARROW, COLLAPSED = (
+    0.6,
+    0.3,
+)  # of the start. Measured on shapes: 0.66 in a mild run, 0.04 in a collapsed one
 FOLLOWS = 1 / 3  # of the gain in training, at least, is expected of a held-out score
 UNKNOWN_NOISE = 0.1  # of a held-out score, where only its mean is known
 NOT_SCORES = {"eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
@@ -71,18 +85,32 @@ class Rise:
 
 FALLS = {
     "colours": Fall(
-        key="diversity/colour_entropy_bit", what="the colours of one prompt's samples", unit=" bit", least=0.2
+        key="diversity/colour_entropy_bit",
+        what="the colours of one prompt's samples",
+        unit=" bit",
+        least=0.2,
     ),
-    "spread": Fall(key="diversity/pixel_spread", what="the distance between one prompt's samples", unit="", least=0.02),
+    "spread": Fall(
+        key="diversity/pixel_spread",
+        what="the distance between one prompt's samples",
+        unit="",
+        least=0.02,
+    ),
     "motion": Fall(key="diversity/motion", what="the motion within videos", unit="", least=0.005),
 }
 RISES = {
-    "saturation": Rise(key="diversity/saturation", what="the saturation of the samples", by=0.15, times=1.3),
-    "clipping": Rise(key="diversity/clipped_share", what="the share of clipped colour values", by=0.1, times=1.5),
+    "saturation": Rise(
+        key="diversity/saturation", what="the saturation of the samples", by=0.15, times=1.3
+    ),
+    "clipping": Rise(
+        key="diversity/clipped_share", what="the share of clipped colour values", by=0.1, times=1.5
+    ),
 }
 
 
-def signs(rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None) -> list[Sign]:
+def signs(
+    rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None
+) -> list[Sign]:
     """What speaks for an exploited reward, the gravest first; [] while the reward has no clear gain.
 
     heldout: the last evaluation against the first one, which tells how noisy its scores are.
@@ -101,26 +129,44 @@ def signs(rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | 
 def _falls(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Iterator[Sign]:
     for name, fall in FALLS.items():
         change = _change(rows, fall.key)
-        if change is None or change.first < fall.least or change.high >= 0 or change.last >= NARROW * change.first:
+        if (
+            change is None
+            or change.first < fall.least
+            or change.high >= 0
+            or change.last >= NARROW * change.first
+        ):
             continue
         if change.last < COLLAPSED * change.first:
             claim = f"{_while(gain)} {fall.what} fell {change}{fall.unit}: the policy may be exploiting the reward."
             yield Sign(kind=f"{name} collapse", gravity=4, claim=claim, remedy=_remedy(config))
         else:
-            claim = f"{_while(gain)} {fall.what} narrowed {change}{fall.unit}. Some of that is usual."
-            yield Sign(kind=f"{name} narrow", gravity=1, claim=claim, remedy=f"If samples grow alike, {_kl(config)}.")
+            claim = (
+                f"{_while(gain)} {fall.what} narrowed {change}{fall.unit}. Some of that is usual."
+            )
+            yield Sign(
+                kind=f"{name} narrow",
+                gravity=1,
+                claim=claim,
+                remedy=f"If samples grow alike, {_kl(config)}.",
+            )
 
 
 def _rises(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Iterator[Sign]:
     for name, rise in RISES.items():
         change = _change(rows, rise.key)
-        if change is None or change.low <= 0 or change.last < max(change.first + rise.by, change.first * rise.times):
+        if (
+            change is None
+            or change.low <= 0
+            or change.last < max(change.first + rise.by, change.first * rise.times)
+        ):
             continue
         claim = f"{_while(gain)} {rise.what} rose {change}, as it does when a policy exploits its reward."
         yield Sign(kind=name, gravity=2, claim=claim, remedy=_remedy(config))
 
 
-def _heldout(rows: Sequence[Row], heldout: Comparison | None, config: Mapping[str, Any]) -> Iterator[Sign]:
+def _heldout(
+    rows: Sequence[Row], heldout: Comparison | None, config: Mapping[str, Any]
+) -> Iterator[Sign]:
     """Compares with training up to the last evaluation, not with what training gained since."""
     evaluated = [row["step"] for row in rows if any(key.startswith("eval/") for key in row)]
     rows = [row for row in rows if evaluated and row["step"] <= evaluated[-1]]
@@ -132,7 +178,9 @@ def _heldout(rows: Sequence[Row], heldout: Comparison | None, config: Mapping[st
         if change.high < 0:
             claim += f" fell {change}: the policy is likely to exploit the reward."
             yield Sign(kind=f"{name} falls", gravity=5, claim=claim, remedy=_remedy(config))
-        elif (expected := _comparable_gain(rows, name, change)) is not None and change.high < FOLLOWS * expected:
+        elif (
+            expected := _comparable_gain(rows, name, change)
+        ) is not None and change.high < FOLLOWS * expected:
             values = f"({pretty_number(change.first)}, then {pretty_number(change.last)})"
             claim += f" did not follow {values}: the policy may be exploiting the reward, or learning prompts by heart."
             yield Sign(kind=f"{name} lags", gravity=3, claim=claim, remedy=_remedy(config))
@@ -141,7 +189,11 @@ def _heldout(rows: Sequence[Row], heldout: Comparison | None, config: Mapping[st
 def _scores(rows: Sequence[Row], heldout: Comparison | None) -> dict[str, Change]:
     """Held-out score → its change from the first evaluation to the last; {} with one evaluation."""
     if heldout is not None:
-        return {name: change for name in heldout.reward_names if (change := _paired_change(heldout, name)) is not None}
+        return {
+            name: change
+            for name in heldout.reward_names
+            if (change := _paired_change(heldout, name)) is not None
+        }
     keys = [key for key in metric_keys(rows) if key.startswith("eval/") and key not in NOT_SCORES]
     keys = [key for key in keys if key != "eval/mean"] or keys  # the sum of the others
     changes = {key.removeprefix("eval/"): _evaluated_change(rows, key) for key in keys}
@@ -162,7 +214,9 @@ def _comparable_gain(rows: Sequence[Row], name: str, change: Change) -> float | 
     ends = verdict(rows, key=f"reward/{name}")
     if ends is None:
         ends = verdict(rows)
-        if ends is None or not all(0 <= value <= 1 for value in (ends.first, ends.last, change.first, change.last)):
+        if ends is None or not all(
+            0 <= value <= 1 for value in (ends.first, ends.last, change.first, change.last)
+        ):
             return None
     return ends.gain if ends.is_clear else None
 
@@ -186,7 +240,9 @@ def _change(rows: Sequence[Row], key: str) -> Change | None:
     first, last = values[:window], values[-window:]
     difference = fmean(last) - fmean(first)
     slack = CLEAR * math.sqrt((variance(first) + variance(last)) / window)
-    return Change(first=fmean(first), last=fmean(last), low=difference - slack, high=difference + slack)
+    return Change(
+        first=fmean(first), last=fmean(last), low=difference - slack, high=difference + slack
+    )
 
 
 def _while(gain: float) -> str:
@@ -199,4 +255,8 @@ def _remedy(config: Mapping[str, Any]) -> str:
 
 def _kl(config: Mapping[str, Any]) -> str:
     coef = config_number(config, "algorithm", "kl_coef")
-    return f"raise algorithm.kl_coef (now {pretty_number(coef)})" if coef else "set algorithm.kl_coef, e.g. to 0.3"
+    return (
+        f"raise algorithm.kl_coef (now {pretty_number(coef)})"
+        if coef
+        else "set algorithm.kl_coef, e.g. to 0.3"
+    )

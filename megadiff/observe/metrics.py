@@ -48,7 +48,9 @@ def merge(*parts: Mapping[str, float]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for part in parts:
         if twice := merged.keys() & part.keys():
-            raise ValueError(f"metrics {sorted(twice)} come from two places; give one of them another name")
+            raise ValueError(
+                f"metrics {sorted(twice)} come from two places; give one of them another name"
+            )
         merged.update(part)
     return merged
 
@@ -87,8 +89,13 @@ def parse_row(line: str) -> dict[str, float | None] | None:
     row = parse_line(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    numbers = {key: value for key, value in row.items() if value is None or isinstance(value, (int, float))}
-    return {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
+    numbers = {
+        key: value for key, value in row.items() if value is None or isinstance(value, (int, float))
+    }
+    return {
+        key: value if value is not None and math.isfinite(value) else None
+        for key, value in numbers.items()
+    }
 
 
 def read_rows(path: Path) -> list[dict[str, float | None]]:

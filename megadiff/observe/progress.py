@@ -10,7 +10,14 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megadiff.observe.metrics import LOSS, STAGES, format_number, format_seconds, stage_key, step_seconds
+from megadiff.observe.metrics import (
+    LOSS,
+    STAGES,
+    format_number,
+    format_seconds,
+    stage_key,
+    step_seconds,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +25,13 @@ logger = logging.getLogger(__name__)
 def step_summary(metrics: Mapping[str, float]) -> str:
     """Reward, or without one the loss, and seconds per stage of one step; what is missing is left out."""
     leading = {"reward": "reward/mean"} if "reward/mean" in metrics else {"loss": LOSS}
-    parts = [f"{name} {format_number(metrics[key])}" for name, key in leading.items() if key in metrics]
+    parts = [
+        f"{name} {format_number(metrics[key])}" for name, key in leading.items() if key in metrics
+    ]
     seconds = {stage: metrics[stage_key(stage)] for stage in STAGES if stage_key(stage) in metrics}
-    return "  ".join(parts + [f"{stage} {format_number(value)}s" for stage, value in seconds.items()])
+    return "  ".join(
+        parts + [f"{stage} {format_number(value)}s" for stage, value in seconds.items()]
+    )
 
 
 class ProgressBar:
@@ -31,14 +42,18 @@ class ProgressBar:
     lines, not carriage returns.
     """
 
-    def __init__(self, num_steps: int, *, start_step: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, num_steps: int, *, start_step: int = 0, stream: TextIO | None = None
+    ) -> None:
         stream = sys.stderr if stream is None else stream
         self._num_steps = num_steps
         self._start_step = start_step
         self._start_s: float | None = None  # of the first step
         self._bar: tqdm | None = None
         if not stream.closed and stream.isatty():
-            self._bar = tqdm(total=num_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=num_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True
+            )
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -55,12 +70,20 @@ class ProgressBar:
             self._bar.update(step - self._bar.n)
             return
         summary = step_summary(metrics)
-        logger.info("step %d/%d  %s  ETA %s", step, self._num_steps, summary, format_seconds(self._remaining_s(step)))
+        logger.info(
+            "step %d/%d  %s  ETA %s",
+            step,
+            self._num_steps,
+            summary,
+            format_seconds(self._remaining_s(step)),
+        )
 
     def _start_clock(self, seconds_ago: float) -> None:
         self._start_s = time.monotonic() - seconds_ago
         if self._bar is not None:
-            self._bar.start_t = self._bar.last_print_t = time.time() - seconds_ago  # the clock that tqdm has
+            self._bar.start_t = self._bar.last_print_t = (
+                time.time() - seconds_ago
+            )  # the clock that tqdm has
 
     def _remaining_s(self, step: int) -> float:
         """Steps left × mean seconds of the steps that this process finished."""

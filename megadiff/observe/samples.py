@@ -66,7 +66,10 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 def step_folders(run_folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every step with saved samples, by rising step."""
-    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in (run_folder / "samples").glob("step_*"))
+    found = (
+        (_STEP_FOLDER.fullmatch(path.name), path)
+        for path in (run_folder / "samples").glob("step_*")
+    )
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
@@ -126,7 +129,9 @@ def write_picture(path: Path, pixels: Tensor, *, frames_per_s: int = video.FRAME
 
 def _check_pixels(pixels: Tensor) -> None:
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [F, H, W, 3]; convert them first")
+        raise ValueError(
+            f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [F, H, W, 3]; convert them first"
+        )
 
 
 def frame_strip(pixels: Tensor) -> Tensor:
@@ -141,12 +146,16 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
     """uint8 [3, H', W']: the samples left to right, top to bottom, each in a cell of the largest one's size on white.
     ValueError without samples."""
     if not samples:
-        raise ValueError("0 samples, a grid needs at least 1; skip the call when nothing was sampled")
+        raise ValueError(
+            "0 samples, a grid needs at least 1; skip the call when nothing was sampled"
+        )
     strips = [frame_strip(sample.pixels) for sample in samples]
     height, width = max(strip.shape[0] for strip in strips), max(strip.shape[1] for strip in strips)
     columns = min(columns, len(strips))
     rows = math.ceil(len(strips) / columns)
-    grid = torch.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8)
+    grid = torch.full(
+        (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8
+    )
     for number, strip in enumerate(strips):
         top, left = number // columns * (height + gap), number % columns * (width + gap)
         grid[top : top + strip.shape[0], left : left + strip.shape[1]] = strip
@@ -155,7 +164,9 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
 
 def read_samples(run_folder: Path) -> list[SavedSample]:
     """Every saved sample by rising step; torn lines and lines whose file is gone are skipped with a warning."""
-    return [sample for step, folder in step_folders(run_folder) for sample in _read_index(folder, step)]
+    return [
+        sample for step, folder in step_folders(run_folder) for sample in _read_index(folder, step)
+    ]
 
 
 def _read_index(folder: Path, step: int) -> list[SavedSample]:

@@ -16,7 +16,9 @@ class Timers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self.running: frozenset[str] = frozenset()  # names; replaced as a whole, as another thread may look at it
+        self.running: frozenset[str] = (
+            frozenset()
+        )  # names; replaced as a whole, as another thread may look at it
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

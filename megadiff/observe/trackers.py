@@ -15,7 +15,13 @@ from megadiff.observe.alarm import Alarm
 from megadiff.observe.evaluation import drop_evaluations_after
 from megadiff.observe.jsonl import read_lines
 from megadiff.observe.metrics import check_keys, parse_row, read_rows
-from megadiff.observe.samples import SampleRecord, drop_samples_after, frame_strip, sample_grid, save_samples
+from megadiff.observe.samples import (
+    SampleRecord,
+    drop_samples_after,
+    frame_strip,
+    sample_grid,
+    save_samples,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +54,10 @@ class FolderTracker:
         bad = [key for key, value in metrics.items() if not math.isfinite(value)]
         if bad:
             logger.warning("step %d: %s not finite, written as null", step, ", ".join(bad))
-        row = {"step": step, **{key: None if key in bad else value for key, value in metrics.items()}}
+        row = {
+            "step": step,
+            **{key: None if key in bad else value for key, value in metrics.items()},
+        }
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -66,7 +75,11 @@ def drop_rows_after(path: Path, *, step: int) -> None:
         return
     lines = read_lines(path)
     rows = [(line, parse_row(line)) for line in lines]
-    kept = [line for line, row in rows if row is not None and line.endswith("\n") and row["step"] <= step]
+    kept = [
+        line
+        for line, row in rows
+        if row is not None and line.endswith("\n") and row["step"] <= step
+    ]
     if len(kept) == len(lines):
         return
     logger.info("%s: %d lines after step %d dropped", path, len(lines) - len(kept), step)
@@ -92,7 +105,10 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        captions = "\n".join(f"{n}. {sample.caption} · **{sample.reward:.3f}**" for n, sample in enumerate(samples, 1))
+        captions = "\n".join(
+            f"{n}. {sample.caption} · **{sample.reward:.3f}**"
+            for n, sample in enumerate(samples, 1)
+        )
         self._writer.add_image("samples", sample_grid(samples), step)
         self._writer.add_text("samples/captions", captions, step)
         self._writer.flush()
@@ -129,7 +145,10 @@ class WandbTracker:
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
         images = [
-            self._wandb.Image(frame_strip(sample.pixels).numpy(), caption=f"{sample.caption} · {sample.reward:.3f}")
+            self._wandb.Image(
+                frame_strip(sample.pixels).numpy(),
+                caption=f"{sample.caption} · {sample.reward:.3f}",
+            )
             for sample in samples
         ]
         self._run.log({"step": step, "samples": images})
@@ -188,7 +207,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises ValueError for the name of no tracker."""
     unknown = sorted(set(names) - TRACKERS.keys())
     if unknown:
-        raise ValueError(f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}")
+        raise ValueError(
+            f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}"
+        )
 
 
 def build_trackers(

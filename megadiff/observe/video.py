@@ -69,7 +69,9 @@ def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
     first, frames = _even(first), chain([first], frames)
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=frames_per_s, options={"crf": str(QUALITY), "preset": PRESET})
+        stream = container.add_stream(
+            "libx264", rate=frames_per_s, options={"crf": str(QUALITY), "preset": PRESET}
+        )
         stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = "yuv420p"
         for frame in frames:

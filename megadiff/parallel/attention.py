@@ -89,7 +89,9 @@ class TokenAxes:
             return reduce_scatter_to_sequence_parallel_region(part_NSC, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(part_NSC.contiguous(), group=self.tp_group)
 
-    def all_tokens(self, streams: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> list[list[Tensor]]:
+    def all_tokens(
+        self, streams: Sequence[Sequence[Tensor]], lengths: Sequence[int]
+    ) -> list[list[Tensor]]:
         """Of each stream its tensors (query, key, value) [B, length, heads / (tp·sp), D], in order and without padding.
 
         streams: the same tensors as [N, chunk, heads / tp, D], of the tokens of enter_split().
@@ -97,18 +99,24 @@ class TokenAxes:
         if self.sp > 1:
             streams = self._exchanged(streams)
         return [
-            [self._in_order(each, length) for each in stream] for stream, length in zip(streams, lengths, strict=True)
+            [self._in_order(each, length) for each in stream]
+            for stream, length in zip(streams, lengths, strict=True)
         ]
 
     def own_tokens(self, streams_BSHD: Sequence[Tensor]) -> list[Tensor]:
         """The way back: this rank's and its tp peers' tokens [N, chunk, heads / tp · D] of each stream, padding as zeros."""
-        in_chunks = [self._in_chunks(stream).transpose(0, 1) for stream in streams_BSHD]  # [num_chunks, B, chunk, H, D]
+        in_chunks = [
+            self._in_chunks(stream).transpose(0, 1) for stream in streams_BSHD
+        ]  # [num_chunks, B, chunk, H, D]
         if self.sp == 1:
             return [chunks.flatten(0, 1).flatten(2) for chunks in in_chunks]
         by_tokens = torch.cat(in_chunks, dim=2).flatten(0, 1).unflatten(0, (self.sp, -1))
         chunk_NSHD = all_to_all(self.sp_group, by_tokens.contiguous()).movedim(0, 2).flatten(2, 3)
         chunk_NSC = chunk_NSHD.flatten(2)
-        return [each.contiguous() for each in chunk_NSC.split([part.shape[2] for part in in_chunks], dim=1)]
+        return [
+            each.contiguous()
+            for each in chunk_NSC.split([part.shape[2] for part in in_chunks], dim=1)
+        ]
 
     def _exchanged(self, streams: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
         """Ulysses, one all-to-all for everything: all heads of a chunk [N, chunk, H, D] → all chunks of 1/sp of the heads
@@ -116,7 +124,10 @@ class TokenAxes:
         joint_NSQHD = torch.cat([torch.stack(list(stream), dim=2) for stream in streams], dim=1)
         by_heads = joint_NSQHD.unflatten(3, (self.sp, -1)).movedim(3, 0)
         by_tokens = all_to_all(self.sp_group, by_heads.contiguous()).flatten(0, 1)
-        return [each.unbind(2) for each in by_tokens.split([stream[0].shape[1] for stream in streams], dim=1)]
+        return [
+            each.unbind(2)
+            for each in by_tokens.split([stream[0].shape[1] for stream in streams], dim=1)
+        ]
 
     def _in_chunks(self, stream_BSx: Tensor) -> Tensor:
         """[B, S, …] → [B, num_chunks, chunk, …], padded with zeros."""
@@ -127,7 +138,9 @@ class TokenAxes:
 
     def _in_order(self, chunks_NSx: Tensor, length: int) -> Tensor:
         """[num_chunks · B, chunk, …] → [B, length, …], padding cut off."""
-        return chunks_NSx.unflatten(0, (self.num_chunks, -1)).transpose(0, 1).flatten(1, 2)[:, :length]
+        return (
+            chunks_NSx.unflatten(0, (self.num_chunks, -1)).transpose(0, 1).flatten(1, 2)[:, :length]
+        )
 
 
 class TokenAttention(Protocol):

@@ -23,7 +23,9 @@ def all_reduce_max(values: dict[str, float], group: dist.ProcessGroup) -> dict[s
     return _all_reduce(values, group, dist.ReduceOp.MAX)
 
 
-def _all_reduce(values: dict[str, float], group: dist.ProcessGroup, op: dist.ReduceOp) -> dict[str, float]:
+def _all_reduce(
+    values: dict[str, float], group: dist.ProcessGroup, op: dist.ReduceOp
+) -> dict[str, float]:
     keys = sorted(values)
     packed = torch.tensor([values[key] for key in keys], dtype=torch.float64)
     dist.all_reduce(packed, op=op, group=group)
@@ -58,7 +60,10 @@ def gather_json(value: object, group: dist.ProcessGroup) -> list[Any]:
     room = max(int(size) for size in sizes)
     bodies = [torch.empty(room, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(bodies, torch.nn.functional.pad(payload, (0, room - len(payload))), group=group)
-    return [json.loads(body[: int(size)].numpy().tobytes()) for body, size in zip(bodies, sizes, strict=True)]
+    return [
+        json.loads(body[: int(size)].numpy().tobytes())
+        for body, size in zip(bodies, sizes, strict=True)
+    ]
 
 
 class AgreedError(RuntimeError):

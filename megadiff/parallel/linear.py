@@ -40,8 +40,12 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
     if fp8:
         check_transformer_engine(fp8)
     if fp8 and dtype != torch.bfloat16:
-        raise ValueError(f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16")
-    fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}  # scaled by each tensor's present maximum
+        raise ValueError(
+            f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
+        )
+    fp8_settings = (
+        {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}
+    )  # scaled by each tensor's present maximum
     return TransformerConfig(
         num_layers=1,
         hidden_size=axes.tp,
@@ -59,7 +63,9 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
     )
 
 
-def column(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes, *, in_attention: bool) -> nn.Module:
+def column(
+    linear: nn.Linear, config: TransformerConfig, axes: TokenAxes, *, in_attention: bool
+) -> nn.Module:
     """[…, in] → […, out / tp]. With sequence parallelism, dimension 0 is gathered over tp before; backward sums over tp.
 
     in_attention: the caller has done so, for several layers at once.
@@ -72,14 +78,22 @@ def column(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes, *, in_
     if not config.fp8:
         with torch.device("meta"):
             return _MegatronColumn(
-                **sizes, **options, config=config, gather_output=False, disable_grad_reduce=in_attention and axes.tp > 1
+                **sizes,
+                **options,
+                config=config,
+                gather_output=False,
+                disable_grad_reduce=in_attention and axes.tp > 1,
             )
     from megatron.core.extensions import transformer_engine as te
 
     if in_attention:  # to Transformer Engine a layer of its own
         sizes["output_size"] //= axes.tp
         return _first_output(te.TELinear)(
-            **sizes, **options, config=config, parallel_mode="duplicated", skip_weight_param_allocation=False
+            **sizes,
+            **options,
+            config=config,
+            parallel_mode="duplicated",
+            skip_weight_param_allocation=False,
         )
     options |= {"gather_output": False, "is_expert": False, "tp_group": axes.tp_group}
     return _first_output(te.TEColumnParallelLinear)(**sizes, **options, config=config)
@@ -87,7 +101,12 @@ def column(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes, *, in_
 
 def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Module:
     """[…, in / tp] → […, out], summed over tp; with sequence parallelism, dimension 0 is then split over tp."""
-    options = {"bias": linear.bias is not None, "skip_bias_add": False, "init_method": _keep, "input_is_parallel": True}
+    options = {
+        "bias": linear.bias is not None,
+        "skip_bias_add": False,
+        "init_method": _keep,
+        "input_is_parallel": True,
+    }
     sizes = {"input_size": linear.in_features, "output_size": linear.out_features}
     if not config.fp8:
         with torch.device("meta"):
@@ -104,8 +123,14 @@ class RowProduct(nn.Module):
     def __init__(self, linear: nn.Linear, axes: TokenAxes) -> None:
         super().__init__()
         self.axes = axes
-        self.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features // axes.tp, device="meta"))
-        self.bias = nn.Parameter(torch.empty(linear.out_features, device="meta")) if linear.bias is not None else None
+        self.weight = nn.Parameter(
+            torch.empty(linear.out_features, linear.in_features // axes.tp, device="meta")
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(linear.out_features, device="meta"))
+            if linear.bias is not None
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight)

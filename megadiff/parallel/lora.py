@@ -44,10 +44,14 @@ def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> Lor
     that do not fit the model."""
     if not lora.rank:
         return None
-    return LoraSpec(rank=lora.rank, alpha=float(lora.alpha or lora.rank), modules=plan.lora_modules(names))
+    return LoraSpec(
+        rank=lora.rank, alpha=float(lora.alpha or lora.rank), modules=plan.lora_modules(names)
+    )
 
 
-def lora_shapes(spec: LoraSpec | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+def lora_shapes(
+    spec: LoraSpec | None, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, int]]:
     """Name → shape of every low-rank tensor, in the order of the base's parameters. shapes: of the base's."""
     pairs: dict[str, tuple[int, int]] = {}
     wrapped = set(spec.modules) if spec else set()
@@ -109,7 +113,9 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
         x = self.enter(x)
         y = kind.forward(self, x)
         if self.adapters.is_on:
-            y = y + functional.linear(self.lora_A(x), scaled(self.lora_B.weight, self.adapters.spec))
+            y = y + functional.linear(
+                self.lora_A(x), scaled(self.lora_B.weight, self.adapters.spec)
+            )
         return self.leave(y)
 
     return type(f"Adapted{kind.__name__}", (kind,), {"forward": forward})

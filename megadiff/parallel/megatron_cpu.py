@@ -22,7 +22,9 @@ def apply(device: torch.device) -> None:
     Raises ValueError for any other device.
     """
     if device.type != "cpu":
-        raise ValueError(f"megatron-core on {device} needs none of the stand-ins for the CPU; they must not act there")
+        raise ValueError(
+            f"megatron-core on {device} needs none of the stand-ins for the CPU; they must not act there"
+        )
     torch.cuda.current_device = lambda: CPU  # where buffers are made
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.set_device = lambda *args, **kwargs: None
@@ -39,7 +41,10 @@ def making_optimizer(device: torch.device) -> Iterator[None]:
         yield
         return
     stock = torch.tensor, torch.Tensor.type
-    torch.tensor, torch.Tensor.type = _made_on_cpu(torch.tensor), _named_as_on_cuda(torch.Tensor.type)
+    torch.tensor, torch.Tensor.type = (
+        _made_on_cpu(torch.tensor),
+        _named_as_on_cuda(torch.Tensor.type),
+    )
     try:
         yield
     finally:
@@ -51,7 +56,9 @@ def _made_on_cpu(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(stock)
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
-        return stock(*args, **(kwargs | {"device": CPU} if kwargs.get("device") == "cuda" else kwargs))
+        return stock(
+            *args, **(kwargs | {"device": CPU} if kwargs.get("device") == "cuda" else kwargs)
+        )
 
     return tensor
 

@@ -58,7 +58,9 @@ def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: 
         if size < 1:
             raise ValueError(f"parallel.{name}={size} < 1; set parallel.{name}>=1")
     if dp < 0:
-        raise ValueError(f"parallel.dp={dp} < 0; set it to 0 (what the world leaves) or to a positive size")
+        raise ValueError(
+            f"parallel.dp={dp} < 0; set it to 0 (what the world leaves) or to a positive size"
+        )
     if world_size % (sp * tp):
         raise ValueError(
             f"world_size={world_size} is not a multiple of sp*tp = {sp}*{tp} = {sp * tp}; "
@@ -103,10 +105,14 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
     device, timeout = _local_device(device_type), timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timeout, **alone)
     rank, peers = dist.get_rank(), layout.sp * layout.tp
-    model_ranks = [list(range(first, first + peers)) for first in range(0, layout.world_size, peers)]
+    model_ranks = [
+        list(range(first, first + peers)) for first in range(0, layout.world_size, peers)
+    ]
     dp_ranks = [list(range(first, layout.world_size, peers)) for first in range(peers)]
     return Mesh(
         layout=layout,
@@ -123,7 +129,10 @@ def _my_group(
     ranks_of_groups: list[list[int]], rank: int, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Every rank creates every group (new_group is collective over the world) and keeps its own."""
-    groups = [(ranks, dist.new_group(ranks, backend=backend, timeout=timeout)) for ranks in ranks_of_groups]
+    groups = [
+        (ranks, dist.new_group(ranks, backend=backend, timeout=timeout))
+        for ranks in ranks_of_groups
+    ]
     return next(group for ranks, group in groups if rank in ranks)
 
 

@@ -17,10 +17,18 @@ LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # [rank, in], [out, rank] of 
 # kind → a parameter's name in its module → the dimension that tensor parallelism splits; not listed: whole on every rank
 SHARDED_DIM: dict[str, dict[str, int]] = {
     "column": {"weight": 0, "bias": 0, LORA_B: 0},  # linear: this rank's output features
-    "row": {"weight": 1, LORA_A: 1},  # linear: this rank's input features; the bias is added after the sum over ranks
-    "modulation": {"weight": 0, "bias": 0},  # linear on the time embedding: column, with the output gathered
+    "row": {
+        "weight": 1,
+        LORA_A: 1,
+    },  # linear: this rank's input features; the bias is added after the sum over ranks
+    "modulation": {
+        "weight": 0,
+        "bias": 0,
+    },  # linear on the time embedding: column, with the output gathered
     "head_norm": {},  # weights shared by all heads, of which a rank sees its own only
-    "across_heads_norm": {"weight": 0},  # RMS norm over all heads at once: this rank's heads, the mean square of all
+    "across_heads_norm": {
+        "weight": 0
+    },  # RMS norm over all heads at once: this rank's heads, the mean square of all
     "replicated": {},
 }
 LINEAR_KINDS = ("column", "row")  # of what LoRA can wrap and FP8 can multiply
@@ -74,26 +82,41 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         unknown = sorted({rule.kind for rule in self.rules} - SHARDED_DIM.keys())
         if unknown:
-            raise ValueError(f"rules of unknown kind {', '.join(unknown)}; the kinds are {', '.join(SHARDED_DIM)}")
+            raise ValueError(
+                f"rules of unknown kind {', '.join(unknown)}; the kinds are {', '.join(SHARDED_DIM)}"
+            )
 
     def kinds(self, names: Iterable[str]) -> dict[str, str]:
         """Parameter name → kind. Raises ValueError naming the parameter that no rule or several match, or an idle rule."""
         kinds: dict[str, str] = {}
         idle = set(self.rules)
         for name in names:
-            found = [rule for rule in self.rules if any(fnmatchcase(x, rule.pattern) for x in (module_of(name), name))]
+            found = [
+                rule
+                for rule in self.rules
+                if any(fnmatchcase(x, rule.pattern) for x in (module_of(name), name))
+            ]
             if len(found) != 1:
                 rules = " and ".join(repr(rule.pattern) for rule in found) or "no rule"
-                raise ValueError(f"{name} is matched by {rules}; correct the plan so that exactly one rule matches it")
+                raise ValueError(
+                    f"{name} is matched by {rules}; correct the plan so that exactly one rule matches it"
+                )
             kinds[name] = found[0].kind
             idle -= set(found)
         if idle:
             patterns = ", ".join(repr(rule.pattern) for rule in self.rules if rule in idle)
-            raise ValueError(f"no parameter is matched by {patterns}; correct the plan or remove the rule")
+            raise ValueError(
+                f"no parameter is matched by {patterns}; correct the plan or remove the rule"
+            )
         return kinds
 
     def placements(
-        self, shapes: Mapping[str, tuple[int, ...]], *, tp: int, tp_rank: int, sequence_parallel: bool
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        tp: int,
+        tp_rank: int,
+        sequence_parallel: bool,
     ) -> dict[str, Placement]:
         """Parameter name → this rank's piece. shapes: of all the full parameters. Raises ValueError as kinds() does and
         for a size that tp does not divide."""
@@ -121,7 +144,11 @@ class ParallelPlan:
         names = list(names)
         last = max((block for block in map(self.block_of, names) if block is not None), default=0)
         patterns = [pattern.replace("{last}", str(last)) for pattern in self.unused]
-        return {name for name in names if any(fnmatchcase(module_of(name), pattern) for pattern in patterns)}
+        return {
+            name
+            for name in names
+            if any(fnmatchcase(module_of(name), pattern) for pattern in patterns)
+        }
 
     def lora_modules(self, names: Iterable[str]) -> tuple[str, ...]:
         """The modules that LoRA wraps, sorted: those of lora_targets but for the unused ones. names: of all parameters.
@@ -133,7 +160,9 @@ class ParallelPlan:
         for pattern in self.lora_targets:
             matched = {name for name in kinds if fnmatchcase(module_of(name), pattern)}
             if not matched:
-                raise ValueError(f"no module is matched by the LoRA target {pattern!r}; correct the plan or remove it")
+                raise ValueError(
+                    f"no module is matched by the LoRA target {pattern!r}; correct the plan or remove it"
+                )
             wrong = sorted(name for name in matched if kinds[name] not in LINEAR_KINDS)
             if wrong:
                 raise ValueError(

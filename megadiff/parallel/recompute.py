@@ -19,7 +19,9 @@ def recompute_blocks(module: nn.Module, plan: ParallelPlan, *, budget: float) ->
     """All blocks but a share of `budget`, which keep their activations. module: diffusers' transformer, or one made from it."""
     if budget >= 1:
         return
-    blocks = {plan.block_of(name): block for name, block in module.named_modules() if plan.is_block(name)}
+    blocks = {
+        plan.block_of(name): block for name, block in module.named_modules() if plan.is_block(name)
+    }
     kept = kept_blocks(len(blocks), budget)
     module.enable_gradient_checkpointing(
         partial(_called, {block for index, block in blocks.items() if index not in kept})

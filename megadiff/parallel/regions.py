@@ -49,7 +49,9 @@ def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part if group.size() == 1 else _SumOverGroup.apply(part, group)
 
 
-def sum_over_tp(parameters: Iterable[nn.Parameter], attribute: str, group: dist.ProcessGroup) -> None:
+def sum_over_tp(
+    parameters: Iterable[nn.Parameter], attribute: str, group: dist.ProcessGroup
+) -> None:
     """Sum over the group, in place and in one all-reduce, the gradients of those parameters that are marked for it.
 
     attribute: where the gradient is, `grad` or megatron-core's `main_grad`; parameters without one are left out. Call it
@@ -57,11 +59,17 @@ def sum_over_tp(parameters: Iterable[nn.Parameter], attribute: str, group: dist.
     """
     if group.size() == 1:
         return
-    marked = (getattr(parameter, attribute, None) for parameter in parameters if parameter.placement.sum_over_tp)
+    marked = (
+        getattr(parameter, attribute, None)
+        for parameter in parameters
+        if parameter.placement.sum_over_tp
+    )
     gradients = [gradient for gradient in marked if gradient is not None]
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+    for gradient, total in zip(
+        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+    ):
         gradient.copy_(total.view_as(gradient))

@@ -70,7 +70,9 @@ def token_axes(mesh: Mesh, *, sequence_parallel: bool, fp8: bool = False) -> Tok
     return TokenAxes(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         sp_group=sp_group,
-        token_group=parallel_state.get_tensor_and_context_parallel_group() if sequence_parallel else sp_group,
+        token_group=parallel_state.get_tensor_and_context_parallel_group()
+        if sequence_parallel
+        else sp_group,
         sequence_parallel=sequence_parallel,
         multiple=FP8_MULTIPLE if fp8 else 1,
     )
@@ -114,7 +116,9 @@ def parallelize(
         adapt_linears(module, adapters)
     if axes.tp > 1 or fp8:
         _replace_linears(module, plan, placements, axes, config, adapters)
-    _materialise(module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters))
+    _materialise(
+        module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters)
+    )
     if fp8:
         _wrap_blocks(module, plan, config)
     recompute_blocks(module, plan, budget=activation_memory_budget)
@@ -131,7 +135,9 @@ def _replace_linears(
     adapters: Adapters | None,
 ) -> None:
     builders: dict[str, Callable[[str, Any], nn.Module]] = {
-        "column": lambda name, linear: column(linear, config, axes, in_attention=plan.in_attention(name)),
+        "column": lambda name, linear: column(
+            linear, config, axes, in_attention=plan.in_attention(name)
+        ),
         "row": lambda name, linear: row(linear, config, axes),
         "modulation": lambda name, linear: ModulationLinear(linear, axes),
         "across_heads_norm": lambda name, norm: AcrossHeadsNorm(norm, axes),
@@ -175,7 +181,9 @@ def _with_adapter(
     return layer
 
 
-def _trained(plan: ParallelPlan, placements: Mapping[str, Placement], adapters: Adapters | None) -> set[str]:
+def _trained(
+    plan: ParallelPlan, placements: Mapping[str, Placement], adapters: Adapters | None
+) -> set[str]:
     if adapters:
         return {name for name in placements if is_lora(name)}
     return placements.keys() - plan.unused_names(placements)
@@ -195,7 +203,9 @@ def _materialise(
     for name, empty in list(module.named_parameters()):
         placement = placements[name]
         assert tuple(empty.shape) == placement.local_shape, (name, tuple(empty.shape), placement)
-        parameter = nn.Parameter(torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name in trained)
+        parameter = nn.Parameter(
+            torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name in trained
+        )
         parameter.placement = placement
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = parameter
@@ -207,7 +217,9 @@ def _wrap_blocks(module: nn.Module, plan: ParallelPlan, config: TransformerConfi
             block.forward = partial(_in_fp8, block.forward, config)
 
 
-def _in_fp8(forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
+def _in_fp8(
+    forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any
+) -> Any:
     with get_fp8_context(config):
         return forward(*args, **kwargs)
 

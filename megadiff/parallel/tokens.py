@@ -19,7 +19,10 @@ from megadiff.parallel.plan import ParallelPlan
 
 
 def split_tokens(
-    module: nn.Module, plan: ParallelPlan, axes: TokenAxes, attention: Callable[[TokenAxes], TokenAttention]
+    module: nn.Module,
+    plan: ParallelPlan,
+    axes: TokenAxes,
+    attention: Callable[[TokenAxes], TokenAttention],
 ) -> None:
     """In place. attention: the model's processor. Raises ValueError for heads that tp and sp do not divide, and for a class
     whose forward somebody has replaced, which splits tokens itself or not at all."""
@@ -61,7 +64,9 @@ def _forward(
     kwargs = attention.prepare(module, kwargs)
     own = {name: axes.split(kwargs[name]) for name in plan.token_inputs if kwargs[name].ndim > 1}
     (output,) = stock(**{**kwargs, **own})
-    return (output if plan.stream_exit else axes.gather(output, kwargs[plan.token_inputs[0]].shape[1]),)
+    return (
+        output if plan.stream_exit else axes.gather(output, kwargs[plan.token_inputs[0]].shape[1]),
+    )
 
 
 def _split_stream(module: nn.Module, plan: ParallelPlan, axes: TokenAxes) -> None:

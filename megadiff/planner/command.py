@@ -59,9 +59,13 @@ def _plan(config: Config, machine: Machine, *, text_tokens: int) -> MemoryPlan:
 def _machine(options: argparse.Namespace) -> Machine:
     for name in ("world_size", "gpus_per_node", "text_tokens"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} < 1; give a positive number")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} < 1; give a positive number"
+            )
     if not 0 <= options.headroom < 1:
-        raise ValueError(f"--headroom {options.headroom} is not in [0, 1); it is a share of the memory, e.g. 0.1")
+        raise ValueError(
+            f"--headroom {options.headroom} is not in [0, 1); it is a share of the memory, e.g. 0.1"
+        )
     gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
     if gib <= 0:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
@@ -112,7 +116,11 @@ def _json_layout(estimate: Estimate, machine: Machine) -> dict[str, object]:
 def overrides(placing: Placing) -> str:
     """The keys that select a layout, whatever the config says."""
     layout = placing.layout
-    keys = {"engine.backend": placing.backend, "parallel.dp": layout.dp, "parallel.dp_replicate": layout.dp_replicate}
+    keys = {
+        "engine.backend": placing.backend,
+        "parallel.dp": layout.dp,
+        "parallel.dp_replicate": layout.dp_replicate,
+    }
     keys |= {"parallel.sp": layout.sp, "parallel.tp": layout.tp}
     if layout.tp > 1:
         keys["parallel.sequence_parallel"] = str(placing.sequence_parallel).lower()
@@ -148,7 +156,9 @@ def _size(model: ModelShape) -> str:
 def _lora_lines(plan: MemoryPlan, config: Config) -> list[str]:
     if not config.lora.rank:
         return []
-    return [f"LoRA of rank {config.lora.rank}: {plan.model.num_trained / 1e9:.3g} B are trained, all else is frozen"]
+    return [
+        f"LoRA of rank {config.lora.rank}: {plan.model.num_trained / 1e9:.3g} B are trained, all else is frozen"
+    ]
 
 
 def _header() -> list[str]:
@@ -169,7 +179,11 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     placing, layout = estimate.placing, estimate.placing.layout
     mark = ">" if estimate is plan.pick else "*" if estimate is plan.own else " "
     split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
-    cells = [placing.backend, *map(str, (layout.dp, layout.dp_replicate, layout.sp, layout.tp)), split]
+    cells = [
+        placing.backend,
+        *map(str, (layout.dp, layout.dp_replicate, layout.sp, layout.tp)),
+        split,
+    ]
     static = estimate.static
     if static is None:
         return _cells(mark, cells + ["-"] * 7, f"no: {_brief(estimate.obstacle)}")
@@ -178,15 +192,23 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     if estimate.obstacle:
         return _cells(mark, cells, f"no: {_brief(estimate.obstacle)}")
     over = estimate.peak(estimate.worst_phase) - plan.machine.budget
-    return _cells(mark, cells, "yes" if over <= 0 else f"no: {_gib(over)} over in {estimate.worst_phase}")
+    return _cells(
+        mark, cells, "yes" if over <= 0 else f"no: {_gib(over)} over in {estimate.worst_phase}"
+    )
 
 
 def _replica_line(plan: MemoryPlan) -> str:
     replicas = plan.replicas
     if not replicas.per_gpu:
         return "replicas: none on these GPUs"
-    asleep = f"asleep, with {_gib(replicas.parked)} GiB in host memory," if replicas.sleeps else "awake"
-    landing = f" ({_gib(replicas.pushed)} while a push lands)" if replicas.pushed != replicas.weights else ""
+    asleep = (
+        f"asleep, with {_gib(replicas.parked)} GiB in host memory," if replicas.sleeps else "awake"
+    )
+    landing = (
+        f" ({_gib(replicas.pushed)} while a push lands)"
+        if replicas.pushed != replicas.weights
+        else ""
+    )
     text = (
         f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights{landing} and "
         f"{_gib(replicas.working)} GiB at work, {asleep} while the trainer works"
@@ -217,10 +239,20 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
         )
     own, backend = plan.own, config.engine.backend
     if own and own is not estimate:
-        verdict = "fits too" if own.fits(plan.machine) else "does not fit" if not own.obstacle else "cannot run"
+        verdict = (
+            "fits too"
+            if own.fits(plan.machine)
+            else "does not fit"
+            if not own.obstacle
+            else "cannot run"
+        )
         lines.append(f"* is what the config asks for; it {verdict}")
     if estimate.placing.backend != backend:
-        fitting = [one for one in plan.estimates if one.placing.backend == backend and one.fits(plan.machine)]
+        fitting = [
+            one
+            for one in plan.estimates
+            if one.placing.backend == backend and one.fits(plan.machine)
+        ]
         first = overrides(fitting[0].placing) if fitting else "no layout of it fits"
         lines.append(f"  of engine.backend={backend} the first: {first}")
     return lines
@@ -243,10 +275,14 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
 def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
     train, engine, phase = config.train, config.engine, estimate.worst_phase
     remedies = {
-        f"train.microbatch_size below {train.microbatch_size}": "activations" in estimate.phases[phase]
+        f"train.microbatch_size below {train.microbatch_size}": "activations"
+        in estimate.phases[phase]
         and train.microbatch_size > 1,
-        "engine.activation_memory_budget=0": phase == "update" and engine.activation_memory_budget > 0,
-        "rollout.sleep=always": phase == "update" and plan.replicas.per_gpu > 0 and not plan.replicas.sleeps,
+        "engine.activation_memory_budget=0": phase == "update"
+        and engine.activation_memory_budget > 0,
+        "rollout.sleep=always": phase == "update"
+        and plan.replicas.per_gpu > 0
+        and not plan.replicas.sleeps,
         "rollout.mode=separate": config.rollout.mode == "colocated",
     }
     possible = [remedy for remedy, helps in remedies.items() if helps]
@@ -264,21 +300,29 @@ def _gib(num_bytes: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megadiff plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megadiff plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="*", help="yaml files and key=value overrides, as for train")
+    parser.add_argument(
+        "config", nargs="*", help="yaml files and key=value overrides, as for train"
+    )
     parser.add_argument("--world-size", type=int, required=True, help="GPUs that train")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200")
     parser.add_argument("--memory-gib", type=float, help="of one GPU, instead of what --gpu has")
-    parser.add_argument("--headroom", type=float, default=0.1, help="share of the memory that is kept free")
+    parser.add_argument(
+        "--headroom", type=float, default=0.1, help="share of the memory that is kept free"
+    )
     parser.add_argument(
         "--text-tokens",
         type=int,
         default=128,
         help="of the longest prompt, unless all are padded",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object with every figure, in bytes")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object with every figure, in bytes"
+    )
     return parser
 
 

@@ -28,7 +28,9 @@ GATHERED_COPY = 1  # and a gathered buffer, before it is copied into parameters
 
 MEGATRON_PARAMETER_ALIGNMENT = 64  # elements; param_and_grad_buffer.py of megatron-core 0.16
 MEGATRON_BUCKET_ALIGNMENT = 128
-MEGATRON_BUCKET_SIZE = 40_000_000  # elements, of distributed_data_parallel.py; or this many a dp rank, if that is more
+MEGATRON_BUCKET_SIZE = (
+    40_000_000  # elements, of distributed_data_parallel.py; or this many a dp rank, if that is more
+)
 MEGATRON_BUCKET_SIZE_PER_RANK = 1_000_000
 
 
@@ -55,7 +57,9 @@ class ModelShape:
     def trained(self) -> dict[str, tuple[int, ...]]:
         """Parameters that get a gradient, in the module's order."""
         unused = self.plan.unused_names(self.shapes)
-        return dict(self.lora) or {name: shape for name, shape in self.shapes.items() if name not in unused}
+        return dict(self.lora) or {
+            name: shape for name, shape in self.shapes.items() if name not in unused
+        }
 
     @cached_property
     def kinds(self) -> dict[str, str]:
@@ -79,7 +83,9 @@ class ModelShape:
     @cached_property
     def block_elements(self) -> int:
         """Elements of the largest block, without LoRA's."""
-        return max((size for unit, size in self._units(self.shapes).items() if unit is not None), default=0)
+        return max(
+            (size for unit, size in self._units(self.shapes).items() if unit is not None), default=0
+        )
 
     @cached_property
     def trained_block_elements(self) -> int:
@@ -96,7 +102,9 @@ class ModelShape:
         has layers of its own."""
         firsts = {name: shape for name, shape in self.lora.items() if name.endswith(LORA_A)}
         ranks = self._units({name: shape[:1] for name, shape in firsts.items()})
-        return math.ceil(max(ranks.values(), default=0) / (2 if self.activations.text_is_stream else 1))
+        return math.ceil(
+            max(ranks.values(), default=0) / (2 if self.activations.text_is_stream else 1)
+        )
 
     @cached_property
     def root_elements(self) -> int:
@@ -214,16 +222,27 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
 
 def _widened(model: ModelShape, placing: Placing, work: Work, elements: int) -> int:
     """What this many numbers of each token and feature take more where streams are float32."""
-    return elements * model.width * _tokens(model, placing, work).split * (work.stream_itemsize - work.itemsize)
+    return (
+        elements
+        * model.width
+        * _tokens(model, placing, work).split
+        * (work.stream_itemsize - work.itemsize)
+    )
 
 
 def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
-    kept, tokens, tp = model.kept(compiled=work.compiled), _tokens(model, placing, work), placing.layout.tp
+    kept, tokens, tp = (
+        model.kept(compiled=work.compiled),
+        _tokens(model, placing, work),
+        placing.layout.tp,
+    )
     per_width = (
         tokens.split * _with_modulation(kept.tokenwise, kept.modulation, work)
         + tokens.gathered * kept.gathered.num_bytes(work.itemsize)
         + tokens.gathered * kept.heads.num_bytes(work.itemsize) / tp
-        + tokens.context * kept.context.num_bytes(work.itemsize) / (1 if placing.sequence_parallel else tp)
+        + tokens.context
+        * kept.context.num_bytes(work.itemsize)
+        / (1 if placing.sequence_parallel else tp)
     )
     products = work.itemsize * model.lora_ranks * (tokens.gathered + tokens.context)  # A x
     widened = _widened(model, placing, work, model.activations.widened.block)
@@ -231,12 +250,21 @@ def _kept_by_block(model: ModelShape, placing: Placing, work: Work) -> int:
 
 
 def _with_modulation(part: Part, modulation: Part, work: Work) -> float:
-    return part.num_bytes(work.itemsize) + (modulation.num_bytes(work.itemsize) if work.modulates_tokens else 0)
+    return part.num_bytes(work.itemsize) + (
+        modulation.num_bytes(work.itemsize) if work.modulates_tokens else 0
+    )
 
 
 def _mlp_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     tokens = _tokens(model, placing, work)
-    return round(MLP_TENSORS * model.mlp_ratio * model.width * work.itemsize * tokens.gathered / placing.layout.tp)
+    return round(
+        MLP_TENSORS
+        * model.mlp_ratio
+        * model.width
+        * work.itemsize
+        * tokens.gathered
+        / placing.layout.tp
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +283,9 @@ def _tokens(model: ModelShape, placing: Placing, work: Work) -> RankTokens:
     is_stream = model.activations.text_is_stream
     streams = (work.image_tokens, work.text_tokens) if is_stream else (work.image_tokens,)
     split = work.rows * sum(math.ceil(tokens / (sp * tp)) for tokens in streams)
-    return RankTokens(split=split, gathered=split * tp, context=0 if is_stream else work.rows * work.text_tokens)
+    return RankTokens(
+        split=split, gathered=split * tp, context=0 if is_stream else work.rows * work.text_tokens
+    )
 
 
 def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
@@ -289,7 +319,10 @@ def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, trainin
     the stream's that computes, and pieces are taken on the one that reduces."""
     if training and work.accumulates:
         return model.num_parameters * work.itemsize + FLOAT32 * model.num_trained
-    weights = model.root_elements + (GATHERED_FORWARD + (0 if training else GATHERED_COPY)) * model.block_elements
+    weights = (
+        model.root_elements
+        + (GATHERED_FORWARD + (0 if training else GATHERED_COPY)) * model.block_elements
+    )
     gradients = (
         model.trained_block_elements * (work.itemsize + FLOAT32) if training else 0
     )  # and their reduction's input
@@ -311,7 +344,9 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     )
     buffer = buckets[-1][1]
     elements, pieces = max(_owned(buckets, places, ranks=ranks))
-    has_masters = work.itemsize < FLOAT32  # beside the weights; those of unused weights are on the host
+    has_masters = (
+        work.itemsize < FLOAT32
+    )  # beside the weights; those of unused weights are on the host
     unused = 0 if model.lora else frozen
     return Static(
         reference=0 if model.lora else FLOAT32 * (elements + unused),
@@ -377,7 +412,9 @@ def _owned(
         while place is not None and place[0] < end:
             begin, stop = place
             for rank in range((begin - start) // size, (stop - 1 - start) // size + 1):
-                elements[rank] += min(stop, start + (rank + 1) * size) - max(begin, start + rank * size)
+                elements[rank] += min(stop, start + (rank + 1) * size) - max(
+                    begin, start + rank * size
+                )
                 pieces[rank] += 1
             place = next(rest, None)
     return list(zip(elements, pieces, strict=True))
@@ -391,5 +428,11 @@ STATIC: dict[str, Callable[[ModelShape, Placing, Work], Static]] = {
     "veomni": _veomni_static,
     "megatron": _megatron_static,
 }
-WHOLE: dict[str, Callable[[ModelShape, Placing], int]] = {"veomni": _fsdp_elements, "megatron": _tp_elements}
-GATHERED: dict[str, Callable[..., int]] = {"veomni": _veomni_gathered, "megatron": _megatron_gathered}
+WHOLE: dict[str, Callable[[ModelShape, Placing], int]] = {
+    "veomni": _fsdp_elements,
+    "megatron": _tp_elements,
+}
+GATHERED: dict[str, Callable[..., int]] = {
+    "veomni": _veomni_gathered,
+    "megatron": _megatron_gathered,
+}

@@ -43,9 +43,14 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
         folder = model_folder / component
         if list(folder.glob("*.safetensors")):
             manifest = folder_manifest(model_folder, (component,), dtype=dtype)
-            shapes = {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
+            shapes = {
+                name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()
+            }
         elif (folder / "config.json").is_file():
-            shapes = {name: list(p.shape) for name, p in _empty(folder, *index[component]).named_parameters()}
+            shapes = {
+                name: list(p.shape)
+                for name, p in _empty(folder, *index[component]).named_parameters()
+            }
         else:
             unknown.append(component)
             continue
@@ -68,7 +73,9 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
 def _empty(folder: Path, library: str, class_name: str) -> nn.Module:
     """The module that a component's config.json describes, on the meta device."""
     if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model_index.json names {library}.{class_name} for {folder.name}, which is no diffusers part")
+        raise ValueError(
+            f"model_index.json names {library}.{class_name} for {folder.name}, which is no diffusers part"
+        )
     kind = getattr(importlib.import_module(library), class_name)
     with init_empty_weights():
         if library == "diffusers":

@@ -36,8 +36,16 @@ from megadiff.train.sampling import sampling_of, sft_sampling
 from megadiff.types import DTYPES, Sampling
 
 PHASES = ("rollout", "sync", "log_probs", "update")
-CONTEXT_BYTES = 3 << 29  # of a process on a GPU: its CUDA context, kernels, NCCL: 3 to 4 GiB of two, measured on H200s
-USABLE_GIB = {"h200": 139.8, "b200": 178.4, "h100": 79.1, "a100": 79.1, "a100-40": 39.4}  # as torch reports them
+CONTEXT_BYTES = (
+    3 << 29
+)  # of a process on a GPU: its CUDA context, kernels, NCCL: 3 to 4 GiB of two, measured on H200s
+USABLE_GIB = {
+    "h200": 139.8,
+    "b200": 178.4,
+    "h100": 79.1,
+    "a100": 79.1,
+    "a100-40": 39.4,
+}  # as torch reports them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +115,18 @@ class MemoryPlan:
     own: Estimate | None
 
 
-def make_plan(config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int) -> MemoryPlan:
+def make_plan(
+    config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int
+) -> MemoryPlan:
     """text_tokens: of the longest prompt. Raises ValueError for colocated replicas on several nodes."""
     _check_placement(config, machine)
     several = len(adapter.components) > 1
     model = replace(
         model_shape(adapter, config.lora),
         num_components=len(adapter.components),
-        num_frozen=0 if config.lora.rank else len(adapter.components) - len(trained_components(config, adapter)),
+        num_frozen=0
+        if config.lora.rank
+        else len(adapter.components) - len(trained_components(config, adapter)),
         idle_offloaded=several and config.engine.offload_idle,
     )
     replicas = _replicas(config, adapter, model, machine, text_tokens)
@@ -122,7 +134,8 @@ def make_plan(config: Config, adapter: ModelAdapter, *, machine: Machine, text_t
     placings = {placing: None for placing in [*placings_of(machine), *([own] if own else [])]}
     ordered = sorted(placings, key=lambda placing: _preference(placing, config, machine))
     estimates = [
-        _estimate(config, adapter, model, placing, machine, replicas, text_tokens=text_tokens) for placing in ordered
+        _estimate(config, adapter, model, placing, machine, replicas, text_tokens=text_tokens)
+        for placing in ordered
     ]
     return MemoryPlan(
         model=model,
@@ -159,7 +172,9 @@ def placings_of(machine: Machine) -> Iterator[Placing]:
                 yield Placing(backend="veomni", layout=Layout(dp_replicate=dp_replicate, **sizes))
             for sequence_parallel in (True, False) if tp > 1 else (False,):
                 layout = Layout(dp_replicate=1, **sizes)
-                yield Placing(backend="megatron", layout=layout, sequence_parallel=sequence_parallel)
+                yield Placing(
+                    backend="megatron", layout=layout, sequence_parallel=sequence_parallel
+                )
 
 
 def _preference(placing: Placing, config: Config, machine: Machine) -> tuple:
@@ -188,13 +203,19 @@ def _estimate(
         static = static_bytes(model, placing, work)
         obstacle = _obstacle(config, model, placing)
     except ValueError as error:  # a size that tp does not divide
-        return Estimate(placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error))
+        return Estimate(
+            placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error)
+        )
     phases = _phases(config, model, placing, work, static, replicas)
-    host = {"reference": static.reference if build_algorithm(config.algorithm).needs_reference else 0}
+    host = {
+        "reference": static.reference if build_algorithm(config.algorithm).needs_reference else 0
+    }
     if model.idle_offloaded:
         host["idle optimizer"] = (model.num_components - model.num_frozen) * static.optimizer
     host["sleeping replica"] = replicas.parked * replicas.per_gpu
-    return Estimate(placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle)
+    return Estimate(
+        placing=placing, work=work, static=static, phases=phases, host=host, obstacle=obstacle
+    )
 
 
 def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
@@ -211,10 +232,19 @@ def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
 
 
 def _phases(
-    config: Config, model: ModelShape, placing: Placing, work: Work, static: Static, replicas: Replicas
+    config: Config,
+    model: ModelShape,
+    placing: Placing,
+    work: Work,
+    static: Static,
+    replicas: Replicas,
 ) -> dict[str, dict[str, int]]:
     """Those of PHASES that a run has → part → bytes on the fullest GPU."""
-    resident = {"parameters": static.parameters, "optimizer": static.optimizer, "average": static.average}
+    resident = {
+        "parameters": static.parameters,
+        "optimizer": static.optimizer,
+        "average": static.average,
+    }
     resident["contexts"] = CONTEXT_BYTES * (1 + replicas.per_gpu)
     resting = resident | {"optimizer": 0} if model.idle_offloaded else resident
     awake = {"replica": replicas.weights * replicas.per_gpu}
@@ -230,19 +260,28 @@ def _phases(
     phases = {"update": resident | {"gradients": static.gradients} | asleep | passes(training=True)}
     if on_policy:
         phases["log_probs"] = resting | asleep | passes(training=False)
-        if config.parity.mode != "off":  # the gate: rank 0 encodes a prompt while replicas sleep, later they are awake
+        if (
+            config.parity.mode != "off"
+        ):  # the gate: rank 0 encodes a prompt while replicas sleep, later they are awake
             encoding = resting | asleep | {"text encoder": replicas.encoder}
             forward = resting | awake | passes(training=False)
             phases["log_probs"] = max(encoding, forward, key=lambda parts: sum(parts.values()))
     if on_policy or config.eval.every:
-        phases["rollout"] = resting | awake | {"replica at work": replicas.working * replicas.per_gpu}
+        phases["rollout"] = (
+            resting | awake | {"replica at work": replicas.working * replicas.per_gpu}
+        )
         landing = {"replica": replicas.pushed * replicas.per_gpu}
         phases["sync"] = resting | landing | {"buckets": _bucket_bytes(config, model)}
     return phases
 
 
 def work_of(
-    config: Config, adapter: ModelAdapter, placing: Placing, model: ModelShape, machine: Machine, text_tokens: int
+    config: Config,
+    adapter: ModelAdapter,
+    placing: Placing,
+    model: ModelShape,
+    machine: Machine,
+    text_tokens: int,
 ) -> Work:
     """The longest microbatch of an update on one rank."""
     on_policy = build_algorithm(config.algorithm).on_policy
@@ -284,7 +323,9 @@ def _num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
     return max(adapter.num_passes(each, sampling) for each in adapter.components)
 
 
-def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine: Machine, text_tokens: int) -> Replicas:
+def _replicas(
+    config: Config, adapter: ModelAdapter, model: ModelShape, machine: Machine, text_tokens: int
+) -> Replicas:
     """Nothing on the trainer's GPUs when they are elsewhere, or when nothing samples."""
     rollout, algorithm, dtype = config.rollout, config.algorithm, config.model.dtype
     found = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
@@ -292,9 +333,18 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     samples_here = build_algorithm(algorithm).on_policy or config.eval.every
     if rollout.mode == "separate" or not samples_here:
         return Replicas(
-            weights=0, pushed=0, parked=0, encoder=found.encoder, working=0, per_gpu=0, sleeps=False, unknown=()
+            weights=0,
+            pushed=0,
+            parked=0,
+            encoder=found.encoder,
+            working=0,
+            per_gpu=0,
+            sleeps=False,
+            unknown=(),
         )
-    rows = max(algorithm.group_size, rollout.batch_size // algorithm.group_size * algorithm.group_size)
+    rows = max(
+        algorithm.group_size, rollout.batch_size // algorithm.group_size * algorithm.group_size
+    )
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
     tokens = adapter.token_count(sampling_of(rollout), text_tokens)
     work = replace(
@@ -308,10 +358,14 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     )
     size = dict(num_frames=rollout.num_frames, height=rollout.height, width=rollout.width)
     decoding = adapter.decoding.num_bytes(rows, **size, itemsize=DTYPES[dtype].itemsize)
-    num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)  # as train/replicas.py starts them
+    num_replicas = rollout.num_replicas or max(
+        1, machine.world_size // rollout.tp
+    )  # as train/replicas.py starts them
     whole = found.transformers + found.others
     copies, copied = (
-        _fp8_bytes(adapter, model, tp=rollout.tp, itemsize=DTYPES[dtype].itemsize) if rollout.fp8 else (0, 0)
+        _fp8_bytes(adapter, model, tp=rollout.tp, itemsize=DTYPES[dtype].itemsize)
+        if rollout.fp8
+        else (0, 0)
     )
     return Replicas(
         weights=whole + copies - (copied if is_asleep else 0),
@@ -325,7 +379,9 @@ def _replicas(config: Config, adapter: ModelAdapter, model: ModelShape, machine:
     )
 
 
-def _fp8_bytes(adapter: ModelAdapter, model: ModelShape, *, tp: int, itemsize: int) -> tuple[int, int]:
+def _fp8_bytes(
+    adapter: ModelAdapter, model: ModelShape, *, tp: int, itemsize: int
+) -> tuple[int, int]:
     """Of the copies, one byte an element and a scale for each of their rows; and of what they are copies of, whose place they
     take in a replica that sleeps between samples."""
     shapes = [model.shapes[name] for name in fp8_targets(model.shapes, adapter.plan)]
@@ -344,9 +400,15 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
     """Why training would refuse the layout, by the config's own rules and the model's heads; "" when it would not."""
     layout, parallel = placing.layout, config.parallel
     if model.num_heads % (layout.sp * layout.tp):
-        return f"sp*tp = {layout.sp * layout.tp} does not divide the model's {model.num_heads} heads"
+        return (
+            f"sp*tp = {layout.sp * layout.tp} does not divide the model's {model.num_heads} heads"
+        )
     sizes = dict(dp=layout.dp, dp_replicate=layout.dp_replicate, sp=layout.sp, tp=layout.tp)
-    asked = replace(config, engine=replace(config.engine, backend=placing.backend), parallel=replace(parallel, **sizes))
+    asked = replace(
+        config,
+        engine=replace(config.engine, backend=placing.backend),
+        parallel=replace(parallel, **sizes),
+    )
     try:
         validate(asked, dp=layout.dp)
     except ConfigError as error:
@@ -361,7 +423,11 @@ def _own_placing(config: Config, machine: Machine) -> Placing | None:
         layout = resolve_layout(**sizes, world_size=machine.world_size)
     except ValueError:  # written for another world
         return None
-    return Placing(backend=backend, layout=layout, sequence_parallel=layout.tp > 1 and parallel.sequence_parallel)
+    return Placing(
+        backend=backend,
+        layout=layout,
+        sequence_parallel=layout.tp > 1 and parallel.sequence_parallel,
+    )
 
 
 def _check_placement(config: Config, machine: Machine) -> None:

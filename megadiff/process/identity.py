@@ -21,4 +21,6 @@ def process_home() -> str:
 
 def device_name(device: torch.device) -> str:
     """cpu, or the GPU's own name in the world, which is the same in processes that number GPUs differently."""
-    return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    return (
+        "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    )

@@ -23,7 +23,9 @@ def exit_with(pid: int) -> None:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise ValueError(f"process {pid} does not exist; --parent-pid is the process to exit with") from None
+        raise ValueError(
+            f"process {pid} does not exist; --parent-pid is the process to exit with"
+        ) from None
     watch(pidfd, lambda: _die(pid))
 
 

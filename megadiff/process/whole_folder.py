@@ -34,9 +34,13 @@ def check_destination(dst: Path, *, force: bool, sources: Sequence[Path]) -> Non
     if dst.is_dir() and not any(dst.iterdir()):
         return
     if os.path.lexists(dst) and not force:
-        raise ValueError(f"{dst} exists and is not an empty folder; remove it, name another one, or give --force")
+        raise ValueError(
+            f"{dst} exists and is not an empty folder; remove it, name another one, or give --force"
+        )
     if os.path.lexists(dst) and not dst.is_dir():
-        raise ValueError(f"{dst} is no folder, --force replaces folders only; remove it or name another one")
+        raise ValueError(
+            f"{dst} is no folder, --force replaces folders only; remove it or name another one"
+        )
 
 
 @contextmanager

@@ -17,7 +17,9 @@ def worker_pool(num_workers: int) -> ProcessPoolExecutor:
     A worker imports the parent's main module, so what that imports at its top costs each of them its time.
     """
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(os.getpid(),))
+    return ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_start, initargs=(os.getpid(),)
+    )
 
 
 def share_of_cores(most: int) -> int:

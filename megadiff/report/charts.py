@@ -55,20 +55,28 @@ def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Curve
     low = high = None
     stds = [mean_or_none(column(group, std_key)) for group in groups] if std_key else []
     if finite(stds):
-        pairs = [(value, std) if None not in (value, std) else (None, None) for value, std in zip(values, stds)]
+        pairs = [
+            (value, std) if None not in (value, std) else (None, None)
+            for value, std in zip(values, stds)
+        ]
         low = tuple(None if value is None else value - std for value, std in pairs)
         high = tuple(None if value is None else value + std for value, std in pairs)
     elif len(groups) < len(having):
         low = tuple(min(finite(column(group, key)), default=None) for group in groups)
         high = tuple(max(finite(column(group, key)), default=None) for group in groups)
-    return Curve(steps=tuple(int(group[-1]["step"]) for group in groups), values=values, low=low, high=high)
+    return Curve(
+        steps=tuple(int(group[-1]["step"]) for group in groups), values=values, low=low, high=high
+    )
 
 
 def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
     """About `count` multiples of 1, 2 or 5 · 10^n within [low, high], high > low."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = min((multiple * power for multiple in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
+    step = min(
+        (multiple * power for multiple in (1, 2, 5, 10)),
+        key=lambda step: abs(math.log(step / rough)),
+    )
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
@@ -102,7 +110,11 @@ def value_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
     if from_zero:
         return Axis(low=0.0, high=high * 1.05 or 1.0)
     if low > 0 and high / low > _LOG_RANGE:
-        return Axis(low=10.0 ** math.floor(math.log10(low)), high=10.0 ** math.ceil(math.log10(high)), is_log=True)
+        return Axis(
+            low=10.0 ** math.floor(math.log10(low)),
+            high=10.0 ** math.ceil(math.log10(high)),
+            is_log=True,
+        )
     air = (high - low) * 0.08 or abs(high) * 0.1 or 0.5
     # A quantity that never was negative gets no negative ticks.
     return Axis(low=max(0.0, low - air) if low >= 0 else low - air, high=high + air)
@@ -138,7 +150,9 @@ def dots_path(points: Sequence[tuple[float, float | None]]) -> str:
     )
 
 
-def band_path(xs: Sequence[float], lows: Sequence[float | None], highs: Sequence[float | None]) -> str:
+def band_path(
+    xs: Sequence[float], lows: Sequence[float | None], highs: Sequence[float | None]
+) -> str:
     """SVG path of the area between two curves, one piece per stretch without None."""
     parts: list[str] = []
     stretch: list[tuple[float, float, float]] = []
@@ -147,7 +161,9 @@ def band_path(xs: Sequence[float], lows: Sequence[float | None], highs: Sequence
             stretch.append((x, low, high))
             continue
         if len(stretch) > 1:
-            edge = [_point(x, high) for x, _, high in stretch] + [_point(x, low) for x, low, _ in reversed(stretch)]
+            edge = [_point(x, high) for x, _, high in stretch] + [
+                _point(x, low) for x, low, _ in reversed(stretch)
+            ]
             parts.append("M" + "L".join(edge) + "Z")
         stretch = []
     return "".join(parts)
@@ -167,8 +183,12 @@ def _plot(*, x_axis: Axis, y_axis: Axis, marks: str) -> str:
     x_ticks = [tick for tick in x_axis.ticks(count=6) if float(tick).is_integer()]
     y_ticks = [(y_axis.place(tick), pretty_number(tick)) for tick in y_axis.ticks()]
     grid = "".join(f'<path class="grid" d="M{_point(0, place)}H{_VIEW}"/>' for place, _ in y_ticks)
-    y_labels = "".join(f'<span style="bottom:{place:.2%}">{label}</span>' for place, label in y_ticks)
-    x_labels = "".join(f'<span style="left:{x_axis.place(tick):.2%}">{tick:.0f}</span>' for tick in x_ticks)
+    y_labels = "".join(
+        f'<span style="bottom:{place:.2%}">{label}</span>' for place, label in y_ticks
+    )
+    x_labels = "".join(
+        f'<span style="left:{x_axis.place(tick):.2%}">{tick:.0f}</span>' for tick in x_ticks
+    )
     svg = f'<svg viewBox="0 0 {_VIEW} {_VIEW}" preserveAspectRatio="none" aria-hidden="true">{grid}{marks}</svg>'
     return (
         f'<div class="plot"><div class="ys">{y_labels}</div><div class="area">{svg}</div>'
@@ -184,7 +204,9 @@ def _figure(*, kind: str, head: str, plot: str, data: dict[str, object], label: 
     )
 
 
-def line_chart(line: Curve, *, title: str, key: str, note: str = "", kind: str = "", smooth: bool = False) -> str:
+def line_chart(
+    line: Curve, *, title: str, key: str, note: str = "", kind: str = "", smooth: bool = False
+) -> str:
     """One metric as a figure: title, key, latest value, curve with its band. smooth: the values are drawn faint under
     their running mean when there are at least 20."""
     numbers = finite([*line.values, *(line.low or ()), *(line.high or ())])
@@ -213,9 +235,19 @@ def line_chart(line: Curve, *, title: str, key: str, note: str = "", kind: str =
     )
     head += f'<span class="flag">{missing} not finite</span>' if missing else ""
     head += f'<span class="note">{escape(note)}</span>' if note else ""
-    data = {"steps": line.steps, "x": [round(x, 5) for x in xs], "series": [[title, _texts(line.values)]]}
+    data = {
+        "steps": line.steps,
+        "x": [round(x, 5) for x in xs],
+        "series": [[title, _texts(line.values)]],
+    }
     label = f"{title}: {latest} at the last step" if known else f"{title}: no finite value"
-    return _figure(kind=kind, head=head, plot=_plot(x_axis=x_axis, y_axis=y_axis, marks=marks), data=data, label=label)
+    return _figure(
+        kind=kind,
+        head=head,
+        plot=_plot(x_axis=x_axis, y_axis=y_axis, marks=marks),
+        data=data,
+        label=label,
+    )
 
 
 def _texts(values: Sequence[float | None]) -> list[str]:
@@ -223,7 +255,12 @@ def _texts(values: Sequence[float | None]) -> list[str]:
 
 
 def stacked_chart(
-    steps: Sequence[int], parts: Sequence[tuple[str, Sequence[float]]], *, title: str, key: str, unit: str
+    steps: Sequence[int],
+    parts: Sequence[tuple[str, Sequence[float]]],
+    *,
+    title: str,
+    key: str,
+    unit: str,
 ) -> str:
     """Bars at `steps` (rising), each the stack of (name, values ≥ 0) from the bottom up, coloured by position."""
     totals = [sum(values) for values in zip(*(values for _, values in parts))]
@@ -245,9 +282,13 @@ def stacked_chart(
                 f'width="{(width - gap) * _VIEW:.1f}" height="{(top - bottom) * _VIEW:.1f}"/>'
             )
             bases[index] += value
-    legend = "".join(f'<li><i class="part{n}"></i>{escape(name)}</li>' for n, (name, _) in enumerate(parts))
+    legend = "".join(
+        f'<li><i class="part{n}"></i>{escape(name)}</li>' for n, (name, _) in enumerate(parts)
+    )
     head = f'<span class="title">{escape(title)}</span><code>{escape(key)}</code><ul class="legend">{legend}</ul>'
-    series = [[name, [f"{pretty_number(value)} {unit}" for value in values]] for name, values in parts]
+    series = [
+        [name, [f"{pretty_number(value)} {unit}" for value in values]] for name, values in parts
+    ]
     series.append(["whole step", [f"{pretty_number(total)} {unit}" for total in totals]])
     data = {"steps": list(steps), "x": [round(x, 5) for x in xs], "series": series}
     plot = _plot(x_axis=x_axis, y_axis=y_axis, marks=marks)
@@ -283,9 +324,16 @@ def bar_chart(
     bars = [bar for _, row in groups for bar in row if bar is not None]
     axis = axis or _bar_axis(bars)
     tick_places = [(axis.place(tick), tick_text(tick)) for tick in axis.ticks()]
-    rows = "".join(_bar_row(name, row, axis, places, [place for place, _ in tick_places], text) for name, row in groups)
-    labels = "".join(f'<span style="left:{place:.2%}">{escape(label)}</span>' for place, label in tick_places)
-    legend = "".join(f'<li><i class="part{place}"></i>{escape(name)}</li>' for place, name in zip(places, series))
+    rows = "".join(
+        _bar_row(name, row, axis, places, [place for place, _ in tick_places], text)
+        for name, row in groups
+    )
+    labels = "".join(
+        f'<span style="left:{place:.2%}">{escape(label)}</span>' for place, label in tick_places
+    )
+    legend = "".join(
+        f'<li><i class="part{place}"></i>{escape(name)}</li>' for place, name in zip(places, series)
+    )
     head = f'<span class="title">{escape(title)}</span><code>{escape(key)}</code>'
     head += f'<span class="note">{escape(note)}</span>' if note else ""
     head += f'<ul class="legend">{legend}</ul>' if len(series) > 1 else ""
@@ -304,7 +352,9 @@ def _bar_axis(bars: Sequence[Bar]) -> Axis:
 def _series_places(count: int) -> list[int]:
     """Colour of each series: the last has the accent, earlier ones grow fainter backwards."""
     if count > 5:
-        raise ValueError(f"{count} series in one bar chart, at most 5 can be told apart; show fewer")
+        raise ValueError(
+            f"{count} series in one bar chart, at most 5 can be told apart; show fewer"
+        )
     return [4, 3, 2, 1][: max(0, count - 1)] + [0]
 
 
@@ -317,7 +367,9 @@ def _bar_row(
     text: Callable[[float], str],
 ) -> str:
     pitch = _VIEW / len(bars)
-    marks = "".join(f'<path class="grid" d="M{place * _VIEW:.1f} 0V{_VIEW}"/>' for place in tick_places)
+    marks = "".join(
+        f'<path class="grid" d="M{place * _VIEW:.1f} 0V{_VIEW}"/>' for place in tick_places
+    )
     values = ""
     for number, (place, bar) in enumerate(zip(places, bars, strict=True)):
         values += f"<b>{escape(text(bar.value)) if bar else '–'}</b>"

@@ -15,8 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megadiff report", description="Write RUN/report.html, a page on its own.")
-    parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/quickstart; it may still be going")
+    parser = argparse.ArgumentParser(
+        prog="megadiff report", description="Write RUN/report.html, a page on its own."
+    )
+    parser.add_argument(
+        "run", type=Path, help="a run's folder, e.g. runs/quickstart; it may still be going"
+    )
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     return parser
 

@@ -31,15 +31,25 @@ DIVERSITY_LEAD = (
 
 
 def write_evaluation_page(
-    folder: Path, evaluation: Evaluation, comparison: Comparison | None = None, *, baseline_folder: Path | None = None
+    folder: Path,
+    evaluation: Evaluation,
+    comparison: Comparison | None = None,
+    *,
+    baseline_folder: Path | None = None,
 ) -> Path:
     """Writes page.html beside the evaluation's record, aside and renamed, and returns its path. baseline_folder: of the
     comparison's baseline, whose images are shown beside the evaluation's."""
-    return write_page(folder / PAGE_NAME, render(folder, evaluation, comparison, baseline_folder=baseline_folder))
+    return write_page(
+        folder / PAGE_NAME, render(folder, evaluation, comparison, baseline_folder=baseline_folder)
+    )
 
 
 def render(
-    folder: Path, evaluation: Evaluation, comparison: Comparison | None = None, *, baseline_folder: Path | None = None
+    folder: Path,
+    evaluation: Evaluation,
+    comparison: Comparison | None = None,
+    *,
+    baseline_folder: Path | None = None,
 ) -> str:
     """The page's HTML."""
     shown = [comparison.baseline, evaluation] if comparison else [evaluation]
@@ -85,9 +95,15 @@ def _tiles(evaluation: Evaluation) -> list[str]:
         is_share, found = evaluation.is_share(reward), evaluation.estimate(reward)
         interval = f"95 %: {interval_text(found, is_share=is_share)}"
         tiles.append(tile(reward, value_text(found.mean, is_share=is_share), interval))
-    tiles.append(tile("Samples", str(len(evaluation.samples)), f"of {evaluation.num_prompts} prompts"))
+    tiles.append(
+        tile("Samples", str(len(evaluation.samples)), f"of {evaluation.num_prompts} prompts")
+    )
     known = {name: evaluation.diversity.get(name) for name in DIVERSITY}
-    return tiles + [tile(DIVERSITY[name], pretty_number(value)) for name, value in known.items() if value is not None]
+    return tiles + [
+        tile(DIVERSITY[name], pretty_number(value))
+        for name, value in known.items()
+        if value is not None
+    ]
 
 
 def _difference_section(comparison: Comparison) -> str:
@@ -97,7 +113,9 @@ def _difference_section(comparison: Comparison) -> str:
         for name, task in groups(comparison.evaluation):
             found = comparison.difference(reward, task)
             interval = interval_text(found, is_share=is_share, is_gain=True)
-            shares = [value_text(share, is_share=True) for share in (found.won, found.lost, found.tied)]
+            shares = [
+                value_text(share, is_share=True) for share in (found.won, found.lost, found.tied)
+            ]
             gain = gain_text(found.mean, is_share=is_share) + (" points" if is_share else "")
             rows.append([f"{reward}, {name}", gain, interval, *shares, str(found.n)])
     lead = f"Sample by sample against {comparison.baseline.model}: what it won, lost and left as it was."

@@ -16,7 +16,9 @@ from megadiff.report.pictures import Picture, frame, load_pictures
 MARKS = {1: ("good", "✓", "right"), 0: ("bad", "✗", "wrong")}  # verdict → class, sign, word
 
 
-def task_chart(shown: Sequence[Evaluation], reward: str, *, series: Sequence[str], note: str = "") -> str:
+def task_chart(
+    shown: Sequence[Evaluation], reward: str, *, series: Sequence[str], note: str = ""
+) -> str:
     """Mean and interval of a reward over all samples and by task; series: what to call each of the evaluations."""
     is_share = all(each.is_share(reward) for each in shown if reward in each.reward_names)
     return bar_chart(
@@ -57,7 +59,12 @@ def wall(shown: Sequence[Evaluation], folders: Sequence[Path], *, series: Sequen
     chosen = sorted(pictured, key=lambda sample: order.get(sample.task, -1))
     columns = [[samples[sample.identity] for samples in by_identity] for sample in chosen]
     pictures = load_pictures(
-        [folder / s.file for column in columns for s, folder in zip(column, folders, strict=True) if s.file]
+        [
+            folder / s.file
+            for column in columns
+            for s, folder in zip(column, folders, strict=True)
+            if s.file
+        ]
     )
     if not pictures:
         return ""
@@ -76,7 +83,9 @@ def _look(sample: EvaluatedSample, picture: Picture | None, *, name: str) -> str
     if picture is None:
         return '<div class="gap"></div>'
     label = f"{sample.caption}, {name}" if name else sample.caption
-    rewards = " · ".join(f"{reward} {pretty_number(value)}" for reward, value in sample.rewards.items())
+    rewards = " · ".join(
+        f"{reward} {pretty_number(value)}" for reward, value in sample.rewards.items()
+    )
     return frame(picture, title=f"{label}: {rewards}", alt=label)
 
 

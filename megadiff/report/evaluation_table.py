@@ -87,7 +87,10 @@ def _compared_rows(comparison: Comparison, reward: str) -> list[list[str]]:
     change = "points" if is_share else "change"
     rows = [[reward, "baseline", "now", change, "95 % interval", "won", "lost", "tied", "samples"]]
     for name, task in groups(comparison.evaluation):
-        means = [each.estimate(reward, task).mean for each in (comparison.baseline, comparison.evaluation)]
+        means = [
+            each.estimate(reward, task).mean
+            for each in (comparison.baseline, comparison.evaluation)
+        ]
         found = comparison.difference(reward, task)
         rows.append(
             [
@@ -95,7 +98,10 @@ def _compared_rows(comparison: Comparison, reward: str) -> list[list[str]]:
                 *(value_text(mean, is_share=is_share) for mean in means),
                 gain_text(found.mean, is_share=is_share),
                 interval_text(found, is_share=is_share, is_gain=True),
-                *(value_text(share, is_share=True) for share in (found.won, found.lost, found.tied)),
+                *(
+                    value_text(share, is_share=True)
+                    for share in (found.won, found.lost, found.tied)
+                ),
                 str(found.n),
             ]
         )
@@ -115,7 +121,12 @@ def _align(rows: Sequence[Sequence[str]]) -> str:
     """Columns to the right, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        "  ".join([row[0].ljust(max(widths[0], 20)), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        "  ".join(
+            [
+                row[0].ljust(max(widths[0], 20)),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])),
+            ]
+        )
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -33,7 +33,9 @@ Check = Callable[[Sequence[Row], Mapping[str, Any]], Finding | None]
 def _not_finite(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | None:
     bad = [key for key in metric_keys(rows) if any(key in row and row[key] is None for row in rows)]
     return (
-        f"NaN or infinity in {', '.join(bad)}: find the first step of it before trusting what follows." if bad else None
+        f"NaN or infinity in {', '.join(bad)}: find the first step of it before trusting what follows."
+        if bad
+        else None
     )
 
 
@@ -54,7 +56,9 @@ def _clipping(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | None:
 def _parity(rows: Sequence[Row], config: Mapping[str, Any]) -> Finding | None:
     gap = max(finite(column(rows, "parity/log_prob_gap_max")), default=None)
     clip_range = config_number(config, "algorithm", "clip_range")
-    recomputed = config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"  # auto: at such a gap, it is
+    recomputed = (
+        config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"
+    )  # auto: at such a gap, it is
     if gap is None or not clip_range or gap < clip_range / 2 or recomputed:
         return None
     return (
@@ -95,12 +99,16 @@ UNTRUSTED: tuple[Check, ...] = (_not_finite, _parity)  # with these, no other nu
 CHECKS: tuple[Check, ...] = (_zero_std, _clipping, _grad_norm, _sync_share, _untimed_share)
 
 
-def findings(rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None) -> list[Finding]:
+def findings(
+    rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None
+) -> list[Finding]:
     """Sentences on what deserves a look, the gravest first; [] when nothing does. Missing metrics are no finding.
 
     heldout: the last evaluation against the first one."""
     found = [check(rows, config) for check in UNTRUSTED]
     for place, sign in enumerate(signs(rows, config, heldout)):
-        found.append(sign.claim if place else sign.sentence)  # their remedies are much the same: once is enough
+        found.append(
+            sign.claim if place else sign.sentence
+        )  # their remedies are much the same: once is enough
     found += [check(rows, config) for check in CHECKS]
     return [finding for finding in found if finding is not None]

@@ -62,14 +62,14 @@ def render_page(
 
 def tile(label: str, value: str, detail: str = "") -> str:
     """One of the numbers that one looks for first."""
-    return (
-        f'<li class="tile"><span>{escape(label)}</span><strong>{escape(value)}</strong><em>{escape(detail)}</em></li>'
-    )
+    return f'<li class="tile"><span>{escape(label)}</span><strong>{escape(value)}</strong><em>{escape(detail)}</em></li>'
 
 
 def section(title: str, body: str, *, lead: str = "") -> str:
     """A part of the page under its own heading. body: HTML."""
-    return f"<section><header><h2>{escape(title)}</h2><p>{escape(lead)}</p></header>{body}</section>"
+    return (
+        f"<section><header><h2>{escape(title)}</h2><p>{escape(lead)}</p></header>{body}</section>"
+    )
 
 
 def write_page(path: Path, html: str) -> Path:

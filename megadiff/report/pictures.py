@@ -17,10 +17,18 @@ from megadiff.observe import video
 logger = logging.getLogger(__name__)
 
 PICTURE_BYTES = 7_000_000  # of all files of a page together; base64 makes a third more of it
-SIDES = (320, 256, 192, 128, 96)  # longest side of a picture in pixels, the first that keeps within PICTURE_BYTES
+SIDES = (
+    320,
+    256,
+    192,
+    128,
+    96,
+)  # longest side of a picture in pixels, the first that keeps within PICTURE_BYTES
 PIXELATED_BELOW = 96  # a picture smaller than this is enlarged in whole pixels, not blurred
 
-Original = Image.Image | tuple[int, int]  # of a video, which is read each time it is made smaller, the size
+Original = (
+    Image.Image | tuple[int, int]
+)  # of a video, which is read each time it is made smaller, the size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,9 @@ def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
     damaged or gone is left out with a warning."""
     originals = {path: _original(path) for path in paths}
     for side in SIDES:
-        pictures = _within_budget(originals, side, budget=PICTURE_BYTES if side != SIDES[-1] else None)
+        pictures = _within_budget(
+            originals, side, budget=PICTURE_BYTES if side != SIDES[-1] else None
+        )
         if pictures is not None:
             return pictures
     raise AssertionError("the smallest side has no budget")
@@ -50,7 +60,11 @@ def _within_budget(
     pictures: dict[Path, Picture] = {}
     num_bytes = 0
     for path, original in originals.items():
-        picture = _png(original, side) if isinstance(original, Image.Image) else _mp4(path, original, side)
+        picture = (
+            _png(original, side)
+            if isinstance(original, Image.Image)
+            else _mp4(path, original, side)
+        )
         if picture is None:
             continue
         pictures[path] = picture
@@ -67,7 +81,11 @@ def _original(path: Path) -> Original | None:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # PIL's ways to say "no whole image"
+    except (
+        UnidentifiedImageError,
+        OSError,
+        SyntaxError,
+    ) as error:  # PIL's ways to say "no whole image"
         logger.warning("%s cannot be read and is left out: %s", path, error)
         return None
 

@@ -37,7 +37,12 @@ from megadiff.report.charts import curve, line_chart
 from megadiff.report.health import findings
 from megadiff.report.page import render_page, section, tile, write_page
 from megadiff.report.run_evaluation import TITLE as HELD_OUT
-from megadiff.report.run_evaluation import Evaluations, accuracy_headline, heldout_section, heldout_tile
+from megadiff.report.run_evaluation import (
+    Evaluations,
+    accuracy_headline,
+    heldout_section,
+    heldout_tile,
+)
 from megadiff.report.run_samples import samples_section
 from megadiff.report.run_time import time_section
 
@@ -82,11 +87,17 @@ NAMES = {
     "eval/saturation": ("Held-out saturation", "mean over all pixels"),
     "policy/clip_fraction": ("Clipped ratios", "healthy below 0.3"),
     "policy/kl_old": ("KL to the sampling policy", "about 0 before the first update of a batch"),
-    "policy/importance_mean": ("Importance of the rollout", "1 where trainer and replica compute the same policy"),
+    "policy/importance_mean": (
+        "Importance of the rollout",
+        "1 where trainer and replica compute the same policy",
+    ),
     "policy/kl_ref": ("KL to the reference", "grows slowly; a cliff is reward hacking"),
     "optim/grad_norm": ("Gradient norm", "before clipping"),
     "optim/lr": ("Learning rate", "of this step"),
-    LOSS: ("Flow-matching loss", "how far velocities are off; noise and sigmas differ from step to step"),
+    LOSS: (
+        "Flow-matching loss",
+        "how far velocities are off; noise and sigmas differ from step to step",
+    ),
     "loss/policy": ("Policy loss", "hovers around 0; its size says little"),
     "parity/log_prob_gap_max": ("Parity gap", "largest log-prob difference of trainer and replica"),
     "rollout/staleness": ("Staleness", "versions between sampling and training"),
@@ -96,7 +107,10 @@ NAMES = {
     "memory/rollout_gib": ("GPU memory in rollout", "peak GiB of the fullest GPU, all processes"),
     "memory/sync_gib": ("GPU memory in sync", "peak GiB of the fullest GPU, all processes"),
     "memory/train_gib": ("GPU memory in training", "peak GiB of the fullest GPU, all processes"),
-    "memory/parity_gib": ("GPU memory in the parity gate", "peak GiB of the fullest GPU, all processes"),
+    "memory/parity_gib": (
+        "GPU memory in the parity gate",
+        "peak GiB of the fullest GPU, all processes",
+    ),
 }
 
 
@@ -131,7 +145,9 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
     config_path, metrics_path = folder / CONFIG_NAME, folder / METRICS_NAME
     if not config_path.exists() and not metrics_path.exists():
-        raise ValueError(f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>")
+        raise ValueError(
+            f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>"
+        )
     config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
     evaluations = read_evaluations(folder)
     return Run(
@@ -152,7 +168,11 @@ def _parse_config(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         logger.warning("%s cannot be read: %s", CONFIG_NAME, error)
         return {}
-    return {key: value for key, value in config.items() if isinstance(value, dict)} if isinstance(config, dict) else {}
+    return (
+        {key: value for key, value in config.items() if isinstance(value, dict)}
+        if isinstance(config, dict)
+        else {}
+    )
 
 
 def metric_name(key: str) -> tuple[str, str]:
@@ -185,7 +205,9 @@ def headline(run: Run, ends: Verdict | None) -> str:
     if len(finite(column(run.rows, ends.key))) == 1:
         return f"One step so far, at a {name} of {pretty_number(ends.first)}."
     verb = ("rose" if ends.gain > 0 else "fell") if ends.is_clear else "went"
-    change = f"{name.capitalize()} {verb} from {pretty_number(ends.first)} to {pretty_number(ends.last)}"
+    change = (
+        f"{name.capitalize()} {verb} from {pretty_number(ends.first)} to {pretty_number(ends.last)}"
+    )
     return f"{change}." if ends.is_clear else f"{change}: within the noise."
 
 
@@ -201,16 +223,30 @@ def _tiles(run: Run, ends: Verdict | None) -> list[str]:
     rows = run.rows
     tiles = heldout_tile(run.evaluations, run.heldout)
     if ends is not None and ends.key == LOSS:
-        tiles.append(tile("Loss", pretty_number(ends.last), f"mean of {ends.window}, from {pretty_number(ends.first)}"))
+        tiles.append(
+            tile(
+                "Loss",
+                pretty_number(ends.last),
+                f"mean of {ends.window}, from {pretty_number(ends.first)}",
+            )
+        )
     rewards = finite(column(rows, "reward/mean"))
     if len(rewards) > 1:
         tiles.append(_gain_tile(ends))
     if rewards and not run.evaluations:  # one row of tiles
-        tiles.append(tile("Reward now", pretty_number(ends.last), f"best step {pretty_number(max(rewards))}"))
+        tiles.append(
+            tile("Reward now", pretty_number(ends.last), f"best step {pretty_number(max(rewards))}")
+        )
     tiles.append(tile("Steps", str(run.last_step), f"of {run.num_steps}" if run.num_steps else ""))
     seconds = finite(step_seconds(row) for row in rows)
     if seconds:
-        tiles.append(tile("Wall time", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
+        tiles.append(
+            tile(
+                "Wall time",
+                format_seconds(sum(seconds)),
+                f"{format_seconds(median(seconds))} a step",
+            )
+        )
     rate = median(column(rows, "perf/samples_per_s"))
     if rate is not None:
         tiles.append(tile("Samples per second", pretty_number(rate), "median"))
@@ -221,17 +257,25 @@ def _tiles(run: Run, ends: Verdict | None) -> list[str]:
 
 
 def _findings_block(run: Run) -> str:
-    items = "".join(f"<li>{escape(finding)}</li>" for finding in findings(run.rows, run.config, run.heldout))
+    items = "".join(
+        f"<li>{escape(finding)}</li>" for finding in findings(run.rows, run.config, run.heldout)
+    )
     return f'<div class="findings"><h2>Worth a look</h2><ul>{items}</ul></div>' if items else ""
 
 
 def _chart(rows: Sequence[Row], key: str) -> str:
     title, note = metric_name(key)
     if key == LOSS:
-        return line_chart(curve(rows, key), title=title, key=key, note=note, kind="hero", smooth=True)
+        return line_chart(
+            curve(rows, key), title=title, key=key, note=note, kind="hero", smooth=True
+        )
     if key != "reward/mean":
         return line_chart(
-            curve(rows, key), title=title, key=key, note=note, smooth=key.startswith(("reward/", "diversity/"))
+            curve(rows, key),
+            title=title,
+            key=key,
+            note=note,
+            smooth=key.startswith(("reward/", "diversity/")),
         )
     line = curve(rows, key, std_key="reward/std")
     note += "; band: ± one standard deviation" if finite(column(rows, "reward/std")) else ""
@@ -268,7 +312,13 @@ def render(run: Run) -> str:
     sections += [_metric_section(name, run, by_section[name]) for name in rest]
     sections.append(_config_section(run))
     running = run.num_steps and run.last_step and run.last_step < run.num_steps
-    state = "stopped early or still going" if running else "finished" if run.last_step else "not started"
+    state = (
+        "stopped early or still going"
+        if running
+        else "finished"
+        if run.last_step
+        else "not started"
+    )
     return render_page(
         kind="report",
         name=run.folder.name,

@@ -11,7 +11,9 @@ from megadiff.report.page import section, tile
 
 TITLE = "Held-out evaluation"
 MAX_REWARDS = 4  # with bars of their own
-Evaluations = list[tuple[Path, Evaluation]]  # of a run's first and last evaluated step, with their folders
+Evaluations = list[
+    tuple[Path, Evaluation]
+]  # of a run's first and last evaluated step, with their folders
 
 
 def accuracy_headline(heldout: Comparison | None) -> str | None:
@@ -61,9 +63,7 @@ def heldout_section(evaluations: Evaluations, heldout: Comparison | None, *, cha
     body = f'<div class="bar-charts">{bars}</div><div class="charts">{charts}</div>'
     if pictures := wall(shown, folders, series=series):
         words = " and ".join(series)
-        body += (
-            f'<header class="sub"><h3>The same noise at {words}</h3><p>{WALL_LEAD[len(shown)]}</p></header>{pictures}'
-        )
+        body += f'<header class="sub"><h3>The same noise at {words}</h3><p>{WALL_LEAD[len(shown)]}</p></header>{pictures}'
     last = shown[-1]
     counts = f"{len(last.samples)} samples of {last.num_prompts} prompts, {last.num_inference_steps} steps each."
     return section(TITLE, body, lead=f"{LEAD} {counts}")

@@ -56,12 +56,19 @@ def samples_section(samples: Sequence[SavedSample]) -> str:
 
 def _row(row: Sequence[SavedSample | None], pictures: Mapping[Path, Picture]) -> str:
     caption = next(sample.caption for sample in row if sample is not None)
-    cells = "".join('<li class="gap"></li>' if s is None or s.path not in pictures else _cell(s, pictures) for s in row)
-    return f'<article class="card"><h3>{escape(caption)}</h3><ol class="strip">{cells}</ol></article>'
+    cells = "".join(
+        '<li class="gap"></li>' if s is None or s.path not in pictures else _cell(s, pictures)
+        for s in row
+    )
+    return (
+        f'<article class="card"><h3>{escape(caption)}</h3><ol class="strip">{cells}</ol></article>'
+    )
 
 
 def _cell(sample: SavedSample, pictures: Mapping[Path, Picture]) -> str:
     names = " · ".join(f"{name} {pretty_number(value)}" for name, value in sample.rewards.items())
-    title = f"step {sample.step}, weights of version {sample.policy_version}: {names or 'no rewards'}"
+    title = (
+        f"step {sample.step}, weights of version {sample.policy_version}: {names or 'no rewards'}"
+    )
     picture = frame(pictures[sample.path], title=title, alt=f"{sample.caption}, step {sample.step}")
     return f"<li>{picture}<p><span>step {sample.step}</span><b>{pretty_number(sample.reward)}</b></p></li>"

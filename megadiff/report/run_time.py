@@ -44,8 +44,15 @@ def time_section(rows: Sequence[Row]) -> str:
     names = [name for name in (*STAGES, OTHER) if any(step[name] > 0 for step in seconds)]
     groups = buckets(range(len(timed)), MAX_BARS)
     starts = [int(timed[group[0]]["step"]) for group in groups]
-    parts = [(name, [mean_or_none([seconds[n][name] for n in group]) or 0.0 for group in groups]) for name in names]
-    key = "seconds per step" if len(groups) == len(timed) else f"seconds per step, mean of {len(groups[0])} steps"
+    parts = [
+        (name, [mean_or_none([seconds[n][name] for n in group]) or 0.0 for group in groups])
+        for name in names
+    ]
+    key = (
+        "seconds per step"
+        if len(groups) == len(timed)
+        else f"seconds per step, mean of {len(groups[0])} steps"
+    )
     chart = stacked_chart(starts, parts, title="A step's seconds", key=key, unit="s")
     table = _table(timed, seconds, names)
     return (
@@ -82,5 +89,7 @@ def inner_keys(rows: Sequence[Row]) -> list[str]:
     """time/* metrics that are neither a stage nor the whole step: timers within one, or of what is in no stage; evaluation."""
     known = {stage_key(stage) for stage in (*STAGES, "step")}
     return [
-        key for key in metric_keys(rows) if key.startswith("time/") and key not in known and finite(column(rows, key))
+        key
+        for key in metric_keys(rows)
+        if key.startswith("time/") and key not in known and finite(column(rows, key))
     ]

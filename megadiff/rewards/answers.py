@@ -50,8 +50,7 @@ def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> l
             "return a list of one number each"
         )
     return [
-        _checked_float(sample, value, weight)
-        for sample, value in zip(samples, answer, strict=True)
+        _checked_float(sample, value, weight) for sample, value in zip(samples, answer, strict=True)
     ]
 
 

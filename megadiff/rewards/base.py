@@ -70,8 +70,13 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
     _check_args(name, config.type, reward_class, config.args)
     try:
         reward = reward_class(**config.args)
-    except (TypeError, ValueError) as error:  # a constructor refusing a value; say whose value it is
-        raise ValueError(f"reward.{name}.args={dict(config.args)} refused by type={config.type}: {error}") from error
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # a constructor refusing a value; say whose value it is
+        raise ValueError(
+            f"reward.{name}.args={dict(config.args)} refused by type={config.type}: {error}"
+        ) from error
     reward.name = name
     count = reward.samples_per_call
     if count is not None and (type(count) is not int or count < 1):
@@ -111,7 +116,9 @@ def _resolve(name: str, reward_type: str) -> type[Reward]:
     return reward_class
 
 
-def _check_args(name: str, reward_type: str, reward_class: type[Reward], args: Mapping[str, object]) -> None:
+def _check_args(
+    name: str, reward_type: str, reward_class: type[Reward], args: Mapping[str, object]
+) -> None:
     """ValueError naming the argument that the constructor does not take or still needs."""
     try:
         inspect.signature(reward_class).bind(**args)

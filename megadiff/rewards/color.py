@@ -32,7 +32,9 @@ _COLOR_WORD = re.compile(rf"\b({'|'.join([*COLORS, *ALIASES])})\b", re.IGNORECAS
 
 # sRGB byte → linear light (IEC 61966-2-1); linear RGB → LMS → OKLab (B. Ottosson, "A perceptual color space", 2020).
 _BYTES = np.arange(256) / 255
-_LINEAR = np.where(_BYTES <= 0.04045, _BYTES / 12.92, ((_BYTES + 0.055) / 1.055) ** 2.4).astype(np.float32)
+_LINEAR = np.where(_BYTES <= 0.04045, _BYTES / 12.92, ((_BYTES + 0.055) / 1.055) ** 2.4).astype(
+    np.float32
+)
 _RGB_TO_LMS = np.array(
     [
         [0.4122214708, 0.5363325363, 0.0514459929],

@@ -8,10 +8,12 @@ import numpy as np
 
 from megadiff.rewards.base import RewardSample
 
-SHORT_SIDE = (
-    64  # pixels that frames are shrunk to. With more, the flow of smooth surfaces comes out too short (128: by a third)
-)
-LEVELS, WINDOW, ITERATIONS = 4, 15, 3  # of Farneback's pyramid: follows up to about a fifth of the frame's side
+SHORT_SIDE = 64  # pixels that frames are shrunk to. With more, the flow of smooth surfaces comes out too short (128: by a third)
+LEVELS, WINDOW, ITERATIONS = (
+    4,
+    15,
+    3,
+)  # of Farneback's pyramid: follows up to about a fifth of the frame's side
 NEIGHBOURHOOD, SMOOTHING = 5, 1.1  # of its polynomials, as its authors pair them
 
 
@@ -22,7 +24,9 @@ def neighbours(sample: RewardSample, num_pairs: int) -> list[tuple[np.ndarray, n
     """
     count = len(sample.pixels) - 1
     if count < 1:
-        raise ValueError("motion needs at least 2 frames, found 1; set rollout.num_frames, or leave this reward out")
+        raise ValueError(
+            "motion needs at least 2 frames, found 1; set rollout.num_frames, or leave this reward out"
+        )
     starts = range(count)
     if 0 < num_pairs < count:
         starts = sorted({round(start) for start in np.linspace(0, count - 1, num_pairs).tolist()})

@@ -13,7 +13,9 @@ from megadiff.rewards.score import score_checked
 from megadiff.types import Prompt
 
 REDUCE: dict[str, Callable[..., np.ndarray]] = {"mean": np.mean, "min": np.min}
-PLACES: dict[str, Callable[[int], list[int]]] = {  # of F frames, the indices of those that are scored
+PLACES: dict[
+    str, Callable[[int], list[int]]
+] = {  # of F frames, the indices of those that are scored
     "first": lambda count: [0],
     "middle": lambda count: [count // 2],
     "last": lambda count: [count - 1],
@@ -39,7 +41,9 @@ class FrameReward(Reward):
         reduce: str = "mean",
     ) -> None:
         if frames not in PLACES and (type(frames) is not int or frames < 1):
-            raise ValueError(f"frames={frames!r}, must be {', '.join(PLACES)}, or a number of at least 1")
+            raise ValueError(
+                f"frames={frames!r}, must be {', '.join(PLACES)}, or a number of at least 1"
+            )
         if reduce not in REDUCE:
             raise ValueError(f"reduce={reduce!r}, must be one of {', '.join(REDUCE)}")
         self.frames, self.reduce = frames, reduce
@@ -49,8 +53,12 @@ class FrameReward(Reward):
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
         lengths = sorted({len(sample.pixels) for sample in samples})
         if len(lengths) != 1:
-            raise ValueError(f"the videos have {lengths} frames; those of one call must be equally long")
-        values_KN = [self._score_frame(samples, index) for index in frame_indices(lengths[0], self.frames)]
+            raise ValueError(
+                f"the videos have {lengths} frames; those of one call must be equally long"
+            )
+        values_KN = [
+            self._score_frame(samples, index) for index in frame_indices(lengths[0], self.frames)
+        ]
         return REDUCE[self.reduce](np.array(values_KN), axis=0).tolist()
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
@@ -60,7 +68,9 @@ class FrameReward(Reward):
         self.inner.close()
 
     def _score_frame(self, samples: Sequence[RewardSample], index: int) -> list[float]:
-        return score_checked(self.inner, [replace(each, pixels=each.pixels[index : index + 1]) for each in samples])
+        return score_checked(
+            self.inner, [replace(each, pixels=each.pixels[index : index + 1]) for each in samples]
+        )
 
 
 def frame_indices(num_frames: int, frames: str | int) -> list[int]:
@@ -69,4 +79,6 @@ def frame_indices(num_frames: int, frames: str | int) -> list[int]:
         return PLACES[frames](num_frames)
     if frames == 1:
         return PLACES["middle"](num_frames)
-    return sorted({round(place) for place in np.linspace(0, num_frames - 1, min(frames, num_frames)).tolist()})
+    return sorted(
+        {round(place) for place in np.linspace(0, num_frames - 1, min(frames, num_frames)).tolist()}
+    )

@@ -36,7 +36,9 @@ class JpegSizeReward(Reward):
     def _score_frames(self, pixels: np.ndarray) -> float:
         num_frames, height, width, _ = pixels.shape
         max_kib = height * width * MAX_BYTES_PER_PIXEL / 1024
-        fraction = sum(jpeg_kib(frame, quality=self.quality) for frame in pixels) / num_frames / max_kib
+        fraction = (
+            sum(jpeg_kib(frame, quality=self.quality) for frame in pixels) / num_frames / max_kib
+        )
         return min(1.0, max(0.0, 1.0 - fraction if self.sign == 1 else fraction))
 
 

@@ -26,7 +26,9 @@ class MotionReward(Reward):
 
     def __init__(self, *, low: float = 0.005, high: float = 0.03, pairs: int = 16) -> None:
         if not 0 < low <= high or not math.isfinite(high):
-            raise ValueError(f"low={low}, high={high}: a band needs 0 < low ≤ high, in shares of the frame's side")
+            raise ValueError(
+                f"low={low}, high={high}: a band needs 0 < low ≤ high, in shares of the frame's side"
+            )
         self.low, self.high, self.pairs = low, high, checked_pairs(pairs)
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
@@ -54,7 +56,9 @@ class TemporalConsistencyReward(Reward):
         self.tolerance, self.pairs = tolerance, checked_pairs(pairs)
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        return [1 / (1 + warp_error(sample, pairs=self.pairs) / self.tolerance) for sample in samples]
+        return [
+            1 / (1 + warp_error(sample, pairs=self.pairs) / self.tolerance) for sample in samples
+        ]
 
 
 def mean_flow(sample: RewardSample, *, pairs: int) -> float:
@@ -73,9 +77,15 @@ def warp_error(sample: RewardSample, *, pairs: int) -> float:
 
 def _pair_error(frame: np.ndarray, following: np.ndarray) -> float:
     height, width = frame.shape
-    places_HW2 = optical_flow(frame, following) + np.dstack(np.meshgrid(np.arange(width), np.arange(height)))
+    places_HW2 = optical_flow(frame, following) + np.dstack(
+        np.meshgrid(np.arange(width), np.arange(height))
+    )
     places_HW2 = places_HW2.astype(np.float32)
-    is_inside = (places_HW2 >= 0).all(axis=-1) & (places_HW2 <= (width - 1, height - 1)).all(axis=-1)
-    moved_back = cv2.remap(following, places_HW2, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+    is_inside = (places_HW2 >= 0).all(axis=-1) & (places_HW2 <= (width - 1, height - 1)).all(
+        axis=-1
+    )
+    moved_back = cv2.remap(
+        following, places_HW2, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
+    )
     difference = np.abs(moved_back.astype(np.float32) - frame)
     return float(difference[is_inside].mean() if is_inside.any() else difference.mean())

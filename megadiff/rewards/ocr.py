@@ -38,9 +38,13 @@ class OcrReward(Reward):
 
     def __init__(self, *, allow_extra_text: bool = False, frame_stride: int = 4) -> None:
         if frame_stride < 1:
-            raise ValueError(f"frame_stride={frame_stride}, must be at least 1; 4 reads every fourth frame")
+            raise ValueError(
+                f"frame_stride={frame_stride}, must be at least 1; 4 reads every fourth frame"
+            )
         if importlib.util.find_spec("rapidocr_onnxruntime") is None:
-            raise ValueError("rapidocr-onnxruntime is not installed; run: pip install 'megadiff[ocr]'")
+            raise ValueError(
+                "rapidocr-onnxruntime is not installed; run: pip install 'megadiff[ocr]'"
+            )
         self.allow_extra_text = allow_extra_text
         self.frame_stride = frame_stride
         self._local = threading.local()
@@ -55,7 +59,10 @@ class OcrReward(Reward):
     def _score_frames(self, sample: RewardSample) -> float:
         wanted = wanted_text(sample.prompt)
         frames = sample.pixels[:: self.frame_stride]
-        scores = [text_score(self._read(frame), wanted, allow_extra_text=self.allow_extra_text) for frame in frames]
+        scores = [
+            text_score(self._read(frame), wanted, allow_extra_text=self.allow_extra_text)
+            for frame in frames
+        ]
         return sum(scores) / len(scores)
 
     def _read(self, pixels: np.ndarray) -> str:
@@ -63,7 +70,9 @@ class OcrReward(Reward):
         # An engine per thread: RapidOCR keeps the current image's preprocessing in the object.
         if not hasattr(self._local, "engine"):
             self._local.engine = _build_engine()
-        lines, _ = self._local.engine(np.ascontiguousarray(to_canvas(pixels)[:, :, ::-1]))  # it expects BGR
+        lines, _ = self._local.engine(
+            np.ascontiguousarray(to_canvas(pixels)[:, :, ::-1])
+        )  # it expects BGR
         return "".join(text for _, text, _ in lines or ())
 
 
@@ -73,7 +82,11 @@ def _build_engine() -> Callable:
 
     # Detection at 512 instead of 736 pixels is twice as fast and reads the same; no rotated lines, as in Flow-GRPO.
     return RapidOCR(
-        intra_op_num_threads=1, inter_op_num_threads=1, use_cls=False, det_limit_type="min", det_limit_side_len=512
+        intra_op_num_threads=1,
+        inter_op_num_threads=1,
+        use_cls=False,
+        det_limit_type="min",
+        det_limit_side_len=512,
     )
 
 
@@ -108,7 +121,10 @@ def edit_distance(a: str, b: str) -> int:
     for i, char_a in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
         for j, char_b in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b))
+            diagonal, row[j] = (
+                row[j],
+                min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b)),
+            )
     return row[-1]
 
 

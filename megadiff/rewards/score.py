@@ -64,7 +64,11 @@ class Scorer:
     """
 
     def __init__(
-        self, configs: Mapping[str, RewardConfig], *, num_workers: int | None = None, timeout_s: float = 300.0
+        self,
+        configs: Mapping[str, RewardConfig],
+        *,
+        num_workers: int | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
         _check_names_and_weights(configs)
         num_workers = default_num_workers() if num_workers is None else num_workers
@@ -93,7 +97,9 @@ class Scorer:
         if self._workers is None:
             self._workers = Workers(self._num_workers, gil_limit_s=self.timeout_s + GRACE_S)
         samples = [
-            RewardSample(pixels=each.pixels.numpy(), prompt=group.prompt, sample_index=each.sample_index)
+            RewardSample(
+                pixels=each.pixels.numpy(), prompt=group.prompt, sample_index=each.sample_index
+            )
             for each in group.trajectories
         ]
         for name, reward in self.rewards.items():
@@ -158,13 +164,21 @@ class Scorer:
         while pending:
             self._raise_first_failure()  # its own text, and not that it took long
             now = time.monotonic()
-            running = [call for call in self._calls if call.future in pending and call.started_s is not None]
+            running = [
+                call
+                for call in self._calls
+                if call.future in pending and call.started_s is not None
+            ]
             for call in running:
                 if now - call.started_s >= self.timeout_s:
                     who = f"reward {call.reward.name!r} on {samples_text(call.samples)}"
-                    raise RewardError(f"{who} took longer than timeout_s={self.timeout_s:g} in one call")
+                    raise RewardError(
+                        f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
+                    )
             # A queued call cannot be overdue before timeout_s from now, so nothing is missed while waiting.
-            remaining_s = min((call.started_s + self.timeout_s - now for call in running), default=self.timeout_s)
+            remaining_s = min(
+                (call.started_s + self.timeout_s - now for call in running), default=self.timeout_s
+            )
             pending = wait(pending, timeout=remaining_s, return_when=FIRST_EXCEPTION).not_done
         self._raise_first_failure()
 
@@ -185,7 +199,9 @@ class Scorer:
         self.reward_s = dict.fromkeys(self.rewards, 0.0)
         for call in self._calls:
             values, seconds = call.future.result()
-            scores[call.reward.name][call.group, call.first : call.first + len(values)] = torch.tensor(values)
+            scores[call.reward.name][call.group, call.first : call.first + len(values)] = (
+                torch.tensor(values)
+            )
             self.reward_s[call.reward.name] += seconds
         total = sum(self.weights[name] * score for name, score in scores.items())
         self._check_total(total, scores)
@@ -215,7 +231,9 @@ def _failure(call: _Call) -> BaseException | None:
 
 def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
     if TOTAL in configs:
-        raise ValueError(f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward")
+        raise ValueError(
+            f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
+        )
     for name, config in configs.items():
         if not abs(config.weight) <= FLOAT32_MAX:
             raise ValueError(

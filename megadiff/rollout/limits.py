@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REQUEST_BYTES = 2**16  # of JSON besides a first frame: texts of 4 bytes a character come as 12, the samples' indices
+REQUEST_BYTES = (
+    2**16
+)  # of JSON besides a first frame: texts of 4 bytes a character come as 12, the samples' indices
 
 
 @dataclass(frozen=True, kw_only=True)

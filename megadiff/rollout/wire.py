@@ -17,13 +17,18 @@ from megadiff.sync.bucket import own_host_tensor
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
 
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
-_COLUMNS = {"latents": "latents_SLC", "log_probs": "log_probs", "pixels": "pixels"}  # tensor → field of a Trajectory
+_COLUMNS = {
+    "latents": "latents_SLC",
+    "log_probs": "log_probs",
+    "pixels": "pixels",
+}  # tensor → field of a Trajectory
 
 
 def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
     """RolloutRequests as a JSON list; a first frame in base64."""
     return [
-        dataclasses.asdict(request) | {"first_frame": base64.b64encode(request.first_frame).decode()}
+        dataclasses.asdict(request)
+        | {"first_frame": base64.b64encode(request.first_frame).decode()}
         for request in requests
     ]
 
@@ -31,7 +36,9 @@ def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]
 def requests_from_json(value: object) -> list[RolloutRequest]:
     """The inverse. Raises ValueError that names the request, and its key which is missing, unknown or of a wrong type."""
     if not isinstance(value, list):
-        raise ValueError(f"the body is a {type(value).__name__}; it must be a JSON list of requests")
+        raise ValueError(
+            f"the body is a {type(value).__name__}; it must be a JSON list of requests"
+        )
     requests = []
     for place, item in enumerate(value):
         try:
@@ -48,12 +55,19 @@ def encode_groups(groups: Sequence[RolloutGroup]) -> bytes:
     than their bytes do. Conditioning, whose width is a group's own, is called `<place>.<name>`.
     """
     samples = [sample for group in groups for sample in group.trajectories]
-    columns = {field: torch.stack([getattr(sample, name) for sample in samples]) for field, name in _COLUMNS.items()}
+    columns = {
+        field: torch.stack([getattr(sample, name) for sample in samples])
+        for field, name in _COLUMNS.items()
+    }
     conditioning = {
-        f"{place}.{name}": tensor for place, group in enumerate(groups) for name, tensor in group.conditioning.items()
+        f"{place}.{name}": tensor
+        for place, group in enumerate(groups)
+        for name, tensor in group.conditioning.items()
     }
     schedule = {"schedule": groups[0].schedule}
-    return _save({**columns, **schedule, **conditioning}, {"groups": [_header(group) for group in groups]})
+    return _save(
+        {**columns, **schedule, **conditioning}, {"groups": [_header(group) for group in groups]}
+    )
 
 
 def decode_groups(body: bytes) -> list[RolloutGroup]:
@@ -68,7 +82,11 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
     groups, first = [], 0
     for own, of_group in zip(conditioning, header["groups"], strict=True):
         rows = slice(first, first + len(of_group["sample_indices"]))
-        groups.append(_group({field: column[rows] for field, column in columns.items()}, schedule, own, of_group))
+        groups.append(
+            _group(
+                {field: column[rows] for field, column in columns.items()}, schedule, own, of_group
+            )
+        )
         first = rows.stop
     return groups
 
@@ -78,7 +96,9 @@ def _request_from_json(value: object) -> RolloutRequest:
     fields["prompt"] = Prompt(**_fields(fields["prompt"], Prompt, "prompt"))
     sampling = _fields(fields["sampling"], Sampling, "sampling")
     if "sde_window_range" in sampling:
-        sampling["sde_window_range"] = _integers(sampling["sde_window_range"], "sampling.sde_window_range", length=2)
+        sampling["sde_window_range"] = _integers(
+            sampling["sde_window_range"], "sampling.sde_window_range", length=2
+        )
     fields["sampling"] = Sampling(**sampling)
     fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
     fields["first_frame"] = _bytes(fields.get("first_frame", ""), "request.first_frame")
@@ -121,7 +141,9 @@ def _group(
         schedule=schedule,
         conditioning=conditioning,
         trajectories=tuple(
-            Trajectory(sample_index=index, **shared, **dict(zip(_COLUMNS.values(), row, strict=True)))
+            Trajectory(
+                sample_index=index, **shared, **dict(zip(_COLUMNS.values(), row, strict=True))
+            )
             for index, *row in rows
         ),
         policy_version=header["policy_version"],
@@ -131,7 +153,8 @@ def _group(
 
 def _save(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
     return save(
-        {name: own_host_tensor(tensor) for name, tensor in tensors.items()}, metadata={HEADER_KEY: json.dumps(header)}
+        {name: own_host_tensor(tensor) for name, tensor in tensors.items()},
+        metadata={HEADER_KEY: json.dumps(header)},
     )
 
 
@@ -143,11 +166,19 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     length = int.from_bytes(body[:8], "little")
     metadata = json.loads(body[8 : 8 + length]).get("__metadata__", {})
     if HEADER_KEY not in metadata:
-        raise ValueError(f"the safetensors metadata lacks {HEADER_KEY!r}; was it written by encode_groups?")
+        raise ValueError(
+            f"the safetensors metadata lacks {HEADER_KEY!r}; was it written by encode_groups?"
+        )
     return tensors, json.loads(metadata[HEADER_KEY])
 
 
-_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "int | None": (int, type(None))}
+_TYPES = {
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "bool": bool,
+    "int | None": (int, type(None)),
+}
 
 
 def _fields(value: object, record: type, where: str) -> dict[str, Any]:
@@ -157,15 +188,21 @@ def _fields(value: object, record: type, where: str) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(record)}
     unknown = sorted(value.keys() - fields.keys())
     if unknown:
-        raise ValueError(f"{where} has unknown keys {', '.join(unknown)}; known: {', '.join(fields)}")
+        raise ValueError(
+            f"{where} has unknown keys {', '.join(unknown)}; known: {', '.join(fields)}"
+        )
     has_default = {name for name, field in fields.items() if not _is_required(field)}
     missing = sorted(fields.keys() - has_default - value.keys())
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, item in value.items():
         types = _TYPES.get(str(fields[name].type))
-        if types and (not isinstance(item, types) or (isinstance(item, bool) and types is not bool)):
-            raise ValueError(f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {fields[name].type}")
+        if types and (
+            not isinstance(item, types) or (isinstance(item, bool) and types is not bool)
+        ):
+            raise ValueError(
+                f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {fields[name].type}"
+            )
     return dict(value)
 
 
@@ -176,7 +213,9 @@ def _is_required(field: dataclasses.Field) -> bool:
 def _integers(value: object, where: str, *, length: int | None = None) -> tuple[int, ...]:
     good = isinstance(value, list | tuple) and all(type(item) is int for item in value)
     if not good or length not in (None, len(value)):
-        raise ValueError(f"{where}={value!r} must be a list of {'' if length is None else f'{length} '}integers")
+        raise ValueError(
+            f"{where}={value!r} must be a list of {'' if length is None else f'{length} '}integers"
+        )
     return tuple(value)
 
 

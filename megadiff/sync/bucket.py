@@ -15,7 +15,9 @@ from megadiff.types import DTYPES
 
 Bucket = Sequence[tuple[str, Tensor]]
 ALIGNMENT = 256  # bytes, of a tensor's start in a flat bucket: what vector loads on any device want
-CHUNK_BYTES = 1 << 18  # of a body on its way: an HTTP client copies what a socket did not take of a chunk at once
+CHUNK_BYTES = (
+    1 << 18
+)  # of a body on its way: an HTTP client copies what a socket did not take of a chunk at once
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -24,9 +26,15 @@ class BucketBody:
     long as the body is used. Iterating gives chunks of about CHUNK_BYTES, as often as it is asked."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        metas = {name: TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+        metas = {
+            name: TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
         metas = canonical_order(metas)
-        self._parts = [memoryview(header_bytes(metas, metadata={})), *(tensor_bytes(tensors[name]) for name in metas)]
+        self._parts = [
+            memoryview(header_bytes(metas, metadata={})),
+            *(tensor_bytes(tensors[name]) for name in metas),
+        ]
         self._num_bytes = sum(map(len, self._parts))
 
     def __len__(self) -> int:
@@ -61,7 +69,9 @@ def encode_bucket(tensors: Bucket) -> BucketBody:
     names = [name for name, _ in tensors]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"weight bucket holds {', '.join(twice)} more than once; each name travels once")
+        raise ValueError(
+            f"weight bucket holds {', '.join(twice)} more than once; each name travels once"
+        )
     return BucketBody({name: tensor.detach().contiguous() for name, tensor in tensors})
 
 
@@ -83,9 +93,14 @@ def file_manifest(path: Path) -> Manifest:
             if strange:
                 allowed = ", ".join(_DTYPE_NAMES.values())
                 raise ValueError(f"{strange[0]} is {dtypes[strange[0]]}; weights are {allowed}")
-            return {name: {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": row.get_shape()} for name, row in rows.items()}
+            return {
+                name: {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": row.get_shape()}
+                for name, row in rows.items()
+            }
     except SafetensorError as error:
-        raise ValueError(f"the body of {path.stat().st_size} bytes is not a whole safetensors file: {error}") from None
+        raise ValueError(
+            f"the body of {path.stat().st_size} bytes is not a whole safetensors file: {error}"
+        ) from None
 
 
 def bucket_manifest(tensors: Bucket) -> Manifest:
@@ -103,7 +118,9 @@ def flat_bytes(manifest: Manifest) -> int:
 
 def write_flat(tensors: Bucket, flat: Tensor) -> None:
     """Lays the tensors end to end into `flat` (uint8, at least flat_bytes long), on its device."""
-    for (_, tensor), (_, view) in zip(tensors, read_flat(bucket_manifest(tensors), flat), strict=True):
+    for (_, tensor), (_, view) in zip(
+        tensors, read_flat(bucket_manifest(tensors), flat), strict=True
+    ):
         view.copy_(tensor.detach(), non_blocking=True)
 
 

@@ -27,7 +27,9 @@ from megadiff.tensors.parts import Part, by_part, of_parts, part_of
 from megadiff.types import LoraSpec
 
 logger = logging.getLogger(__name__)
-Places = Mapping[str, Sequence[Mapping[str, Box]]]  # replica → of each worker: name → the part that it has
+Places = Mapping[
+    str, Sequence[Mapping[str, Box]]
+]  # replica → of each worker: name → the part that it has
 
 
 class WeightSource(Protocol):
@@ -65,7 +67,12 @@ class WeightSync:
         bucket_bytes: int,
         cpu_group: dist.ProcessGroup,
     ) -> None:
-        self.engine, self.transport, self.manifest, self.places = engine, transport, manifest, places
+        self.engine, self.transport, self.manifest, self.places = (
+            engine,
+            transport,
+            manifest,
+            places,
+        )
         self.bucket_bytes, self.cpu_group = bucket_bytes, cpu_group
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
@@ -99,7 +106,9 @@ class WeightSync:
         whole = self.manifest | (lora_manifest(lora, self.manifest) if lora else {})
         every = parts = set(by_part(whole))
         if held:
-            parts = every & {Part(component, is_lora=lora is not None) for component in self.engine.changed}
+            parts = every & {
+                Part(component, is_lora=lora is not None) for component in self.engine.changed
+            }
         ledger = Ledger(self.places, lora=lora, held=held.of(every - parts) if held else None)
         self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
         error = self._send(version, ledger, of_parts(whole, parts))
@@ -125,7 +134,9 @@ class WeightSync:
                 error = _names_error(set(manifest), ledger.sent)
             if not error:
                 check = CommitCheck(version, ledger)
-                error = self._outcome(thread.submit(self.transport.commit, version, check), "commit")
+                error = self._outcome(
+                    thread.submit(self.transport.commit, version, check), "commit"
+                )
         except BaseException as failure:
             error = failure
             raise
@@ -145,7 +156,10 @@ class WeightSync:
 
     def _buckets(self, manifest: Manifest) -> Iterator[Bucket]:
         parts = sorted(by_part(manifest))
-        base, lora = ([part.component for part in parts if part.is_lora == is_lora] for is_lora in (False, True))
+        base, lora = (
+            [part.component for part in parts if part.is_lora == is_lora]
+            for is_lora in (False, True)
+        )
         if base:
             yield from self.engine.named_weights(self.bucket_bytes, base)
         if lora:
@@ -172,7 +186,9 @@ class Ledger:
     """The fingerprints of what replicas are to use, as their workers use it: of every piece of a tensor that some worker
     has, of this push and of what it leaves as it was."""
 
-    def __init__(self, places: Places, *, lora: LoraSpec | None, held: Ledger | None = None) -> None:
+    def __init__(
+        self, places: Places, *, lora: LoraSpec | None, held: Ledger | None = None
+    ) -> None:
         """held: of what travelled before, when this push does not bring everything."""
         self.places, self.lora, self.lora_rank = places, lora, lora.rank if lora else 0
         self.num_bytes = 0
@@ -190,7 +206,10 @@ class Ledger:
         """name → fingerprint of what this worker must hold."""
         boxes = self.places[replica][worker]
         names = {name for name, _ in self._prints}
-        return {name: self._prints[name, piece_box(name, boxes, lora_rank=self.lora_rank)] for name in names}
+        return {
+            name: self._prints[name, piece_box(name, boxes, lora_rank=self.lora_rank)]
+            for name in names
+        }
 
     def modules(self) -> set[str]:
         """The modules, with their component, that a LoRA must be bound to."""
@@ -199,7 +218,9 @@ class Ledger:
     def of(self, parts: Collection[Part]) -> Ledger:
         """With the tensors of these parts alone."""
         rest = Ledger(self.places, lora=self.lora)
-        rest._prints = {key: value for key, value in self._prints.items() if part_of(key[0]) in parts}
+        rest._prints = {
+            key: value for key, value in self._prints.items() if part_of(key[0]) in parts
+        }
         return rest
 
     def _pieces(self, bucket: Bucket) -> dict[Box | None, dict[str, Tensor]]:
@@ -227,14 +248,18 @@ class CommitCheck:
         """Raises SyncError that names the replica and what differs."""
         num_workers = len(self.ledger.places[target.name])
         if len(answer) != num_workers:
-            raise SyncError(f"{target.name} answers for {len(answer)} workers, and has {num_workers}")
+            raise SyncError(
+                f"{target.name} answers for {len(answer)} workers, and has {num_workers}"
+            )
         for worker, held in enumerate(answer):
             where = f"{target.name} at version {self.version}"
             where += f" (worker {worker} of {num_workers})" if num_workers > 1 else ""
             _check_prints(where, self.ledger.expected(target.name, worker), held["fingerprints"])
             difference = name_difference(self.ledger.modules(), set(held["bound_modules"]))
             if difference:
-                raise SyncError(f"{where} has LoRA bound to other modules than were sent: {difference}")
+                raise SyncError(
+                    f"{where} has LoRA bound to other modules than were sent: {difference}"
+                )
 
 
 def _check_prints(where: str, expected: Mapping[str, str], held: Mapping[str, str]) -> None:
@@ -251,7 +276,11 @@ def _check_prints(where: str, expected: Mapping[str, str], held: Mapping[str, st
 
 def _names_error(expected: set[str], sent: set[str]) -> SyncError | None:
     difference = name_difference(expected, sent)
-    return SyncError(f"the trainer's tensors are not those of the model folder: {difference}") if difference else None
+    return (
+        SyncError(f"the trainer's tensors are not those of the model folder: {difference}")
+        if difference
+        else None
+    )
 
 
 class _Timer:

@@ -17,7 +17,11 @@ def worker_boxes(
     boxes: dict[str, Box] = {}
     for name, view in views.items():
         full = shapes[name]
-        cut = [axis for axis in range(len(full)) if full[axis] != view[axis]] if len(view) == len(full) else None
+        cut = (
+            [axis for axis in range(len(full)) if full[axis] != view[axis]]
+            if len(view) == len(full)
+            else None
+        )
         if cut == []:
             continue
         if cut is None or len(cut) > 1 or view[cut[0]] * size != full[cut[0]]:
@@ -26,7 +30,9 @@ def worker_boxes(
             )
         begin = rank * view[cut[0]]
         part = (begin, begin + view[cut[0]])
-        boxes[name] = tuple(part if axis == cut[0] else (0, length) for axis, length in enumerate(full))
+        boxes[name] = tuple(
+            part if axis == cut[0] else (0, length) for axis, length in enumerate(full)
+        )
     return boxes
 
 

@@ -20,7 +20,9 @@ NUM_SUMS = 8  # of a row, int32
 MAX_FACTOR = 63  # so that two products with a byte fit in 16 bits, in which older CPUs add them
 ROWS_AT_ONCE = 1 << 11  # 4 MiB, which a CPU caches
 IN_PLACE_BYTES = 1 << 16  # smaller tensors are copied into common rows: fewer calls
-_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15, odd: multiplication by it is a bijection mod 2^64
+_MULTIPLIER = (
+    -7046029254386353131
+)  # 0x9E3779B97F4A7C15, odd: multiplication by it is a bijection mod 2^64
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9
 
 
@@ -103,14 +105,18 @@ def _totals(tensors: Sequence[Tensor], *, first_row: int = 0) -> Tensor:
     owners, firsts, lengths = (torch.tensor(column) for column in zip(*pieces, *rests, strict=True))
     ends = lengths.cumsum(0)
     place_R = torch.arange(ends[-1]) + (firsts - ends + lengths).repeat_interleave(lengths)
-    totals_of_parts = _hashed(torch.cat(sums), place_R).cumsum(0)[ends - 1].diff(prepend=ends.new_zeros(1))
+    totals_of_parts = (
+        _hashed(torch.cat(sums), place_R).cumsum(0)[ends - 1].diff(prepend=ends.new_zeros(1))
+    )
     return totals.index_add_(0, owners, totals_of_parts)
 
 
 def _row_sums(rows_RB: Tensor) -> Tensor:
     """[R, ROW_BYTES] uint8 → [R, NUM_SUMS] int32."""
     factors_BS = _factors(rows_RB.device)
-    return torch.cat([torch._int_mm(chunk, factors_BS) for chunk in rows_RB.view(torch.int8).split(ROWS_AT_ONCE)])
+    return torch.cat(
+        [torch._int_mm(chunk, factors_BS) for chunk in rows_RB.view(torch.int8).split(ROWS_AT_ONCE)]
+    )
 
 
 def _packed(flats: Sequence[Tensor]) -> Tensor:
@@ -132,7 +138,9 @@ def _hashed(sums_RS: Tensor, place_R: Tensor) -> Tensor:
 @cache
 def _factors(device: torch.device) -> Tensor:
     """[ROW_BYTES, NUM_SUMS] int8, fixed for all time: in ±[1, MAX_FACTOR], from a stream of SHAKE-128."""
-    stream = torch.frombuffer(bytearray(hashlib.shake_128(b"megadiff").digest(ROW_BYTES * NUM_SUMS)), dtype=torch.uint8)
+    stream = torch.frombuffer(
+        bytearray(hashlib.shake_128(b"megadiff").digest(ROW_BYTES * NUM_SUMS)), dtype=torch.uint8
+    )
     factors = stream.to(torch.int16) % (2 * MAX_FACTOR) - MAX_FACTOR
     factors += factors >= 0
     return factors.to(torch.int8).view(ROW_BYTES, NUM_SUMS).to(device)

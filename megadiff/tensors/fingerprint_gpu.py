@@ -26,7 +26,9 @@ def totals(tensors: Sequence[Tensor], factors_BS: Tensor, *, multiplier: int, mi
     device = factors_BS.device
     columns_BC = torch.zeros(row_bytes, COLUMNS, dtype=torch.int8, device=device)
     columns_BC[:, :num_sums] = factors_BS
-    table = torch.tensor([[tensor.data_ptr(), tensor.nbytes] for tensor in tensors], dtype=torch.int64)
+    table = torch.tensor(
+        [[tensor.data_ptr(), tensor.nbytes] for tensor in tensors], dtype=torch.int64
+    )
     tiles = -(-table[:, 1] // (row_bytes * TILE_ROWS))
     table = torch.cat([table, (tiles.cumsum(0) - tiles)[:, None]], 1).to(device)
     owners = torch.arange(len(tensors), dtype=torch.int32).repeat_interleave(tiles).to(device)
@@ -56,7 +58,9 @@ def _hash_tiles(
     for start in range(0, ROW_BYTES, TILE_BYTES):
         offset = row[:, None] * ROW_BYTES + (start + place)[None, :]
         values = tl.load(data + offset, mask=offset < num_bytes, other=0)
-        sums += tl.dot(values, tl.load(factors + (start + place)[:, None] * COLUMNS + column[None, :]))
+        sums += tl.dot(
+            values, tl.load(factors + (start + place)[:, None] * COLUMNS + column[None, :])
+        )
     low, high = tl.split(sums.to(tl.int64).reshape(TILE_ROWS, COLUMNS // 2, 2))
     words = (low & 0xFFFFFFFF) | (high << 32)  # as the CPU reads pairs of int32
     word = tl.arange(0, COLUMNS // 2)[None, :]

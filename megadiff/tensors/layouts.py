@@ -56,7 +56,10 @@ def _fully_sharded(
             f"--dp {num_ranks}: the model's tensors have at most {most_rows} rows, and "
             f"{num_ranks - most_rows} ranks would hold none; give --dp {most_rows} or less"
         )
-    return [{name: _rows(shape, rank, num_ranks) for name, shape in shapes.items()} for rank in range(num_ranks)]
+    return [
+        {name: _rows(shape, rank, num_ranks) for name, shape in shapes.items()}
+        for rank in range(num_ranks)
+    ]
 
 
 def _rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:

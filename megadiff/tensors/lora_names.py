@@ -26,12 +26,17 @@ def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
     for module in lora.modules:
         found = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
         if not found:
-            raise ValueError(f"lora module {module!r} is a matrix of none of the components {', '.join(components)}")
+            raise ValueError(
+                f"lora module {module!r} is a matrix of none of the components {', '.join(components)}"
+            )
         for component in found:
             weight = base[f"{component}.{module}.weight"]
             rows, columns = weight["shape"]
             for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
-                manifest[f"{component}.{module}{suffix}"] = {"dtype": weight["dtype"], "shape": shape}
+                manifest[f"{component}.{module}{suffix}"] = {
+                    "dtype": weight["dtype"],
+                    "shape": shape,
+                }
     return manifest
 
 
@@ -46,14 +51,22 @@ def lora_from_json(value: object) -> LoraSpec | None:
         return None
     keys = {"rank", "alpha", "modules"}
     if not isinstance(value, dict) or value.keys() != keys:
-        raise ValueError(f"lora={value!r:.200} must be null or an object of rank, alpha and modules")
+        raise ValueError(
+            f"lora={value!r:.200} must be null or an object of rank, alpha and modules"
+        )
     rank, alpha, modules = value["rank"], value["alpha"], value["modules"]
     if type(rank) is not int or rank < 1:
         raise ValueError(f"lora.rank={rank!r} must be an integer of at least 1")
     if not is_alpha(alpha):
         raise ValueError(f"lora.alpha={alpha!r:.80} must be a positive number")
-    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
-        raise ValueError(f"lora.modules={modules!r:.200} must be a list of at least one module name")
+    if (
+        not isinstance(modules, list)
+        or not modules
+        or not all(isinstance(name, str) for name in modules)
+    ):
+        raise ValueError(
+            f"lora.modules={modules!r:.200} must be a list of at least one module name"
+        )
     if modules != sorted(set(modules)):
         raise ValueError("lora.modules must be sorted and without doubles")
     return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))

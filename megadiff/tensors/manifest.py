@@ -26,5 +26,7 @@ def name_difference(expected: set[str], found: set[str]) -> str:
     parts = []
     for label, names in (("missing", expected - found), ("extra", found - expected)):
         if names:
-            parts.append(f"{len(names)} {label}: {', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}")
+            parts.append(
+                f"{len(names)} {label}: {', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}"
+            )
     return "; ".join(parts)

@@ -35,7 +35,9 @@ def read_json(path: Path) -> dict[str, object]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; fetch it again")
+        raise ValueError(
+            f"{path} holds a {type(value).__name__}, not a JSON object; fetch it again"
+        )
     return value
 
 
@@ -81,4 +83,6 @@ def open_weights(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         size = f" ({path.stat().st_size} bytes)" if path.is_file() else ""
-        raise ValueError(f"{path}{size} is not a whole safetensors file: {error}; fetch it again") from error
+        raise ValueError(
+            f"{path}{size} is not a whole safetensors file: {error}; fetch it again"
+        ) from error

@@ -75,7 +75,9 @@ def row_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) or (1,)
 
 
-def row_blocks(name: str, shape: Sequence[int], *, itemsize: int, cuts: Sequence[int] = ()) -> Iterator[Rows]:
+def row_blocks(
+    name: str, shape: Sequence[int], *, itemsize: int, cuts: Sequence[int] = ()
+) -> Iterator[Rows]:
     """Blocks of at most BLOCK_BYTES, or of one row; none of a tensor without elements. cuts: rows that begin a block."""
     num_rows, *rest = row_shape(shape)
     size = max(BLOCK_BYTES // (max(math.prod(rest), 1) * itemsize), 1)
@@ -85,7 +87,9 @@ def row_blocks(name: str, shape: Sequence[int], *, itemsize: int, cuts: Sequence
     for start, stop in pairwise(edges):
         for begin in range(start, stop, size):
             end = min(begin + size, stop)
-            yield Rows(name=name, begin=begin, end=end, shape=(end - begin, *rest), is_last=end == num_rows)
+            yield Rows(
+                name=name, begin=begin, end=end, shape=(end - begin, *rest), is_last=end == num_rows
+            )
 
 
 def whole(source: RowSource, name: str) -> Tensor:
@@ -129,7 +133,9 @@ class ShardRows:
 
     def read(self, block: Rows, room: Room) -> Tensor:
         if block.begin == 0:
-            self._current = [_PieceReader(piece) for piece in self._folder.pieces[self._keys[block.name]]]
+            self._current = [
+                _PieceReader(piece) for piece in self._folder.pieces[self._keys[block.name]]
+            ]
         parts = [part for reader in self._current if (part := reader.read(block, room))]
         if block.is_last:
             for reader in self._current:
@@ -185,7 +191,11 @@ class JoinedRows:
     """Several sources in one, each under its own prefix, which is put before its tensors' names."""
 
     def __init__(self, sources: Mapping[str, RowSource]) -> None:
-        self._places = {f"{prefix}{name}": (rows, name) for prefix, rows in sources.items() for name in rows.tensors}
+        self._places = {
+            f"{prefix}{name}": (rows, name)
+            for prefix, rows in sources.items()
+            for name in rows.tensors
+        }
         self.tensors = {name: rows.tensors[key] for name, (rows, key) in self._places.items()}
 
     def cuts(self, name: str) -> Sequence[int]:
@@ -206,16 +216,23 @@ class _PieceReader:
 
     def __init__(self, piece: Piece) -> None:
         self._piece = piece
-        self._digits = StreamingFingerprint(piece.file.tensors[piece.key].dtype, piece.place.local_shape)
+        self._digits = StreamingFingerprint(
+            piece.file.tensors[piece.key].dtype, piece.place.local_shape
+        )
 
     def read(self, block: Rows, room: Room) -> tuple[tuple[slice, ...], Tensor] | None:
         """What the piece has of the block: where it lies in the block's rows, and the data; None for nothing."""
-        (first, *columns_at), (num_rows, *columns) = _begin(self._piece), row_shape(self._piece.place.local_shape)
+        (first, *columns_at), (num_rows, *columns) = (
+            _begin(self._piece),
+            row_shape(self._piece.place.local_shape),
+        )
         start, stop = max(first, block.begin), min(first + num_rows, block.end)
         if start >= stop or not math.prod(columns):
             return None
         shape = (stop - start, *columns)
-        data = _read(self._piece.file, self._piece.key, first_row=start - first, shape=shape, room=room)
+        data = _read(
+            self._piece.file, self._piece.key, first_row=start - first, shape=shape, room=room
+        )
         self._digits.update(data.view(-1).view(torch.uint8))
         within = (slice(at, at + size) for at, size in zip(columns_at, columns, strict=True))
         return (slice(start - block.begin, stop - block.begin), *within), data
@@ -224,12 +241,16 @@ class _PieceReader:
         self._piece.check(self._digits.digits())
 
 
-def _read(file: TensorFile, key: str, *, first_row: int, shape: Sequence[int], room: Room) -> Tensor:
+def _read(
+    file: TensorFile, key: str, *, first_row: int, shape: Sequence[int], room: Room
+) -> Tensor:
     """Rows of a tensor of a file: in the file's own pages where they can be mapped, which saves a copy, else in the room."""
     dtype = file.tensors[key].dtype
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     offset, num_bytes = first_row * row_bytes, shape[0] * row_bytes
-    pages = file.mapped(key, offset=offset, num_bytes=num_bytes) if num_bytes >= LEAST_MAPPED else None
+    pages = (
+        file.mapped(key, offset=offset, num_bytes=num_bytes) if num_bytes >= LEAST_MAPPED else None
+    )
     if pages is not None:
         return pages.view(dtype).view(*shape)
     rows = room.take(shape, dtype)

@@ -29,7 +29,10 @@ SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
 FORMAT = 4  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
-TRAINED, AVERAGED = "model", "average"  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
+TRAINED, AVERAGED = (
+    "model",
+    "average",
+)  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,9 @@ def flat_shards(flat: Tensor, start: int, box: Shard) -> list[Shard]:
     return shards
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offsets, shape) of the boxes that elements start … stop of a row-major array are made of, in their order."""
     if start >= stop:
         return
@@ -75,7 +80,9 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
     yield from _row_boxes(shape, last, last * row, stop)
 
 
-def _row_boxes(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _row_boxes(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], ...]]:
     begin = row * math.prod(shape[1:])
     for offsets, sizes in _boxes(shape[1:], start - begin, stop - begin):
         yield (row, *offsets), (1, *sizes)
@@ -156,7 +163,12 @@ class ShardWriter:
             }
             for key, place in self._places.items()
         }
-        index = {"format": FORMAT, "num_files": self._num_files, "values": self._values, "tensors": pieces}
+        index = {
+            "format": FORMAT,
+            "num_files": self._num_files,
+            "values": self._values,
+            "tensors": pieces,
+        }
         return {METADATA_KEY: json.dumps(index), SEAL_KEY: UNSEALED}
 
 
@@ -175,10 +187,17 @@ def write_shards(
     is written by one of them. values: JSON, the same on every rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = [(_place_of(name, shard), shard.local) for name, shards_of in shards.items() for shard in shards_of]
+    found = [
+        (_place_of(name, shard), shard.local)
+        for name, shards_of in shards.items()
+        for shard in shards_of
+    ]
     keys = piece_keys([place for place, _ in found])
     tensors = dict(zip(keys, (local for _, local in found), strict=True))
-    pieces = {key: (place, TensorMeta(dtype=torch.float32, shape=place.local_shape)) for key, place in keys.items()}
+    pieces = {
+        key: (place, TensorMeta(dtype=torch.float32, shape=place.local_shape))
+        for key, place in keys.items()
+    }
     writer = ShardWriter(folder, pieces, rank=rank, num_files=num_files, values=values or {})
     digits = {}
     for key, tensor in tensors.items():
@@ -189,7 +208,9 @@ def write_shards(
 
 
 def _place_of(name: str, shard: Shard) -> PiecePlace:
-    return PiecePlace(tensor=name, shape=shard.shape, offsets=shard.offsets, local_shape=tuple(shard.local.shape))
+    return PiecePlace(
+        tensor=name, shape=shard.shape, offsets=shard.offsets, local_shape=tuple(shard.local.shape)
+    )
 
 
 class ShardFolder:
@@ -207,7 +228,9 @@ class ShardFolder:
         self.num_files: int = index["num_files"]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.pieces: dict[str, list[Piece]] = {}
-        self._last: tuple[Piece, Tensor] | None = None  # the piece read last: boxes of one range often share it
+        self._last: tuple[Piece, Tensor] | None = (
+            None  # the piece read last: boxes of one range often share it
+        )
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
             if rank:
@@ -238,14 +261,18 @@ class ShardFolder:
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local, bit for bit, from whichever pieces overlap it. Each piece read is checked whole."""
         if name not in self.pieces:
-            raise ValueError(f"{self.folder} holds no tensor {name!r}; another model or engine wrote it")
+            raise ValueError(
+                f"{self.folder} holds no tensor {name!r}; another model or engine wrote it"
+            )
         if self.shapes[name] != shard.shape:
             raise ValueError(
                 f"{self.folder}: {name!r} has shape {self.shapes[name]}, but this model's is {shard.shape}; "
                 "load it with the model that wrote it"
             )
         for piece in self.pieces[name]:
-            overlap = _overlap(piece.place.offsets, piece.place.local_shape, shard.offsets, shard.local.shape)
+            overlap = _overlap(
+                piece.place.offsets, piece.place.local_shape, shard.offsets, shard.local.shape
+            )
             if overlap is None:
                 continue
             of_piece, of_shard = overlap
@@ -294,10 +321,14 @@ class SourceFolder:
         files = [open_weights(path) for path in weight_files(self.folder)]
         self._file_of = {name: file for file in files for name in file.keys()}
 
-    def check_names(self, shapes: Mapping[str, tuple[int, ...]], *, of: str = "its config.json") -> None:
+    def check_names(
+        self, shapes: Mapping[str, tuple[int, ...]], *, of: str = "its config.json"
+    ) -> None:
         """Raises ValueError that names what is missing, extra or of another shape than the parameters of a model, `of`."""
         problems = [f"missing {name}" for name in sorted(set(shapes) - set(self._file_of))]
-        problems += [f"not in the model: {name}" for name in sorted(set(self._file_of) - set(shapes))]
+        problems += [
+            f"not in the model: {name}" for name in sorted(set(self._file_of) - set(shapes))
+        ]
         for name in sorted(set(shapes) & set(self._file_of)):
             shape = tuple(self._file_of[name].get_slice(name).get_shape())
             if shape != tuple(shapes[name]):
@@ -308,7 +339,9 @@ class SourceFolder:
 
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local with its part of the tensor, cast to the shard's dtype. Reads nothing else of the file."""
-        place = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
+        place = tuple(
+            slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True)
+        )
         if shard.local.numel():
             shard.local.copy_(self._file_of[name].get_slice(name)[place])
 
@@ -338,7 +371,9 @@ def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
 
 def _pieces(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Piece]:
     if index["tensors"].keys() != file.tensors.keys():
-        raise ValueError(f"{file.path} is corrupt: its metadata lists other tensors than its header")
+        raise ValueError(
+            f"{file.path} is corrupt: its metadata lists other tensors than its header"
+        )
     for key, entry in index["tensors"].items():
         try:
             box = _place(entry)
@@ -371,10 +406,14 @@ def _place(entry: Mapping[str, Any]) -> PiecePlace:
     return box
 
 
-def _overlap(piece_at, piece_shape, wanted_at, wanted_shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(
+    piece_at, piece_shape, wanted_at, wanted_shape
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Where two boxes of one tensor meet, as slices of each; None when they do not."""
     of_piece, of_wanted = [], []
-    for p_at, p_size, w_at, w_size in zip(piece_at, piece_shape, wanted_at, wanted_shape, strict=True):
+    for p_at, p_size, w_at, w_size in zip(
+        piece_at, piece_shape, wanted_at, wanted_shape, strict=True
+    ):
         begin, end = max(p_at, w_at), min(p_at + p_size, w_at + w_size)
         if begin >= end:
             return None

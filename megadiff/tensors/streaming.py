@@ -113,14 +113,20 @@ class FileSink:
     """Safetensors files. files: name → tensors in their order; metadata: of each file."""
 
     def __init__(
-        self, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]], *, metadata: Mapping[str, Mapping[str, str]]
+        self,
+        folder: Path,
+        files: Mapping[str, Mapping[str, TensorMeta]],
+        *,
+        metadata: Mapping[str, Mapping[str, str]],
     ) -> None:
         self.tensors = {name: meta for tensors in files.values() for name, meta in tensors.items()}
         self._files: dict[str, TensorWriter] = {}
         with _abandoned_on_error(self):
             for file, tensors in files.items():
                 self._files[file] = TensorWriter(folder / file, tensors, metadata=metadata[file])
-        self._file_of = {name: self._files[file] for file, tensors in files.items() for name in tensors}
+        self._file_of = {
+            name: self._files[file] for file, tensors in files.items() for name in tensors
+        }
 
     def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
         offset = block.begin * rows[0].nbytes
@@ -153,9 +159,7 @@ class ShardSink:
         with _abandoned_on_error(self):
             for rank, of_rank in enumerate(boxes):
                 pieces = self._pieces(rank, of_rank)
-                writer = ShardWriter(
-                    folder, pieces, rank=rank, num_files=len(boxes), values=values
-                )
+                writer = ShardWriter(folder, pieces, rank=rank, num_files=len(boxes), values=values)
                 self._writers.append(writer)
 
     def _pieces(
@@ -185,12 +189,17 @@ class ShardSink:
     def parts(self, block: Rows, rows: Tensor, room: Room) -> list[Part]:
         parts = []
         for rank, key, place in self._places[block.name]:
-            (first, *at), (num_rows, *sizes) = tuple(place.offsets) or (0,), row_shape(place.local_shape)
+            (first, *at), (num_rows, *sizes) = (
+                tuple(place.offsets) or (0,),
+                row_shape(place.local_shape),
+            )
             start, stop = max(first, block.begin), min(first + num_rows, block.end)
             if start >= stop:
                 continue
             columns = (slice(begin, begin + size) for begin, size in zip(at, sizes, strict=True))
-            data = _contiguous(rows[(slice(start - block.begin, stop - block.begin), *columns)], room)
+            data = _contiguous(
+                rows[(slice(start - block.begin, stop - block.begin), *columns)], room
+            )
             self._digits[rank][key].update(data.view(-1).view(torch.uint8))
             offset = (start - first) * data[0].nbytes
             parts.append(Part(file=self._writers[rank].file, key=key, offset=offset, data=data))
@@ -237,7 +246,9 @@ class _Fingerprints:
 def _blocks(source: RowSource, tensors: Mapping[str, TensorMeta]) -> Iterator[Rows]:
     for name in tensors:
         meta = source.tensors[name]
-        yield from row_blocks(name, meta.shape, itemsize=meta.dtype.itemsize, cuts=source.cuts(name))
+        yield from row_blocks(
+            name, meta.shape, itemsize=meta.dtype.itemsize, cuts=source.cuts(name)
+        )
 
 
 def _contiguous(rows: Tensor, room: Room) -> Tensor:

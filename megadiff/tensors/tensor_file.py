@@ -92,9 +92,13 @@ class TensorFile:
             try:
                 num_read = os.preadv(self._descriptor, [view[:LARGEST_READ]], at)
             except OSError as error:
-                raise ValueError(f"{self.path}: tensor {name!r} cannot be read: {error.strerror}") from error
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} cannot be read: {error.strerror}"
+                ) from error
             if not num_read:
-                raise ValueError(f"{self.path} is truncated: tensor {name!r} was cut short while it was read")
+                raise ValueError(
+                    f"{self.path} is truncated: tensor {name!r} was cut short while it was read"
+                )
             view, at = view[num_read:], at + num_read
 
     def mapped(self, name: str, *, offset: int, num_bytes: int) -> Tensor | None:
@@ -155,7 +159,9 @@ class TensorFile:
             shape = entry.shape
             begin, end = entry.data_offsets
             if dtype not in DTYPES_BY_NAME:
-                raise ValueError(f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} none")
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} none"
+                )
             meta = TensorMeta(dtype=DTYPES_BY_NAME[dtype], shape=shape)
             if min(shape, default=0) < 0 or begin != at or end - begin != meta.num_bytes:
                 raise ValueError(
@@ -235,7 +241,9 @@ class TensorWriter:
     under SEAL_KEY, the header is sealed. Raises OSError.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]
+    ) -> None:
         self.path, self._tensors = Path(path), dict(tensors)
         header = header_bytes(self._tensors, metadata=metadata)
         self._header_length, at = len(header), len(header)

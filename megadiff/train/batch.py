@@ -12,14 +12,18 @@ from torch import Tensor
 from megadiff.types import RolloutGroup, TrainBatch
 
 
-def to_train_batch(groups: Sequence[RolloutGroup], advantages_PG: Tensor, weights_P: Tensor) -> TrainBatch:
+def to_train_batch(
+    groups: Sequence[RolloutGroup], advantages_PG: Tensor, weights_P: Tensor
+) -> TrainBatch:
     """Flattens groups to samples (group by group), on the CPU: the engine moves a microbatch at a time.
 
     denominator is that of this rank alone; `update.with_denominator` makes it global.
     """
     for group in groups[1:]:
         if not torch.equal(group.schedule, groups[0].schedule):
-            raise ValueError(f"{group.replica} sampled with another schedule than {groups[0].replica}")
+            raise ValueError(
+                f"{group.replica} sampled with another schedule than {groups[0].replica}"
+            )
     samples = [trajectory for group in groups for trajectory in group.trajectories]
     group_size = len(groups[0].trajectories)
     weights_N = weights_P.repeat_interleave(group_size)
@@ -42,7 +46,9 @@ def to_train_batch(groups: Sequence[RolloutGroup], advantages_PG: Tensor, weight
 def stack_conditioning(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """[1, tokens, …] tensors of several groups as one [P, max tokens, …] each, padded with zeros (False in masks)."""
     return {
-        name: torch.cat([_pad_tokens(row[name], max(other[name].shape[1] for other in rows)) for row in rows])
+        name: torch.cat(
+            [_pad_tokens(row[name], max(other[name].shape[1] for other in rows)) for row in rows]
+        )
         for name in rows[0]
     }
 
@@ -77,4 +83,6 @@ def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> lis
     """
     sample_N = torch.arange(batch.num_samples) % group_size
     share = group_size // num_updates
-    return [select(batch, torch.nonzero(sample_N // share == part)[:, 0]) for part in range(num_updates)]
+    return [
+        select(batch, torch.nonzero(sample_N // share == part)[:, 0]) for part in range(num_updates)
+    ]

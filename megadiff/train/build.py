@@ -63,7 +63,11 @@ def check(
     """
     parallel = config.parallel
     layout = resolve_layout(
-        dp=parallel.dp, sp=parallel.sp, tp=parallel.tp, dp_replicate=parallel.dp_replicate, world_size=world_size
+        dp=parallel.dp,
+        sp=parallel.sp,
+        tp=parallel.tp,
+        dp_replicate=parallel.dp_replicate,
+        world_size=world_size,
     )
     validate(config, dp=layout.dp)
     check_trackers(config.track)
@@ -175,7 +179,11 @@ def build_run(
     progress = checkpoints.load(engine, load_data)
     fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
     sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-    evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer) if config.eval.every else None
+    evaluation = (
+        build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer)
+        if config.eval.every
+        else None
+    )
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return Run(
         config=config, mesh=mesh, adapter=adapter, algorithm=build_algorithm(config.algorithm), engine=engine,
@@ -200,12 +208,18 @@ def build_rescue(
     return Rescue(engine, checkpoints, board, progress, recorded=recorded)
 
 
-def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet) -> WeightSync:
+def build_sync(
+    config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet
+) -> WeightSync:
     """Collective. The weight sync from this engine to all replicas. Raises AgreedError for places that the transport
     cannot serve."""
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
     targets = fleet.weight_targets()
-    workers = agreed(lambda: {one.name: one.weights_places() for one in targets}, mesh.cpu_group, here=mesh.rank == 0)
+    workers = agreed(
+        lambda: {one.name: one.weights_places() for one in targets},
+        mesh.cpu_group,
+        here=mesh.rank == 0,
+    )
     workers = broadcast_json(workers, source=0, group=mesh.cpu_group)
     ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
     transport = agreed(
@@ -219,17 +233,27 @@ def build_sync(config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine
         engine,
         transport,
         manifest,
-        places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+        places={
+            name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()
+        },
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
     )
 
 
 def build_recorder(
-    config: Config, mesh: Mesh, evaluation: Callable[[int], dict[str, float]] | None, step: int, stack: ExitStack
+    config: Config,
+    mesh: Mesh,
+    evaluation: Callable[[int], dict[str, float]] | None,
+    step: int,
+    stack: ExitStack,
 ) -> Recorder:
     """Collective. Rank 0 writes the run's folder from step `step` on, the others nowhere. All watch their GPU's memory."""
-    recording = agreed(lambda: _recording(config, run_folder(config), step, stack), mesh.cpu_group, here=mesh.rank == 0)
+    recording = agreed(
+        lambda: _recording(config, run_folder(config), step, stack),
+        mesh.cpu_group,
+        here=mesh.rank == 0,
+    )
     trackers, bar = recording or (Trackers(()), None)
     timers = Timers()
     memory = None
@@ -238,7 +262,9 @@ def build_recorder(
     return Recorder(trackers, bar, config, mesh, evaluation, timers=timers, memory=memory)
 
 
-def _recording(config: Config, folder: Path, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:
+def _recording(
+    config: Config, folder: Path, step: int, stack: ExitStack
+) -> tuple[Trackers, ProgressBar]:
     save_config(config, folder / "config.yaml")
     trackers = build_trackers(config.track, folder, to_dict(config), resume_step=step)
     bar = ProgressBar(config.train.num_steps, start_step=step)
@@ -268,7 +294,9 @@ def build_evaluation(
         )  # fmt: skip
         target = evaluation_folder(folder, step)
         agreed(
-            lambda: write_evaluation(target, outcome.evaluation, outcome.images, frames_per_s=adapter.frames_per_s),
+            lambda: write_evaluation(
+                target, outcome.evaluation, outcome.images, frames_per_s=adapter.frames_per_s
+            ),
             mesh.cpu_group,
             here=mesh.rank == 0,
         )

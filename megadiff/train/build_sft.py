@@ -21,12 +21,20 @@ from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import stop_all
 from megadiff.sync.sync import WeightSync
 from megadiff.train import replicas
-from megadiff.train.build import build_evaluation, build_recorder, build_rescue, build_sync, run_folder
+from megadiff.train.build import (
+    build_evaluation,
+    build_recorder,
+    build_rescue,
+    build_sync,
+    run_folder,
+)
 from megadiff.train.sampling import sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES
 
-ENCODE_BATCH_TOKENS = 16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
+ENCODE_BATCH_TOKENS = (
+    16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
+)
 
 
 def build_sft_run(
@@ -76,7 +84,9 @@ def build_sft_run(
     )  # fmt: skip
 
 
-def _encoded(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource) -> LatentDataset:
+def _encoded(
+    config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource
+) -> LatentDataset:
     """The data as latents and embeddings, from run.dir/cache where they are there already."""
     sampling = sft_sampling(config.rollout)
     num_tokens, _ = adapter.latents_shape(sampling)
@@ -95,7 +105,11 @@ def _encoded(config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSou
 
 
 def _between_naps(
-    evaluation: Callable[[int], dict[str, float]], fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh
+    evaluation: Callable[[int], dict[str, float]],
+    fleet: Fleet,
+    sync: WeightSync,
+    config: Config,
+    mesh: Mesh,
 ) -> Callable[[int], dict[str, float]]:
     """The evaluation with replicas that are awake only meanwhile, where they share the trainer's GPUs."""
     replicas.put_to_sleep(fleet, sync, config, mesh)

@@ -14,7 +14,10 @@ from megadiff.types import Sampling
 def component_steps(adapter: ModelAdapter, sampling: Sampling) -> dict[str, list[int]]:
     """component → the steps of the schedule whose velocity it gives."""
     components = [adapter.component_of(sigma) for sigma in adapter.schedule(sampling)[:-1].tolist()]
-    return {each: [step for step, other in enumerate(components) if other == each] for each in adapter.components}
+    return {
+        each: [step for step, other in enumerate(components) if other == each]
+        for each in adapter.components
+    }
 
 
 def window_pairs(adapter: ModelAdapter, sampling: Sampling) -> dict[str, int]:
@@ -22,12 +25,19 @@ def window_pairs(adapter: ModelAdapter, sampling: Sampling) -> dict[str, int]:
     low, high = sampling.sde_window_range
     size = sampling.sde_window_size
     covered = [start + offset for start in range(low, high - size + 1) for offset in range(size)]
-    return {each: sum(map(covered.count, steps)) for each, steps in component_steps(adapter, sampling).items()}
+    return {
+        each: sum(map(covered.count, steps))
+        for each, steps in component_steps(adapter, sampling).items()
+    }
 
 
 def trained_components(config: Config, adapter: ModelAdapter) -> list[str]:
     """train.components, in the model's order; all where it is empty."""
-    return [each for each in adapter.components if each in config.train.components or not config.train.components]
+    return [
+        each
+        for each in adapter.components
+        if each in config.train.components or not config.train.components
+    ]
 
 
 def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
@@ -76,9 +86,15 @@ def check_experts(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> 
 
 def describe_experts(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:
     """component → its steps and pairs, whether it is trained; JSON."""
-    steps, trained = component_steps(adapter, sampling_of(config.rollout)), trained_components(config, adapter)
+    steps, trained = (
+        component_steps(adapter, sampling_of(config.rollout)),
+        trained_components(config, adapter),
+    )
     pairs = _pairs(config, adapter)
-    return {each: {"steps": steps[each], "pairs": pairs[each], "trained": each in trained} for each in steps}
+    return {
+        each: {"steps": steps[each], "pairs": pairs[each], "trained": each in trained}
+        for each in steps
+    }
 
 
 def _pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
@@ -88,7 +104,11 @@ def _pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
 
 
 def _unreached(config: Config, adapter: ModelAdapter) -> list[str]:
-    sampling, trained, pairs = sampling_of(config.rollout), trained_components(config, adapter), _pairs(config, adapter)
+    sampling, trained, pairs = (
+        sampling_of(config.rollout),
+        trained_components(config, adapter),
+        _pairs(config, adapter),
+    )
     steps = component_steps(adapter, sampling)
     low, high = sampling.sde_window_range
     reached = [component for component in trained if pairs[component]]
@@ -109,7 +129,10 @@ def _unreached(config: Config, adapter: ModelAdapter) -> list[str]:
 def _proposal(adapter: ModelAdapter, sampling: Sampling, component: str) -> str:
     """The range around the component's nearer end whose windows share their steps evenly between its two sides."""
     steps, (low, _) = component_steps(adapter, sampling)[component], sampling.sde_window_range
-    last, size = sampling.num_inference_steps - 1, max(sampling.sde_window_size, 1)  # the last step is never stochastic
+    last, size = (
+        sampling.num_inference_steps - 1,
+        max(sampling.sde_window_size, 1),
+    )  # the last step is never stochastic
     if not steps or steps[0] >= last:
         return f"raise rollout.num_inference_steps, with which {component} gets a stochastic step,"
     border = steps[0] if steps[0] > low else steps[-1] + 1

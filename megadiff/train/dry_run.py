@@ -16,12 +16,16 @@ from megadiff.train.components import describe_experts
 from megadiff.train.sampling import sampling_of, sft_sampling
 
 
-def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int) -> dict[str, object]:
+def describe(
+    config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
+) -> dict[str, object]:
     """JSON values: sigmas, sde_window_range, experts, samples_per_step, …, layout, config. Microbatches are
     those of groups that all have a signal."""
     sampling, train = sampling_of(config.rollout), config.train
     on_policy = build_algorithm(config.algorithm).on_policy
-    tokens, channels = adapter.latents_shape(sampling if on_policy else sft_sampling(config.rollout))
+    tokens, channels = adapter.latents_shape(
+        sampling if on_policy else sft_sampling(config.rollout)
+    )
     samples = train.prompts_per_step * config.algorithm.group_size
     rows_per_sample = sampling.sde_window_size if on_policy else 1
     return {
@@ -35,7 +39,8 @@ def describe(config: Config, layout: Layout, adapter: ModelAdapter, *, num_promp
         "samples_per_step_and_rank": samples // layout.dp,
         "samples_per_update": samples // train.updates_per_step,
         "microbatches_per_update_and_rank": -(
-            -(samples // layout.dp // train.updates_per_step * rows_per_sample) // train.microbatch_size
+            -(samples // layout.dp // train.updates_per_step * rows_per_sample)
+            // train.microbatch_size
         ),
         "samples_total": samples * train.num_steps,
         "latents_shape": [tokens, channels],
@@ -52,6 +57,15 @@ def to_text(plan: dict[str, object], *, as_json: bool) -> str:
     lines = ["step  sigma     sigma_next  (* = may be stochastic)"]
     sigmas: list[float] = plan["sigmas"]  # type: ignore[assignment]
     for index, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
-        lines.append(f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}")
+        lines.append(
+            f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}"
+        )
     rest = {key: value for key, value in plan.items() if key not in ("sigmas", "config")}
-    return "\n".join([*lines, "", yaml.safe_dump(rest, sort_keys=False), yaml.safe_dump({"config": plan["config"]})])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            yaml.safe_dump(rest, sort_keys=False),
+            yaml.safe_dump({"config": plan["config"]}),
+        ]
+    )

@@ -28,8 +28,14 @@ from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
 NUM_IMAGES = 28  # saved to be looked at, over all tasks
 SAMPLES_AT_ONCE = 512  # whose pixels are held until they are scored
-PIXEL_BYTES_AT_ONCE = 2 * 2**30  # and not more of them than this: 36 videos of 49 frames at 480 x 832
-FIGURES = ("colour_entropy_bit", "latent_spread", "saturation")  # of diversity, each a mean over prompts
+PIXEL_BYTES_AT_ONCE = (
+    2 * 2**30
+)  # and not more of them than this: 36 videos of 49 frames at 480 x 832
+FIGURES = (
+    "colour_entropy_bit",
+    "latent_spread",
+    "saturation",
+)  # of diversity, each a mean over prompts
 
 Plan = list[tuple[Prompt, range]]  # each prompt once, with the indices of its samples
 
@@ -62,14 +68,20 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
     plan: Plan = []
     for place, of_task in enumerate(by_task.values()):
         count = num_samples // len(by_task) + (place < num_samples % len(by_task))
-        shares = [count // len(of_task) + (turn < count % len(of_task)) for turn in range(len(of_task))]
-        plan += [(prompt, range(share)) for prompt, share in zip(of_task, shares, strict=True) if share]
+        shares = [
+            count // len(of_task) + (turn < count % len(of_task)) for turn in range(len(of_task))
+        ]
+        plan += [
+            (prompt, range(share)) for prompt, share in zip(of_task, shares, strict=True) if share
+        ]
     return plan
 
 
 def groups_in_a_call(plan: Plan, sampling: Sampling, *, batch_size: int) -> int:
     """The most groups that an evaluation asks for in one call, however few replicas there are."""
-    template = RolloutRequest(prompt=plan[0][0], sampling=sampling, sample_indices=(), seed=0, step=EVAL_STEP)
+    template = RolloutRequest(
+        prompt=plan[0][0], sampling=sampling, sample_indices=(), seed=0, step=EVAL_STEP
+    )
     chunks = _chunks(_requests(plan, batch_size=batch_size, template=template))
     return max(min(len(chunk), batch_size // len(chunk[0].sample_indices)) for chunk in chunks)
 
@@ -232,7 +244,9 @@ def _by_sample(scores: dict[str, Tensor]) -> list[list[dict[str, float]]]:
     return [[dict(zip(names, values, strict=True)) for values in group] for group in scores_PGR]
 
 
-def _keep(share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]) -> None:
+def _keep(
+    share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]
+) -> None:
     prompt = group.prompt
     for sample, rewards in zip(group.trajectories, rewards_G, strict=True):
         is_wanted = (prompt.id, sample.sample_index) in wanted
@@ -249,18 +263,25 @@ def _keep(share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]],
             )
         )
         if file:
-            share.images[file] = sample.pixels.clone()  # not a view, which would keep the pixels of its whole group
+            share.images[file] = (
+                sample.pixels.clone()
+            )  # not a view, which would keep the pixels of its whole group
 
 
 def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
     """Diversity of all samples of one prompt, of colour where it names none. Of a video, its middle frame is looked at."""
-    samples = sorted((sample for group in groups for sample in group.trajectories), key=lambda each: each.sample_index)
+    samples = sorted(
+        (sample for group in groups for sample in group.trajectories),
+        key=lambda each: each.sample_index,
+    )
     frames = torch.stack([sample.pixels[len(sample.pixels) // 2] for sample in samples])
     small: np.ndarray = diversity.thumbnails(frames)
     is_named = diversity.names_a_colour(groups[0].prompt.text)
     figures = {
         "colour_entropy_bit": math.nan if is_named else diversity.colour_entropy_bit([small]),
-        "latent_spread": diversity.latent_spread(torch.stack([sample.latents_SLC[-1] for sample in samples])),
+        "latent_spread": diversity.latent_spread(
+            torch.stack([sample.latents_SLC[-1] for sample in samples])
+        ),
         "saturation": diversity.saturation(small),
     }
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
@@ -281,10 +302,17 @@ def _gather(
     images: dict[str, Tensor] = {}
     for source in range(0, mesh.world_size, mesh.sp * mesh.tp):
         mine = share if mesh.rank == source else None
-        plain = mine and {"samples": [asdict(sample) for sample in mine.samples], "figures": mine.figures}
+        plain = mine and {
+            "samples": [asdict(sample) for sample in mine.samples],
+            "figures": mine.figures,
+        }
         found = broadcast_json(plain, source=source, group=mesh.cpu_group)
         samples += [EvaluatedSample(**sample) for sample in found["samples"]]  # type: ignore[index]
         figures |= found["figures"]  # type: ignore[index]
-        payload = save({name: pixels.contiguous() for name, pixels in mine.images.items()}) if mine else None
+        payload = (
+            save({name: pixels.contiguous() for name, pixels in mine.images.items()})
+            if mine
+            else None
+        )
         images |= load(broadcast_bytes(payload, source=source, group=mesh.cpu_group))
     return samples, figures, images

@@ -54,9 +54,13 @@ def train(run: Run) -> None:
     make_room(config, run.mesh)
     run.sync.push(progress.step)
     with timers("parity"):
-        gate = parity.check(engine, run.adapter, run.fleet, calls, config=config, mesh=run.mesh, step=progress.step)
+        gate = parity.check(
+            engine, run.adapter, run.fleet, calls, config=config, mesh=run.mesh, step=progress.step
+        )
     progress.recomputes = parity.recomputes(gate, config.algorithm, before=progress.recomputes)
-    train_on = partial(update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes)
+    train_on = partial(
+        update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes
+    )
     gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
@@ -73,7 +77,9 @@ def train(run: Run) -> None:
                 step=progress.step,
                 policy_version=progress.step,
             )
-            groups, rewards = sample_and_score(run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers)
+            groups, rewards = sample_and_score(
+                run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers
+            )
             with timers("room"):
                 put_to_sleep(run.fleet, run.sync, config, run.mesh)
             with timers("train"):

@@ -69,7 +69,9 @@ def check(
         replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
         for component, sampling in samplings.items():
             for call in calls:
-                groups = _sample(fleet, replica, call, sampling, config=config, mesh=mesh, step=step)
+                groups = _sample(
+                    fleet, replica, call, sampling, config=config, mesh=mesh, step=step
+                )
                 trim(fleet, config, mesh)
                 rows = _gaps(engine, adapter, groups, call, seed=config.seed, step=step)
                 for index, row in enumerate(rows):
@@ -108,7 +110,12 @@ def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bo
         )  # fmt: skip
     else:
         whose = "the trainer's, as before" if anew else "the replicas'"
-        logger.info("algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e", whose, gap, half)
+        logger.info(
+            "algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e",
+            whose,
+            gap,
+            half,
+        )
     return anew
 
 
@@ -257,12 +264,19 @@ def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:
     return engine.log_probs(batch).log_probs_NW.double().cpu() - batch.old_log_probs_NW
 
 
-def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int, step: int) -> Tensor:
+def _replay(
+    engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int, step: int
+) -> Tensor:
     """The window's latents recomputed from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
     identities = [
-        {"seed": seed, "step": step, "prompt_id": group.prompt.id, "sample_index": sample.sample_index}
+        {
+            "seed": seed,
+            "step": step,
+            "prompt_id": group.prompt.id,
+            "sample_index": sample.sample_index,
+        }
         for sample in group.trajectories
     ]
     latents_NLC = torch.stack([noise.initial_latents(shape, **identity) for identity in identities])
@@ -273,17 +287,28 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int
         stochastic = index >= start
         if stochastic:
             states.append(latents_NLC)
-        mean_NLC = _one_mean(engine, batch, latents_NLC, index, sampling.sde_type if stochastic else "ode")
+        mean_NLC = _one_mean(
+            engine, batch, latents_NLC, index, sampling.sde_type if stochastic else "ode"
+        )
         if stochastic:
-            sigma, sigma_next = batch.schedule[index : index + 1], batch.schedule[index + 1 : index + 2]
-            std = sde.injected_std(sampling.sde_type, sigma, sigma_next, schedule=batch.schedule, eta=sampling.eta)
-            draws = [noise.sde_noise(shape, step_index=index, **identity) for identity in identities]
+            sigma, sigma_next = (
+                batch.schedule[index : index + 1],
+                batch.schedule[index + 1 : index + 2],
+            )
+            std = sde.injected_std(
+                sampling.sde_type, sigma, sigma_next, schedule=batch.schedule, eta=sampling.eta
+            )
+            draws = [
+                noise.sde_noise(shape, step_index=index, **identity) for identity in identities
+            ]
             mean_NLC = mean_NLC + std * torch.stack(draws).to(mean_NLC)
         latents_NLC = mean_NLC
     return torch.stack([*states, latents_NLC], dim=1)
 
 
-def _one_mean(engine: Engine, batch: TrainBatch, latents_NLC: Tensor, index: int, sde_type: str) -> Tensor:
+def _one_mean(
+    engine: Engine, batch: TrainBatch, latents_NLC: Tensor, index: int, sde_type: str
+) -> Tensor:
     """Mean of the step from schedule[index] on, through the engine's own forward."""
     one = replace(
         batch,
@@ -300,11 +325,14 @@ def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float
     if expected.keys() != group.conditioning.keys():
         return math.inf
     gaps = [
-        _gap(value, group.conditioning[name]) / (1.0 if value.dtype == torch.bool else float(value.abs().max()))
+        _gap(value, group.conditioning[name])
+        / (1.0 if value.dtype == torch.bool else float(value.abs().max()))
         for name, value in expected.items()
     ]
     masks_equal = all(
-        torch.equal(value, group.conditioning[name]) for name, value in expected.items() if value.dtype == torch.bool
+        torch.equal(value, group.conditioning[name])
+        for name, value in expected.items()
+        if value.dtype == torch.bool
     )
     return max(gaps) if masks_equal else math.inf
 

@@ -44,7 +44,12 @@ class Recorder:
         timers: Timers,
         memory: DeviceMemory | None = None,
     ) -> None:
-        self.trackers, self.progress_bar, self.config, self.mesh = trackers, progress_bar, config, mesh
+        self.trackers, self.progress_bar, self.config, self.mesh = (
+            trackers,
+            progress_bar,
+            config,
+            mesh,
+        )
         self.evaluate, self.timers, self.memory = evaluate, timers, memory
         self._recorded_step = 0
 
@@ -62,10 +67,15 @@ class Recorder:
         if step or not self.evaluate:
             return
         metrics = self._evaluated(step)
-        agreed(lambda: self.trackers.log(step, metrics), self.mesh.cpu_group, here=self.mesh.rank == 0)
+        agreed(
+            lambda: self.trackers.log(step, metrics), self.mesh.cpu_group, here=self.mesh.rank == 0
+        )
 
     def step(
-        self, step: int, figures: dict[str, float], samples: Callable[[], list[SampleRecord]] | None = None
+        self,
+        step: int,
+        figures: dict[str, float],
+        samples: Callable[[], list[SampleRecord]] | None = None,
     ) -> None:
         """Log the finished step `step` (from 1), with the timers' seconds. figures: equal on every rank but for seconds.
         samples: called where images are due."""
@@ -76,20 +86,30 @@ class Recorder:
         if self.evaluate and self.is_due(self.config.eval.every, step):
             try:
                 metrics |= self._evaluated(step)
-            except AgreedError as error:  # the step itself is finished, and its line must not be lost
+            except (
+                AgreedError
+            ) as error:  # the step itself is finished, and its line must not be lost
                 failure = error
-            except SystemExit:  # stopped meanwhile: other ranks may be gone, so nothing is agreed on
+            except (
+                SystemExit
+            ):  # stopped meanwhile: other ranks may be gone, so nothing is agreed on
                 if self.mesh.rank == 0:
                     self._write(step, metrics, None)
                 raise
-        agreed(lambda: self._write(step, metrics, samples), self.mesh.cpu_group, here=self.mesh.rank == 0)
+        agreed(
+            lambda: self._write(step, metrics, samples),
+            self.mesh.cpu_group,
+            here=self.mesh.rank == 0,
+        )
         if failure:
             raise failure
 
     def _memory(self) -> dict[str, float]:
         """The fullest rank's; without phases that none has seen."""
         peaks = memory_metrics(self.mesh.device) | (self.memory.pop() if self.memory else {})
-        return {key: peak for key, peak in all_reduce_max(peaks, self.mesh.cpu_group).items() if peak}
+        return {
+            key: peak for key, peak in all_reduce_max(peaks, self.mesh.cpu_group).items() if peak
+        }
 
     def _evaluated(self, step: int) -> dict[str, float]:
         start_s = time.monotonic()
@@ -99,7 +119,9 @@ class Recorder:
         logger.info("evaluation at step %d, %.1f s: %s", step, seconds, summary)
         return metrics | {"time/evaluate_s": seconds}
 
-    def _write(self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None) -> None:
+    def _write(
+        self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None
+    ) -> None:
         self.trackers.log(step, metrics)
         self._recorded_step = step
         if samples and (step == 1 or self.is_due(self.config.sample_every, step)):
@@ -108,7 +130,9 @@ class Recorder:
             self.progress_bar.update(step, metrics)
 
 
-def rollout_metrics(groups: list[RolloutGroup], rewards: Rewards, *, step: int, mesh: Mesh) -> dict[str, float]:
+def rollout_metrics(
+    groups: list[RolloutGroup], rewards: Rewards, *, step: int, mesh: Mesh
+) -> dict[str, float]:
     """Rewards, diversity and staleness of what step `step` (from 1) sampled. Collective."""
     return {
         **reward_metrics(rewards, mesh),
@@ -121,7 +145,11 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
     """Global mean of every reward; of the total also std, extremes' spread within groups, and the share without signal."""
     total_PG = rewards["total"].double()
     group_std_P = total_PG.std(dim=1, correction=0)
-    sums = {f"reward/{name}": float(value.double().sum()) for name, value in rewards.items() if name != "total"}
+    sums = {
+        f"reward/{name}": float(value.double().sum())
+        for name, value in rewards.items()
+        if name != "total"
+    }
     sums |= {
         "reward/mean": float(total_PG.sum()),
         "squares": float((total_PG**2).sum()),
@@ -134,7 +162,9 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
         sums, mesh.cpu_group
     )  # model-parallel peers count alike: numerators and counts scale together
     squares, count, groups = sums.pop("squares"), sums.pop("count"), sums.pop("groups")
-    per_group = {key: sums.pop(key) / groups for key in ("reward/group_std", "reward/zero_std_ratio")}
+    per_group = {
+        key: sums.pop(key) / groups for key in ("reward/group_std", "reward/zero_std_ratio")
+    }
     means = {key: value / count for key, value in sums.items()}
     spread = max(squares / count - means["reward/mean"] ** 2, 0.0) ** 0.5
     return {**means, "reward/std": spread, **per_group}
@@ -144,10 +174,20 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float
     """Means over the groups of all ranks: how different the samples of one prompt are, and the looks of a hacked reward.
     Of a video, its middle frame, and how much it moves. Diversity of colour is that of prompts that name none, and missing
     without one."""
-    keys = ("pixel_spread", "saturation", "clipped_share", "count", "colour_entropy_bit", "open_count", "motion")
+    keys = (
+        "pixel_spread",
+        "saturation",
+        "clipped_share",
+        "count",
+        "colour_entropy_bit",
+        "open_count",
+        "motion",
+    )
     sums = dict.fromkeys(keys, 0.0)
     for group in groups:
-        pixels = torch.stack([sample.pixels[len(sample.pixels) // 2] for sample in group.trajectories])
+        pixels = torch.stack(
+            [sample.pixels[len(sample.pixels) // 2] for sample in group.trajectories]
+        )
         small = diversity.thumbnails(pixels)  # three of four figures look at these: shrunk once
         sums["pixel_spread"] += diversity.pixel_spread(small)
         sums["saturation"] += diversity.saturation(small)
@@ -157,9 +197,15 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float
             sums["colour_entropy_bit"] += diversity.colour_entropy_bit([small])
             sums["open_count"] += 1
         if _has_videos(group):
-            sums["motion"] += fmean(diversity.motion(sample.pixels) for sample in group.trajectories)
+            sums["motion"] += fmean(
+                diversity.motion(sample.pixels) for sample in group.trajectories
+            )
     sums = all_reduce_sums(sums, mesh.cpu_group)
-    count, open_count, bits = sums.pop("count"), sums.pop("open_count"), sums.pop("colour_entropy_bit")
+    count, open_count, bits = (
+        sums.pop("count"),
+        sums.pop("open_count"),
+        sums.pop("colour_entropy_bit"),
+    )
     means = {name: value / count for name, value in sums.items()}
     means |= {"colour_entropy_bit": bits / open_count} if open_count else {}
     if not any(map(_has_videos, groups)):
@@ -186,14 +232,20 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def sample_records(groups: list[RolloutGroup], rewards: Rewards, *, frames_per_s: int) -> list[SampleRecord]:
+def sample_records(
+    groups: list[RolloutGroup], rewards: Rewards, *, frames_per_s: int
+) -> list[SampleRecord]:
     """The first samples of this rank's first groups (by prompt text, so that the same prompts come again)."""
     order = sorted(range(len(groups)), key=lambda index: groups[index].prompt.text)[:SAMPLE_PROMPTS]
     return [
         SampleRecord(
             pixels=sample.pixels,
             caption=groups[index].prompt.text,
-            rewards={name: float(value[index, place]) for name, value in rewards.items() if name != "total"},
+            rewards={
+                name: float(value[index, place])
+                for name, value in rewards.items()
+                if name != "total"
+            },
             reward=float(rewards["total"][index, place]),
             prompt_id=groups[index].prompt.id,
             sample_index=sample.sample_index,

@@ -78,7 +78,11 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         )
         for replica in found  # type: ignore[union-attr]  # rank 0's list
     ]
-    logs = {client.name: log_file(folder, client.name) for client in clients} if rollout.mode == "colocated" else {}
+    logs = (
+        {client.name: log_file(folder, client.name) for client in clients}
+        if rollout.mode == "colocated"
+        else {}
+    )
     return Fleet(
         clients,
         batch_size=rollout.batch_size,
@@ -136,10 +140,15 @@ def _found(
 def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
     """replica: its name, url and health. Raises ValueError where it computes otherwise than the run says, which would show as
     a parity gap without a cause."""
-    wanted = {"rollout.fp8": config.rollout.fp8, "model.float32_streams": config.model.float32_streams}
+    wanted = {
+        "rollout.fp8": config.rollout.fp8,
+        "model.float32_streams": config.model.float32_streams,
+    }
     who, found = f"{replica['name']} at {replica['url']}", replica["health"].get("arithmetic")
     if not isinstance(found, dict):
-        raise ValueError(f"{who} does not say how it computes; start it with this version of megadiff")
+        raise ValueError(
+            f"{who} does not say how it computes; start it with this version of megadiff"
+        )
     for key, value in wanted.items():
         switch = key.partition(".")[2]
         if found.get(switch) is not value:
@@ -194,7 +203,9 @@ def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
     registry = registry_folder(folder)
     shutil.rmtree(registry, ignore_errors=True)
     if config.sync.transport == "disk":
-        clear(weights_folder(config, folder))  # else replicas would load an older state before they get this one
+        clear(
+            weights_folder(config, folder)
+        )  # else replicas would load an older state before they get this one
     specs = _specs(config, mesh, folder)
     # Without a token anybody on this host could put the replicas to sleep, or push to them.
     token = environment_token() or write_token(registry)
@@ -208,16 +219,25 @@ def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
     num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
     if num_gpus and tp > num_gpus:
-        raise ValueError(f"rollout.tp={tp} on {num_gpus} GPUs: each worker needs one; set rollout.tp<={num_gpus}")
+        raise ValueError(
+            f"rollout.tp={tp} on {num_gpus} GPUs: each worker needs one; set rollout.tp<={num_gpus}"
+        )
     if num_gpus and count * tp > num_gpus:
-        logger.warning("rollout.num_replicas*tp = %d*%d on %d GPUs: some GPUs hold several", count, tp, num_gpus)
+        logger.warning(
+            "rollout.num_replicas*tp = %d*%d on %d GPUs: some GPUs hold several",
+            count,
+            tp,
+            num_gpus,
+        )
     return [
         ReplicaSpec(
             name=f"replica_{index}",
             model=Path(config.model.path),
             dtype=config.model.dtype,
             device=mesh.device.type,
-            gpus=tuple((index * tp + worker) % num_gpus for worker in range(tp)) if num_gpus else (),
+            gpus=tuple((index * tp + worker) % num_gpus for worker in range(tp))
+            if num_gpus
+            else (),
             log=log_file(folder, f"replica_{index}"),
             num_threads=max(1, num_threads // (count * tp)),
             compile=config.rollout.compile,

@@ -107,9 +107,7 @@ class Rescue:
         """Count a finished step in progress. Its weights are what a rescue saves from now on."""
         progress.step += 1
         progress.prompts = prompts
-        self._finished = Finished(
-            progress=replace(progress), num_steps=self.engine.gate.num_steps
-        )
+        self._finished = Finished(progress=replace(progress), num_steps=self.engine.gate.num_steps)
         if self._finishes:
             self.engine.gate.close()
 

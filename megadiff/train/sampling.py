@@ -45,11 +45,23 @@ def sampling_of(config: RolloutConfig) -> Sampling:
 
 def sft_sampling(config: RolloutConfig) -> Sampling:
     """Of a supervised run's forwards: images without guidance, whatever its evaluations sample."""
-    return replace(sampling_of(config), num_frames=1, true_cfg_scale=1.0, guidance_scale=1.0, guidance_scale_2=0.0)
+    return replace(
+        sampling_of(config),
+        num_frames=1,
+        true_cfg_scale=1.0,
+        guidance_scale=1.0,
+        guidance_scale_2=0.0,
+    )
 
 
 def group_requests(
-    batch: PromptBatch, *, sampling: Sampling, group_size: int, seed: int, step: int, policy_version: int | None
+    batch: PromptBatch,
+    *,
+    sampling: Sampling,
+    group_size: int,
+    seed: int,
+    step: int,
+    policy_version: int | None,
 ) -> list[RolloutRequest]:
     """One request per prompt group. Groups of one prompt have different samples, as noise follows from their indices."""
     return [
@@ -73,7 +85,9 @@ def sample_and_score(
     Timer `sample`: until every source rank has its samples and scores; `rollout` and `reward` are this rank's own within it.
     Raises AgreedError on every rank of the world when any replica or reward fails.
     """
-    waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")  # the peers' GPUs hold replicas too
+    waiting = (
+        nullcontext() if mesh.is_model_group_source else timers("rollout")
+    )  # the peers' GPUs hold replicas too
     with timers("sample"), waiting:
         fetched = agreed(
             lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
@@ -98,7 +112,9 @@ def _fetch_and_score(
     with timers("reward"):
         scored = scorer.collect()
     order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
-    return [arrived[index] for index in range(len(requests))], {name: value[order] for name, value in scored.items()}
+    return [arrived[index] for index in range(len(requests))], {
+        name: value[order] for name, value in scored.items()
+    }
 
 
 def for_replica(request: RolloutRequest) -> RolloutRequest:
@@ -139,16 +155,26 @@ def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[Rollout
     if mesh.sp * mesh.tp == 1:
         return groups
     plain = [_for_peers(group) for group in groups]
-    payloads = [encode_groups([group]) for group in plain] if mesh.is_model_group_source else [None] * count
+    payloads = (
+        [encode_groups([group]) for group in plain]
+        if mesh.is_model_group_source
+        else [None] * count
+    )
     source, peers = mesh.model_group_source, mesh.cpu_model_group
     received = [broadcast_bytes(payload, source=source, group=peers) for payload in payloads]
-    return groups if mesh.is_model_group_source else [decode_groups(payload)[0] for payload in received]
+    return (
+        groups
+        if mesh.is_model_group_source
+        else [decode_groups(payload)[0] for payload in received]
+    )
 
 
 def _for_peers(group: RolloutGroup) -> RolloutGroup:
     """Less what only rewards and samples read: columns of the prompt, and all frames but that of the diversity figures."""
     middle = len(group.trajectories[0].pixels) // 2
-    trajectories = tuple(replace(one, pixels=one.pixels[middle : middle + 1]) for one in group.trajectories)
+    trajectories = tuple(
+        replace(one, pixels=one.pixels[middle : middle + 1]) for one in group.trajectories
+    )
     return replace(group, prompt=replace(group.prompt, fields={}), trajectories=trajectories)
 
 

@@ -52,7 +52,9 @@ def update(
     if algorithm.needs_reference:
         with engine.reference():
             batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
-    parts = update_parts(batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step)
+    parts = update_parts(
+        batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step
+    )
     del batch  # parts are copies
     if recompute:
         parts = with_own_log_probs(engine, parts)
@@ -102,7 +104,9 @@ def step_over(
         ) from error
     progress.skipped += 1
     if mesh.rank == 0:
-        logger.warning("%s. Stepped over, %d of optim.skip_nonfinite=%d", text, progress.skipped, limit)
+        logger.warning(
+            "%s. Stepped over, %d of optim.skip_nonfinite=%d", text, progress.skipped, limit
+        )
 
 
 def _largest_rewards(
@@ -119,11 +123,17 @@ def _largest_rewards(
     return sorted(rows, reverse=True)[:SHOWN_PROMPTS]
 
 
-def groups_to_train(groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh) -> list[int]:
+def groups_to_train(
+    groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh
+) -> list[int]:
     """Collective. Indices, rising, of this rank's groups that an update computes: those with a weight, and of the others, which
     add nothing to a gradient or a figure, as many as give every rank equally many and, where there are enough, full
     microbatches; one microbatch where no rank has a weight."""
-    rows = len(groups[0].trajectories) // config.train.updates_per_step * len(groups[0].trajectories[0].log_probs)
+    rows = (
+        len(groups[0].trajectories)
+        // config.train.updates_per_step
+        * len(groups[0].trajectories[0].log_probs)
+    )
     most = all_reduce_max({"groups": float((weights_P > 0).sum())}, mesh.cpu_group)["groups"]
     size = config.train.microbatch_size
     step = size // math.gcd(size, rows)  # groups whose rows fill whole microbatches
@@ -138,11 +148,18 @@ def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBat
     The first part is trained by the very policy that is asked for, so its forwards answer themselves. Each of the others takes
     one more, in the microbatches of its update: padded as there, they round alike.
     """
-    own = [replace(part, old_log_probs_NW=None, rollout_log_probs_NW=part.old_log_probs_NW) for part in parts]
-    return own[:1] + [replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW) for part in own[1:]]
+    own = [
+        replace(part, old_log_probs_NW=None, rollout_log_probs_NW=part.old_log_probs_NW)
+        for part in parts
+    ]
+    return own[:1] + [
+        replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW) for part in own[1:]
+    ]
 
 
 def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
     """denominator = weighted samples over all dp ranks × window steps. A mean of per-rank means would be wrong."""
-    weight = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)["weight"] / (mesh.sp * mesh.tp)
+    weight = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)["weight"] / (
+        mesh.sp * mesh.tp
+    )
     return replace(batch, denominator=max(weight, 1.0) * batch.num_window_steps)

@@ -59,20 +59,28 @@ def build(
     from megatron.core import distributed
 
     # the default puts all of a small model into one bucket, 20 B are hundreds
-    distributed.DistributedDataParallelConfig = partial(distributed.DistributedDataParallelConfig, bucket_size=50_000)
+    distributed.DistributedDataParallelConfig = partial(
+        distributed.DistributedDataParallelConfig, bucket_size=50_000
+    )
     config = Config()
     config.model.path, config.model.dtype = str(tiny_model), "float32"
     config.model.float32_streams = float32_streams
     config.engine.backend, config.engine.dtype = backend, dtype
     config.engine.activation_memory_budget = budget
     config.engine.compile = compiled
-    config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = lr, weight_decay, max_grad_norm
+    config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = (
+        lr,
+        weight_decay,
+        max_grad_norm,
+    )
     config.lora.rank, config.lora.alpha = lora
     config.parallel.sequence_parallel = bool(sizes.get("sequence_parallel", True))
     config.train.microbatch_size = microbatch_size
     config.train.components, config.train.expert_balance = list(components), balance
     config.algorithm.kl_coef, config.algorithm.ema_decay = float(keep_reference), average_decay
-    return build_engine(config, init_mesh(layout_of(sizes), device), adapter or QwenImageAdapter(tiny_model))
+    return build_engine(
+        config, init_mesh(layout_of(sizes), device), adapter or QwenImageAdapter(tiny_model)
+    )
 
 
 def only(engine: ExpertsEngine) -> ShardedEngine:
@@ -146,7 +154,9 @@ def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGrou
         prompt=prompt,
         sampling=batch.sampling,
         schedule=batch.schedule,
-        conditioning={name: value_P[index : index + 1] for name, value_P in batch.conditioning.items()},
+        conditioning={
+            name: value_P[index : index + 1] for name, value_P in batch.conditioning.items()
+        },
         trajectories=tuple(trajectories),
         policy_version=0,
         replica="replica_0",
@@ -178,17 +188,25 @@ def at_step(batch: TrainBatch, step: int) -> TrainBatch:
 
 def stock_transformer(tiny_model: Path, **options: object) -> QwenImageTransformer2DModel:
     """Plain diffusers, in a process where VeOmni has not replaced its forward."""
-    assert QwenImageTransformer2DModel.forward.__wrapped__.__module__.startswith("diffusers."), "VeOmni got in here"
+    assert QwenImageTransformer2DModel.forward.__wrapped__.__module__.startswith("diffusers."), (
+        "VeOmni got in here"
+    )
     return QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", **options)
 
 
-def stock_backward(transformer: nn.Module, adapter: QwenImageAdapter, batch: TrainBatch) -> dict[str, Tensor]:
+def stock_backward(
+    transformer: nn.Module, adapter: QwenImageAdapter, batch: TrainBatch
+) -> dict[str, Tensor]:
     """Gradients of the whole batch in one piece, left on the parameters; returns the loss's figures."""
     (piece,) = microbatches(batch, torch.arange(batch.num_rows), 1000, torch.device("cpu"))
-    velocity_BLC = adapter.velocity(transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling)
+    velocity_BLC = adapter.velocity(
+        transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling
+    )
     output = LOSS(loss_inputs(batch, piece, velocity_BLC))
     (output.loss_sum / batch.denominator).backward()
-    return {name: (value / batch.denominator).detach().float() for name, value in output.sums.items()}
+    return {
+        name: (value / batch.denominator).detach().float() for name, value in output.sums.items()
+    }
 
 
 def stock_gradients(tiny_model: Path, scale: float) -> dict[str, Tensor]:
@@ -202,7 +220,9 @@ def stock_gradients(tiny_model: Path, scale: float) -> dict[str, Tensor]:
 
 def gradient_shards(engine: ShardedEngine) -> dict[str, list[Shard]]:
     """This rank's pieces of the reduced gradients, each on its first holder only; for write_shards."""
-    held = {name: local(held.grad) for name, held in engine._optimized.items() if held.grad is not None}
+    held = {
+        name: local(held.grad) for name, held in engine._optimized.items() if held.grad is not None
+    }
     gradients = {name: gradient for name, gradient in held.items() if engine._is_first_holder(name)}
     return {name: engine._places(name, gradient.clone()) for name, gradient in gradients.items()}
 

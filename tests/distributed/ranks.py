@@ -51,17 +51,25 @@ def run_ranks(
     """
     _prepare_server()
     context = torch.multiprocessing.start_processes(
-        _rank_main, (world_size, _free_port(), worker, args), nprocs=world_size, join=False, start_method=start_method
+        _rank_main,
+        (world_size, _free_port(), worker, args),
+        nprocs=world_size,
+        join=False,
+        start_method=start_method,
     )
     deadline = time.monotonic() + timeout_s
     while not context.join(timeout=0.2):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{worker.__name__} on {world_size} ranks did not end within {timeout_s} s")
+            raise TimeoutError(
+                f"{worker.__name__} on {world_size} ranks did not end within {timeout_s} s"
+            )
 
 
-def _rank_main(rank: int, world_size: int, port: int, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, port: int, worker: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     show_crashes()
     torch.set_num_threads(1)
     if world_size > 1:
@@ -114,15 +122,20 @@ def run_command(
     with tempfile.TemporaryDirectory() as written:
         out, err = Path(written, "out"), Path(written, "err")
         process = multiprocessing.get_context("forkserver").Process(
-            target=_command_main, args=(main, list(arguments), folder, dict(environment), prepare, out, err)
+            target=_command_main,
+            args=(main, list(arguments), folder, dict(environment), prepare, out, err),
         )
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise TimeoutError(f"{arguments} did not end within {timeout_s} s:\n{err.read_text()[-3000:]}")
-        return Done(code=process.exitcode, stdout=out.read_text("utf-8"), stderr=err.read_text("utf-8"))
+            raise TimeoutError(
+                f"{arguments} did not end within {timeout_s} s:\n{err.read_text()[-3000:]}"
+            )
+        return Done(
+            code=process.exitcode, stdout=out.read_text("utf-8"), stderr=err.read_text("utf-8")
+        )
 
 
 def _command_main(

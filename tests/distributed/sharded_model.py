@@ -21,7 +21,10 @@ from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.tensors.shards import Shard, SourceFolder
 from tests.distributed.ranks import run_ranks
 
-TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float64: (1e-12, 1e-12)}  # of outputs, and of gradients
+TOLERANCES = {
+    torch.float32: (2e-6, 5e-6),
+    torch.float64: (1e-12, 1e-12),
+}  # of outputs, and of gradients
 # They are relative to a tensor's largest element; of gradients, to at least this share of the largest of all, as some
 # are zero (the last block's text queries, which nobody reads).
 FLOOR = 1e-4
@@ -48,18 +51,24 @@ class Inputs:
         return sde.log_prob("flow_sde", self.prev_BLC, mean_BLC, *sigmas, **step)
 
 
-def draw_inputs(shape: tuple[int, int], *, text_dim: int, dtype: torch.dtype, samples: slice) -> Inputs:
+def draw_inputs(
+    shape: tuple[int, int], *, text_dim: int, dtype: torch.dtype, samples: slice
+) -> Inputs:
     """shape: of one sample's latents. Texts have TEXT_LENGTHS, for the second pass of guidance NEGATIVE_LENGTHS."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(NUM_SAMPLES, *shape, generator=generator, dtype=torch.float64)[samples].to(dtype)
+        return torch.randn(NUM_SAMPLES, *shape, generator=generator, dtype=torch.float64)[
+            samples
+        ].to(dtype)
 
     latents_BLC, prev_BLC, weight_BLC = (draw(*shape) for _ in range(3))
     conditioning = {}
     for prefix, lengths in (("", TEXT_LENGTHS), ("negative_", NEGATIVE_LENGTHS)):
         conditioning[f"{prefix}prompt_embeds"] = draw(max(lengths), text_dim)
-        conditioning[f"{prefix}prompt_mask"] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])[samples]
+        conditioning[f"{prefix}prompt_mask"] = (
+            torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        )[samples]
     return Inputs(
         latents_BLC=latents_BLC,
         prev_BLC=prev_BLC,
@@ -102,20 +111,32 @@ class Case:
     result: Result
 
 
-def write_references(transformer: nn.Module, case: Case, folder: Path, *, dtypes: list[torch.dtype]) -> None:
+def write_references(
+    transformer: nn.Module, case: Case, folder: Path, *, dtypes: list[torch.dtype]
+) -> None:
     """What the module answers unsharded, and its gradients: folder/reference_DTYPE.safetensors."""
     for dtype in dtypes:
-        result = case.result(transformer.to(dtype), case.adapter(folder), dtype, slice(0, NUM_SAMPLES))
-        gradients = {f"gradient/{name}": p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+        result = case.result(
+            transformer.to(dtype), case.adapter(folder), dtype, slice(0, NUM_SAMPLES)
+        )
+        gradients = {
+            f"gradient/{name}": p.grad
+            for name, p in transformer.named_parameters()
+            if p.grad is not None
+        }
         transformer.zero_grad()
         save_file({**result, **gradients}, _reference_file(folder, dtype))
 
 
-def check_parity(case: Case, pipeline: Path, layouts: list[Layout], dtypes: list[torch.dtype], world_size: int) -> None:
+def check_parity(
+    case: Case, pipeline: Path, layouts: list[Layout], dtypes: list[torch.dtype], world_size: int
+) -> None:
     run_ranks(_parity_worker, world_size, case, pipeline, layouts, dtypes)
 
 
-def _parity_worker(case: Case, pipeline: Path, layouts: list[Layout], dtypes: list[torch.dtype]) -> None:
+def _parity_worker(
+    case: Case, pipeline: Path, layouts: list[Layout], dtypes: list[torch.dtype]
+) -> None:
     for layout in layouts:
         for dtype in dtypes:
             with Ranks(case, pipeline, layout, dtype) as ranks:
@@ -146,14 +167,18 @@ def patched(*targets: str, by: Callable) -> Callable[[nn.Module], AbstractContex
     return context
 
 
-def check_omissions(case: Case, pipeline: Path, omissions: Mapping[str, Omission], dtype: torch.dtype) -> None:
+def check_omissions(
+    case: Case, pipeline: Path, omissions: Mapping[str, Omission], dtype: torch.dtype
+) -> None:
     """On each rank: every one of them is found in the gradients, with the outputs as they should be."""
     for name, omission in omissions.items():
         with Ranks(case, pipeline, omission.layout, dtype) as ranks:
             ranks.check_result(omission.without)
             wrong = ranks.wrong_gradients()
             for part in omission.wrong:
-                assert any(part in each for each in wrong), f"without {name}, {part} is right; wrong: {sorted(wrong)}"
+                assert any(part in each for each in wrong), (
+                    f"without {name}, {part} is right; wrong: {sorted(wrong)}"
+                )
             others = [each for each in wrong if not any(part in each for part in omission.wrong)]
             assert not (omission.only and others), f"without {name}, also wrong: {others}"
 
@@ -171,7 +196,9 @@ class Ranks:
         from megadiff.parallel.tensor_parallel import init_parallel_state, parallelize
 
         layout = self.layout
-        sizes = resolve_layout(dp=0, sp=layout.sp, tp=layout.tp, dp_replicate=1, world_size=world_size())
+        sizes = resolve_layout(
+            dp=0, sp=layout.sp, tp=layout.tp, dp_replicate=1, world_size=world_size()
+        )
         mesh = init_mesh(sizes, "cpu")
         init_parallel_state(mesh)
         self.module = parallelize(
@@ -188,7 +215,9 @@ class Ranks:
         self.parameters = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, p in self.parameters.items():
-                self.source.read_into(name, Shard(local=p, offsets=p.placement.offsets, shape=p.placement.shape))
+                self.source.read_into(
+                    name, Shard(local=p, offsets=p.placement.offsets, shape=p.placement.shape)
+                )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -196,21 +225,28 @@ class Ranks:
 
         parallel_state.destroy_model_parallel()
 
-    def check_result(self, without: Callable[[nn.Module], AbstractContextManager] = nullcontext) -> None:
+    def check_result(
+        self, without: Callable[[nn.Module], AbstractContextManager] = nullcontext
+    ) -> None:
         """Outputs and log_probs of this rank's samples, with and without gradient; leaves gradients, summed."""
         from megatron.core import parallel_state
 
         from megadiff.parallel import regions
 
         size = len(self.samples) // min(self.layout.num_microbatches, len(self.samples))
-        pieces = [slice(first, first + size) for first in range(self.samples.start, self.samples.stop, size)]
+        pieces = [
+            slice(first, first + size)
+            for first in range(self.samples.start, self.samples.stop, size)
+        ]
         with without(self.module):
             for piece in pieces:
                 found = self.case.result(self.module, self.adapter, self.dtype, piece)
                 for name, value in found.items():
                     self._check_close(value, self.reference[name][piece], name)
             with torch.no_grad():
-                silent = self.case.result(self.module, self.adapter, self.dtype, piece, backward=False)
+                silent = self.case.result(
+                    self.module, self.adapter, self.dtype, piece, backward=False
+                )
             assert all(torch.equal(value, silent[name]) for name, value in found.items())
             group = parallel_state.get_tensor_model_parallel_group()
             regions.sum_over_tp(self.parameters.values(), "grad", group)
@@ -221,19 +257,31 @@ class Ranks:
     def wrong_gradients(self) -> dict[str, float]:
         """name → relative error, of those above the tolerance on any rank."""
         trained = {name for name, p in self.parameters.items() if p.requires_grad}
-        expected = {name.removeprefix("gradient/") for name in self.reference if name.startswith("gradient/")}
+        expected = {
+            name.removeprefix("gradient/")
+            for name in self.reference
+            if name.startswith("gradient/")
+        }
         assert trained == expected
-        floor = FLOOR * max(float(self.reference[f"gradient/{name}"].abs().max()) for name in trained)
+        floor = FLOOR * max(
+            float(self.reference[f"gradient/{name}"].abs().max()) for name in trained
+        )
         errors = {}
         for name in sorted(trained):
             full, p = self.reference[f"gradient/{name}"], self.parameters[name]
-            place = tuple(slice(at, at + size) for at, size in zip(p.placement.offsets, p.shape, strict=True))
+            place = tuple(
+                slice(at, at + size) for at, size in zip(p.placement.offsets, p.shape, strict=True)
+            )
             scale = max(float(full.abs().max()), floor)
             errors[name] = float((p.grad - full[place]).abs().max()) / scale
         worst = torch.tensor(list(errors.values()), dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         tolerance = TOLERANCES[self.dtype][1]
-        return {name: error for name, error in zip(errors, worst.tolist(), strict=True) if not error <= tolerance}
+        return {
+            name: error
+            for name, error in zip(errors, worst.tolist(), strict=True)
+            if not error <= tolerance
+        }
 
     def _check_close(self, found: Tensor, expected: Tensor, name: str) -> None:
         tolerance = TOLERANCES[torch.float32 if name == "log_prob" else self.dtype][0]
@@ -244,7 +292,9 @@ class Ranks:
 def sum_over_data_parallel(gradient: Tensor) -> None:
     from megatron.core import parallel_state
 
-    dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(
+        gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
 
 
 def world_size() -> int:

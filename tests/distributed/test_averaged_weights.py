@@ -24,7 +24,8 @@ DECAY, LR, WARMUP_STEPS = 0.25, 1e-3, 3
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size", "rank"), [("veomni", 1, 0), ("veomni", 2, 3), ("veomni", 2, 0), ("megatron", 2, 0)]
+    ("backend", "world_size", "rank"),
+    [("veomni", 1, 0), ("veomni", 2, 3), ("veomni", 2, 0), ("megatron", 2, 0)],
 )
 def test_warm_up_average_swap_and_checkpoint(
     backend: str, world_size: int, rank: int, tiny_model: Path, tmp_path: Path
@@ -79,7 +80,9 @@ def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int)
         plain.load(out / "with")
     plain.save(out / "without")
     dist.barrier()
-    with pytest.raises(ValueError, match=f"without has no averaged weights, but algorithm.ema_decay={DECAY}"):
+    with pytest.raises(
+        ValueError, match=f"without has no averaged weights, but algorithm.ema_decay={DECAY}"
+    ):
         resumed.load(out / "without")
 
 

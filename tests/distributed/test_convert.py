@@ -17,7 +17,10 @@ from tests.distributed.ranks import run_ranks
 from tests.unit.convert.conversions import contents, seal
 
 LORA = (4, 10.0)
-TARGETS = {"tp": ("megatron", ["--to", "megatron", "--tp", "2"]), "dp": ("veomni", ["--to", "fsdp", "--dp", "2"])}
+TARGETS = {
+    "tp": ("megatron", ["--to", "megatron", "--tp", "2"]),
+    "dp": ("veomni", ["--to", "fsdp", "--dp", "2"]),
+}
 
 
 @pytest.mark.parametrize("lora", [(0, 0.0), LORA], ids=["whole", "lora"])
@@ -32,7 +35,16 @@ def test_a_checkpoint_in_another_layout_is_bit_for_bit_what_that_engine_writes(
     seal(tmp_path / "trained")
     backend, options = TARGETS[axis]
     assert main([str(tmp_path / "trained"), str(tmp_path / "converted"), *options, "--verify"]) == 0
-    run_ranks(_load_and_save, 2, tiny_model, tmp_path / "converted", tmp_path / "again", backend, {axis: 2}, lora)
+    run_ranks(
+        _load_and_save,
+        2,
+        tiny_model,
+        tmp_path / "converted",
+        tmp_path / "again",
+        backend,
+        {axis: 2},
+        lora,
+    )
     converted, again = contents(tmp_path / "converted"), contents(tmp_path / "again")
     assert len(again) == 2 and again.items() <= converted.items()
 
@@ -48,7 +60,9 @@ def _engine(model: Path, backend: str, sizes: dict[str, int], lora: tuple[int, f
     return build(model, sizes, backend=backend, lora=lora, average_decay=0.25, budget=1)
 
 
-def _train(model: Path, out: Path, backend: str, sizes: dict[str, int], lora: tuple[int, float]) -> None:
+def _train(
+    model: Path, out: Path, backend: str, sizes: dict[str, int], lora: tuple[int, float]
+) -> None:
     engine = _engine(model, backend, sizes, lora)
     for _ in range(2):
         engine.update(mine(engine), LOSS)
@@ -56,7 +70,12 @@ def _train(model: Path, out: Path, backend: str, sizes: dict[str, int], lora: tu
 
 
 def _load_and_save(
-    model: Path, source: Path, out: Path, backend: str, sizes: dict[str, int], lora: tuple[int, float]
+    model: Path,
+    source: Path,
+    out: Path,
+    backend: str,
+    sizes: dict[str, int],
+    lora: tuple[int, float],
 ) -> None:
     engine = _engine(model, backend, sizes, lora)
     engine.load(source)
@@ -70,11 +89,15 @@ def _start(model: Path, source: Path, backend: str, sizes: dict[str, int]) -> No
     positions = []
     order = EpochOrder(9, seed=0, shuffle=True)
     checkpoints = Checkpoints(source.parent / "run", started.config, started.mesh)
-    assert checkpoints.load(started, lambda state: positions.append(order.position(state))) == Progress()
+    assert (
+        checkpoints.load(started, lambda state: positions.append(order.position(state)))
+        == Progress()
+    )
     assert positions == [0]
     for _ in range(2):
         expected, found = (
-            dict(pair for bucket in engine.named_weights(1 << 20) for pair in bucket) for engine in (fresh, started)
+            dict(pair for bucket in engine.named_weights(1 << 20) for pair in bucket)
+            for engine in (fresh, started)
         )
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         assert fresh.update(mine(fresh), LOSS) == started.update(mine(started), LOSS)

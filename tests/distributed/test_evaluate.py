@@ -16,12 +16,16 @@ from megadiff.types import Prompt, Sampling
 from tests.distributed.ranks import run_ranks
 from tests.stub_fleet import StubFleet
 
-PROMPTS = [Prompt(text=f"a red wall {n}", id=f"{n:016x}", fields={"task": "ab"[n % 2]}) for n in range(5)]
+PROMPTS = [
+    Prompt(text=f"a red wall {n}", id=f"{n:016x}", fields={"task": "ab"[n % 2]}) for n in range(5)
+]
 SAMPLING = Sampling(height=8, width=8, num_inference_steps=4, sde_type="ode", sde_window_size=0)
 
 
 def _worker(out: str, world_size: int, sp: int) -> None:
-    mesh = init_mesh(resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu")
+    mesh = init_mesh(
+        resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu"
+    )
     with closing(Scorer({"color": RewardConfig(type="color")}, num_workers=1)) as scorer:
         outcome = evaluate(
             StubFleet(), scorer, spread(PROMPTS, 23), sampling=SAMPLING, seed=3, batch_size=2, policy_version=4,
@@ -35,7 +39,9 @@ def _worker(out: str, world_size: int, sp: int) -> None:
 
 def _found(folder: Path) -> tuple[str, dict[str, list]]:
     images = load_file(folder / "images.safetensors")
-    return (folder / "evaluation.json").read_text(), {name: images[name].tolist() for name in sorted(images)}
+    return (folder / "evaluation.json").read_text(), {
+        name: images[name].tolist() for name in sorted(images)
+    }
 
 
 @pytest.mark.parametrize("world_size, sp", [(2, 1), (2, 2), (7, 1)])  # 7 ranks: more than prompts

@@ -37,7 +37,11 @@ LAYOUTS = {  # engine, sizes of the axes on two ranks
     "megatron_tp2": ("megatron", {"tp": 2}),
     "megatron_tp2_whole_tokens": ("megatron", {"tp": 2, "sequence_parallel": False}),
 }
-RESUMED = ("veomni_dp2", "megatron_dp2", "megatron_tp2")  # each way of sharding, by the layout that wrote it too
+RESUMED = (
+    "veomni_dp2",
+    "megatron_dp2",
+    "megatron_tp2",
+)  # each way of sharding, by the layout that wrote it too
 STEPS, SAVED_STEP, LR = ("mixed", "apart", "low", "mixed"), 2, 1e-3
 
 
@@ -50,14 +54,21 @@ def model(tiny_wan: dict[str, Path]) -> Path:
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """windows.safetensors of plain diffusers, each expert in one piece: log_probs, figures and gradient/COMPONENT.NAME."""
     folder, adapter = tmp_path_factory.mktemp("reference"), WanAdapter(model)
-    experts = {name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components}
+    experts = {
+        name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components
+    }
     with exact():
         for windows in WINDOWS:
-            save_file(_stock(experts, adapter, batch_of(adapter, windows)), folder / f"{windows}.safetensors")
+            save_file(
+                _stock(experts, adapter, batch_of(adapter, windows)),
+                folder / f"{windows}.safetensors",
+            )
     return folder
 
 
-def _stock(experts: dict[str, WanTransformer3DModel], adapter: WanAdapter, batch: TrainBatch) -> dict[str, Tensor]:
+def _stock(
+    experts: dict[str, WanTransformer3DModel], adapter: WanAdapter, batch: TrainBatch
+) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {"log_probs": torch.empty(8, 2, dtype=torch.float64)}
     for component, rows_R in component_rows(batch, adapter.component_of).items():
         experts[component].zero_grad()
@@ -73,19 +84,31 @@ def _stock(experts: dict[str, WanTransformer3DModel], adapter: WanAdapter, batch
         output = LOSS(loss_inputs(batch, piece, velocity_BLC))
         (output.loss_sum / batch.denominator).backward()
         for name, value in output.sums.items():
-            found[name] = found.get(name, torch.zeros(())) + value.detach().float() / batch.denominator
+            found[name] = (
+                found.get(name, torch.zeros(())) + value.detach().float() / batch.denominator
+            )
         step = dict(schedule=batch.schedule, eta=batch.sampling.eta)
-        mean = sde.step_mean("flow_sde", piece.latents_BLC, velocity_BLC, piece.sigma_B, piece.sigma_next_B, **step)
-        log_prob_B = sde.log_prob("flow_sde", piece.prev_sample_BLC, mean, piece.sigma_B, piece.sigma_next_B, **step)
+        mean = sde.step_mean(
+            "flow_sde", piece.latents_BLC, velocity_BLC, piece.sigma_B, piece.sigma_next_B, **step
+        )
+        log_prob_B = sde.log_prob(
+            "flow_sde", piece.prev_sample_BLC, mean, piece.sigma_B, piece.sigma_next_B, **step
+        )
         found["log_probs"][piece.sample_B, piece.step_B] = log_prob_B.detach()
-        gradients = {name: p.grad for name, p in experts[component].named_parameters() if p.grad is not None}
-        found |= {f"gradient/{component}.{name}": gradient.clone() for name, gradient in gradients.items()}
+        gradients = {
+            name: p.grad for name, p in experts[component].named_parameters() if p.grad is not None
+        }
+        found |= {
+            f"gradient/{component}.{name}": gradient.clone() for name, gradient in gradients.items()
+        }
         found[f"optim/grad_norm/{component}"] = torch.nn.utils.get_total_norm(gradients.values())
     return found
 
 
 @pytest.fixture(scope="module")
-def run(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def run(
+    model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Layout → the folder of what _run_worker leaves."""
 
     @cache
@@ -100,8 +123,13 @@ def run(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_and_figures_are_those_of_stock_diffusers(layout, run, reference):
     for windows in ("apart", "mixed"):
-        expected, found = load_file(reference / f"{windows}.safetensors"), ShardFolder(run(layout) / windows)
-        gradients = {name.removeprefix("gradient/") for name in expected if name.startswith("gradient/")}
+        expected, found = (
+            load_file(reference / f"{windows}.safetensors"),
+            ShardFolder(run(layout) / windows),
+        )
+        gradients = {
+            name.removeprefix("gradient/") for name in expected if name.startswith("gradient/")
+        }
         assert found.shapes.keys() == gradients
         floor = 1e-4 * max(float(expected[f"gradient/{name}"].abs().max()) for name in gradients)
         for name in gradients:
@@ -109,7 +137,9 @@ def test_gradients_and_figures_are_those_of_stock_diffusers(layout, run, referen
             error = float((whole(found, name) - gradient).abs().max())
             assert error <= 1e-5 * max(float(gradient.abs().max()), floor), name
         norms = [float(expected[f"optim/grad_norm/{component}"]) for component in (HIGH, LOW)]
-        assert found.values["optim/grad_norm"] == pytest.approx(sum(norm**2 for norm in norms) ** 0.5, rel=1e-5)
+        assert found.values["optim/grad_norm"] == pytest.approx(
+            sum(norm**2 for norm in norms) ** 0.5, rel=1e-5
+        )
         for name, value in expected.items():
             if not value.ndim:
                 assert found.values[name] == pytest.approx(float(value), rel=1e-5), name
@@ -119,7 +149,9 @@ def test_gradients_and_figures_are_those_of_stock_diffusers(layout, run, referen
 
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "veomni_dp2"])
 def test_every_layout_trains_alike(layout, run):
-    expected, found = (json.loads((run(each) / "figures.json").read_text()) for each in ("veomni_dp2", layout))
+    expected, found = (
+        json.loads((run(each) / "figures.json").read_text()) for each in ("veomni_dp2", layout)
+    )
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=2e-4, abs=2e-7)
     assert [each[f"optim/grad_norm/{HIGH}"] > 0 for each in found] == [True, True, False, True]
@@ -130,7 +162,9 @@ def _run_worker(model: Path, reference: Path, out: Path, layout: str) -> None:
     with exact():
         engine = _engine(model, layout, lr=0.0)
         for windows in ("apart", "mixed"):
-            _check_log_probs(engine, load_file(reference / f"{windows}.safetensors")["log_probs"], windows)
+            _check_log_probs(
+                engine, load_file(reference / f"{windows}.safetensors")["log_probs"], windows
+            )
             _write_gradients(engine, windows, out / windows)
         engine = _engine(model, layout)
         assert engine.changed == {HIGH, LOW}
@@ -165,11 +199,15 @@ def _write_gradients(engine: ExpertsEngine, windows: str, folder: Path) -> None:
     for component, member in engine.members.items():
 
         def capture(*_: object, member=member, component=component) -> None:
-            captured.update({f"{component}.{name}": each for name, each in gradient_shards(member).items()})
+            captured.update(
+                {f"{component}.{name}": each for name, each in gradient_shards(member).items()}
+            )
 
         member.optimizer.register_step_pre_hook(capture)
     figures = engine.update(_mine(engine, windows), LOSS)
-    write_shards(folder, captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures)
+    write_shards(
+        folder, captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
+    )
 
 
 def _idle_update(engine: ExpertsEngine) -> list[dict[str, float]]:
@@ -179,23 +217,38 @@ def _idle_update(engine: ExpertsEngine) -> list[dict[str, float]]:
     before = {component: held(engine, component) for component in engine.members}
     figures = list(_updates(engine, SAVED_STEP, SAVED_STEP + 1))
     after = {component: held(engine, component) for component in engine.members}
-    assert before[HIGH].keys() == after[HIGH].keys() and any("exp_avg" in key for key in after[HIGH])
-    assert [key for key, value in before[HIGH].items() if not torch.equal(value, after[HIGH][key])] == []
+    assert before[HIGH].keys() == after[HIGH].keys() and any(
+        "exp_avg" in key for key in after[HIGH]
+    )
+    assert [
+        key for key, value in before[HIGH].items() if not torch.equal(value, after[HIGH][key])
+    ] == []
     assert any(not torch.equal(value, after[LOW][key]) for key, value in before[LOW].items())
     assert engine.changed == {LOW}
-    assert [member.num_updates for member in engine.members.values()] == [SAVED_STEP, SAVED_STEP + 1]
-    sent = {name.partition(".")[0] for bucket in engine.named_weights(1 << 20, engine.changed) for name, _ in bucket}
+    assert [member.num_updates for member in engine.members.values()] == [
+        SAVED_STEP,
+        SAVED_STEP + 1,
+    ]
+    sent = {
+        name.partition(".")[0]
+        for bucket in engine.named_weights(1 << 20, engine.changed)
+        for name, _ in bucket
+    }
     assert sent == {LOW}
     return figures
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("veomni_dp2", "megatron_tp2"), ("megatron_tp2", "veomni_sp2")])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("veomni_dp2", "megatron_tp2"), ("megatron_tp2", "veomni_sp2")]
+)
 def test_checkpoint_of_the_pair_goes_on_under_another_engine(writer, reader, model, run, tmp_path):
     run_ranks(_resume_worker, 2, model, run(writer) / "checkpoint", tmp_path, reader)
     assert differing(run(writer) / "checkpoint", tmp_path / "again") == []
     assert ShardFolder(tmp_path / "again").values["optimizer_steps"] == {HIGH: 2, LOW: 2}
     uninterrupted = json.loads((run(writer) / "figures.json").read_text())[SAVED_STEP:]
-    for found, expected in zip(json.loads((tmp_path / "figures.json").read_text()), uninterrupted, strict=True):
+    for found, expected in zip(
+        json.loads((tmp_path / "figures.json").read_text()), uninterrupted, strict=True
+    ):
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-7)
 
 
@@ -216,11 +269,15 @@ def _mine(engine: ExpertsEngine, windows: str) -> TrainBatch:
 def _updates(engine: ExpertsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
     for step, windows in enumerate(STEPS[first:stop], start=first):
         batch = _mine(engine, windows)
-        yield engine.update(replace(batch, latents_NSLC=batch.latents_NSLC * (1 + 0.05 * step)), LOSS)
+        yield engine.update(
+            replace(batch, latents_NSLC=batch.latents_NSLC * (1 + 0.05 * step)), LOSS
+        )
 
 
 def _engine(model: Path, layout: str, *, lr: float = LR) -> ExpertsEngine:
     backend, sizes = LAYOUTS[layout]
-    engine = build(model, sizes, backend=backend, lr=lr, microbatch_size=3, adapter=WanAdapter(model))
+    engine = build(
+        model, sizes, backend=backend, lr=lr, microbatch_size=3, adapter=WanAdapter(model)
+    )
     engine.config.optim.component_lr = {LOW: 2 * lr}
     return engine

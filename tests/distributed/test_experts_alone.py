@@ -43,7 +43,13 @@ def _alone_worker(model: Path, out: Path) -> None:
 
 def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
     """What rests on the host between updates changes nothing, in bfloat16, where masters rest there too."""
-    sizes = dict(backend=backend, dtype="bfloat16", adapter=WanAdapter(model), average_decay=0.25, keep_reference=True)
+    sizes = dict(
+        backend=backend,
+        dtype="bfloat16",
+        adapter=WanAdapter(model),
+        average_decay=0.25,
+        keep_reference=True,
+    )
     engines = [build(model, {}, **sizes) for _ in range(2)]
     for member in engines[1].members.values():
         member._can_offload = True  # as on a GPU
@@ -54,7 +60,9 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
         engine.save(out / f"{backend}_{index}")
     assert differing(out / f"{backend}_0", out / f"{backend}_1") == []
     assert _all_moments_rest(engines[1])
-    assert torch.equal(engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC)
+    assert torch.equal(
+        engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC
+    )
     for swapped in ("averaged", "reference"):
         found = []
         for engine in engines:
@@ -65,7 +73,9 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
         assert not torch.equal(found[0], engines[0].log_probs(batch).means_NWLC)
     engines[1].load(out / f"{backend}_0")
     assert _all_moments_rest(engines[1])
-    assert torch.equal(engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC)
+    assert torch.equal(
+        engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC
+    )
     engines[1].save(out / f"{backend}_1_again")
     assert differing(out / f"{backend}_0", out / f"{backend}_1_again") == []
     figures = [engine.update(batch, LOSS) for engine in engines]
@@ -73,13 +83,17 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
 
 
 def _all_moments_rest(engine: ExpertsEngine) -> bool:
-    moments = [moment for member in engine.members.values() for moment in member._moments().values()]
+    moments = [
+        moment for member in engine.members.values() for moment in member._moments().values()
+    ]
     return bool(moments) and all(moment.untyped_storage().nbytes() == 0 for moment in moments)
 
 
 def _check_bfloat16(model: Path, adapter: WanAdapter, batch: TrainBatch) -> None:
     """The engines compute what the stock module in bfloat16 does. A timestep rounded to bfloat16 would be off by up to 4."""
-    experts = {name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components}
+    experts = {
+        name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components
+    }
     for parameter in (each for expert in experts.values() for each in expert.parameters()):
         parameter.data = parameter.data.bfloat16()  # and no buffer: rotary tables stay as they are
     with torch.no_grad():
@@ -123,7 +137,9 @@ def _check_lora(model: Path, batch: TrainBatch, out: Path) -> None:
     engine.save(out / "lora")
     saved = ShardFolder(out / "lora")
     assert saved.values["optimizer_steps"] == {HIGH: 1, LOW: 2}
-    assert {name for name in saved.shapes if name.startswith("model/")} == {f"model/{name}" for name in names}
+    assert {name for name in saved.shapes if name.startswith("model/")} == {
+        f"model/{name}" for name in names
+    }
     resumed = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model))
     resumed.load(out / "lora")
     assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
@@ -157,9 +173,12 @@ def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> No
     engine.update(batch, LOSS)
     sent = {name: tensor for bucket in engine.named_weights(1 << 20) for name, tensor in bucket}
     source = {
-        f"{HIGH}.{name}": tensor for name, tensor in load_file(next((model / HIGH).glob("*.safetensors"))).items()
+        f"{HIGH}.{name}": tensor
+        for name, tensor in load_file(next((model / HIGH).glob("*.safetensors"))).items()
     }
-    assert all(torch.equal(sent[name], tensor.bfloat16().float()) for name, tensor in source.items())
+    assert all(
+        torch.equal(sent[name], tensor.bfloat16().float()) for name, tensor in source.items()
+    )
     engine.save(out / f"{backend}_frozen")
     whole_engine.load(out / f"{backend}_frozen")
     assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
@@ -171,7 +190,9 @@ def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> No
 
 def _check_frozen_average(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
     """What is trained no more goes on as it was, and not as its average was."""
-    sizes = dict(backend=backend, dtype="bfloat16", adapter=WanAdapter(model), average_decay=0.25, lr=1e-2)
+    sizes = dict(
+        backend=backend, dtype="bfloat16", adapter=WanAdapter(model), average_decay=0.25, lr=1e-2
+    )
     both, one = build(model, {}, **sizes), build(model, {}, components=(LOW,), **sizes)
     both.update(batch, LOSS)
     both.save(out / f"{backend}_averaged")
@@ -181,9 +202,21 @@ def _check_frozen_average(model: Path, batch: TrainBatch, out: Path, backend: st
 
 def _check_frozen_lora(model: Path, batch: TrainBatch) -> None:
     """Adapters of what is not trained stay zero, and have no moments."""
-    engine = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model), components=(LOW,), lr=1e-2)
+    engine = build(
+        model,
+        {},
+        backend="veomni",
+        lora=(3, 6.0),
+        adapter=WanAdapter(model),
+        components=(LOW,),
+        lr=1e-2,
+    )
     engine.update(batch, LOSS)
     assert not engine.members[HIGH].optimizer.state and engine.members[LOW].optimizer.state
     sent = {name: tensor for bucket in engine.named_lora(1 << 20) for name, tensor in bucket}
-    moved = {name.partition(".")[0] for name, tensor in sent.items() if name.endswith(LORA_B) and tensor.any()}
+    moved = {
+        name.partition(".")[0]
+        for name, tensor in sent.items()
+        if name.endswith(LORA_B) and tensor.any()
+    }
     assert moved == {LOW}

@@ -50,18 +50,34 @@ def test_they_change_nothing(name, backend, tiny_model, tmp_path):
     expected, found = (ShardFolder(tmp_path / way) for way in ("every", "kept"))
     assert found.shapes == expected.shapes
     for key in expected.shapes:
-        torch.testing.assert_close(whole(found, key), whole(expected, key), rtol=1e-5, atol=2e-7, msg=key)
+        torch.testing.assert_close(
+            whole(found, key), whole(expected, key), rtol=1e-5, atol=2e-7, msg=key
+        )
 
 
 def _worker(model: Path, out: Path, case: Case, backend: str) -> None:
     figures = {}
     with exact():
         for way, choose in (("every", _every), ("kept", groups_to_train)):
-            engine = build(model, {}, backend=backend, lr=1.0, microbatch_size=case.microbatch, keep_reference=True)
+            engine = build(
+                model,
+                {},
+                backend=backend,
+                lr=1.0,
+                microbatch_size=case.microbatch,
+                keep_reference=True,
+            )
             engine.config.algorithm.kl_coef = 0.04
             batch, rewards_PG = mine(engine), torch.tensor(case.rewards[engine.mesh.rank])
-            _update(engine, batch, torch.rand(len(rewards_PG), 2, generator=torch.Generator().manual_seed(0)))
-            with patch.object(update_module, "groups_to_train", choose), forwards(engine) as counted:
+            _update(
+                engine,
+                batch,
+                torch.rand(len(rewards_PG), 2, generator=torch.Generator().manual_seed(0)),
+            )
+            with (
+                patch.object(update_module, "groups_to_train", choose),
+                forwards(engine) as counted,
+            ):
                 figures[way] = _update(engine, batch, rewards_PG)
             rows = ROWS * (len(rewards_PG) if way == "every" else case.kept)
             assert sum(counted[True]) == rows
@@ -70,14 +86,18 @@ def _worker(model: Path, out: Path, case: Case, backend: str) -> None:
             )  # the reference's, and the policy's of the second update
             engine.save(out / way)
     assert figures["kept"] == pytest.approx(figures["every"], rel=1e-5, abs=1e-7)
-    assert (figures["kept"]["optim/grad_norm"] == 0) == all(each == EQUAL for rank in case.rewards for each in rank)
+    assert (figures["kept"]["optim/grad_norm"] == 0) == all(
+        each == EQUAL for rank in case.rewards for each in rank
+    )
 
 
 def _update(engine: ExpertsEngine, batch: TrainBatch, rewards_PG: torch.Tensor) -> dict[str, float]:
     engine.config.algorithm.group_size, engine.config.train.updates_per_step = 2, UPDATES
     for member in engine.members.values():
         for group in member.optimizer.param_groups:
-            group["eps"] = 1.0  # weights move with their gradients, and not by the sign of one that is rounding
+            group["eps"] = (
+                1.0  # weights move with their gradients, and not by the sign of one that is rounding
+            )
     groups = [group_of(batch, index, batch.old_log_probs_NW) for index in range(len(rewards_PG))]
     return update(
         engine,
@@ -102,18 +122,27 @@ def test_an_expert_without_signal_rests_however_many_of_its_groups_are_computed(
 def _expert_worker(model: Path) -> None:
     """Its moments would move its weights, and decay would, by an update of zero gradient."""
     for microbatch in (2, 16):  # of the low-noise expert's two groups none is computed, and both
-        engine = build(model, {}, backend="veomni", adapter=WanAdapter(model), microbatch_size=microbatch)
+        engine = build(
+            model, {}, backend="veomni", adapter=WanAdapter(model), microbatch_size=microbatch
+        )
         batch = batch_of(engine.adapter, "apart")
         _update(engine, batch, torch.tensor([UNEQUAL] * 4))
         before = {component: held(engine, component) for component in (HIGH, LOW)}
         _update(engine, batch, torch.tensor([UNEQUAL, UNEQUAL, EQUAL, EQUAL]))
         moved = {
-            component: [key for key, value in held(engine, component).items() if not torch.equal(value, kept[key])]
+            component: [
+                key
+                for key, value in held(engine, component).items()
+                if not torch.equal(value, kept[key])
+            ]
             for component, kept in before.items()
         }
         assert moved[HIGH] and moved[LOW] == []
         assert _update(engine, batch, torch.tensor([EQUAL] * 4))["optim/grad_norm"] == 0
-        assert [engine.members[component].num_updates for component in (HIGH, LOW)] == [2 * UPDATES, UPDATES]
+        assert [engine.members[component].num_updates for component in (HIGH, LOW)] == [
+            2 * UPDATES,
+            UPDATES,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +158,18 @@ def _expert_worker(model: Path) -> None:
         ([1, 1, 1, 1], 0, 4, [0, 1, 2, 3]),
     ],
 )
-def test_microbatches_stay_full_and_equally_many(weights, elsewhere, microbatch, expected, monkeypatch):
+def test_microbatches_stay_full_and_equally_many(
+    weights, elsewhere, microbatch, expected, monkeypatch
+):
     monkeypatch.setattr(
-        update_module, "all_reduce_max", lambda values, _: {key: max(value, elsewhere) for key, value in values.items()}
+        update_module,
+        "all_reduce_max",
+        lambda values, _: {key: max(value, elsewhere) for key, value in values.items()},
     )
     trajectory = SimpleNamespace(log_probs=torch.zeros(2))
     groups = [SimpleNamespace(trajectories=[trajectory] * 4)] * 4
     config = SimpleNamespace(train=SimpleNamespace(updates_per_step=2, microbatch_size=microbatch))
     mesh = SimpleNamespace(cpu_group=None)
-    assert groups_to_train(groups, torch.tensor(weights).float(), config=config, mesh=mesh) == expected
+    assert (
+        groups_to_train(groups, torch.tensor(weights).float(), config=config, mesh=mesh) == expected
+    )

@@ -62,11 +62,16 @@ def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one file whose B are not zero, so that every gradient counts from the first step on."""
     folder, (spec, shapes) = tmp_path_factory.mktemp("start"), _lora(tiny_model)
     generator = torch.Generator().manual_seed(3)
-    tensors = {name: torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
     write_shards(
         folder,
         {
-            f"model/transformer.{name}": [Shard(local=tensor, offsets=(0, 0), shape=tuple(tensor.shape))]
+            f"model/transformer.{name}": [
+                Shard(local=tensor, offsets=(0, 0), shape=tuple(tensor.shape))
+            ]
             for name, tensor in tensors.items()
         },
         rank=0,
@@ -80,7 +85,11 @@ def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def peft_run(tiny_model: Path, start: Path) -> dict[str, Tensor]:
     """gradient/SCALE/name, norm/STEP and weight/name of real peft on plain diffusers, in one process and one piece."""
     adapter, transformer = QwenImageAdapter(tiny_model), _with_peft(tiny_model, ShardFolder(start))
-    trained = {name.replace(".default", ""): p for name, p in transformer.named_parameters() if p.requires_grad}
+    trained = {
+        name.replace(".default", ""): p
+        for name, p in transformer.named_parameters()
+        if p.requires_grad
+    }
     found: dict[str, Tensor] = {}
     for scale in (1.0, 4.0):
         stock_backward(transformer, adapter, train_batch(adapter, scale))
@@ -100,7 +109,11 @@ def _with_peft(tiny_model: Path, start: ShardFolder) -> nn.Module:
     spec, shapes = _lora(tiny_model)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(spec.modules))
     transformer = inject_adapter_in_model(config, stock_transformer(tiny_model)).train()
-    parameters = {name.replace(".default", ""): p for name, p in transformer.named_parameters() if p.requires_grad}
+    parameters = {
+        name.replace(".default", ""): p
+        for name, p in transformer.named_parameters()
+        if p.requires_grad
+    }
     assert parameters.keys() == shapes.keys(), "peft wraps other modules, or names them otherwise"
     for name, parameter in parameters.items():
         parameter.data.copy_(whole(start, f"model/transformer.{name}"))
@@ -108,13 +121,18 @@ def _with_peft(tiny_model: Path, start: ShardFolder) -> nn.Module:
 
 
 def _lora(tiny_model: Path) -> tuple[LoraSpec, dict[str, tuple[int, int]]]:
-    base = {name: tuple(p.shape) for name, p in QwenImageAdapter(tiny_model).empty_transformer().named_parameters()}
+    base = {
+        name: tuple(p.shape)
+        for name, p in QwenImageAdapter(tiny_model).empty_transformer().named_parameters()
+    }
     spec = LoraSpec(rank=RANK, alpha=ALPHA, modules=PLAN.lora_modules(base))
     return spec, lora_shapes(spec, base)
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, start: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def run(
+    tiny_model: Path, start: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Layout → the folder of a run of STEPS updates from `start`, with a checkpoint at SAVED_STEP."""
 
     @cache
@@ -136,16 +154,26 @@ def test_gradients_norms_and_weights_are_those_of_peft(layout, tiny_model, start
         for name in shapes:
             expected = peft_run[f"gradient/{scale}/{name}"]
             tolerance = 1e-5 * float(expected.abs().max()) + 1e-12
-            torch.testing.assert_close(whole(found, name), expected, rtol=1e-5, atol=tolerance, msg=name)
-        assert found.values["optim/grad_norm"] == pytest.approx(float(peft_run[f"norm/{scale}"]), rel=1e-5)
-    norms = [each["optim/grad_norm"] for each in json.loads((run(layout) / "figures.json").read_text())]
-    assert norms == pytest.approx([float(peft_run[f"norm/step{step}"]) for step in range(STEPS)], rel=1e-4)
+            torch.testing.assert_close(
+                whole(found, name), expected, rtol=1e-5, atol=tolerance, msg=name
+            )
+        assert found.values["optim/grad_norm"] == pytest.approx(
+            float(peft_run[f"norm/{scale}"]), rel=1e-5
+        )
+    norms = [
+        each["optim/grad_norm"] for each in json.loads((run(layout) / "figures.json").read_text())
+    ]
+    assert norms == pytest.approx(
+        [float(peft_run[f"norm/step{step}"]) for step in range(STEPS)], rel=1e-4
+    )
     assert min(norms) < MAX_NORM < max(norms), "the clipping must act, but not always"
     end, begin = ShardFolder(run(layout) / "end"), ShardFolder(start)
     assert {name for name in end.shapes if name.startswith("model/")} == begin.shapes.keys()
     for name in shapes:
         expected = peft_run[f"weight/{name}"]
-        torch.testing.assert_close(whole(end, f"model/transformer.{name}"), expected, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            whole(end, f"model/transformer.{name}"), expected, rtol=1e-3, atol=1e-4, msg=name
+        )
     moved = [not torch.equal(whole(begin, name), whole(end, name)) for name in begin.shapes]
     assert all(moved)
 
@@ -197,7 +225,9 @@ def _check_end(engine: ExpertsEngine, tiny_model: Path, end: ShardFolder, layout
     list(engine.named_lora(5_000))  # after which the weights in use are the last update's
     with CommDebugMode() as collectives:
         buckets = list(engine.named_lora(5_000))
-    assert collectives.get_total_counts() <= len(buckets) < len(shapes) / 2  # of many tensors at once
+    assert (
+        collectives.get_total_counts() <= len(buckets) < len(shapes) / 2
+    )  # of many tensors at once
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 5_000 for bucket in buckets)
     lora = _tensors(iter(buckets))
     assert list(lora) == [f"transformer.{name}" for name in shapes]
@@ -230,7 +260,9 @@ def _check_end(engine: ExpertsEngine, tiny_model: Path, end: ShardFolder, layout
         ("megatron_tp2", "megatron_tp4"),
     ],
 )
-def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, tiny_model, run, tmp_path):
+def test_checkpoint_goes_on_under_another_engine_or_layout(
+    writer, reader, tiny_model, run, tmp_path
+):
     _, world_size, _, _ = LAYOUTS[reader]
     run_ranks(_resume_worker, world_size, tiny_model, run(writer) / "checkpoint", tmp_path, reader)
     assert differing(run(writer) / "checkpoint", tmp_path / "again") == []
@@ -257,7 +289,9 @@ def test_a_checkpoint_holds_the_adapter_alone(run, tiny_model):
     folder = ShardFolder(run("megatron_tp2_dp2") / "checkpoint")
     spec, shapes = _lora(tiny_model)
     kinds = ("model", "optim/exp_avg", "optim/exp_avg_sq")
-    assert folder.shapes == {f"{kind}/transformer.{name}": shape for kind in kinds for name, shape in shapes.items()}
+    assert folder.shapes == {
+        f"{kind}/transformer.{name}": shape for kind in kinds for name, shape in shapes.items()
+    }
     assert folder.values["lora"] == {"rank": RANK, "alpha": ALPHA, "modules": list(spec.modules)}
 
 
@@ -275,9 +309,14 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     dist.barrier()
     fresh = ShardFolder(out / "fresh")
     for name, shape in _lora(tiny_model)[1].items():
-        assert torch.equal(whole(fresh, f"model/transformer.{name}"), start_values(name, shape, seed=0)), name
+        assert torch.equal(
+            whole(fresh, f"model/transformer.{name}"), start_values(name, shape, seed=0)
+        ), name
     engine.load(start)
-    dtypes = {"veomni": torch.float32, "megatron": torch.bfloat16}  # of the adapters that the module holds
+    dtypes = {
+        "veomni": torch.float32,
+        "megatron": torch.bfloat16,
+    }  # of the adapters that the module holds
     for name, parameter in only(engine).transformer.named_parameters():
         is_trained = ".lora_" in name
         assert parameter.requires_grad == is_trained
@@ -289,7 +328,10 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
 
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     base = _tensors(engine.named_weights(1 << 20))
-    assert all(torch.equal(base[f"transformer.{name}"], full.bfloat16().float()) for name, full in source.items())
+    assert all(
+        torch.equal(base[f"transformer.{name}"], full.bfloat16().float())
+        for name, full in source.items()
+    )
     before = {name: piece.clone() for name, piece in only(engine)._masters.items()}
     figures = [engine.update(mine(engine), LOSS) for _ in range(3)]
     assert all(each["optim/grad_norm"] > 0 for each in figures)
@@ -302,7 +344,9 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     dist.barrier()
     resumed = _engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
     resumed.load(out / "checkpoint")
-    assert torch.equal(resumed.log_probs(mine(engine)).log_probs_NW, engine.log_probs(mine(engine)).log_probs_NW)
+    assert torch.equal(
+        resumed.log_probs(mine(engine)).log_probs_NW, engine.log_probs(mine(engine)).log_probs_NW
+    )
 
 
 def _updates(engine: ExpertsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:

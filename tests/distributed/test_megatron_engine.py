@@ -41,7 +41,9 @@ from tests.distributed.engines import (
 from tests.distributed.ranks import run_ranks
 
 NO_SP = {"sequence_parallel": False}
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # world size, sizes of the axes; tokens are split over tp as well
+LAYOUTS: dict[
+    str, tuple[int, dict[str, int]]
+] = {  # world size, sizes of the axes; tokens are split over tp as well
     "dp2": (2, {}),
     "sp2": (2, {"sp": 2}),
     "tp2_whole_tokens": (2, {"tp": 2, **NO_SP}),
@@ -65,7 +67,9 @@ def test_gradients_weights_and_reference_for_every_layout(layout, tiny_model, re
         assert found.shapes.keys() == gradients
         for name in gradients:
             tolerance = 1e-5 * float(expected[name].abs().max())
-            torch.testing.assert_close(whole(found, name), expected[name], rtol=1e-5, atol=tolerance, msg=name)
+            torch.testing.assert_close(
+                whole(found, name), expected[name], rtol=1e-5, atol=tolerance, msg=name
+            )
         for name in expected.keys() - gradients:
             assert found.values[name] == pytest.approx(float(expected[name]), rel=1e-5), name
 
@@ -80,7 +84,11 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
         figures = engine.update(mine(engine, scale), LOSS)
         hook.remove()
         write_shards(
-            out / str(scale), captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
+            out / str(scale),
+            captured,
+            rank=engine.mesh.rank,
+            num_files=engine.mesh.world_size,
+            values=figures,
         )
     _check_named_weights(engine, tiny_model)
     engine.config.optim.lr = LR
@@ -90,14 +98,21 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
 
 def _check_named_weights(engine: ExpertsEngine, tiny_model: Path) -> None:
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
-    stock_order = [f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()]
+    stock_order = [
+        f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()
+    ]
     for dtype in (torch.float32, torch.bfloat16):
         engine.config.model.dtype = str(dtype).removeprefix("torch.")
         buckets = list(engine.named_weights(100_000))
-        assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100_000 for bucket in buckets)
+        assert all(
+            len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100_000 for bucket in buckets
+        )
         weights = dict(pair for bucket in buckets for pair in bucket)
         assert list(weights) == stock_order
-        assert all(torch.equal(weights[f"transformer.{name}"], full.to(dtype)) for name, full in source.items())
+        assert all(
+            torch.equal(weights[f"transformer.{name}"], full.to(dtype))
+            for name, full in source.items()
+        )
     for tensor in weights.values():
         tensor.zero_()  # the receiver's own
 
@@ -122,7 +137,9 @@ def _check_broken_gradient(engine: ExpertsEngine) -> None:
     batch = mine(engine, 1.0)
     before = engine.log_probs(batch).log_probs_NW
     broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
-    with pytest.raises(FloatingPointError, match="gradient norm is nan; the weights were left as they were"):
+    with pytest.raises(
+        FloatingPointError, match="gradient norm is nan; the weights were left as they were"
+    ):
         engine.update(broken if engine.mesh.dp_rank == 0 else batch, LOSS)
     assert torch.equal(engine.log_probs(batch).log_probs_NW, before)
     unweighted = replace(batch, weights_N=torch.zeros_like(batch.weights_N), denominator=0.0)
@@ -137,7 +154,9 @@ def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def save(backend: str, layout: str) -> Path:
         world_size, sizes = LAYOUTS[layout]
         out = tmp_path_factory.mktemp(f"{backend}_{layout}")
-        run_ranks(_run_worker, world_size, tiny_model, out, backend, sizes, _num_steps(backend, layout))
+        run_ranks(
+            _run_worker, world_size, tiny_model, out, backend, sizes, _num_steps(backend, layout)
+        )
         return out
 
     return save
@@ -147,7 +166,9 @@ def _num_steps(*run: str) -> int:
     return LONG_STEPS if run == LONG else STEPS
 
 
-def _run_worker(tiny_model: Path, out: Path, backend: str, sizes: dict[str, int], num_steps: int) -> None:
+def _run_worker(
+    tiny_model: Path, out: Path, backend: str, sizes: dict[str, int], num_steps: int
+) -> None:
     engine = _trainer(tiny_model, sizes, backend)
     figures = list(_updates(engine, 0, num_steps - 2))
     engine.save(out / "checkpoint")
@@ -163,7 +184,9 @@ def test_twenty_steps_follow_stock_diffusers_and_adamw(tiny_model, saved):
     assert min(norms[1:]) < MAX_NORM < max(norms), "the clipping must act, but not always"
     end = ShardFolder(saved(*LONG) / "end")
     for name, weight in weights.items():
-        torch.testing.assert_close(whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            whole(end, f"model/transformer.{name}"), weight, rtol=1e-3, atol=1e-4, msg=name
+        )
 
 
 def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -194,11 +217,22 @@ def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
     ],
     ids=lambda place: "_".join(place),
 )
-def test_checkpoint_goes_on_under_another_engine_or_layout(writer, reader, tiny_model, saved, tmp_path):
+def test_checkpoint_goes_on_under_another_engine_or_layout(
+    writer, reader, tiny_model, saved, tmp_path
+):
     backend, layout = reader
     world_size, sizes = LAYOUTS[layout]
     first = _num_steps(*writer) - 2
-    run_ranks(_resume_worker, world_size, tiny_model, saved(*writer) / "checkpoint", tmp_path, backend, sizes, first)
+    run_ranks(
+        _resume_worker,
+        world_size,
+        tiny_model,
+        saved(*writer) / "checkpoint",
+        tmp_path,
+        backend,
+        sizes,
+        first,
+    )
     assert differing(saved(*writer) / "checkpoint", tmp_path / "again") == []
     uninterrupted = json.loads((saved(*writer) / "figures.json").read_text())[first:]
     resumed = json.loads((tmp_path / "figures.json").read_text())
@@ -222,19 +256,27 @@ def _resume_worker(
 def test_bfloat16_weights_with_float32_masters(tiny_model, tmp_path):
     world_size, sizes = LAYOUTS["tp2_dp2"]
     run_ranks(_precision_worker, world_size, tiny_model, tmp_path, sizes)
-    exact, mixed = (json.loads((tmp_path / f"{dtype}.json").read_text()) for dtype in ("float32", "bfloat16"))
+    exact, mixed = (
+        json.loads((tmp_path / f"{dtype}.json").read_text()) for dtype in ("float32", "bfloat16")
+    )
     for name in ("loss/policy", "optim/grad_norm"):
-        assert [each[name] for each in mixed] == pytest.approx([each[name] for each in exact], rel=0.03)
+        assert [each[name] for each in mixed] == pytest.approx(
+            [each[name] for each in exact], rel=0.03
+        )
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     start, end = ShardFolder(tmp_path / "start"), ShardFolder(tmp_path / "bfloat16")
     num_moved = num_moved_in_bfloat16 = num_elements = 0
     for name, weight in source.items():
-        assert torch.equal(whole(start, f"model/transformer.{name}"), weight), name  # not its bfloat16 rounding
+        assert torch.equal(whole(start, f"model/transformer.{name}"), weight), (
+            name
+        )  # not its bfloat16 rounding
         moved = whole(end, f"model/transformer.{name}")
         num_moved += int((moved != weight).sum())
         num_moved_in_bfloat16 += int((moved.bfloat16() != weight.bfloat16()).sum())
         num_elements += weight.numel()
-    assert num_moved_in_bfloat16 < num_elements / 4, "updates too large to show what the masters are for"
+    assert num_moved_in_bfloat16 < num_elements / 4, (
+        "updates too large to show what the masters are for"
+    )
     assert num_moved > num_elements / 2
 
 
@@ -251,7 +293,9 @@ def _precision_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> Non
         dist.barrier()
         resumed = _engine(tiny_model, sizes, lr=1e-6, dtype=dtype)
         resumed.load(out / dtype)
-        assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
+        assert torch.equal(
+            resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW
+        )
 
 
 def test_gradient_buffers_are_empty_between_updates(tiny_model, tmp_path):
@@ -262,7 +306,9 @@ def test_gradient_buffers_are_empty_between_updates(tiny_model, tmp_path):
 def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
     """Beside an engine whose buffers keep their memory; after an error, and while another engine writes over what was freed."""
     for dtype, rank in (("float32", 0), ("bfloat16", 4)):
-        emptied, kept = engines = [_engine(tiny_model, sizes, lr=LR, dtype=dtype, lora=(rank, 8.0)) for _ in range(2)]
+        emptied, kept = engines = [
+            _engine(tiny_model, sizes, lr=LR, dtype=dtype, lora=(rank, 8.0)) for _ in range(2)
+        ]
         assert _buffer_bytes(emptied) == [0]
         only(kept)._ddp.offload_grad_buffers = lambda **_: None
         views = [parameter.main_grad for parameter in _with_main_grad(emptied)]
@@ -275,7 +321,9 @@ def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
                 broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
                 with pytest.raises(FloatingPointError, match="the weights were left as they were"):
                     engine.update(broken, LOSS)
-        assert all(view is p.main_grad for view, p in zip(views, _with_main_grad(emptied), strict=True))
+        assert all(
+            view is p.main_grad for view, p in zip(views, _with_main_grad(emptied), strict=True)
+        )
         for name, engine in zip(("emptied", "kept"), engines, strict=True):
             engine.save(out / f"{dtype}_{name}")
         dist.barrier()
@@ -283,20 +331,35 @@ def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
 
 
 def _with_main_grad(engine: ExpertsEngine) -> list[Tensor]:
-    return [parameter for parameter in only(engine).transformer.parameters() if hasattr(parameter, "main_grad")]
+    return [
+        parameter
+        for parameter in only(engine).transformer.parameters()
+        if hasattr(parameter, "main_grad")
+    ]
 
 
 def _buffer_bytes(engine: ExpertsEngine) -> list[int]:
     """Distinct sizes of the storages under the gradients of all parameters."""
-    return sorted({parameter.main_grad.untyped_storage().nbytes() for parameter in _with_main_grad(engine)})
+    return sorted(
+        {parameter.main_grad.untyped_storage().nbytes() for parameter in _with_main_grad(engine)}
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 3, "sp": 1}, r"parallel.sp\*parallel.tp = 1\*3 = 3 does not divide the model's 4 attention heads"),
-        ({"tp": 2, "sp": 4}, r"parallel.sp\*parallel.tp = 4\*2 = 8 does not divide the model's 4 attention heads"),
-        ({"tp": 1, "sp": 1, "dp": 2, "dp_replicate": 2}, "parallel.dp_replicate=2.*set parallel.dp_replicate=1"),
+        (
+            {"tp": 3, "sp": 1},
+            r"parallel.sp\*parallel.tp = 1\*3 = 3 does not divide the model's 4 attention heads",
+        ),
+        (
+            {"tp": 2, "sp": 4},
+            r"parallel.sp\*parallel.tp = 4\*2 = 8 does not divide the model's 4 attention heads",
+        ),
+        (
+            {"tp": 1, "sp": 1, "dp": 2, "dp_replicate": 2},
+            "parallel.dp_replicate=2.*set parallel.dp_replicate=1",
+        ),
     ],
 )
 def test_refusals(sizes, message, tiny_model):
@@ -307,7 +370,8 @@ def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> No
     config, mesh = Config(), init_mesh(layout_of({}), "cpu")
     config.engine.backend = "megatron"
     layout = resolve_layout(
-        **{"dp": 1, "dp_replicate": 1, **sizes}, world_size=sizes.get("dp", 1) * sizes["sp"] * sizes["tp"]
+        **{"dp": 1, "dp_replicate": 1, **sizes},
+        world_size=sizes.get("dp", 1) * sizes["sp"] * sizes["tp"],
     )
     with pytest.raises(ValueError, match=message):
         build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(tiny_model))
@@ -326,7 +390,9 @@ def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -
 
 
 def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ExpertsEngine:
-    return _engine(tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend)
+    return _engine(
+        tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend
+    )
 
 
 def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ExpertsEngine:

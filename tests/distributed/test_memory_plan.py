@@ -28,10 +28,26 @@ from tests.kept_activations import activation_work, kept_by_autograd
 QWEN_CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
     "veomni_dp1": ("veomni", "bfloat16", 1, {}, False, 0, 0),
     "veomni_dp2": ("veomni", "float32", 2, {}, False, 0, 0),
-    "veomni_dp3": ("veomni", "bfloat16", 3, {}, False, 0, 0),  # divides few of the sizes: chunks are padded
+    "veomni_dp3": (
+        "veomni",
+        "bfloat16",
+        3,
+        {},
+        False,
+        0,
+        0,
+    ),  # divides few of the sizes: chunks are padded
     "veomni_sp2": ("veomni", "float32", 2, {"sp": 2}, False, 0, 0),
     "veomni_hsdp2_shard2": ("veomni", "float32", 4, {"dp_replicate": 2}, False, 0, 0),
-    "veomni_dp3_lora": ("veomni", "bfloat16", 3, {}, False, 0, 2),  # and one rank has nothing of each lora_A
+    "veomni_dp3_lora": (
+        "veomni",
+        "bfloat16",
+        3,
+        {},
+        False,
+        0,
+        2,
+    ),  # and one rank has nothing of each lora_A
     "veomni_sp2_lora": ("veomni", "float32", 2, {"sp": 2}, False, 0, 8),
     "megatron_tp1": ("megatron", "float32", 1, {}, False, 0, 0),
     "megatron_dp3_buckets": ("megatron", "bfloat16", 3, {}, False, 50_000, 0),
@@ -46,7 +62,15 @@ WAN_CASES = {
     "wan_veomni_sp2": ("veomni", "bfloat16", 2, {"sp": 2}, False, 0, 0),
     "wan_veomni_dp1_lora": ("veomni", "bfloat16", 1, {}, False, 0, 8),
     "wan_megatron_tp2": ("megatron", "float32", 2, {"tp": 2}, False, 0, 0),
-    "wan_megatron_sp2_tp2_SP_lora": ("megatron", "bfloat16", 4, {"sp": 2, "tp": 2}, True, 50_000, 8),
+    "wan_megatron_sp2_tp2_SP_lora": (
+        "megatron",
+        "bfloat16",
+        4,
+        {"sp": 2, "tp": 2},
+        True,
+        50_000,
+        8,
+    ),
 }
 CASES = QWEN_CASES | WAN_CASES
 AVERAGE_DECAY = 0.9
@@ -62,7 +86,9 @@ def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path,
     folder = tiny_wan["ti2v_5b"] if case in WAN_CASES else tiny_model
     run_ranks(_measure, world_size, folder, tmp_path, *CASES[case])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
-    placing = Placing(backend=backend, layout=_layout(world_size, sizes), sequence_parallel=sequence_parallel)
+    placing = Placing(
+        backend=backend, layout=_layout(world_size, sizes), sequence_parallel=sequence_parallel
+    )
     adapter = build_adapter(folder)
     model = model_shape(adapter, LoraConfig(rank=rank))
     work = activation_work(adapter, DTYPES[dtype].itemsize)
@@ -97,18 +123,29 @@ def _measure(
     config.model.path, config.model.dtype = str(model), "float32"
     config.engine.backend, config.engine.dtype = backend, dtype
     config.optim.lr, config.train.microbatch_size = 1e-3, 6
-    config.parallel.sequence_parallel, config.engine.activation_memory_budget = sequence_parallel, 1.0
+    config.parallel.sequence_parallel, config.engine.activation_memory_budget = (
+        sequence_parallel,
+        1.0,
+    )
     config.lora.rank = rank
     config.algorithm.kl_coef, config.algorithm.ema_decay = 1.0, AVERAGE_DECAY
-    engine = build_engine(config, init_mesh(_layout(world_size, sizes), "cpu"), build_adapter(model))
+    engine = build_engine(
+        config, init_mesh(_layout(world_size, sizes), "cpu"), build_adapter(model)
+    )
     gradients, before = [], _bytes(_gradients(engine))
-    only(engine).optimizer.register_step_pre_hook(lambda *_: gradients.append(_bytes(_gradients(engine))))
+    only(engine).optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(_bytes(_gradients(engine)))
+    )
     dp = engine.mesh.dp if 4 % engine.mesh.dp == 0 else 1
     text_dim = getattr(only(engine).transformer.config, "text_dim", 64)
-    engine.update(train_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp, text_dim=text_dim), LOSS)
+    engine.update(
+        train_batch(engine.adapter, 1.0, dp, engine.mesh.dp_rank % dp, text_dim=text_dim), LOSS
+    )
     parameters = list(_plain(only(engine).transformer.parameters()))
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    state = [value for state in only(engine).optimizer.state.values() for value in _plain(state.values())]
+    state = [
+        value for state in only(engine).optimizer.state.values() for value in _plain(state.values())
+    ]
     held = [
         tensor
         for tensor in _plain(only(engine)._optimized.values())
@@ -136,7 +173,11 @@ def _host_pieces(engine: ExpertsEngine) -> int:
     """Bytes of averages that are on the CPU also where the engine is on a GPU: of frozen weights under bfloat16."""
     if engine.config.engine.backend == "veomni" or engine.config.engine.dtype == "float32":
         return 0
-    return sum(average.nbytes for name, average in only(engine)._average.items() if name not in only(engine)._optimized)
+    return sum(
+        average.nbytes
+        for name, average in only(engine)._average.items()
+        if name not in only(engine)._optimized
+    )
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -147,9 +188,13 @@ def _plain(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor], *, on_host: int = 0) -> int:
     """Of the distinct storages, whole: padding and what else is in a buffer count."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values()) - on_host
 
 
 def _layout(world_size: int, sizes: dict[str, int]):
-    return resolve_layout(**{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size)
+    return resolve_layout(
+        **{"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1, **sizes}, world_size=world_size
+    )

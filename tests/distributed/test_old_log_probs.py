@@ -25,7 +25,11 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import batch_of, exact
 
 ENGINES = {"qwen_veomni": "veomni", "experts_megatron": "megatron"}
-LR, GROUP_SIZE, NUM_ROWS = 1.0, 2, 8  # rows of a rank: two groups of two samples with two window steps
+LR, GROUP_SIZE, NUM_ROWS = (
+    1.0,
+    2,
+    8,
+)  # rows of a rank: two groups of two samples with two window steps
 REWARDS_PG = torch.tensor([[0.3, 1.0], [2.0, -0.5]])
 # What replicas recorded, above the trainer's: the second window step's importance is truncated
 ABOVE_W = torch.tensor([0.4, -2.0])
@@ -37,10 +41,14 @@ def test_only_later_updates_rows_take_another_forward(name, tiny_model, tiny_wan
     model = tiny_wan["t2v_a14b"] if name.startswith("experts") else tiny_model
     run_ranks(_worker, 2, model, tmp_path, name)
     for num_updates in (1, 2):
-        expected, found = (ShardFolder(tmp_path / f"{num_updates}_{way}") for way in ("before", "own"))
+        expected, found = (
+            ShardFolder(tmp_path / f"{num_updates}_{way}") for way in ("before", "own")
+        )
         assert found.shapes == expected.shapes
         for key in expected.shapes:
-            torch.testing.assert_close(whole(found, key), whole(expected, key), rtol=1e-5, atol=2e-7, msg=key)
+            torch.testing.assert_close(
+                whole(found, key), whole(expected, key), rtol=1e-5, atol=2e-7, msg=key
+            )
 
 
 def _worker(model: Path, out: Path, name: str) -> None:
@@ -51,7 +59,9 @@ def _worker(model: Path, out: Path, name: str) -> None:
                 engine = _engine(model, name, num_updates)
                 figures[way] = way(engine, _groups(engine))
                 engine.save(out / f"{num_updates}_{way.__name__.removeprefix('_update_')}")
-            assert figures[_update_own] == pytest.approx(figures[_update_before], rel=1e-5, abs=1e-7)
+            assert figures[_update_own] == pytest.approx(
+                figures[_update_before], rel=1e-5, abs=1e-7
+            )
             _check_figures(figures[_update_own], num_updates)
         dist.barrier()
 
@@ -59,13 +69,24 @@ def _worker(model: Path, out: Path, name: str) -> None:
 def _engine(model: Path, name: str, num_updates: int) -> ExpertsEngine:
     adapter = WanAdapter(model) if name.startswith("experts") else QwenImageAdapter(model)
     engine = build(
-        model, {}, backend=ENGINES[name], adapter=adapter, lr=LR, microbatch_size=NUM_ROWS, keep_reference=True
+        model,
+        {},
+        backend=ENGINES[name],
+        adapter=adapter,
+        lr=LR,
+        microbatch_size=NUM_ROWS,
+        keep_reference=True,
     )
     engine.config.algorithm.kl_coef, engine.config.algorithm.clip_range = 0.04, 1e-2
-    engine.config.algorithm.group_size, engine.config.train.updates_per_step = GROUP_SIZE, num_updates
+    engine.config.algorithm.group_size, engine.config.train.updates_per_step = (
+        GROUP_SIZE,
+        num_updates,
+    )
     for member in engine.members.values():
         for group in member.optimizer.param_groups:
-            group["eps"] = 1.0  # weights move with their gradients, and not by the sign of one that is rounding
+            group["eps"] = (
+                1.0  # weights move with their gradients, and not by the sign of one that is rounding
+            )
     return engine
 
 
@@ -90,9 +111,13 @@ def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, 
             recompute=True,
             progress=Progress(),
         )
-    fillers = len(engine.members) - 1  # a rank has rows of one expert, and a row to throw away for each other
+    fillers = (
+        len(engine.members) - 1
+    )  # a rank has rows of one expert, and a row to throw away for each other
     later = [NUM_ROWS // num_updates + fillers] * (num_updates - 1)
-    assert sum(counted[False]) == sum([NUM_ROWS + fillers, *later])  # the reference's, and the policy's
+    assert sum(counted[False]) == sum(
+        [NUM_ROWS + fillers, *later]
+    )  # the reference's, and the policy's
     return figures
 
 
@@ -100,7 +125,9 @@ def _update_before(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[st
     """Old log_probs of all rows from one pass over the batch, in other microbatches than those of the updates."""
     algorithm, config = build_algorithm(engine.config.algorithm), engine.config
     reduce = dict(all_reduce=lambda value: sum_tensor(value, engine.mesh.dp_group))
-    batch = to_train_batch(groups, *group_advantages(REWARDS_PG, global_std=config.algorithm.global_std, **reduce))
+    batch = to_train_batch(
+        groups, *group_advantages(REWARDS_PG, global_std=config.algorithm.global_std, **reduce)
+    )
     with engine.reference():
         batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
     old_NW = engine.log_probs(batch).log_probs_NW

@@ -28,14 +28,23 @@ CASES = {  # backend, family, world size, sizes of the axes, what else the engin
     "wan_veomni_compiled": ("veomni", "wan", 1, {}, {"compiled": True}),
     "megatron_tp2": ("megatron", "qwen_image", 2, {"tp": 2}, {}),
 }
-MICROBATCH = {False: 5, True: 8}  # of 16 rows; compiled: no remainder, and texts masked in each, so one variant
-BUDGETS = {0.0: (2, 2), 0.5: (2, 1), 1.0: (1, 1)}  # of activations → forwards of each block, uncompiled
+MICROBATCH = {
+    False: 5,
+    True: 8,
+}  # of 16 rows; compiled: no remainder, and texts masked in each, so one variant
+BUDGETS = {
+    0.0: (2, 2),
+    0.5: (2, 1),
+    1.0: (1, 1),
+}  # of activations → forwards of each block, uncompiled
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_do_not_depend_on_what_is_recomputed(case, tiny_model, tiny_wan):
     _, family, world_size, _, _ = CASES[case]
-    run_ranks(_worker, world_size, tiny_model if family == "qwen_image" else tiny_wan["ti2v_5b"], case)
+    run_ranks(
+        _worker, world_size, tiny_model if family == "qwen_image" else tiny_wan["ti2v_5b"], case
+    )
 
 
 def _worker(model: Path, case: str) -> None:
@@ -48,7 +57,13 @@ def _worker(model: Path, case: str) -> None:
     for budget, calls in BUDGETS.items():
         torch._dynamo.reset()
         engine = build(
-            model, sizes, backend=backend, adapter=build_adapter(model), microbatch_size=size, budget=budget, **options
+            model,
+            sizes,
+            backend=backend,
+            adapter=build_adapter(model),
+            microbatch_size=size,
+            budget=budget,
+            **options,
         )
         with _kept_bytes(only(engine).transformer) as num_bytes:
             gradients[budget], counted, num_pieces = _update(engine)

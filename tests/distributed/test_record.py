@@ -28,11 +28,15 @@ def groups(texts: tuple[str, ...]) -> list[RolloutGroup]:
         )
         for text in texts
     ]
-    return [group for _, group in sorted(StubFleet().generate(requests), key=lambda found: found[0])]
+    return [
+        group for _, group in sorted(StubFleet().generate(requests), key=lambda found: found[0])
+    ]
 
 
 def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
-    mesh = init_mesh(resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu")
+    mesh = init_mesh(
+        resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu"
+    )
     metrics = diversity_metrics(groups(texts[mesh.dp_rank :: mesh.dp]), mesh)
     Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
 
@@ -40,7 +44,10 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("world_size, sp", [(1, 1), (2, 1), (2, 2)])
 def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
     run_ranks(_worker, world_size, str(tmp_path), world_size, sp, TEXTS)
-    pixels = {group.prompt.text: torch.cat([s.pixels for s in group.trajectories]) for group in groups(TEXTS)}
+    pixels = {
+        group.prompt.text: torch.cat([s.pixels for s in group.trajectories])
+        for group in groups(TEXTS)
+    }
     open_prompts = [pixels[text] for text in TEXTS if "red" not in text and "blue" not in text]
     expected = {
         "diversity/pixel_spread": sum(map(diversity.pixel_spread, pixels.values())) / 5,

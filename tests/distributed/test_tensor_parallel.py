@@ -73,11 +73,15 @@ def test_equals_the_unsharded_transformer(world_size: int, pipeline: Path) -> No
     check_parity(CASE, pipeline, LAYOUTS[world_size], DTYPES[world_size], world_size)
 
 
-def _split_in_backward(x: Tensor, *, group: dist.ProcessGroup, tensor_parallel_output_grad: bool = True) -> Tensor:
+def _split_in_backward(
+    x: Tensor, *, group: dist.ProcessGroup, tensor_parallel_output_grad: bool = True
+) -> Tensor:
     """A gather whose backward takes this rank's part, where it should sum."""
     from megatron.core.tensor_parallel import mappings
 
-    return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
+    return mappings.gather_from_sequence_parallel_region(
+        x, tensor_parallel_output_grad=False, group=group
+    )
 
 
 def _split_last_in_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -86,7 +90,9 @@ def _split_last_in_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mappings.gather_from_tensor_model_parallel_region(x, group=group)
 
 
-def _own_part(output: Tensor, x: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> SimpleNamespace:
+def _own_part(
+    output: Tensor, x: Tensor, *, group: dist.ProcessGroup, async_op: bool
+) -> SimpleNamespace:
     """In place of a reduce-scatter."""
     output.copy_(x.chunk(group.size())[group.rank()])
     return SimpleNamespace(wait=lambda: None)
@@ -113,12 +119,22 @@ OMISSIONS = {
     "sum_of_replicated_weights": Omission(
         layout=WITH_SP,
         without=patched(f"{PARALLEL}.regions.sum_over_tp", by=lambda *args: None),
-        wrong=("img_in", "txt_in", "txt_norm", "time_text_embed", "norm_out", "proj_out", "norm_q", "to_out.0.bias"),
+        wrong=(
+            "img_in",
+            "txt_in",
+            "txt_norm",
+            "time_text_embed",
+            "norm_out",
+            "proj_out",
+            "norm_q",
+            "to_out.0.bias",
+        ),
     ),
     "modulation_with_sp": Omission(
         layout=WITH_SP,
         without=patched(
-            f"{PARALLEL}.linear.all_gather_last_dim_from_tensor_parallel_region", by=_split_last_in_backward
+            f"{PARALLEL}.linear.all_gather_last_dim_from_tensor_parallel_region",
+            by=_split_last_in_backward,
         ),
         wrong=("img_mod", "txt_mod", "time_text_embed"),
         only=True,
@@ -131,7 +147,9 @@ OMISSIONS = {
     ),
     "attention_input_with_sp": Omission(
         layout=WITH_SP,
-        without=patched(f"{PARALLEL}.attention.gather_from_sequence_parallel_region", by=_split_in_backward),
+        without=patched(
+            f"{PARALLEL}.attention.gather_from_sequence_parallel_region", by=_split_in_backward
+        ),
         wrong=("img_in", "txt_in", "transformer_blocks.0"),
     ),
     "attention_input_without_sp": Omission(
@@ -141,7 +159,9 @@ OMISSIONS = {
     ),
     "mlp_input_with_sp": Omission(
         layout=WITH_SP,
-        without=patched("megatron.core.tensor_parallel.layers.dist_reduce_scatter_func", by=_own_part),
+        without=patched(
+            "megatron.core.tensor_parallel.layers.dist_reduce_scatter_func", by=_own_part
+        ),
         wrong=("img_in", "txt_in", "transformer_blocks.0"),
     ),
     "mlp_input_without_sp": Omission(
@@ -151,12 +171,16 @@ OMISSIONS = {
     ),
     "sum_over_sp": Omission(
         layout=Layout(sp=2),
-        without=patched("tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None),
+        without=patched(
+            "tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None
+        ),
         wrong=("img_in", "proj_out", "transformer_blocks", "img_mod"),
     ),
     "sum_over_dp": Omission(
         layout=Layout(),
-        without=patched("tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None),
+        without=patched(
+            "tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None
+        ),
         wrong=("img_in", "proj_out", "transformer_blocks", "img_mod"),
     ),
 }
@@ -175,11 +199,16 @@ def test_what_cannot_be_split_is_refused(pipeline: Path) -> None:
 
 
 def _refusal_worker(pipeline: Path) -> None:
-    with pytest.raises(ValueError, match=r"parallel\.tp=3 does not divide dimension 0 of .*, which has \d+ elements"):
+    with pytest.raises(
+        ValueError,
+        match=r"parallel\.tp=3 does not divide dimension 0 of .*, which has \d+ elements",
+    ):
         Ranks(CASE, pipeline, Layout(tp=3), torch.float32).__enter__()
     from megatron.core import parallel_state
 
-    with pytest.raises(ValueError, match="megatron-core was started with {'tp': 3, 'sp': 1}, not tp=1, sp=3"):
+    with pytest.raises(
+        ValueError, match="megatron-core was started with {'tp': 3, 'sp': 1}, not tp=1, sp=3"
+    ):
         Ranks(CASE, pipeline, Layout(sp=3), torch.float32).__enter__()
     parallel_state.destroy_model_parallel()
     with pytest.raises(ValueError, match=r"3\*1 = 3 does not divide the model's 8 attention heads"):
@@ -195,7 +224,12 @@ def _refusal_worker(pipeline: Path) -> None:
 
 
 def _result(
-    transformer: nn.Module, adapter: QwenImageAdapter, dtype: torch.dtype, samples: slice, *, backward: bool = True
+    transformer: nn.Module,
+    adapter: QwenImageAdapter,
+    dtype: torch.dtype,
+    samples: slice,
+    *,
+    backward: bool = True,
 ) -> dict[str, Tensor]:
     """Both passes of true CFG and log_probs of samples; backward adds the gradient of a sum of all to the weights."""
     shape = adapter.latents_shape(SAMPLING)
@@ -207,11 +241,15 @@ def _result(
         return (outputs[-1],)
 
     recorded.dtype = dtype
-    velocity_BLC = adapter.velocity(recorded, inputs.latents_BLC, inputs.sigma_B, inputs.conditioning, SAMPLING)
+    velocity_BLC = adapter.velocity(
+        recorded, inputs.latents_BLC, inputs.sigma_B, inputs.conditioning, SAMPLING
+    )
     log_prob_B = inputs.log_probs(velocity_BLC)
     if backward:
         # weighted output sums: their gradient does not pass through float32, as that of log_probs does
-        (log_prob_B.sum() + sum((output * inputs.weight_BLC).sum() for output in outputs)).backward()
+        (
+            log_prob_B.sum() + sum((output * inputs.weight_BLC).sum() for output in outputs)
+        ).backward()
     positive_BLC, negative_BLC = (output.detach() for output in outputs)
     return {"positive": positive_BLC, "negative": negative_BLC, "log_prob": log_prob_B.detach()}
 

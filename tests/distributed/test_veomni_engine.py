@@ -43,7 +43,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_is_that_of_stock_diffusers_for_every_layout(layout, tiny_model, reference, tmp_path):
+def test_gradient_is_that_of_stock_diffusers_for_every_layout(
+    layout, tiny_model, reference, tmp_path
+):
     world_size, sizes = LAYOUTS[layout]
     run_ranks(_gradient_worker, world_size, tiny_model, tmp_path, sizes)
     for scale, expected in reference.items():
@@ -51,7 +53,9 @@ def test_gradient_is_that_of_stock_diffusers_for_every_layout(layout, tiny_model
         assert found.keys() == expected.keys()
         for name in expected:
             tolerance = 1e-5 * float(expected[name].abs().max())
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=tolerance, msg=name)
+            torch.testing.assert_close(
+                found[name], expected[name], rtol=1e-5, atol=tolerance, msg=name
+            )
 
 
 def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
@@ -76,7 +80,10 @@ def test_compiled_blocks_change_nothing(tiny_model):
 def _compiled_worker(tiny_model: Path) -> None:
     """With LoRA, whose switch compiled code must see; by a backend that leaves arithmetic as it is."""
     torch.compile = partial(torch.compile, backend="eager")
-    plain, compiled = (build(tiny_model, {}, backend="veomni", lora=(4, 6.0), compiled=each) for each in (False, True))
+    plain, compiled = (
+        build(tiny_model, {}, backend="veomni", lora=(4, 6.0), compiled=each)
+        for each in (False, True)
+    )
     batch = mine(plain)
     norms = [engine.update(batch, LOSS)["optim/grad_norm"] for engine in (plain, compiled)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
@@ -96,7 +103,9 @@ def test_an_update_gathers_weights_once(tiny_model):
 def _gathers_worker(tiny_model: Path) -> None:
     """However many microbatches and passes it has, where memory allows. The gradient is the same."""
     calls = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # from torch 2.13 on
+    name = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )  # from torch 2.13 on
     gather = getattr(dist, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +124,9 @@ def _gathers_worker(tiny_model: Path) -> None:
         count = len(calls)
         groups = [module._get_fsdp_state()._fsdp_param_group for module in member._fsdp_modules]
         assert len(groups) == 3 and not any(group.is_unsharded for group in groups)
-        assert all(group._reshard_after_forward for group in groups[1:]), "log_probs would keep all weights"
+        assert all(group._reshard_after_forward for group in groups[1:]), (
+            "log_probs would keep all weights"
+        )
         return count, norm
 
     # a root and two blocks: gathered once; or the root once, a block in each pass and in its backward, for each of 3
@@ -135,11 +146,18 @@ def test_another_text_length_compiles_nothing(tiny_model):
 def _lengths_worker(tiny_model: Path) -> None:
     """Of the same values as uncompiled blocks, by one variant for all lengths without padding, and one with."""
     torch.compile = partial(torch.compile, backend="eager")
-    plain, compiled = (build(tiny_model, {}, backend="veomni", compiled=each) for each in (False, True))
+    plain, compiled = (
+        build(tiny_model, {}, backend="veomni", compiled=each) for each in (False, True)
+    )
     whole = mine(plain)
     counts = [0]
     for num_padded in (0, 1):
-        for length in (5, 7, 9, 16):  # 16: also the pairs of a head that are rotated, and the joint length with 7
+        for length in (
+            5,
+            7,
+            9,
+            16,
+        ):  # 16: also the pairs of a head that are rotated, and the joint length with 7
             embeds = torch.randn(*whole.conditioning["prompt_embeds"].shape[:1], length, 64)
             mask = torch.ones(embeds.shape[:2]).bool()
             mask[0, length - num_padded :] = False
@@ -171,18 +189,28 @@ def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def test_checkpoint_is_bit_exact_under_another_layout(writer, reader, tiny_model, saved, tmp_path):
     world_size, sizes = LAYOUTS[reader]
     run_ranks(_load_worker, world_size, tiny_model, saved(writer), tmp_path, sizes)
-    expected, found = load_file(saved(writer) / "at_save.safetensors"), load_file(tmp_path / "loaded.safetensors")
+    expected, found = (
+        load_file(saved(writer) / "at_save.safetensors"),
+        load_file(tmp_path / "loaded.safetensors"),
+    )
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    uninterrupted, resumed = load_file(saved(writer) / "next.safetensors"), load_file(tmp_path / "next.safetensors")
+    uninterrupted, resumed = (
+        load_file(saved(writer) / "next.safetensors"),
+        load_file(tmp_path / "next.safetensors"),
+    )
     for name in uninterrupted:
-        torch.testing.assert_close(resumed[name], uninterrupted[name], rtol=1e-5, atol=2e-6, msg=name)
+        torch.testing.assert_close(
+            resumed[name], uninterrupted[name], rtol=1e-5, atol=2e-6, msg=name
+        )
     if writer == reader:
         assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
 
 
 def test_replicas_of_a_shard_are_written_once(saved):
-    sizes = [file.stat().st_size for file in sorted((saved("hsdp2_shard2") / "checkpoint").iterdir())]
+    sizes = [
+        file.stat().st_size for file in sorted((saved("hsdp2_shard2") / "checkpoint").iterdir())
+    ]
     assert len(sizes) == 4
     assert max(sizes[2:]) < min(sizes[:2]) / 100
 
@@ -194,12 +222,16 @@ def test_weights_and_reference(layout, tiny_model):
 
 
 def test_mixed_precision_and_failures(tiny_model, tmp_path):
-    save_file({"velocity": _stock_velocity(tiny_model, torch.bfloat16)}, tmp_path / "stock.safetensors")
+    save_file(
+        {"velocity": _stock_velocity(tiny_model, torch.bfloat16)}, tmp_path / "stock.safetensors"
+    )
     run_ranks(_precision_worker, 1, tiny_model, tmp_path / "stock.safetensors")
 
 
 def test_failing_rank_is_reported_with_its_traceback():
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="rank 1 is the one that fails"):
+    with pytest.raises(
+        torch.multiprocessing.ProcessRaisedException, match="rank 1 is the one that fails"
+    ):
         run_ranks(_failing_worker, 2)
 
 
@@ -210,15 +242,23 @@ def _failing_worker() -> None:
 
 
 def _stock_velocity(tiny_model: Path, dtype: torch.dtype) -> Tensor:
-    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=dtype)
+    transformer = QwenImageTransformer2DModel.from_pretrained(
+        tiny_model / "transformer", torch_dtype=dtype
+    )
     return _velocity(QwenImageAdapter(tiny_model), transformer)
 
 
 @torch.no_grad()
 def _velocity(adapter: QwenImageAdapter, transformer: Callable) -> Tensor:
     """[16, L, C] float32: every pair of the batch, in the engine's own microbatches."""
-    pieces, sampling = microbatches(train_batch(adapter), torch.arange(16), 3, torch.device("cpu")), SAMPLING
-    rows = [adapter.velocity(transformer, p.latents_BLC, p.sigma_B, p.conditioning, sampling) for p in pieces]
+    pieces, sampling = (
+        microbatches(train_batch(adapter), torch.arange(16), 3, torch.device("cpu")),
+        SAMPLING,
+    )
+    rows = [
+        adapter.velocity(transformer, p.latents_BLC, p.sigma_B, p.conditioning, sampling)
+        for p in pieces
+    ]
     return torch.cat(rows)
 
 
@@ -226,7 +266,9 @@ def _precision_worker(tiny_model: Path, stock: Path) -> None:
     """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing; refusals."""
     batch = train_batch(QwenImageAdapter(tiny_model))
     engine = _engine(tiny_model, {}, dtype="bfloat16")
-    torch.testing.assert_close(_velocity(engine.adapter, only(engine).transformer), load_file(stock)["velocity"])
+    torch.testing.assert_close(
+        _velocity(engine.adapter, only(engine).transformer), load_file(stock)["velocity"]
+    )
     engine.update(batch, LOSS)
     assert {p.dtype for p in only(engine).transformer.parameters()} == {torch.float32}
     assert {s["exp_avg"].dtype for s in only(engine).optimizer.state.values()} == {torch.float32}
@@ -241,7 +283,10 @@ def _precision_worker(tiny_model: Path, stock: Path) -> None:
     assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
     with pytest.raises(ValueError, match="keep_reference"), engine.reference():
         pass
-    refusals = {"parallel.tp=2": {"sp": 1, "tp": 2}, "= 3 does not divide the model's 4 att": {"sp": 3, "tp": 1}}
+    refusals = {
+        "parallel.tp=2": {"sp": 1, "tp": 2},
+        "= 3 does not divide the model's 4 att": {"sp": 3, "tp": 1},
+    }
     for message, sizes in refusals.items():
         layout = resolve_layout(dp=1, dp_replicate=1, **sizes, world_size=sizes["sp"] * sizes["tp"])
         with pytest.raises(ValueError, match=message):
@@ -272,7 +317,9 @@ def _weights_worker(tiny_model: Path, sizes: dict[str, int]) -> None:
     for dtype in ("float32", "bfloat16"):
         engine.config.model.dtype = dtype
         buckets = list(engine.named_weights(100_000))
-        assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100_000 for bucket in buckets)
+        assert all(
+            len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100_000 for bucket in buckets
+        )
         weights = dict(pair for bucket in buckets for pair in bucket)
         assert weights.keys() == {f"transformer.{name}" for name in source}
         expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in source.items()}
@@ -298,7 +345,9 @@ def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None
     for name, parameter in only(engine).transformer.named_parameters():
         values[name] = parameter.detach().full_tensor().clone()
         for kind, value in only(engine).optimizer.state.get(parameter, {}).items():
-            values[f"{kind}/{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+            values[f"{kind}/{name}"] = (
+                value.full_tensor() if hasattr(value, "full_tensor") else value
+            ).clone()
     if engine.mesh.rank == 0:
         save_file(values, file)
 

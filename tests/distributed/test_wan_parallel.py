@@ -38,9 +38,7 @@ from tests.distributed.sharded_model import (
 )
 
 SAMPLING = Sampling(height=96, width=160, num_frames=9, num_inference_steps=4, guidance_scale=2.0)
-TEXT_TOKENS = (
-    17  # not 512: among hundreds of equal padding tokens the gradients of single ones drown in rounding errors
-)
+TEXT_TOKENS = 17  # not 512: among hundreds of equal padding tokens the gradients of single ones drown in rounding errors
 # the default kernel's backward on CPU is off by 1e-5 where gradients of keys cancel, and differs with the batch's size
 EXACT_ATTENTION = partial(sdpa_kernel, SDPBackend.MATH)
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES[torch.float32]
@@ -97,7 +95,9 @@ OMISSIONS = {
     ),
     "context_without_sp": Omission(
         layout=WITHOUT_SP,
-        without=patched("megadiff.parallel.attention.TokenAxes.enter_context", by=lambda axes, context: context),
+        without=patched(
+            "megadiff.parallel.attention.TokenAxes.enter_context", by=lambda axes, context: context
+        ),
         wrong=("text_embedder",),
         only=True,
     ),
@@ -143,13 +143,17 @@ def _veomni_worker(pipeline: Path, sp: int) -> None:
 
     mesh = init_mesh(resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=2), "cpu")
     veomni._prepare_import(mesh)
-    state = init_parallel_state(dp_size=mesh.dp, ulysses_size=mesh.sp, dp_mode="fsdp2", device_type="cpu", name=None)
+    state = init_parallel_state(
+        dp_size=mesh.dp, ulysses_size=mesh.sp, dp_mode="fsdp2", device_type="cpu", name=None
+    )
     set_parallel_state(state)
     adapter = WanAdapter(pipeline)
     module = adapter.empty_transformer()
     split_tokens(module, adapter.plan, ulysses_axes(mesh), adapter.attention)
     module.enable_gradient_checkpointing()
-    units = {type(each).__name__ for name, each in module.named_modules() if adapter.plan.is_block(name)}
+    units = {
+        type(each).__name__ for name, each in module.named_modules() if adapter.plan.is_block(name)
+    }
     module = parallelize_model_fsdp2(
         module,
         mixed_precision=MixedPrecisionConfig(enable=False),
@@ -172,7 +176,12 @@ def _veomni_worker(pipeline: Path, sp: int) -> None:
         expected = reference[name][samples]
         assert (value - expected).abs().max() <= OUTPUT_TOLERANCE * expected.abs().max(), name
     floor = FLOOR * max(reference[f"gradient/{name}"].abs().max() for name in parameters)
-    for name, parameter in parameters.items():  # FSDP2 averages over dp·sp what each rank has of its samples and tokens
+    for (
+        name,
+        parameter,
+    ) in (
+        parameters.items()
+    ):  # FSDP2 averages over dp·sp what each rank has of its samples and tokens
         expected = reference[f"gradient/{name}"]
         error = (parameter.grad.full_tensor() * mesh.world_size - expected).abs().max()
         assert error <= GRADIENT_TOLERANCE * max(expected.abs().max(), floor), name
@@ -184,26 +193,50 @@ def test_a_replaced_forward_is_refused(pipeline: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(WanTransformer3DModel, "forward", sliced)
     adapter = WanAdapter(pipeline)
-    with pytest.raises(ValueError, match="WanTransformer3DModel.forward is no longer diffusers' own but tests"):
-        split_tokens(adapter.empty_transformer(), adapter.plan, axes=None, attention=adapter.attention)
+    with pytest.raises(
+        ValueError, match="WanTransformer3DModel.forward is no longer diffusers' own but tests"
+    ):
+        split_tokens(
+            adapter.empty_transformer(), adapter.plan, axes=None, attention=adapter.attention
+        )
 
 
 def _result(
-    transformer: nn.Module, adapter: WanAdapter, dtype: torch.dtype, samples: slice, *, backward: bool = True
+    transformer: nn.Module,
+    adapter: WanAdapter,
+    dtype: torch.dtype,
+    samples: slice,
+    *,
+    backward: bool = True,
 ) -> dict[str, Tensor]:
     """Velocities with guidance, of a whole video and of all frames but a given first; log_probs of the first."""
-    inputs = draw_inputs(adapter.latents_shape(SAMPLING), text_dim=TEXT_DIM, dtype=dtype, samples=samples)
+    inputs = draw_inputs(
+        adapter.latents_shape(SAMPLING), text_dim=TEXT_DIM, dtype=dtype, samples=samples
+    )
     latents_BLC, sigma_B = inputs.latents_BLC, inputs.sigma_B
     num_first = adapter.checkpoint.grid(SAMPLING).tokens_per_frame
     with_first = inputs.conditioning | {"first_frame": latents_BLC[:, :num_first]}
-    with patch("megadiff.models.wan22.velocity.TEXT_TOKENS", TEXT_TOKENS), EXACT_ATTENTION():  # recomputation included
-        velocity_BLC = adapter.velocity(transformer, latents_BLC, sigma_B, inputs.conditioning, SAMPLING)
-        given_BLC = adapter.velocity(transformer, latents_BLC[:, num_first:], sigma_B, with_first, SAMPLING)
+    with (
+        patch("megadiff.models.wan22.velocity.TEXT_TOKENS", TEXT_TOKENS),
+        EXACT_ATTENTION(),
+    ):  # recomputation included
+        velocity_BLC = adapter.velocity(
+            transformer, latents_BLC, sigma_B, inputs.conditioning, SAMPLING
+        )
+        given_BLC = adapter.velocity(
+            transformer, latents_BLC[:, num_first:], sigma_B, with_first, SAMPLING
+        )
         log_prob_B = inputs.log_probs(velocity_BLC)
         if backward:
-            outputs = (velocity_BLC * inputs.weight_BLC).sum() + (given_BLC * inputs.weight_BLC[:, num_first:]).sum()
+            outputs = (velocity_BLC * inputs.weight_BLC).sum() + (
+                given_BLC * inputs.weight_BLC[:, num_first:]
+            ).sum()
             (log_prob_B.sum() + outputs).backward()
-    return {"velocity": velocity_BLC.detach(), "given": given_BLC.detach(), "log_prob": log_prob_B.detach()}
+    return {
+        "velocity": velocity_BLC.detach(),
+        "given": given_BLC.detach(),
+        "log_prob": log_prob_B.detach(),
+    }
 
 
 def _random_transformer() -> WanTransformer3DModel:
@@ -224,7 +257,9 @@ def _random_transformer() -> WanTransformer3DModel:
         for name, p in transformer.named_parameters():
             is_norm = p.ndim == 1 and "norm" in name and name.endswith(".weight")
             p.copy_(torch.randn_like(p) * (0.1 if p.ndim > 1 else 0.2) + is_norm)
-        for block in transformer.blocks:  # sharp attention: in a mean of all texts the gradients of keys cancel
+        for block in (
+            transformer.blocks
+        ):  # sharp attention: in a mean of all texts the gradients of keys cancel
             block.attn2.norm_q.weight.mul_(2)
             block.attn2.norm_k.weight.mul_(2)
     return transformer

@@ -17,9 +17,21 @@ from megadiff.types import Sampling, TrainBatch
 
 HIGH, LOW = "transformer", "transformer_2"
 # 45 tokens, an odd number; 3 steps of 6 are the high-noise expert's
-SAMPLING = Sampling(height=48, width=80, num_frames=9, num_inference_steps=6, guidance_scale=3.0, guidance_scale_2=2.0)
+SAMPLING = Sampling(
+    height=48,
+    width=80,
+    num_frames=9,
+    num_inference_steps=6,
+    guidance_scale=3.0,
+    guidance_scale_2=2.0,
+)
 WINDOWS = {  # of the 4 groups; two ranks have two each
-    "apart": (0, 1, 3, 3),  # the first rank has high-noise rows only, the second low-noise rows only
+    "apart": (
+        0,
+        1,
+        3,
+        3,
+    ),  # the first rank has high-noise rows only, the second low-noise rows only
     "mixed": (2, 0, 3, 2),
     "low": (3, 3, 3, 3),
 }
@@ -31,8 +43,12 @@ def batch_of(adapter: WanAdapter, windows: str, dp: int = 1, dp_rank: int = 0) -
     num_tokens, channels = adapter.latents_shape(SAMPLING)
     conditioning = {}
     for prefix, widths in (("", (9, 6, 7, 5)), ("negative_", (3, 3, 3, 3))):
-        conditioning[f"{prefix}prompt_embeds"] = torch.randn(4, max(widths), TEXT_DIM, generator=generator)
-        conditioning[f"{prefix}prompt_mask"] = torch.arange(max(widths)) < torch.tensor(widths)[:, None]
+        conditioning[f"{prefix}prompt_embeds"] = torch.randn(
+            4, max(widths), TEXT_DIM, generator=generator
+        )
+        conditioning[f"{prefix}prompt_mask"] = (
+            torch.arange(max(widths)) < torch.tensor(widths)[:, None]
+        )
     groups_N = torch.arange(8) // 2
     mine_N, mine_P = (slice(size // dp * dp_rank, size // dp * (dp_rank + 1)) for size in (8, 4))
     return TrainBatch(
@@ -52,8 +68,14 @@ def batch_of(adapter: WanAdapter, windows: str, dp: int = 1, dp_rank: int = 0) -
 def held(engine: ExpertsEngine, component: str) -> dict[str, Tensor]:
     """All that a checkpoint would have of it, and what forward uses."""
     pieces = engine.members[component].shards()
-    held = {f"{key}#{place}": each.local.clone() for key, many in pieces.items() for place, each in enumerate(many)}
-    return held | {name: t for bucket in engine.named_weights(1 << 20, [component]) for name, t in bucket}
+    held = {
+        f"{key}#{place}": each.local.clone()
+        for key, many in pieces.items()
+        for place, each in enumerate(many)
+    }
+    return held | {
+        name: t for bucket in engine.named_weights(1 << 20, [component]) for name, t in bucket
+    }
 
 
 @contextmanager

@@ -49,7 +49,9 @@ def _shift_noise(initial_latents_rows):
 
     def broken(shape, identities):
         shift = 1 if fault() == "noise" else 0
-        return initial_latents_rows(shape, [identity | {"seed": identity["seed"] + shift} for identity in identities])
+        return initial_latents_rows(
+            shape, [identity | {"seed": identity["seed"] + shift} for identity in identities]
+        )
 
     return broken
 

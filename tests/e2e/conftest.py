@@ -36,7 +36,9 @@ class Result:
 
     @property
     def rows(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,11 @@ class Trainer:
             if any(override.startswith("data.prompts") for override in overrides)
             else [f"data.prompts={ROOT / 'assets/prompts/colors.txt'}"]
         )
-        rewards = [] if any(override.startswith("reward.") for override in overrides) else ["reward.color.type=color"]
+        rewards = (
+            []
+            if any(override.startswith("reward.") for override in overrides)
+            else ["reward.color.type=color"]
+        )
         return [*launcher, str(base), *fixed, *prompts, *rewards, *overrides]
 
     def run(
@@ -83,11 +89,21 @@ class Trainer:
         command = self.command(*overrides, num_processes=num_processes, name=name)
         if num_processes > 1:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, cwd=self.folder
+                command,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env=ENVIRONMENT,
+                cwd=self.folder,
             )
             return Result(code=done.returncode, stderr=done.stderr, folder=self.folder / name)
         done = run_command(
-            main, command[3:], folder=self.folder, environment=ENVIRONMENT, prepare=prepare, timeout_s=timeout_s
+            main,
+            command[3:],
+            folder=self.folder,
+            environment=ENVIRONMENT,
+            prepare=prepare,
+            timeout_s=timeout_s,
         )
         return Result(code=done.code, stderr=done.stderr, folder=self.folder / name)
 
@@ -102,7 +118,9 @@ def in_ranks(tmp_path_factory, tiny_model) -> Callable[..., Result]:
     """Runs `megadiff train` as torchrun does, in processes that have their imports behind them: (run's name, number of
     ranks, *overrides). Fails with the traceback of the rank that fails."""
     trainer = Trainer(tmp_path_factory.mktemp("ranks"), tiny_model)
-    return lambda name, num_processes, *overrides: train_in_ranks(trainer, name, num_processes, *overrides)
+    return lambda name, num_processes, *overrides: train_in_ranks(
+        trainer, name, num_processes, *overrides
+    )
 
 
 def train_in_ranks(trainer: Trainer, name: str, num_processes: int, *overrides: str) -> Result:
@@ -112,7 +130,9 @@ def train_in_ranks(trainer: Trainer, name: str, num_processes: int, *overrides: 
 
 
 def _train(arguments: list[str]) -> None:
-    if "WORLD_SIZE" in os.environ:  # else one thread: two, on cores that others use too, wait for each other
+    if (
+        "WORLD_SIZE" in os.environ
+    ):  # else one thread: two, on cores that others use too, wait for each other
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     assert main(arguments) == 0
 
@@ -123,7 +143,9 @@ def registry(tmp_path_factory, tiny_model):
     beside the registry."""
     folder = tmp_path_factory.mktemp("replicas")
     command = ["-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
-    servers = start_replicas(2, folder=folder, command=[*command, "--weights", str(folder / "weights")])
+    servers = start_replicas(
+        2, folder=folder, command=[*command, "--weights", str(folder / "weights")]
+    )
     yield folder / "registry"
     stop(servers)
 
@@ -135,7 +157,9 @@ def wan_registries(tmp_path_factory, tiny_wan):
 
     def start(kind: str) -> list[Forked]:
         command = ["-m", "megadiff.cli.serve", str(tiny_wan[kind]), "--dtype", "float32"]
-        return start_replicas(1, folder=folders[kind], command=[*command, "--weights", str(folders[kind] / "weights")])
+        return start_replicas(
+            1, folder=folders[kind], command=[*command, "--weights", str(folders[kind] / "weights")]
+        )
 
     with ThreadPoolExecutor(len(folders)) as pool:
         servers = [server for started in pool.map(start, folders) for server in started]

@@ -13,7 +13,9 @@ from megadiff.rewards.base import Reward
 
 
 def out_of_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (as told by a test)")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB (as told by a test)"
+    )
 
 
 def library_error(*_: object) -> None:

@@ -77,10 +77,18 @@ def urls_of(registry: Path) -> dict[str, str]:
 
 @contextmanager
 def sync_between(
-    source: Source, urls: dict[str, str], transport: str, *, model: Path, folder: Path, bucket_bytes: int = 1 << 20
+    source: Source,
+    urls: dict[str, str],
+    transport: str,
+    *,
+    model: Path,
+    folder: Path,
+    bucket_bytes: int = 1 << 20,
 ) -> Iterator[tuple[WeightSync, Fleet]]:
     """The sync of a transport to replicas, name → url, and the fleet that they are. folder: of transport disk."""
-    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=ParallelConfig().dp_replicate, world_size=1)
+    layout = resolve_layout(
+        dp=0, sp=1, tp=1, dp_replicate=ParallelConfig().dp_replicate, world_size=1
+    )
     mesh = init_mesh(layout, "cpu")
     components = sorted({name.partition(".")[0] for name in source.weights})
     clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
@@ -90,9 +98,14 @@ def sync_between(
         here = {"host": host_name(), "device": device_name(CPU)}
         sync = WeightSync(
             source,
-            build_transport(transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder),
+            build_transport(
+                transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder
+            ),
             folder_manifest(model, tuple(components), dtype="float32"),
-            places={name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()},
+            places={
+                name: [boxes_from_json(one["boxes"]) for one in many]
+                for name, many in workers.items()
+            },
             bucket_bytes=bucket_bytes,
             cpu_group=mesh.cpu_group,
         )

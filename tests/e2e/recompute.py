@@ -13,7 +13,9 @@ from megadiff.types import RolloutGroup
 def float32_transformer(model: Path) -> nn.Module:
     from diffusers import QwenImageTransformer2DModel
 
-    return QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=torch.float32)
+    return QwenImageTransformer2DModel.from_pretrained(
+        model / "transformer", torch_dtype=torch.float32
+    )
 
 
 def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
@@ -26,8 +28,12 @@ def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
         return transformer(
             hidden_states=latents_NLC.to(transformer.dtype),
             timestep=sigma.expand(num_samples),
-            encoder_hidden_states=group.conditioning[f"{prefix}prompt_embeds"].expand(num_samples, -1, -1),
-            encoder_hidden_states_mask=group.conditioning[f"{prefix}prompt_mask"].expand(num_samples, -1),
+            encoder_hidden_states=group.conditioning[f"{prefix}prompt_embeds"].expand(
+                num_samples, -1, -1
+            ),
+            encoder_hidden_states_mask=group.conditioning[f"{prefix}prompt_mask"].expand(
+                num_samples, -1
+            ),
             img_shapes=[[grid]] * num_samples,
             return_dict=False,
         )[0]
@@ -38,15 +44,31 @@ def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
         with torch.no_grad():
             guided = velocity("", latents_NLC, sigmas[index])
             if sampling.true_cfg_scale > 1:
-                guided = true_cfg(guided, velocity("negative_", latents_NLC, sigmas[index]), sampling.true_cfg_scale)
-        sigma_N, sigma_next_N = sigmas[index].expand(num_samples), sigmas[index + 1].expand(num_samples)
+                guided = true_cfg(
+                    guided,
+                    velocity("negative_", latents_NLC, sigmas[index]),
+                    sampling.true_cfg_scale,
+                )
+        sigma_N, sigma_next_N = (
+            sigmas[index].expand(num_samples),
+            sigmas[index + 1].expand(num_samples),
+        )
         shared = {"schedule": group.schedule, "eta": sampling.eta}
-        mean_NLC = step_mean(sampling.sde_type, latents_NLC, guided, sigma_N, sigma_next_N, **shared)
-        columns.append(log_prob(sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared))
+        mean_NLC = step_mean(
+            sampling.sde_type, latents_NLC, guided, sigma_N, sigma_next_N, **shared
+        )
+        columns.append(
+            log_prob(sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared)
+        )
     return torch.stack(columns, dim=1)
 
 
 def gap(model: Path, group: RolloutGroup, transformer: nn.Module | None = None) -> float:
     """The largest. transformer: in place of the folder's in float32."""
     rollout = torch.stack([trajectory.log_probs for trajectory in group.trajectories])
-    return (recomputed_log_probs(transformer or float32_transformer(model), group) - rollout).abs().max().item()
+    return (
+        (recomputed_log_probs(transformer or float32_transformer(model), group) - rollout)
+        .abs()
+        .max()
+        .item()
+    )

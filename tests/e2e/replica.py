@@ -24,8 +24,12 @@ from tests.e2e.servers import ENVIRONMENT, SEARCH_PATH, Forked, wait_for_announc
 from tests.lora_tensors import expected_prints, linears, merged, push_lora, random_lora
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))
-PROMPT = Prompt(text='a red cat, "hello"', id="ab" * 8, negative_text="bad", fields={"color": "red"})
-REQUEST = RolloutRequest(prompt=PROMPT, sampling=SAMPLING, sample_indices=(0, 1, 2, 3), seed=3, step=1)
+PROMPT = Prompt(
+    text='a red cat, "hello"', id="ab" * 8, negative_text="bad", fields={"color": "red"}
+)
+REQUEST = RolloutRequest(
+    prompt=PROMPT, sampling=SAMPLING, sample_indices=(0, 1, 2, 3), seed=3, step=1
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,29 @@ class Server:
         self.process.wait(10)
 
 
-def start(model: Path, folder: Path, *options: str, fresh: bool = False, overlay: str = "") -> Server:
+def start(
+    model: Path, folder: Path, *options: str, fresh: bool = False, overlay: str = ""
+) -> Server:
     """A replica named replica-7. fresh: in a new interpreter, as a user starts it, where `overlay` comes before all that is
     installed; else forked."""
     registry, log = folder / "registry", folder / "replica.log"
     command = [
         *("-m", "megadiff.cli.serve", str(model), "--dtype", "float32", "--port", "0"),
-        *("--name", "replica-7", "--registry", str(registry), "--parent-pid", str(os.getpid()), *options),
+        *(
+            "--name",
+            "replica-7",
+            "--registry",
+            str(registry),
+            "--parent-pid",
+            str(os.getpid()),
+            *options,
+        ),
     ]
-    process = _fresh(command, log, overlay) if fresh else Forked(command, log=log, environment=ENVIRONMENT)
+    process = (
+        _fresh(command, log, overlay)
+        if fresh
+        else Forked(command, log=log, environment=ENVIRONMENT)
+    )
     wait_for_announcements(registry, {log: process})
     entry = json.loads((registry / "replica-7.json").read_text())
     assert entry["pid"] == process.pid
@@ -56,14 +74,23 @@ def start(model: Path, folder: Path, *options: str, fresh: bool = False, overlay
 
 
 def _fresh(command: list[str], log: Path, overlay: str) -> subprocess.Popen:
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, (overlay, SEARCH_PATH)))}
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(filter(None, (overlay, SEARCH_PATH))),
+    }
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *command], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *command],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
-def push(client: ReplicaClient, weights: dict[str, Tensor], *, version: int, model: Path) -> dict[str, str]:
+def push(
+    client: ReplicaClient, weights: dict[str, Tensor], *, version: int, model: Path
+) -> dict[str, str]:
     client.weights_begin(version, folder_manifest(model, ("transformer",), dtype="float32"))
     items = list(weights.items())
     for first in range(0, len(items), 20):
@@ -73,7 +100,14 @@ def push(client: ReplicaClient, weights: dict[str, Tensor], *, version: int, mod
 
 
 def image(client: ReplicaClient, **changes: object) -> bytes:
-    body = {"prompt": "a red cat", "n": 1, "size": "64x64", "num_inference_steps": 4, "true_cfg_scale": 1.0, "seed": 42}
+    body = {
+        "prompt": "a red cat",
+        "n": 1,
+        "size": "64x64",
+        "num_inference_steps": 4,
+        "true_cfg_scale": 1.0,
+        "seed": 42,
+    }
     response = httpx.post(f"{client.url}/v1/images/generations", json=body | changes, timeout=60)
     assert response.status_code == 200, response.text
     return base64.b64decode(response.json()["data"][0]["b64_json"])
@@ -93,7 +127,9 @@ def bound_lora_serves_and_sleeps(
         assert answer["fingerprints"] == expected_prints(weights, lora, spec)
         assert answer["bound_modules"] == [f"transformer.{module}" for module in spec.modules]
         assert image_gap(image(client), whole_image) <= 1
-        for live, other in zip(client.generate(REQUEST).trajectories, whole.trajectories, strict=True):
+        for live, other in zip(
+            client.generate(REQUEST).trajectories, whole.trajectories, strict=True
+        ):
             assert (live.latents_SLC - other.latents_SLC).abs().max() <= 1e-5
             assert (live.log_probs - other.log_probs).abs().max() <= 1e-5
             assert (live.pixels.int() - other.pixels.int()).abs().max() <= 1

@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SEARCH_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for rewards of the tests' own
+SEARCH_PATH = os.pathsep.join(
+    filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+)  # for rewards of the tests' own
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 START_TIMEOUT_S = 240
 
@@ -37,7 +39,9 @@ class Zygote:
             self._lines.write(json.dumps(order) + "\n")
             self._lines.flush()
             answer = self._lines.readline()
-        assert answer, f"the process that forks replicas is gone, exit code {self._process.wait(10)}"
+        assert answer, (
+            f"the process that forks replicas is gone, exit code {self._process.wait(10)}"
+        )
         return json.loads(answer)
 
 
@@ -53,8 +57,12 @@ def zygote() -> Zygote:
 class Forked:
     """A process of the zygote's, with what the tests use of subprocess.Popen. command: without the interpreter."""
 
-    def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
-        self.pid = zygote().order(command=list(command), log=str(log), environment=dict(environment))
+    def __init__(
+        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.pid = zygote().order(
+            command=list(command), log=str(log), environment=dict(environment)
+        )
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -81,14 +89,18 @@ class Forked:
         self.send_signal(9)
 
 
-def wait_for_announcements(registry: Path, servers: Mapping[Path, Forked | subprocess.Popen]) -> None:
+def wait_for_announcements(
+    registry: Path, servers: Mapping[Path, Forked | subprocess.Popen]
+) -> None:
     """Until all of them, log → process, are in the registry; else they are killed, and AssertionError with a log's end."""
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while len(list(registry.glob("*.json"))) < len(servers):
             for log, server in servers.items():
                 assert server.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < deadline, f"not within {START_TIMEOUT_S} s: {log.read_text()[-3000:]}"
+                assert time.monotonic() < deadline, (
+                    f"not within {START_TIMEOUT_S} s: {log.read_text()[-3000:]}"
+                )
             time.sleep(0.05)
     except BaseException:
         for server in servers.values():
@@ -102,7 +114,10 @@ def start_replicas(count: int, *, folder: Path, command: Sequence[str]) -> list[
     registry, servers = folder / "registry", {}
     for index in range(count):
         own = ["--name", f"replica_{index}", "--port", "0", "--registry", str(registry)]
-        log, arguments = folder / f"replica_{index}.log", [*command, *own, "--parent-pid", str(os.getpid())]
+        log, arguments = (
+            folder / f"replica_{index}.log",
+            [*command, *own, "--parent-pid", str(os.getpid())],
+        )
         servers[log] = Forked(arguments, log=log, environment=ENVIRONMENT)
     wait_for_announcements(registry, servers)
     return list(servers.values())

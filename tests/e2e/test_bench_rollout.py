@@ -20,15 +20,45 @@ def bench_rollout(monkeypatch):
 
 def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, capfd, monkeypatch):
     """With a replica that runs already, as any other would take half a minute to start."""
-    client = ReplicaClient(json.loads((registry / "replica_0.json").read_text())["url"], "replica_0")
+    client = ReplicaClient(
+        json.loads((registry / "replica_0.json").read_text())["url"], "replica_0"
+    )
     monkeypatch.setattr(bench_rollout, "start_replica", lambda *_, **__: (None, client))
-    arguments = ["--model", str(tiny_model), "--device", "cpu", "--dtype", "float32", "--images", "12", "--size", "64"]
-    arguments += ["--steps", "6", "--repeat", "1", "--scratch", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    arguments = [
+        "--model",
+        str(tiny_model),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--images",
+        "12",
+        "--size",
+        "64",
+    ]
+    arguments += [
+        "--steps",
+        "6",
+        "--repeat",
+        "1",
+        "--scratch",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
     assert bench_rollout.main(arguments) == 0
     report = json.loads((tmp_path / "out.json").read_text())
-    assert [row["way"] for row in report["rows"]] == ["diffusers", "images", "images, one a request", "rollout"]
+    assert [row["way"] for row in report["rows"]] == [
+        "diffusers",
+        "images",
+        "images, one a request",
+        "rollout",
+    ]
     assert all(row["images_per_s"] > 0 and row["first_s"] > 0 for row in report["rows"])
-    assert report["command"].startswith("python tools/bench_rollout.py --model") and report["versions"]["torch"]
+    assert (
+        report["command"].startswith("python tools/bench_rollout.py --model")
+        and report["versions"]["torch"]
+    )
     table = capfd.readouterr().out.splitlines()[-5:]
     assert table[2].startswith("| images |") and table[2].endswith("| 1.00 |")
 

@@ -36,7 +36,9 @@ def test_broken_on_purpose(trainer, broken, fault, text):
     file.write_text(fault)
     # another start than the replica loaded from disk: a skipped tensor would otherwise hold the right bits by luck
     model = _perturbed(trainer.model, trainer.folder)
-    result = trainer.run("rollout.mode=separate", f"rollout.registry={registry}", f"model.path={model}")
+    result = trainer.run(
+        "rollout.mode=separate", f"rollout.registry={registry}", f"model.path={model}"
+    )
     assert result.code == 1
     assert text in result.stderr
     assert not (result.folder / "metrics.jsonl").exists() or not result.rows
@@ -77,7 +79,10 @@ def test_a_replica_that_computes_otherwise_is_refused(trainer, broken):
     """Before any weight is sent: as a parity gap it would have no cause."""
     _, registry = broken
     result = trainer.run(
-        "rollout.mode=separate", f"rollout.registry={registry}", "model.dtype=bfloat16", "model.float32_streams=true"
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
+        "model.dtype=bfloat16",
+        "model.float32_streams=true",
     )
     assert result.code == 1
     assert (
@@ -91,7 +96,10 @@ def test_warn_trains_all_the_same(trainer, broken):
     file, registry = broken
     file.write_text("round")
     result = trainer.run(
-        "rollout.mode=separate", f"rollout.registry={registry}", "parity.mode=warn", "train.num_steps=1"
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
+        "parity.mode=warn",
+        "train.num_steps=1",
     )
     assert result.code == 0, result.stderr
     assert "parity.mode=warn, training goes on" in result.stderr
@@ -110,7 +118,10 @@ def test_auto_recomputes_where_rounding_reaches_the_clip_range(trainer, broken):
     (row,) = result.rows
     gap = row["parity/log_prob_gap_max"]
     assert 3.9e-6 < gap < 4.2e-6
-    assert f"the parity gap {gap:.2e} is not below half of algorithm.clip_range, 5.00e-07" in result.stderr
+    assert (
+        f"the parity gap {gap:.2e} is not below half of algorithm.clip_range, 5.00e-07"
+        in result.stderr
+    )
     assert row["policy/clip_fraction"] == 0
     assert row["policy/importance_mean"] == pytest.approx(
         1 - 4e-6, abs=2e-7
@@ -118,7 +129,9 @@ def test_auto_recomputes_where_rounding_reaches_the_clip_range(trainer, broken):
     file.write_text("none")
     result = trainer.run(*settings, "train.num_steps=2")
     assert result.code == 0 and "resumed from" in result.stderr, result.stderr
-    assert "algorithm.old_log_prob=auto: old log_probs are the trainer's, as before" in result.stderr
+    assert (
+        "algorithm.old_log_prob=auto: old log_probs are the trainer's, as before" in result.stderr
+    )
     assert abs(result.rows[1]["policy/importance_mean"] - 1) < 1e-7
 
 

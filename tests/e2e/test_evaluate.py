@@ -9,14 +9,24 @@ from megadiff.observe.evaluation import evaluation_folders, read_evaluation
 from tests.distributed.ranks import run_command
 from tests.e2e.conftest import ENVIRONMENT, Trainer
 
-FIGURES = {"eval/mean", "eval/color", "eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
+FIGURES = {
+    "eval/mean",
+    "eval/color",
+    "eval/colour_entropy_bit",
+    "eval/latent_spread",
+    "eval/saturation",
+}
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     """Held-out prompts of two tasks."""
     path = tmp_path_factory.mktemp("prompts") / "held_out.jsonl"
-    rows = [{"prompt": f"a {color} {task}", "task": task} for task in ("wall", "sea") for color in ("red", "black")]
+    rows = [
+        {"prompt": f"a {color} {task}", "task": task}
+        for task in ("wall", "sea")
+        for color in ("red", "black")
+    ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -24,7 +34,12 @@ def prompts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def keys(prompts, registry):
     return [
-        *("eval.every=2", f"eval.prompts={prompts}", "eval.num_samples=10", "eval.num_inference_steps=4"),
+        *(
+            "eval.every=2",
+            f"eval.prompts={prompts}",
+            "eval.num_samples=10",
+            "eval.num_inference_steps=4",
+        ),
         *("optim.lr=1e-3", "rollout.mode=separate", f"rollout.registry={registry}"),
     ]
 
@@ -39,7 +54,9 @@ def trained(tmp_path_factory, tiny_model, keys):
 
 def evaluate(*arguments, folder):
     """`megadiff evaluate … --json`: what it prints."""
-    done = run_command(main, [*map(str, arguments), "--json"], folder=folder, environment=ENVIRONMENT)
+    done = run_command(
+        main, [*map(str, arguments), "--json"], folder=folder, environment=ENVIRONMENT
+    )
     assert done.code == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -54,9 +71,15 @@ def test_a_run_evaluates_before_its_first_step_when_due_and_at_the_end(trained):
     found = [read_evaluation(folder) for _, folder in folders]
     assert all(len(each.samples) == 10 and each.tasks == ["wall", "sea"] for each in found)
     assert len({tuple(sample.identity for sample in each.samples) for each in found}) == 1
-    assert [row["eval/color"] for row in (before, *rows[1:])] == [each.estimate("color").mean for each in found]
-    assert found[0].estimate("color") != found[2].estimate("color")  # it has learnt something, or unlearnt it
-    assert all((folder / sample.file).is_file() for _, folder in folders for sample in found[0].samples)
+    assert [row["eval/color"] for row in (before, *rows[1:])] == [
+        each.estimate("color").mean for each in found
+    ]
+    assert found[0].estimate("color") != found[2].estimate(
+        "color"
+    )  # it has learnt something, or unlearnt it
+    assert all(
+        (folder / sample.file).is_file() for _, folder in folders for sample in found[0].samples
+    )
 
 
 def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, keys):
@@ -73,11 +96,18 @@ def test_the_command_finds_what_the_run_found(trained, tiny_model, tmp_path):
     inside = dict(evaluation_folders(trained.folder))
     for folder, step in ((tmp_path, printed["step"]), (tmp_path / "baseline", 0)):
         ours, theirs = read_evaluation(folder), read_evaluation(inside[step])
-        assert [sample.identity for sample in ours.samples] == [sample.identity for sample in theirs.samples]
+        assert [sample.identity for sample in ours.samples] == [
+            sample.identity for sample in theirs.samples
+        ]
         for mine, its in zip(ours.samples, theirs.samples, strict=True):
-            assert mine.rewards["color"] == pytest.approx(its.rewards["color"], abs=2e-3)  # a pixel may round otherwise
+            assert mine.rewards["color"] == pytest.approx(
+                its.rewards["color"], abs=2e-3
+            )  # a pixel may round otherwise
     difference = printed["comparison"]["rewards"]["color"]
-    gain = printed["rewards"]["color"]["mean"] - read_evaluation(tmp_path / "baseline").estimate("color").mean
+    gain = (
+        printed["rewards"]["color"]["mean"]
+        - read_evaluation(tmp_path / "baseline").estimate("color").mean
+    )
     assert difference["mean"] == pytest.approx(gain) and difference["won"] + difference["lost"] > 0
     assert set(difference["by_task"]) == {"wall", "sea"}
     page = (tmp_path / "page.html").read_text("utf-8")

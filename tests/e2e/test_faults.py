@@ -26,14 +26,20 @@ LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
         (["data.prompts=nowhere.txt"], "nowhere.txt"),
         (["data.prompts={folder}/empty.txt"], "empty.txt"),
         (["data.prompts={folder}/long.txt"], "2002"),
-        (["data.prompts={folder}/many_tokens.txt"], "tokens (2000 characters), the model takes 1024"),
+        (
+            ["data.prompts={folder}/many_tokens.txt"],
+            "tokens (2000 characters), the model takes 1024",
+        ),
         (["model.path={folder}/nowhere"], "nowhere does not exist"),
         (["model.path={folder}/half"], "vae"),
         (["model.path={folder}/torn"], "not a whole safetensors file"),
         (["parallel.dp=2"], "world_size=1 != dp*sp*tp = 2*1*1 = 2"),
         (["parallel.sp=2"], "world_size=1 is not a multiple of sp*tp = 2*1 = 2"),
         (["parallel.dp_replicate=2"], "parallel.dp=1 is not a multiple of parallel.dp_replicate=2"),
-        (["train.updates_per_step=3"], "algorithm.group_size=4 is not a multiple of train.updates_per_step=3"),
+        (
+            ["train.updates_per_step=3"],
+            "algorithm.group_size=4 is not a multiple of train.updates_per_step=3",
+        ),
         (["rollout.sde_window_size=5"], "rollout.sde_window_size=5 > 4"),
         (["rollout.sde_window_range=[0,6]"], "the last step (to sigma 0) is never stochastic"),
         (["rollout.height=60"], "rollout.height=60 is not a positive multiple of 16"),
@@ -64,7 +70,12 @@ def test_sizes_that_do_not_divide_over_ranks(trainer, capsys):
     arguments = [*trainer.command("train.prompts_per_step=6")[3:], "--dry-run", "--world-size", "4"]
     assert main(arguments) == 2
     assert "train.prompts_per_step=6 is not a multiple of dp=4" in capsys.readouterr().err
-    arguments = [*trainer.command("parallel.sp=2", "parallel.dp=3")[3:], "--dry-run", "--world-size", "4"]
+    arguments = [
+        *trainer.command("parallel.sp=2", "parallel.dp=3")[3:],
+        "--dry-run",
+        "--world-size",
+        "4",
+    ]
     assert main(arguments) == 2
     assert "world_size=4 != dp*sp*tp = 3*2*1 = 6; set parallel.dp=2" in capsys.readouterr().err
 
@@ -85,7 +96,9 @@ def test_unicode_and_long_prompts_train(trainer, registry):
         "train.num_steps=1", "sample_every=1",
     )  # fmt: skip
     assert result.code == 0, result.stderr
-    captions = (result.folder / "samples" / "step_000001" / "samples.jsonl").read_text(encoding="utf-8")
+    captions = (result.folder / "samples" / "step_000001" / "samples.jsonl").read_text(
+        encoding="utf-8"
+    )
     assert "猫 🐈" in captions and longest in captions
 
 
@@ -132,10 +145,14 @@ def test_a_dead_replica_is_named_and_nothing_is_lost(trainer, registry, start):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert time.monotonic() - killed < 30
-    assert f"replica_0 (pid {replica.pid}) was killed by SIGKILL" in stderr and "the end of" in stderr
+    assert (
+        f"replica_0 (pid {replica.pid}) was killed by SIGKILL" in stderr and "the end of" in stderr
+    )
     finished = metrics.read_text().count("\n")
     assert whole_looking(trainer.folder / "run" / "checkpoints")[-1].name == f"step_{finished:06d}"
-    again = trainer.run(f"train.num_steps={finished + 1}", "rollout.mode=separate", f"rollout.registry={registry}")
+    again = trainer.run(
+        f"train.num_steps={finished + 1}", "rollout.mode=separate", f"rollout.registry={registry}"
+    )
     assert again.code == 0, again.stderr
     assert [row["step"] for row in again.rows] == list(range(1, finished + 2))
 

@@ -34,7 +34,9 @@ def _sampled(model: Path, folder: Path, *options: str) -> RolloutGroup:
 
 
 def _transformer(model: Path, *, streams: bool) -> QwenImageTransformer2DModel:
-    transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=torch.bfloat16)
+    transformer = QwenImageTransformer2DModel.from_pretrained(
+        model / "transformer", torch_dtype=torch.bfloat16
+    )
     if streams:
         keep_streams_in_float32(transformer, torch.bfloat16)
     return transformer
@@ -49,4 +51,6 @@ def test_streams_in_float32_take_the_gap_away(model: Path, tmp_path: Path) -> No
         for streams in (False, True)
     }
     assert gaps["wide", True] < gaps["plain", False] / 2.5, gaps
-    assert gaps["wide", True] < min(gaps["wide", False], gaps["plain", True]) / 2, gaps  # both sides, or it is no use
+    assert gaps["wide", True] < min(gaps["wide", False], gaps["plain", True]) / 2, (
+        gaps
+    )  # both sides, or it is no use

@@ -22,7 +22,9 @@ from tests.e2e.replica import REQUEST, start
 
 @pytest.fixture
 def client(tiny_model: Path, tmp_path: Path, in_place: bool):
-    server = start(tiny_model, tmp_path, "--fp8", *["--fp8-in-place"] * in_place, "--dtype", "bfloat16")
+    server = start(
+        tiny_model, tmp_path, "--fp8", *["--fp8-in-place"] * in_place, "--dtype", "bfloat16"
+    )
     yield server.client
     server.end()
 
@@ -35,25 +37,39 @@ def _push(client: ReplicaClient, weights: Tensors, *, version: int, model: Path)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_copies_follow_pushes_and_sleep(client: ReplicaClient, tiny_model: Path, in_place: bool) -> None:
-    weights = {name: t.bfloat16() for name, t in folder_weights(tiny_model, ("transformer",)).items()}
+def test_the_copies_follow_pushes_and_sleep(
+    client: ReplicaClient, tiny_model: Path, in_place: bool
+) -> None:
+    weights = {
+        name: t.bfloat16() for name, t in folder_weights(tiny_model, ("transformer",)).items()
+    }
     loaded = client.generate(REQUEST)
-    float32 = {name: t.float() if t.is_floating_point() else t for name, t in loaded.conditioning.items()}
+    float32 = {
+        name: t.float() if t.is_floating_point() else t for name, t in loaded.conditioning.items()
+    }
     assert 1e-3 < gap(tiny_model, replace(loaded, conditioning=float32)) < 2e-2
-    changed = {name: tensor * 1.5 if ".attn.to_q." in name else tensor for name, tensor in weights.items()}
+    changed = {
+        name: tensor * 1.5 if ".attn.to_q." in name else tensor for name, tensor in weights.items()
+    }
     states = []
     for version, pushed in enumerate([weights, changed, weights]):
         _push(client, pushed, version=version, model=tiny_model)
         states.append(client.generate(REQUEST).trajectories[0].latents_SLC)
         client.sleep()
-    assert torch.equal(states[0], loaded.trajectories[0].latents_SLC) and torch.equal(states[0], states[2])
-    assert not torch.equal(states[0], states[1])  # the only weights that changed are those that FP8 copies
+    assert torch.equal(states[0], loaded.trajectories[0].latents_SLC) and torch.equal(
+        states[0], states[2]
+    )
+    assert not torch.equal(
+        states[0], states[1]
+    )  # the only weights that changed are those that FP8 copies
     _push(client, weights, version=3, model=tiny_model)
     spec = LoraSpec(rank=2, alpha=4.0, modules=("transformer_blocks.0.attn.to_q",))
     base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
     if not in_place:
         client.weights_begin(4, lora_manifest(spec, base), lora=spec)
         return
-    with pytest.raises(ReplicaError, match="leaves out transformer, which this replica does not hold"):
+    with pytest.raises(
+        ReplicaError, match="leaves out transformer, which this replica does not hold"
+    ):
         client.weights_begin(4, lora_manifest(spec, base), lora=spec)
     assert torch.equal(client.generate(REQUEST).trajectories[0].latents_SLC, states[0])

@@ -20,7 +20,9 @@ def reference(shared, tmp_path_factory, tiny_model):
     """Six steps on one process, one replica."""
     from tests.e2e.conftest import Trainer
 
-    result = Trainer(tmp_path_factory.mktemp("reference"), tiny_model).run(*shared, "train.num_steps=6", name="whole")
+    result = Trainer(tmp_path_factory.mktemp("reference"), tiny_model).run(
+        *shared, "train.num_steps=6", name="whole"
+    )
     assert result.code == 0, result.stderr
     return result.rows
 
@@ -30,7 +32,12 @@ def _close(rows, reference):
         for key in SAME:
             # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
             scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
-            assert abs(row[key] - expected[key]) <= 1e-4 * scale, (row["step"], key, row[key], expected[key])
+            assert abs(row[key] - expected[key]) <= 1e-4 * scale, (
+                row["step"],
+                key,
+                row[key],
+                expected[key],
+            )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -43,7 +50,9 @@ def test_layout_does_not_matter(in_ranks, shared, reference, name):
 def test_colocated_under_torchrun(trainer, reference):
     """The trainer starts its replica itself, from a process that torchrun started: it is a world of its own. It sleeps, as on
     a GPU, while the trainer works."""
-    result = trainer.run("parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", num_processes=2)
+    result = trainer.run(
+        "parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", num_processes=2
+    )
     assert result.code == 0, result.stderr
     _close(result.rows, reference[:3])
 
@@ -77,7 +86,9 @@ def test_three_resume_three_is_six(trainer, shared, reference):
 
 
 def test_recomputed_old_log_probs_are_those_of_the_rollout(in_ranks, shared, reference):
-    _close(in_ranks("recomputed", 1, *shared, "algorithm.old_log_prob=recompute").rows, reference[:3])
+    _close(
+        in_ranks("recomputed", 1, *shared, "algorithm.old_log_prob=recompute").rows, reference[:3]
+    )
 
 
 def _deterministic(row):

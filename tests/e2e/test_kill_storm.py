@@ -10,7 +10,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_twenty_random_ends(tmp_path):
     seed = "11"
-    command = [sys.executable, str(ROOT / "tools" / "kill_storm.py"), "--count", "20", "--seed", seed]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "kill_storm.py"),
+        "--count",
+        "20",
+        "--seed",
+        seed,
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "MEGADIFF_KILL_STORM"}
     done = subprocess.run(
         [*command, "--folder", str(tmp_path)],

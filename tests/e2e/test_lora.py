@@ -41,7 +41,11 @@ WHOLE = (
 def runs(in_ranks, registry):
     """Runs `megadiff train` with LoRA on this many ranks."""
     shared = [
-        *("rollout.mode=separate", f"rollout.registry={registry}", f"sync.folder={registry.parent / 'weights'}"),
+        *(
+            "rollout.mode=separate",
+            f"rollout.registry={registry}",
+            f"sync.folder={registry.parent / 'weights'}",
+        ),
         *(f"lora.rank={RANK}", f"lora.alpha={ALPHA}", "optim.lr=1e-3", "algorithm.kl_coef=0.04"),
     ]
     return lambda name, num_ranks, *overrides: in_ranks(name, num_ranks, *shared, *overrides)
@@ -62,7 +66,12 @@ def test_every_layout_and_transport_gives_the_same_metrics(runs, reference, name
         for key in SAME:
             # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
             scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
-            assert abs(row[key] - expected[key]) <= 1e-4 * scale, (row["step"], key, row[key], expected[key])
+            assert abs(row[key] - expected[key]) <= 1e-4 * scale, (
+                row["step"],
+                key,
+                row[key],
+                expected[key],
+            )
 
 
 def test_only_the_adapter_travels_after_the_base(reference):
@@ -73,7 +82,9 @@ def test_only_the_adapter_travels_after_the_base(reference):
 
 def test_the_replica_follows_the_adapter(runs):
     """One update a batch, guided: log_prob is the replica's to 1e-6 after updates too, which moved it by much more."""
-    rows = runs("guided", 1, "train.updates_per_step=1", "rollout.true_cfg_scale=4", "optim.lr=1e-2").rows
+    rows = runs(
+        "guided", 1, "train.updates_per_step=1", "rollout.true_cfg_scale=4", "optim.lr=1e-2"
+    ).rows
     gaps = [(2 * row["policy/kl_old"]) ** 0.5 for row in rows]
     assert max(gaps) <= 1e-6, gaps
     assert rows[0]["policy/kl_ref"] <= 1e-12 and rows[2]["policy/kl_ref"] >= 1e-6
@@ -86,13 +97,18 @@ def test_three_resume_three_is_six(runs, reference):
     rows = runs("halves", 1, *WHOLE).rows
     for row, expected in zip(rows, reference.rows, strict=True):
         if row["step"] == 4:  # the base travels to the replicas once more
-            row, expected = ({key: value for key, value in one.items() if key != "sync/gib"} for one in (row, expected))
+            row, expected = (
+                {key: value for key, value in one.items() if key != "sync/gib"}
+                for one in (row, expected)
+            )
         assert _deterministic(row) == _deterministic(expected)  # bit for bit
 
 
 def test_checkpoints_hold_the_adapter_alone(reference, tiny_model):
     size = sum(
-        file.stat().st_size for file in (reference.folder / "checkpoints/step_000006").rglob("*") if file.is_file()
+        file.stat().st_size
+        for file in (reference.folder / "checkpoints/step_000006").rglob("*")
+        if file.is_file()
     )
     model_size = (tiny_model / "transformer/diffusion_pytorch_model.safetensors").stat().st_size
     assert size < model_size / 5, (size, model_size)  # its weights and two moments, in float32
@@ -101,16 +117,28 @@ def test_checkpoints_hold_the_adapter_alone(reference, tiny_model):
 def test_live_adapter_and_merged_export_draw_the_same(reference, tmp_path):
     """What the run's own evaluation drew with the adapter, sample by sample, against a replica that loads the export."""
     convert(
-        reference.folder, tmp_path / "merged", Options(to="merged"), progress=lambda *_: nullcontext(lambda _: None)
+        reference.folder,
+        tmp_path / "merged",
+        Options(to="merged"),
+        progress=lambda *_: nullcontext(lambda _: None),
     )
-    config = [str(reference.folder / "config.yaml"), f"run.dir={tmp_path}", "lora.rank=0", "lora.alpha=0"]
+    config = [
+        str(reference.folder / "config.yaml"),
+        f"run.dir={tmp_path}",
+        "lora.rank=0",
+        "lora.alpha=0",
+    ]
     merged = [f"model.path={tmp_path / 'merged'}", "sync.transport=http"]
-    run_ranks(_evaluate, 1, [str(tmp_path / "merged"), "--out", str(tmp_path / "out"), *config, *merged])
+    run_ranks(
+        _evaluate, 1, [str(tmp_path / "merged"), "--out", str(tmp_path / "out"), *config, *merged]
+    )
     live = _samples(reference.folder / "evaluations/step_000006/evaluation.json")
     exported = _samples(tmp_path / "out/evaluation.json")
     start = _samples(reference.folder / "evaluations/step_000000/evaluation.json")
     assert live.keys() == exported.keys() and len(live) == 6
-    assert max(abs(reward - start[key]) for key, reward in live.items()) >= 5e-3  # the adapter shows
+    assert (
+        max(abs(reward - start[key]) for key, reward in live.items()) >= 5e-3
+    )  # the adapter shows
     for key, reward in live.items():
         assert abs(reward - exported[key]) <= 1e-3, key  # a pixel may round to its neighbour
 
@@ -134,7 +162,9 @@ def test_an_openai_client_sees_the_policy(runs, registry, tiny_model):
 def _push_base(client: ReplicaClient, model: Path, *, version: int) -> None:
     client.weights_begin(version, folder_manifest(model, ("transformer",), dtype="float32"))
     tensors = load_file(model / "transformer/diffusion_pytorch_model.safetensors")
-    client.weights_bucket(encode_bucket([(f"transformer.{name}", tensor) for name, tensor in tensors.items()]))
+    client.weights_bucket(
+        encode_bucket([(f"transformer.{name}", tensor) for name, tensor in tensors.items()])
+    )
     client.weights_commit(version)
 
 
@@ -145,7 +175,10 @@ def _evaluate(arguments: list[str]) -> None:
 def _samples(record: Path) -> dict[tuple, float]:
     """(prompt, sample index) → reward."""
     samples = json.loads(record.read_text())["samples"]
-    return {(sample["prompt_id"], sample["sample_index"]): sample["rewards"]["color"] for sample in samples}
+    return {
+        (sample["prompt_id"], sample["sample_index"]): sample["rewards"]["color"]
+        for sample in samples
+    }
 
 
 def _steps(result: Result) -> list[dict]:
@@ -160,7 +193,14 @@ def _image(url: str) -> bytes:
 
 
 def _post(url: str, **changes: object) -> httpx.Response:
-    body = {"prompt": "a red cat", "n": 1, "size": "64x64", "num_inference_steps": 4, "true_cfg_scale": 1.0, "seed": 42}
+    body = {
+        "prompt": "a red cat",
+        "n": 1,
+        "size": "64x64",
+        "num_inference_steps": 4,
+        "true_cfg_scale": 1.0,
+        "seed": 42,
+    }
     return httpx.post(f"{url}/v1/images/generations", json=body | changes, timeout=60)
 
 

@@ -23,7 +23,9 @@ def runs(in_ranks, registry):
         "algorithm.kl_coef=0.04",
         "rollout.num_replicas=2",
     ]
-    return lambda name, num_processes, *overrides: in_ranks(name, num_processes, *shared, *overrides)
+    return lambda name, num_processes, *overrides: in_ranks(
+        name, num_processes, *shared, *overrides
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,4 +53,9 @@ def _close(rows, reference):
         for key in SAME:
             # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
             scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
-            assert abs(row[key] - expected[key]) <= TOLERANCE * scale, (row["step"], key, row[key], expected[key])
+            assert abs(row[key] - expected[key]) <= TOLERANCE * scale, (
+                row["step"],
+                key,
+                row[key],
+                expected[key],
+            )

@@ -23,7 +23,16 @@ from megadiff.tensors.manifest import folder_manifest
 from megadiff.types import LoraSpec
 from tests.e2e.pushes import folder_weights
 from tests.e2e.recompute import gap
-from tests.e2e.replica import PROMPT, REQUEST, SAMPLING, Server, bound_lora_serves_and_sleeps, image, push, start
+from tests.e2e.replica import (
+    PROMPT,
+    REQUEST,
+    SAMPLING,
+    Server,
+    bound_lora_serves_and_sleeps,
+    image,
+    push,
+    start,
+)
 from tests.lora_tensors import linears
 
 
@@ -53,12 +62,20 @@ def test_group_is_complete(client: ReplicaClient) -> None:
     assert (group.prompt, group.replica) == (PROMPT, "replica-7")
     assert group.policy_version == client.health()["policy_version"]
     assert group.schedule.shape == (7,) and group.schedule[0] == 1 and group.schedule[-1] == 0
-    assert set(group.conditioning) == {"prompt_embeds", "prompt_mask", "negative_prompt_embeds", "negative_prompt_mask"}
+    assert set(group.conditioning) == {
+        "prompt_embeds",
+        "prompt_mask",
+        "negative_prompt_embeds",
+        "negative_prompt_mask",
+    }
     assert group.conditioning["prompt_mask"].dtype == torch.bool
     assert group.conditioning["prompt_embeds"].shape[:2] == group.conditioning["prompt_mask"].shape
     assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
     for trajectory in group.trajectories:
-        assert trajectory.latents_SLC.shape == (3, 16, 64) and trajectory.latents_SLC.dtype == torch.float32
+        assert (
+            trajectory.latents_SLC.shape == (3, 16, 64)
+            and trajectory.latents_SLC.dtype == torch.float32
+        )
         assert trajectory.log_probs.shape == (2,) and trajectory.log_probs.dtype == torch.float64
         assert trajectory.pixels.shape == (1, 64, 64, 3) and trajectory.pixels.dtype == torch.uint8
         start = trajectory.window_start
@@ -70,13 +87,26 @@ def test_sample_depends_on_its_identity_only(client: ReplicaClient) -> None:
     """Bit by bit with other neighbours, in another order, and with other groups running at the same moment. In a batch of
     another *size* the matrix kernels round differently: within 1e-6 of the latents' scale, and the same log_probs."""
     group = client.generate(REQUEST)
-    other = replace(REQUEST, prompt=replace(PROMPT, text="a much longer prompt about a blue dog", id="cd" * 8))
+    other = replace(
+        REQUEST, prompt=replace(PROMPT, text="a much longer prompt about a blue dog", id="cd" * 8)
+    )
     with ThreadPoolExecutor(5) as pool:
-        requests = [REQUEST, replace(REQUEST, sample_indices=(9, 2, 8, 0)), other, replace(other, seed=4)]
+        requests = [
+            REQUEST,
+            replace(REQUEST, sample_indices=(9, 2, 8, 0)),
+            other,
+            replace(other, seed=4),
+        ]
         again, mixed, first, second = pool.map(client.generate, requests)
-    for one, row, same, same_row in ((group, 3, again, 3), (group, 2, mixed, 1), (group, 0, mixed, 3)):
+    for one, row, same, same_row in (
+        (group, 3, again, 3),
+        (group, 2, mixed, 1),
+        (group, 0, mixed, 3),
+    ):
         left, right = one.trajectories[row], same.trajectories[same_row]
-        assert torch.equal(left.latents_SLC, right.latents_SLC) and torch.equal(left.log_probs, right.log_probs)
+        assert torch.equal(left.latents_SLC, right.latents_SLC) and torch.equal(
+            left.log_probs, right.log_probs
+        )
         assert left.window_start == right.window_start
     for sample_indices in ((2,), (9, 2)):
         left = group.trajectories[2]
@@ -93,9 +123,13 @@ def test_sample_depends_on_its_identity_only(client: ReplicaClient) -> None:
 
 
 @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "flow_cps"])
-def test_log_probs_are_those_of_stock_diffusers(client: ReplicaClient, tiny_model: Path, sde_type: str) -> None:
+def test_log_probs_are_those_of_stock_diffusers(
+    client: ReplicaClient, tiny_model: Path, sde_type: str
+) -> None:
     for step in range(2):  # two windows
-        group = client.generate(replace(REQUEST, step=step, sampling=replace(SAMPLING, sde_type=sde_type)))
+        group = client.generate(
+            replace(REQUEST, step=step, sampling=replace(SAMPLING, sde_type=sde_type))
+        )
         assert gap(tiny_model, group) <= 1e-6
 
 
@@ -117,13 +151,18 @@ def test_ode_pixels_are_the_decoded_final_latents(client: ReplicaClient, tiny_mo
         vae = AutoencoderKLQwenImage.from_pretrained(tiny_model / "vae", torch_dtype=torch.float32)
         latents = QwenImagePipeline._unpack_latents(final_NLC, 64, 64, 8)
         mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+            torch.tensor(values).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         with torch.no_grad():
             decoded = vae.decode(latents * std + mean, return_dict=False)[0][:, :, 0]
-        expected = ((decoded * 0.5 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+        expected = (
+            ((decoded * 0.5 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+        )
         pixels = torch.cat([trajectory.pixels for trajectory in group.trajectories])
-        assert (pixels.int() - expected.int()).abs().max() <= 1  # of 255: rounding of one float32 ulp
+        assert (
+            pixels.int() - expected.int()
+        ).abs().max() <= 1  # of 255: rounding of one float32 ulp
 
 
 def test_push_changes_the_policy_bit_by_bit(
@@ -137,8 +176,12 @@ def test_push_changes_the_policy_bit_by_bit(
     assert image(client) != before
     group = client.generate(replace(REQUEST, policy_version=1))
     assert group.policy_version == 1 and group.trajectories[0].policy_version == 1
-    assert not torch.equal(group.trajectories[0].latents_SLC, before_group.trajectories[0].latents_SLC)
-    with pytest.raises(ReplicaError, match="policy_version 0 was asked for, this replica holds 1") as error:
+    assert not torch.equal(
+        group.trajectories[0].latents_SLC, before_group.trajectories[0].latents_SLC
+    )
+    with pytest.raises(
+        ReplicaError, match="policy_version 0 was asked for, this replica holds 1"
+    ) as error:
         client.generate(replace(REQUEST, policy_version=0))
     assert error.value.status == 409
 
@@ -148,12 +191,16 @@ def test_push_changes_the_policy_bit_by_bit(
     assert torch.equal(after.trajectories[3].latents_SLC, before_group.trajectories[3].latents_SLC)
 
 
-def test_a_flipped_bit_shows(client: ReplicaClient, tiny_model: Path, weights: dict[str, Tensor]) -> None:
+def test_a_flipped_bit_shows(
+    client: ReplicaClient, tiny_model: Path, weights: dict[str, Tensor]
+) -> None:
     name = next(name for name in weights if name.endswith("attn.to_k.weight"))
     flipped = weights[name].clone()
     flipped.view(torch.int32)[0, 1] ^= 1
     held = push(client, weights | {name: flipped}, version=1, model=tiny_model)
-    assert [other for other, tensor in weights.items() if held[other] != fingerprint(tensor)] == [name]
+    assert [other for other, tensor in weights.items() if held[other] != fingerprint(tensor)] == [
+        name
+    ]
 
 
 def test_a_push_that_skips_a_tensor_is_refused(
@@ -164,12 +211,16 @@ def test_a_push_that_skips_a_tensor_is_refused(
     with pytest.raises(ReplicaError, match=f"1 missing: {name}"):
         client.weights_begin(1, {other: row for other, row in manifest.items() if other != name})
     client.weights_begin(1, manifest)
-    client.weights_bucket(encode_bucket([(other, tensor) for other, tensor in weights.items() if other != name]))
+    client.weights_bucket(
+        encode_bucket([(other, tensor) for other, tensor in weights.items() if other != name])
+    )
     for call in (lambda: client.weights_commit(1), lambda: client.generate(REQUEST)):
         with pytest.raises(ReplicaError) as error:
             call()
         assert error.value.status in (400, 409)
-    assert httpx.post(f"{client.url}/v1/images/generations", json={"prompt": "x"}).status_code == 409
+    assert (
+        httpx.post(f"{client.url}/v1/images/generations", json={"prompt": "x"}).status_code == 409
+    )
     client.weights_bucket(encode_bucket([(name, weights[name])]))
     client.weights_commit(1)
     client.generate(REQUEST)
@@ -195,16 +246,32 @@ def test_bad_buckets(client: ReplicaClient, tiny_model: Path, weights: dict[str,
 
 def test_bad_requests_are_refused_and_the_replica_lives_on(client: ReplicaClient) -> None:
     (good,) = requests_to_json([REQUEST])
-    bad_sampling = [{"height": 65}, {"width": 10**6}, {"sde_type": "x"}, {"sde_window_range": [0, 6]}, {"height": "64"}]
-    bodies = [json.dumps([good | {"sampling": good["sampling"] | changes}]) for changes in bad_sampling]
+    bad_sampling = [
+        {"height": 65},
+        {"width": 10**6},
+        {"sde_type": "x"},
+        {"sde_window_range": [0, 6]},
+        {"height": "64"},
+    ]
+    bodies = [
+        json.dumps([good | {"sampling": good["sampling"] | changes}]) for changes in bad_sampling
+    ]
     bad_values = ({"sample_indices": list(range(1025))}, {"seed": None}, {"x": 1})
     bodies += [json.dumps([good | changes]) for changes in bad_values]
-    bodies += [json.dumps([good | {"prompt": good["prompt"] | {"text": text}}]) for text in ("x" * 2001, "\ud800")]
+    bodies += [
+        json.dumps([good | {"prompt": good["prompt"] | {"text": text}}])
+        for text in ("x" * 2001, "\ud800")
+    ]
     bodies += [json.dumps(good), "", "{", "[]", "[1]", "null", "\x00", "[" * 100_000]
     for body in bodies:
         response = httpx.post(f"{client.url}/rl/generate", content=body.encode())
-        assert 400 <= response.status_code < 500 and response.json()["error"], (body[:80], response.text)
-    with pytest.raises(ReplicaError, match="too long") as error:  # more tokens than the text encoder takes
+        assert 400 <= response.status_code < 500 and response.json()["error"], (
+            body[:80],
+            response.text,
+        )
+    with pytest.raises(
+        ReplicaError, match="too long"
+    ) as error:  # more tokens than the text encoder takes
         client.generate(replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000)))
     assert error.value.status == 400
     client.generate(replace(REQUEST, prompt=replace(PROMPT, text="猫 🐱 émoji " + "x" * 300)))
@@ -220,12 +287,16 @@ def test_a_replica_asleep_holds_no_weights_until_a_push_brings_all(
     for refused in (client.sleep, lambda: client.generate(REQUEST)):
         with pytest.raises(ReplicaError, match="asleep and holds no weights; push all of them"):
             refused()
-    response = httpx.post(f"{client.url}/v1/images/generations", json={"prompt": "a cat", "size": "64x64"})
+    response = httpx.post(
+        f"{client.url}/v1/images/generations", json={"prompt": "a cat", "size": "64x64"}
+    )
     assert response.status_code == 409 and "asleep" in response.text
     spec = LoraSpec(rank=3, alpha=5.0, modules=linears(weights))
     with pytest.raises(ReplicaError, match="leaves out transformer.*push everything"):
         client.weights_begin(
-            4, lora_manifest(spec, folder_manifest(tiny_model, ("transformer",), dtype="float32")), lora=spec
+            4,
+            lora_manifest(spec, folder_manifest(tiny_model, ("transformer",), dtype="float32")),
+            lora=spec,
         )
     held = push(client, weights, version=4, model=tiny_model)
     assert held == {name: fingerprint(tensor) for name, tensor in weights.items()}

@@ -22,10 +22,18 @@ from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.recompute import gap
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))
-TEXTS = ("a red cat", "a much longer prompt about a blue dog", "a red cat", "猫", "two green squares left of a circle")
+TEXTS = (
+    "a red cat",
+    "a much longer prompt about a blue dog",
+    "a red cat",
+    "猫",
+    "two green squares left of a circle",
+)
 
 
-def requests(sampling: Sampling = SAMPLING, sizes: Sequence[int] = (3, 1, 2, 4, 2)) -> list[RolloutRequest]:
+def requests(
+    sampling: Sampling = SAMPLING, sizes: Sequence[int] = (3, 1, 2, 4, 2)
+) -> list[RolloutRequest]:
     """Groups of unequal sizes, prompts of unequal lengths (one comes twice), and several windows."""
     return [
         RolloutRequest(
@@ -64,9 +72,14 @@ def assert_close(one: RolloutGroup, other: RolloutGroup, *, tolerance: float = 1
         assert (tensor.float() - expected).abs().max() <= 1e-6 * expected.abs().max()
     for left, right in zip(one.trajectories, other.trajectories, strict=True):
         assert (left.sample_index, left.window_start) == (right.sample_index, right.window_start)
-        assert torch.equal(left.sigmas, right.sigmas) and torch.equal(left.timesteps, right.timesteps)
+        assert torch.equal(left.sigmas, right.sigmas) and torch.equal(
+            left.timesteps, right.timesteps
+        )
         assert (left.latents_SLC - right.latents_SLC).abs().max() <= tolerance
-        assert left.log_probs.numel() == 0 or (left.log_probs - right.log_probs).abs().max() <= tolerance
+        assert (
+            left.log_probs.numel() == 0
+            or (left.log_probs - right.log_probs).abs().max() <= tolerance
+        )
         assert (left.pixels.int() - right.pixels.int()).abs().max() <= 1
 
 
@@ -77,7 +90,9 @@ def test_batched_is_serial(clients: list[ReplicaClient], tiny_model: Path, sde_t
     for group, request in zip(groups, asked, strict=True):
         assert_close(group, clients[0].generate(request))
     if sde_type != "ode":
-        assert len({group.trajectories[0].window_start for group in groups}) > 1  # or the windows are not mixed
+        assert (
+            len({group.trajectories[0].window_start for group in groups}) > 1
+        )  # or the windows are not mixed
         assert max(gap(tiny_model, group) for group in groups) <= 1e-6
 
 
@@ -93,14 +108,18 @@ def test_true_cfg(clients: list[ReplicaClient], tiny_model: Path) -> None:
 
 
 def _negative(group: RolloutGroup) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in group.conditioning.items() if name.startswith("negative_")}
+    return {
+        name: tensor for name, tensor in group.conditioning.items() if name.startswith("negative_")
+    }
 
 
 def test_a_batch_is_the_same_bit_by_bit_on_every_replica(clients: list[ReplicaClient]) -> None:
     one, other = (client.generate_batch(requests()) for client in clients)
     for left, right in zip(one, other, strict=True):
         for sample, twin in zip(left.trajectories, right.trajectories, strict=True):
-            assert torch.equal(sample.latents_SLC, twin.latents_SLC) and torch.equal(sample.log_probs, twin.log_probs)
+            assert torch.equal(sample.latents_SLC, twin.latents_SLC) and torch.equal(
+                sample.log_probs, twin.log_probs
+            )
             assert torch.equal(sample.pixels, twin.pixels)
 
 
@@ -123,9 +142,21 @@ def test_batches_that_are_refused(clients: list[ReplicaClient]) -> None:
     long = replace(good[1], prompt=replace(good[1].prompt, text="🐱" * 2000))
     many = [replace(one, sample_indices=tuple(range(300))) for one in good]
     cases = [
-        ([good[0], odd], 400, r"requests\[1\] has num_inference_steps=7, requests\[0\] has num_inference_steps=6"),
-        ([good[0], replace(good[1], sample_indices=(1, 1))], 400, r"requests\[1\] \(prompt 0000000000000001\).*twice"),
-        ([good[0], good[2], long], 400, r"requests\[2\] \(prompt 0000000000000001\): the prompt is too long"),
+        (
+            [good[0], odd],
+            400,
+            r"requests\[1\] has num_inference_steps=7, requests\[0\] has num_inference_steps=6",
+        ),
+        (
+            [good[0], replace(good[1], sample_indices=(1, 1))],
+            400,
+            r"requests\[1\] \(prompt 0000000000000001\).*twice",
+        ),
+        (
+            [good[0], good[2], long],
+            400,
+            r"requests\[2\] \(prompt 0000000000000001\): the prompt is too long",
+        ),
         ([good[0], version], 409, "policy_version 77 was asked for"),
         (many, 400, "5 requests ask for 1500 samples, a call takes 1024"),
         ([], 400, "empty"),
@@ -137,5 +168,8 @@ def test_batches_that_are_refused(clients: list[ReplicaClient]) -> None:
     body = requests_to_json(good)
     del body[3]["seed"]
     response = httpx.post(f"{client.url}/rl/generate", json=body)
-    assert response.status_code == 400 and response.json()["error"] == "requests[3]: request lacks seed"
+    assert (
+        response.status_code == 400
+        and response.json()["error"] == "requests[3]: request lacks seed"
+    )
     assert len(client.generate_batch(good)) == 5

@@ -20,7 +20,15 @@ from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.tensors.fingerprint import fingerprint
 from tests.e2e.pushes import folder_weights
 from tests.e2e.recompute import gap
-from tests.e2e.replica import PROMPT, REQUEST, SAMPLING, bound_lora_serves_and_sleeps, image, push, start
+from tests.e2e.replica import (
+    PROMPT,
+    REQUEST,
+    SAMPLING,
+    bound_lora_serves_and_sleeps,
+    image,
+    push,
+    start,
+)
 from tests.e2e.servers import ENVIRONMENT, ROOT
 
 
@@ -33,7 +41,9 @@ def serve_and_fail(*arguments: object, **environment: str) -> tuple[int, str, fl
     return done.returncode, done.stderr, time.monotonic() - start_s
 
 
-def test_settings_that_cannot_work_end_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_work_end_before_anything_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, text, seconds = serve_and_fail(tiny_model, "--port", port)
@@ -78,7 +88,9 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
     """The GPU host's version, laid over the installed one. Its worker is a process of its own, and must not be left."""
     overlay = os.environ.get("MEGADIFF_OVERLAY026", "")
     if not Path(overlay, "vllm_omni").is_dir():
-        pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26 (see docs: pip install --target)")
+        pytest.skip(
+            "MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26 (see docs: pip install --target)"
+        )
     weights = folder_weights(tiny_model, ("transformer",))
     server = start(tiny_model, tmp_path, fresh=True, overlay=overlay)
     client, workers = server.client, []
@@ -87,13 +99,21 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
         group = client.generate(REQUEST)
         assert gap(tiny_model, group) <= 1e-6
         assert (
-            gap(tiny_model, client.generate(replace(REQUEST, sampling=replace(SAMPLING, true_cfg_scale=4.0)))) <= 1e-4
+            gap(
+                tiny_model,
+                client.generate(replace(REQUEST, sampling=replace(SAMPLING, true_cfg_scale=4.0))),
+            )
+            <= 1e-4
         )
         longer = replace(
-            REQUEST, prompt=replace(PROMPT, text="a much longer prompt", id="cd" * 8), sample_indices=(0, 1)
+            REQUEST,
+            prompt=replace(PROMPT, text="a much longer prompt", id="cd" * 8),
+            sample_indices=(0, 1),
         )
         batched, other = client.generate_batch([REQUEST, longer])
-        assert batched.conditioning["prompt_embeds"].shape == group.conditioning["prompt_embeds"].shape
+        assert (
+            batched.conditioning["prompt_embeds"].shape == group.conditioning["prompt_embeds"].shape
+        )
         assert max(gap(tiny_model, batched), gap(tiny_model, other)) <= 1e-6
         before = image(client)
         changed = {name: tensor * 1.1 for name, tensor in weights.items()}
@@ -103,7 +123,9 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
         client.sleep()
         push(client, changed, version=1, model=tiny_model)
         with pytest.raises(ReplicaError, match=r"requests\[1\] .* too long"):
-            client.generate_batch([REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))])
+            client.generate_batch(
+                [REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))]
+            )
         assert client.generate(replace(REQUEST, policy_version=1)).policy_version == 1
         bound_lora_serves_and_sleeps(client, tiny_model, weights, version=2)
         workers = psutil.Process(server.process.pid).children(recursive=True)

@@ -16,8 +16,12 @@ from synthetic_run import PROMPTS, TASKS, write_run
 from megadiff.observe.metrics import metric_keys, read_rows
 from megadiff.report.report import write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome found")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium, chromium-browser or google-chrome found"
+)
 
 # Runs before the page's own script, so that it sees every error.
 WATCH = """<script>
@@ -71,29 +75,53 @@ addEventListener("load", () => {
 
 
 def browse(page: Path, profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", *arguments, page.as_uri()]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]
+    command += [
+        f"--user-data-dir={profile}",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        *arguments,
+        page.as_uri(),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(write_run(tmp_path_factory.mktemp("runs") / "shapes", steps=60, evaluated=True))
+    return write_report(
+        write_run(tmp_path_factory.mktemp("runs") / "shapes", steps=60, evaluated=True)
+    )
 
 
-def look(report: Path, tmp_path: Path, *, width: int, probe: str = PROBE, budget_ms: int = 5000) -> dict:
+def look(
+    report: Path, tmp_path: Path, *, width: int, probe: str = PROBE, budget_ms: int = 5000
+) -> dict:
     """What the probe saw of the report in a window of this width. budget_ms: how long its clock runs."""
     html = report.read_text("utf-8")
     page = tmp_path / "probed.html"
-    page.write_text(html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{probe}</body>"), "utf-8")
+    page.write_text(
+        html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{probe}</body>"), "utf-8"
+    )
     run = browse(
-        page, tmp_path / "profile", f"--virtual-time-budget={budget_ms}", f"--window-size={width},900", "--dump-dom"
+        page,
+        tmp_path / "profile",
+        f"--virtual-time-budget={budget_ms}",
+        f"--window-size={width},900",
+        "--dump-dom",
     )
     assert ":CONSOLE" not in run.stderr, run.stderr
     return json.loads(unescape(re.search(r'data-probe="([^"]*)"', run.stdout)[1]))
 
 
-@pytest.mark.parametrize("width", [1280, 500])  # 500: the narrowest window that headless Chromium makes
+@pytest.mark.parametrize(
+    "width", [1280, 500]
+)  # 500: the narrowest window that headless Chromium makes
 def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> None:
     seen = look(report, tmp_path, width=width)
     assert seen["problems"] == []
@@ -101,7 +129,11 @@ def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> N
     assert seen["title"] == "shapes · megadiff report"
     assert seen["headline"] == "Held-out accuracy rose from 47.0 % to 76.0 %."
 
-    keys = [key for key in metric_keys(read_rows(report.with_name("metrics.jsonl"))) if not key.startswith("time/")]
+    keys = [
+        key
+        for key in metric_keys(read_rows(report.with_name("metrics.jsonl")))
+        if not key.startswith("time/")
+    ]
     assert sorted(chart["key"] for chart in seen["curves"]) == keys
     for chart in seen["curves"]:
         assert chart["drawn"] >= 900, chart  # a curve spans its plot, which is 1000 units wide
@@ -112,7 +144,15 @@ def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> N
     assert len(seen["images"]) == len(PROMPTS) * 7
     assert all(natural == 64 and shown > 60 for natural, shown, _ in seen["images"])
     assert {alt.rsplit(", step ", 1)[0] for _, _, alt in seen["images"]} == set(PROMPTS)
-    assert [int(alt.rsplit(" ", 1)[1]) for _, _, alt in seen["images"][:7]] == [1, 10, 20, 30, 40, 50, 60]
+    assert [int(alt.rsplit(" ", 1)[1]) for _, _, alt in seen["images"][:7]] == [
+        1,
+        10,
+        20,
+        30,
+        40,
+        50,
+        60,
+    ]
 
 
 @pytest.mark.parametrize("width", [1280, 500])
@@ -124,7 +164,10 @@ def test_held_out_samples_stand_side_by_side(report: Path, tmp_path: Path, width
     for pair in seen["pairs"]:
         assert set(pair["marks"]) <= {"✓ right", "✗ wrong"} and len(pair["marks"]) == 2
         assert pair["tops"][0] == pair["tops"][1]
-        assert all(natural == 64 and wide > 60 and look == "pixelated" for natural, wide, look in pair["shown"])
+        assert all(
+            natural == 64 and wide > 60 and look == "pixelated"
+            for natural, wide, look in pair["shown"]
+        )
 
 
 def test_the_report_answers_its_reader(report: Path, tmp_path: Path) -> None:
@@ -191,7 +234,9 @@ def test_videos_play_while_they_are_looked_at(tmp_path: Path) -> None:
     assert len(seen["videos"]) == len(PROMPTS) * 3 and all(seen["paused"])
     for video in seen["videos"]:
         assert video["error"] is None and video["ready"] >= 2, video
-        assert video["size"] == [64, 64] and video["length"] == pytest.approx(9 / 16, abs=0.01), video
+        assert video["size"] == [64, 64] and video["length"] == pytest.approx(9 / 16, abs=0.01), (
+            video
+        )
         assert video["shown"] > 60 and video["loops"] and video["silent"], video
     assert {video["label"].rsplit(", step ", 1)[0] for video in seen["videos"]} == set(PROMPTS)
     assert min(seen["moments"][:3]) >= 3, seen["moments"]  # the first row is on screen
@@ -200,11 +245,17 @@ def test_videos_play_while_they_are_looked_at(tmp_path: Path) -> None:
     assert (seen["left"], seen["playing"]) == (0, 0) and seen["away"] > 0
 
 
-@pytest.mark.parametrize("scheme, paper", [(1, (246, 246, 243)), (0, (17, 19, 20))], ids=["light", "dark"])
-def test_the_report_follows_the_readers_colours(report: Path, tmp_path: Path, scheme: int, paper: tuple) -> None:
+@pytest.mark.parametrize(
+    "scheme, paper", [(1, (246, 246, 243)), (0, (17, 19, 20))], ids=["light", "dark"]
+)
+def test_the_report_follows_the_readers_colours(
+    report: Path, tmp_path: Path, scheme: int, paper: tuple
+) -> None:
     shot = tmp_path / "shot.png"
     settings = f"--blink-settings=preferredColorScheme={scheme}"
-    browse(report, tmp_path / "profile", settings, "--window-size=1280,1600", f"--screenshot={shot}")
+    browse(
+        report, tmp_path / "profile", settings, "--window-size=1280,1600", f"--screenshot={shot}"
+    )
     image = Image.open(shot).convert("RGB")
     assert image.getpixel((3, 3)) == paper
     accent = {(11, 122, 117), (60, 200, 189)}

@@ -158,7 +158,12 @@ def test_a_signal_saves_and_says_so_in_one_line(trainer, shared, start, number, 
 
 
 def test_a_second_signal_ends_at_once(shared, start):
-    slow = [FAULT, "reward.fault.args.step=3", "reward.fault.args.kind=none", "reward.fault.args.slow_save_s=600"]
+    slow = [
+        FAULT,
+        "reward.fault.args.step=3",
+        "reward.fault.args.kind=none",
+        "reward.fault.args.slow_save_s=600",
+    ]
     running = start(*shared, *slow, "train.num_steps=1000", "reward.fault.args.update=1000")
     running.wait_for_rows(3)
     running.process.send_signal(signal.SIGTERM)
@@ -171,7 +176,12 @@ def test_a_second_signal_ends_at_once(shared, start):
 
 def test_one_ranks_error_saves_every_ranks_part(trainer, shared, start):
     """Rank 1 runs out of memory in the middle of an update, rank 0 waits for it in a collective."""
-    fault = [FAULT, "reward.fault.args.rank=1", "reward.fault.args.kind=out_of_memory", "reward.fault.args.groups_per_step=2"]
+    fault = [
+        FAULT,
+        "reward.fault.args.rank=1",
+        "reward.fault.args.kind=out_of_memory",
+        "reward.fault.args.groups_per_step=2",
+    ]
     running = start(*shared, *fault, "train.num_steps=6", "parallel.dp=2", num_processes=2)
     family = running.family()
     running.wait_for_rows(3)

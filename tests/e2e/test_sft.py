@@ -31,11 +31,28 @@ from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Result, Trainer
 
-CAPTIONS = ["a red wall", "eine grüne Wand", "一面蓝色的墙 🧱", "a red wall", "a yellow wall", "a wall"]
+CAPTIONS = [
+    "a red wall",
+    "eine grüne Wand",
+    "一面蓝色的墙 🧱",
+    "a red wall",
+    "a yellow wall",
+    "a wall",
+]
 SETTINGS = [
-    *("algorithm.name=sft", "algorithm.group_size=2", "train.updates_per_step=1", "train.num_steps=20"),
+    *(
+        "algorithm.name=sft",
+        "algorithm.group_size=2",
+        "train.updates_per_step=1",
+        "train.num_steps=20",
+    ),
     *("train.prompts_per_step=2", "train.microbatch_size=3"),
-    *("optim.lr=1e-3", "optim.warmup_steps=8", "checkpoint.every=10", "rollout.num_inference_steps=3"),
+    *(
+        "optim.lr=1e-3",
+        "optim.warmup_steps=8",
+        "checkpoint.every=10",
+        "rollout.num_inference_steps=3",
+    ),
 ]
 AVERAGED = "algorithm.ema_decay=0.99"
 SAME = ("loss/flow_matching", "optim/grad_norm", "optim/lr")
@@ -57,18 +74,27 @@ def write_images(folder):
     for number in range(len(CAPTIONS)):
         pixels = np.random.default_rng(number).integers(0, 256, (80, 64, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
-    write_rows(folder, [{"file_name": f"{number}.png", "text": text} for number, text in enumerate(CAPTIONS)])
+    write_rows(
+        folder,
+        [{"file_name": f"{number}.png", "text": text} for number, text in enumerate(CAPTIONS)],
+    )
 
 
 def write_rows(folder, rows):
-    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    (folder / "metadata.jsonl").write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8"
+    )
 
 
 @pytest.fixture(scope="module")
 def shared(trainer, registry):
     """Settings of a run that is evaluated before, half-way and after on replicas that are there already."""
     replicas = ["rollout.mode=separate", f"rollout.registry={registry}"]
-    evaluation = ["eval.every=10", f"eval.prompts={trainer.folder / 'held_out.txt'}", "eval.num_samples=4"]
+    evaluation = [
+        "eval.every=10",
+        f"eval.prompts={trainer.folder / 'held_out.txt'}",
+        "eval.num_samples=4",
+    ]
     return [*SETTINGS, f"data.images={trainer.folder / 'images'}", *replicas, *evaluation]
 
 
@@ -92,7 +118,12 @@ def held(reference, registry):
 def sample(client, version):
     prompt = Prompt(text="a green wall", id="0" * 16)
     request = RolloutRequest(
-        prompt=prompt, sampling=SAMPLING, sample_indices=(0, 1), seed=0, step=0, policy_version=version
+        prompt=prompt,
+        sampling=SAMPLING,
+        sample_indices=(0, 1),
+        seed=0,
+        step=0,
+        policy_version=version,
     )
     return torch.stack([each.latents_SLC[-1] for each in client.generate(request).trajectories])
 
@@ -103,12 +134,18 @@ def _deterministic(row):
 
 def test_the_loss_falls_and_the_rate_warms_up(reference):
     _, *rows = reference.rows
-    assert np.mean([row[SAME[0]] for row in rows[-3:]]) < 0.9 * np.mean([row[SAME[0]] for row in rows[:3]])
-    assert [row["optim/lr"] for row in rows] == pytest.approx([min(1, (n + 1) / 8) * 1e-3 for n in range(20)])
+    assert np.mean([row[SAME[0]] for row in rows[-3:]]) < 0.9 * np.mean(
+        [row[SAME[0]] for row in rows[:3]]
+    )
+    assert [row["optim/lr"] for row in rows] == pytest.approx(
+        [min(1, (n + 1) / 8) * 1e-3 for n in range(20)]
+    )
     assert "step 20/20  loss 0." in reference.stderr and "ETA" in reference.stderr
 
 
-def test_replicas_are_evaluated_with_the_averaged_weights_which_are_exported(reference, held, trainer, tmp_path):
+def test_replicas_are_evaluated_with_the_averaged_weights_which_are_exported(
+    reference, held, trainer, tmp_path
+):
     latents, client = held
     checkpoint = reference.folder / "checkpoints" / "step_000020"
     pushed = {}
@@ -125,7 +162,9 @@ def test_replicas_are_evaluated_with_the_averaged_weights_which_are_exported(ref
 def push(client, version, folder):
     weights = QwenImagePipeline.from_pretrained(folder).transformer.state_dict()
     client.weights_begin(version, folder_manifest(folder, ("transformer",), dtype="float32"))
-    client.weights_bucket(encode_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()]))
+    client.weights_bucket(
+        encode_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()])
+    )
     client.weights_commit(version)
 
 
@@ -133,9 +172,15 @@ def push(client, version, folder):
 def two_ranks(trainer, shared, held):
     """The run on two data-parallel ranks, on two sequence-parallel ones without averaged weights, and on two
     tensor-parallel ones of the other engine."""
-    runs = {"dp": [AVERAGED], "sp": ["algorithm.ema_decay=0"], "tp": [AVERAGED, "engine.backend=megatron"]}
+    runs = {
+        "dp": [AVERAGED],
+        "sp": ["algorithm.ema_decay=0"],
+        "tp": [AVERAGED, "engine.backend=megatron"],
+    }
     for name, overrides in runs.items():
-        run_ranks(_main, 2, trainer.command(*shared, *overrides, f"parallel.{name}=2", name=name)[3:])
+        run_ranks(
+            _main, 2, trainer.command(*shared, *overrides, f"parallel.{name}=2", name=name)[3:]
+        )
     return {name: Result(code=0, stderr="", folder=trainer.folder / name) for name in runs}
 
 
@@ -148,11 +193,16 @@ def _main(arguments):
 @pytest.mark.parametrize("layout", ["dp", "sp", "tp"])
 def test_layout_does_not_matter(layout, two_ranks, reference):
     for row, expected in zip(two_ranks[layout].rows[1:], reference.rows[1:], strict=True):
-        assert [row[key] for key in SAME] == pytest.approx([expected[key] for key in SAME], rel=1e-4), row["step"]
+        assert [row[key] for key in SAME] == pytest.approx(
+            [expected[key] for key in SAME], rel=1e-4
+        ), row["step"]
 
 
 def test_averaging_matters_to_evaluation_only(two_ranks, reference):
-    (dp, sp, tp), expected = (two_ranks[name].rows[-1] for name in ("dp", "sp", "tp")), reference.rows[-1]
+    (dp, sp, tp), expected = (
+        (two_ranks[name].rows[-1] for name in ("dp", "sp", "tp")),
+        reference.rows[-1],
+    )
     assert dp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
     assert tp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
     assert sp["eval/latent_spread"] != pytest.approx(expected["eval/latent_spread"], rel=1e-3)
@@ -160,17 +210,30 @@ def test_averaging_matters_to_evaluation_only(two_ranks, reference):
 
 def test_a_run_of_two_ranks_becomes_a_pipeline_of_its_averaged_weights(two_ranks, tmp_path):
     run, out = two_ranks["dp"].folder, tmp_path / "out"
-    command = [sys.executable, str(ROOT / "tools" / "convert_ckpt.py"), str(run), str(out), "--dtype", "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120)
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "convert_ckpt.py"),
+        str(run),
+        str(out),
+        "--dtype",
+        "float32",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     source = ShardFolder(run / "checkpoints" / "step_000020")
     pipeline = QwenImagePipeline.from_pretrained(out)
     for name, tensor in pipeline.transformer.state_dict().items():
-        stored = Shard(local=torch.empty_like(tensor), offsets=(0,) * tensor.ndim, shape=tuple(tensor.shape))
+        stored = Shard(
+            local=torch.empty_like(tensor), offsets=(0,) * tensor.ndim, shape=tuple(tensor.shape)
+        )
         source.read_into(f"average/transformer.{name}", stored)
         assert torch.equal(tensor, stored.local), name
     pipeline.set_progress_bar_config(disable=True)
-    image = pipeline("a red wall", height=64, width=64, num_inference_steps=2, true_cfg_scale=1.0).images[0]
+    image = pipeline(
+        "a red wall", height=64, width=64, num_inference_steps=2, true_cfg_scale=1.0
+    ).images[0]
     assert image.size == (64, 64)
 
 
@@ -181,16 +244,23 @@ def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd=trainer.folder,
     )  # fmt: skip
     metrics = trainer.folder / "killed" / "metrics.jsonl"
-    _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 13)  # with step 0: 12 steps
+    _wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 13
+    )  # with step 0: 12 steps
     process.kill()
     assert process.wait(30) == -signal.SIGKILL
     assert not (trainer.folder / "killed" / "checkpoints" / "step_000020").exists()
 
     resumed = trainer.run(*shared, AVERAGED, name="killed")
-    assert resumed.code == 0 and "resumed from" in resumed.stderr and "(step 10)" in resumed.stderr, resumed.stderr
-    assert [_deterministic(row) for row in resumed.rows] == [_deterministic(row) for row in reference.rows]
+    assert (
+        resumed.code == 0 and "resumed from" in resumed.stderr and "(step 10)" in resumed.stderr
+    ), resumed.stderr
+    assert [_deterministic(row) for row in resumed.rows] == [
+        _deterministic(row) for row in reference.rows
+    ]
     last = [
-        each / "checkpoints" / "step_000020" / "rank_00000.safetensors" for each in (resumed.folder, reference.folder)
+        each / "checkpoints" / "step_000020" / "rank_00000.safetensors"
+        for each in (resumed.folder, reference.folder)
     ]
     assert last[0].read_bytes() == last[1].read_bytes()
 
@@ -198,16 +268,27 @@ def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
 def test_the_report_tells_loss_and_evaluation(reference):
     page = write_report(reference.folder).read_text("utf-8")
     assert re.search(r"<h1>Loss fell from 1\.\d+ to 0\.\d+\.</h1>", page)
-    for text in ("Flow-matching loss", "Learning rate", "waiting for images and noise", "a green wall"):
+    for text in (
+        "Flow-matching loss",
+        "Learning rate",
+        "waiting for images and noise",
+        "a green wall",
+    ):
         assert text in page
 
 
 @pytest.mark.parametrize(
     ("images", "text"),
     [
-        ("nowhere", "nowhere: no such file or folder; give a folder, .parquet, .tar or shapes:COUNT"),
+        (
+            "nowhere",
+            "nowhere: no such file or folder; give a folder, .parquet, .tar or shapes:COUNT",
+        ),
         ("empty", "empty: holds none of them; need metadata.jsonl"),
-        ("uncaptioned", "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or text or prompt"),
+        (
+            "uncaptioned",
+            "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or text or prompt",
+        ),
         ("absent", "absent/9.png does not exist; restore it or remove the row"),
     ],
 )
@@ -220,7 +301,10 @@ def test_wrong_data_are_refused_before_anything_starts(trainer, capsys, images, 
         Image.new("RGB", (64, 64)).save(folder / "0.png")
     if images == "absent":
         write_rows(folder, [{"file_name": "9.png", "text": "a"}])
-    assert main([*trainer.command(*SETTINGS, f"data.images={folder}", name=images)[3:], "--dry-run"]) == 2
+    assert (
+        main([*trainer.command(*SETTINGS, f"data.images={folder}", name=images)[3:], "--dry-run"])
+        == 2
+    )
     assert text in capsys.readouterr().err
     assert not (trainer.folder / images / "run").exists()
 
@@ -229,7 +313,11 @@ def test_dry_run_counts_images(trainer, capsys):
     overrides = [*SETTINGS, f"data.images={trainer.folder / 'images'}"]
     assert main([*trainer.command(*overrides)[3:], "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["num_prompts"], plan["samples_per_step"], plan["microbatches_per_update_and_rank"]) == (6, 4, 2)
+    assert (
+        plan["num_prompts"],
+        plan["samples_per_step"],
+        plan["microbatches_per_update_and_rank"],
+    ) == (6, 4, 2)
 
 
 def test_a_cut_image_ends_the_run_and_its_replica(trainer):
@@ -261,7 +349,10 @@ def test_a_full_disk_while_encoding(trainer):
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
     done = trainer.run(*SETTINGS, "data.images=shapes:20", name="full", prepare=limit)
     assert done.code == 1
-    assert "latents_00000_00000.safetensors could not be written" in done.stderr and "MiB are free" in done.stderr
+    assert (
+        "latents_00000_00000.safetensors could not be written" in done.stderr
+        and "MiB are free" in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert sorted(cache.iterdir()) == before
 
@@ -273,7 +364,9 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
     metadata = folder / "metadata.jsonl"
     metadata.write_text(metadata.read_text("utf-8").replace("yellow", "black"), "utf-8")
     shutil.copytree(reference.folder, trainer.folder / "moved")
-    result = trainer.run(*SETTINGS, AVERAGED, f"data.images={folder}", "train.num_steps=21", name="moved")
+    result = trainer.run(
+        *SETTINGS, AVERAGED, f"data.images={folder}", "train.num_steps=21", name="moved"
+    )
     assert result.code == 1
     assert "the saved data position has digest=" in result.stderr
     assert "restore data.prompts or data.images" in result.stderr
@@ -281,8 +374,14 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
 
 def _servers(run: Path) -> list[int]:
     """Of a run: they announce themselves in a folder of its."""
-    names = ((process.pid, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
-    return [pid for pid, command in names if "megadiff.cli.serve" in command and str(run) in " ".join(command)]
+    names = (
+        (process.pid, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
+    return [
+        pid
+        for pid, command in names
+        if "megadiff.cli.serve" in command and str(run) in " ".join(command)
+    ]
 
 
 def _wait_for(condition, timeout_s: float = 120) -> None:

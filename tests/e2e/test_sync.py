@@ -50,7 +50,9 @@ def singles(registry) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, tiny_model, registry, singles, sync_to, source) -> Iterator[tuple[list, str]]:
+def pair(
+    tmp_path_factory, tiny_model, registry, singles, sync_to, source
+) -> Iterator[tuple[list, str]]:
     """(server processes, url) of a replica with two workers, which joins after version 5 was pushed by disk."""
     source.factor = 1.5
     with sync_to("disk", singles) as (sync, _):
@@ -72,7 +74,9 @@ def test_a_late_joiner_has_the_newest_version(sync_to, urls):
     """It verified that before it announced itself; the other two hold what was pushed."""
     with sync_to("http", urls) as (_, fleet):
         assert [client.health()["policy_version"] for client in fleet.replicas] == [5, 5, 5]
-        one, _, late = (fleet.generate_on(place, [REQUEST])[0].trajectories[0] for place in range(3))
+        one, _, late = (
+            fleet.generate_on(place, [REQUEST])[0].trajectories[0] for place in range(3)
+        )
         assert (one.latents_SLC - late.latents_SLC).abs().max() <= 1e-5
 
 
@@ -88,19 +92,32 @@ def test_a_push_by_every_transport(sync_to, urls, source, transport):
             groups[version] = [fleet.generate_on(place, [REQUEST])[0] for place in range(3)]
             assert {group.policy_version for group in groups[version]} == {version}
     for one, same, two_workers in groups.values():
-        for left, right, cut in zip(one.trajectories, same.trajectories, two_workers.trajectories, strict=True):
+        for left, right, cut in zip(
+            one.trajectories, same.trajectories, two_workers.trajectories, strict=True
+        ):
             assert torch.equal(left.latents_SLC, right.latents_SLC)
             assert (left.latents_SLC - cut.latents_SLC).abs().max() <= 1e-5
             assert (left.log_probs - cut.log_probs).abs().max() <= 1e-5
-    assert not torch.equal(groups[1][0].trajectories[0].latents_SLC, groups[2][0].trajectories[0].latents_SLC)
+    assert not torch.equal(
+        groups[1][0].trajectories[0].latents_SLC, groups[2][0].trajectories[0].latents_SLC
+    )
     assert not buckets_left()
 
 
 @pytest.fixture
 def adapter(source) -> Iterator[LoraSpec]:
     """Makes the source one with LoRA on linears of every kind, one slice of a fused one left out; alpha is not the rank."""
-    layers = ("attn.to_q", "attn.to_v", "attn.add_k_proj", "attn.to_out.0", "img_mlp.net.0.proj", "img_mlp.net.2")
-    modules = sorted(f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in layers)
+    layers = (
+        "attn.to_q",
+        "attn.to_v",
+        "attn.add_k_proj",
+        "attn.to_out.0",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+    )
+    modules = sorted(
+        f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in layers
+    )
     source.factor, source.lora = 1.0, LoraSpec(rank=3, alpha=4.0, modules=tuple(modules))
     yield source.lora
     source.lora, source.adapter, source.factor = None, {}, 1.0
@@ -124,16 +141,21 @@ def test_lora_by_every_transport(sync_to, urls, source, adapter, transport):
         for one, other in zip(group.trajectories, whole.trajectories, strict=True):
             assert (one.latents_SLC - other.latents_SLC).abs().max() <= 1e-5
             assert (one.log_probs - other.log_probs).abs().max() <= 1e-5
-            assert (one.pixels.int() - other.pixels.int()).abs().max() <= 1  # of 255, where it rounds
+            assert (
+                one.pixels.int() - other.pixels.int()
+            ).abs().max() <= 1  # of 255, where it rounds
 
 
 def test_a_replica_that_lost_its_base_gets_it_again(sync_to, urls, source, adapter):
     source.adapter = random_lora(source.weights, adapter, seed=1)
     with sync_to("http", urls) as (sync, fleet):
         sync.push(1)
-        ReplicaClient(urls["replica_1"], "replica_1").weights_begin(7, sync.manifest)  # another push, broken off
+        ReplicaClient(urls["replica_1"], "replica_1").weights_begin(
+            7, sync.manifest
+        )  # another push, broken off
         with pytest.raises(
-            AgreedError, match="replica_1 .*the push leaves out transformer, which this replica does not hold"
+            AgreedError,
+            match="replica_1 .*the push leaves out transformer, which this replica does not hold",
         ):
             sync.push(2)
         sizes = sync.push(3)
@@ -188,12 +210,16 @@ def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
             sync.push(3)
         assert time.monotonic() - start < 15
         for client in fleet.replicas[1:]:
-            with pytest.raises(ReplicaError, match="version 3 is being pushed .* and is not committed"):
+            with pytest.raises(
+                ReplicaError, match="version 3 is being pushed .* and is not committed"
+            ):
                 client.generate(REQUEST)
         proxy.left = 1000
         sync.push(3)  # by the same sync, which builds its group anew
         groups = [fleet.generate_on(place, [REQUEST])[0] for place in (0, 1)]
-        assert torch.equal(groups[0].trajectories[1].latents_SLC, groups[1].trajectories[1].latents_SLC)
+        assert torch.equal(
+            groups[0].trajectories[1].latents_SLC, groups[1].trajectories[1].latents_SLC
+        )
     proxy.listener.close()
     assert not buckets_left()
 

@@ -32,7 +32,9 @@ def running(tiny_model: Path) -> Iterator[TrapEngine]:
 def base(tiny_model: Path) -> Tensors:
     """The weights on disk, under the names that a push uses."""
     files = (tiny_model / "transformer").glob("*.safetensors")
-    return {f"transformer.{name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"transformer.{name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.fixture
@@ -57,11 +59,17 @@ def with_component(modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"transformer.{module}" for module in modules)
 
 
-def test_pushed_lora_computes_as_merged_weights_do(engine: TrapEngine, base: Tensors, spec: LoraSpec) -> None:
+def test_pushed_lora_computes_as_merged_weights_do(
+    engine: TrapEngine, base: Tensors, spec: LoraSpec
+) -> None:
     """Ranks up and down, alpha above, below and equal to the rank, fewer modules: each push replaces the one before, for
     every request from then on, none of which names an adapter."""
     start = engine.sample()
-    for rank, alpha, modules in ((3, 5.0, spec.modules), (7, 3.5, spec.modules[::2]), (2, 2.0, spec.modules[1:4])):
+    for rank, alpha, modules in (
+        (3, 5.0, spec.modules),
+        (7, 3.5, spec.modules[::2]),
+        (2, 2.0, spec.modules[1:4]),
+    ):
         one = replace(spec, rank=rank, alpha=alpha, modules=modules)
         lora = random_lora(base, one, seed=rank)
         engine.call("push", merged(base, lora, one), None)
@@ -72,7 +80,11 @@ def test_pushed_lora_computes_as_merged_weights_do(engine: TrapEngine, base: Ten
         assert used(engine) == expected_prints(base, lora, one)
         live, again = engine.sample(), engine.sample()
         assert torch.equal(live["latents"], again["latents"])
-        for key, limit in (("latents", 1e-5), ("log_probs", 1e-7), ("pixels", 1)):  # pixels: 1 of 255 where it rounds
+        for key, limit in (
+            ("latents", 1e-5),
+            ("log_probs", 1e-7),
+            ("pixels", 1),
+        ):  # pixels: 1 of 255 where it rounds
             assert (live[key].double() - whole[key].double()).abs().max() <= limit, key
         assert (live["latents"] - start["latents"]).abs().max() > 0.1
     newer = random_lora(base, one, seed=100)
@@ -83,7 +95,9 @@ def test_pushed_lora_computes_as_merged_weights_do(engine: TrapEngine, base: Ten
     assert torch.equal(engine.sample()["latents"], start["latents"])
 
 
-def test_1_the_callers_tensors_are_his_own(engine: TrapEngine, base: Tensors, spec: LoraSpec) -> None:
+def test_1_the_callers_tensors_are_his_own(
+    engine: TrapEngine, base: Tensors, spec: LoraSpec
+) -> None:
     lora = random_lora(base, spec)
     _, kept = engine.call("stock_lora", lora, spec.rank, int(spec.alpha))
     assert not kept  # the trap: the manager's tensors are the caller's, and it scales them in place
@@ -113,13 +127,19 @@ def test_3_no_name_is_dropped(engine: TrapEngine, base: Tensors, spec: LoraSpec)
     assert engine.call("bound") == with_component(spec.modules)
 
     strange = replace(spec, modules=(*spec.modules, "transformer_blocks.9.attn.to_q"))
-    with pytest.raises(RuntimeError, match="1 LoRA modules are in none of .*: transformer_blocks.9.attn.to_q"):
+    with pytest.raises(
+        RuntimeError, match="1 LoRA modules are in none of .*: transformer_blocks.9.attn.to_q"
+    ):
         engine.call("push", lora, asdict(strange))
     missing = f"transformer.{spec.modules[0]}{LORA_B}"
     with pytest.raises(RuntimeError, match=f"1 missing: {missing}"):
-        engine.call("push", {name: tensor for name, tensor in lora.items() if name != missing}, asdict(spec))
+        engine.call(
+            "push", {name: tensor for name, tensor in lora.items() if name != missing}, asdict(spec)
+        )
     with pytest.raises(RuntimeError, match="1 extra: transformer.proj_out.lora_A.weight"):
-        engine.call("push", lora | {"transformer.proj_out.lora_A.weight": torch.zeros(3, 3)}, asdict(spec))
+        engine.call(
+            "push", lora | {"transformer.proj_out.lora_A.weight": torch.zeros(3, 3)}, asdict(spec)
+        )
     with pytest.raises(RuntimeError, match=f"{missing} is torch.float32 .* at rank 3"):
         engine.call("push", lora | {missing: torch.zeros(2, 3)}, asdict(spec))
     with pytest.raises(RuntimeError, match="torch.bfloat16"):
@@ -129,7 +149,9 @@ def test_3_no_name_is_dropped(engine: TrapEngine, base: Tensors, spec: LoraSpec)
     assert engine.call("bound") == ()  # nothing half bound
 
 
-def test_4_base_weights_reach_wrapped_layers(engine: TrapEngine, base: Tensors, spec: LoraSpec) -> None:
+def test_4_base_weights_reach_wrapped_layers(
+    engine: TrapEngine, base: Tensors, spec: LoraSpec
+) -> None:
     changed = {name: 1.1 * tensor for name, tensor in base.items()}
     engine.call("push", changed, None)
     first = engine.sample()
@@ -145,9 +167,13 @@ def test_4_base_weights_reach_wrapped_layers(engine: TrapEngine, base: Tensors, 
 
 def test_5_unknown_names_are_refused(engine: TrapEngine, base: Tensors) -> None:
     name = "transformer.transformer_blocks.1.attn.norm_added_q.weight"
-    loaded = engine.call("stock_load", {name: base[name], "transformer.unknown.weight": torch.zeros(1)})
+    loaded = engine.call(
+        "stock_load", {name: base[name], "transformer.unknown.weight": torch.zeros(1)}
+    )
     assert loaded == 1  # the trap: no error
-    with pytest.raises(RuntimeError, match="the replica's model has no tensor transformer.unknown.weight"):
+    with pytest.raises(
+        RuntimeError, match="the replica's model has no tensor transformer.unknown.weight"
+    ):
         engine.call("push", base | {"transformer.unknown.weight": torch.zeros(1)}, None)
 
 
@@ -163,7 +189,10 @@ def test_5_unknown_names_are_refused(engine: TrapEngine, base: Tensors) -> None:
         ),
         ("scale", "23 of 123 tensors with other bits .*lora_B.weight"),
         ("stale", "46 of 123 tensors with other bits .*lora_A.weight"),
-        ("extra", "other tensors .* 2 extra: transformer.{module}.lora_A.weight, transformer.{module}.lora_B.weight"),
+        (
+            "extra",
+            "other tensors .* 2 extra: transformer.{module}.lora_A.weight, transformer.{module}.lora_B.weight",
+        ),
     ],
     ids=lambda value: value if len(value) < 10 else "",
 )
@@ -172,7 +201,11 @@ def test_what_is_not_used_as_it_was_sent_is_found(
 ) -> None:
     lora, module = random_lora(base, spec), "transformer_blocks.0.attn.to_q"
     held = replace(spec, alpha=6.0) if damage == "scale" else spec
-    engine.call("push", base | (random_lora(base, spec, seed=1) if damage == "stale" else lora), asdict(held))
+    engine.call(
+        "push",
+        base | (random_lora(base, spec, seed=1) if damage == "stale" else lora),
+        asdict(held),
+    )
     if damage == "extra":
         spec = replace(spec, modules=tuple(name for name in spec.modules if name != module))
         lora = {name: tensor for name, tensor in lora.items() if f".{module}." not in f".{name}"}

@@ -27,7 +27,14 @@ from megadiff.train.batch import stack_conditioning
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
 
-PLAIN = Sampling(height=64, width=96, num_frames=5, num_inference_steps=6, sde_window_size=4, sde_window_range=(1, 5))
+PLAIN = Sampling(
+    height=64,
+    width=96,
+    num_frames=5,
+    num_inference_steps=6,
+    sde_window_size=4,
+    sde_window_range=(1, 5),
+)
 SAMPLINGS = {
     "plain": PLAIN,
     "guided": dataclasses.replace(PLAIN, guidance_scale=3.0),
@@ -58,7 +65,9 @@ class Drawn:
     groups: Mapping[str, Sequence[RolloutGroup]]
 
     def column(self, name: str, field: str) -> Tensor:
-        return torch.stack([getattr(row, field) for group in self.groups[name] for row in group.trajectories])
+        return torch.stack(
+            [getattr(row, field) for group in self.groups[name] for row in group.trajectories]
+        )
 
     def conditioning(self, name: str) -> dict[str, Tensor]:
         return stack_conditioning([group.conditioning for group in self.groups[name]])
@@ -66,7 +75,11 @@ class Drawn:
 
 def sampling_of(name: str, adapter: WanAdapter) -> Sampling:
     second = 2.0 if name == "guided" and len(adapter.components) == 2 else 0.0
-    return FROM_IMAGE if name == "image" else dataclasses.replace(SAMPLINGS[name], guidance_scale_2=second)
+    return (
+        FROM_IMAGE
+        if name == "image"
+        else dataclasses.replace(SAMPLINGS[name], guidance_scale_2=second)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +94,9 @@ def drawn(tiny_wan: dict[str, Path], wan_registries: dict[str, Path]) -> dict[st
         groups = {}
         for name in SAMPLINGS:
             sampling = sampling_of(name, adapter)
-            groups[name] = client.generate_batch([dataclasses.replace(one, sampling=sampling) for one in REQUESTS])
+            groups[name] = client.generate_batch(
+                [dataclasses.replace(one, sampling=sampling) for one in REQUESTS]
+            )
         found[kind] = Drawn(adapter=adapter, client=client, groups=groups)
     return found
 
@@ -103,21 +118,33 @@ def test_log_probs_are_those_of_diffusers(drawn: dict[str, Drawn], kind: str, na
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_encoded_as_by_the_adapter(drawn: dict[str, Drawn], kind: str) -> None:
     conditioning = drawn[kind].conditioning("guided")
-    for side, texts in (("", TEXTS), ("negative_", [request.prompt.negative_text for request in REQUESTS])):
+    for side, texts in (
+        ("", TEXTS),
+        ("negative_", [request.prompt.negative_text for request in REQUESTS]),
+    ):
         embeds_PTD, mask_PT = drawn[kind].adapter.encode_prompt(texts)
         assert torch.equal(conditioning[f"{side}prompt_mask"], mask_PT)
-        assert (conditioning[f"{side}prompt_embeds"] - embeds_PTD * mask_PT[..., None]).abs().max() <= 1e-6
+        assert (
+            conditioning[f"{side}prompt_embeds"] - embeds_PTD * mask_PT[..., None]
+        ).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_pixels_are_the_decoded_latents(drawn: dict[str, Drawn], kind: str) -> None:
     adapter = drawn[kind].adapter
-    latents_NLC, pixels = drawn[kind].column("ode", "latents_SLC")[:, 0], drawn[kind].column("ode", "pixels")
+    latents_NLC, pixels = (
+        drawn[kind].column("ode", "latents_SLC")[:, 0],
+        drawn[kind].column("ode", "pixels"),
+    )
     vae = AutoencoderKLWan.from_pretrained(adapter.model_folder / "vae")
-    mean, std = (torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std")
+    )
     latents = unpack(latents_NLC, adapter.checkpoint.grid(SAMPLINGS["ode"]))
-    frames = ((vae.decode(latents * std + mean).sample.clamp(-1, 1) + 1) * 127.5).permute(0, 2, 3, 4, 1)
+    frames = ((vae.decode(latents * std + mean).sample.clamp(-1, 1) + 1) * 127.5).permute(
+        0, 2, 3, 4, 1
+    )
     assert pixels.shape == (len(GROUP_OF_ROW), 5, 64, 96, 3) and pixels.dtype == torch.uint8
     assert (frames - pixels.float()).abs().max() <= 0.51  # rounded
     assert pixels.float().std() > 5
@@ -128,12 +155,18 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three groups in one call, two of them of one image: the latents of the stock pipeline with Euler's steps."""
-    monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", cleaned)  # its own needs a package to mend broken texts
+    monkeypatch.setattr(
+        pipeline_wan_i2v, "prompt_clean", cleaned
+    )  # its own needs a package to mend broken texts
     one = drawn["ti2v_5b"]
-    pixels_2HWC = torch.randint(0, 256, (2, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels_2HWC = torch.randint(
+        0, 256, (2, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     image_of_group, sampling = (0, 1, 0), dataclasses.replace(FROM_IMAGE, sde_type="ode")
     requests = [
-        dataclasses.replace(request, sampling=sampling, first_frame=pixels_2HWC[image].numpy().tobytes())
+        dataclasses.replace(
+            request, sampling=sampling, first_frame=pixels_2HWC[image].numpy().tobytes()
+        )
         for request, image in zip(REQUESTS, image_of_group, strict=True)
     ]
     groups = one.client.generate_batch(requests)
@@ -141,7 +174,11 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
         first_2LC = encode(pixels_2HWC)
     grid = one.adapter.checkpoint.grid(sampling)
     pipeline = WanImageToVideoPipeline.from_pretrained(
-        one.adapter.model_folder, image_encoder=None, image_processor=None, scheduler=None, expand_timesteps=True
+        one.adapter.model_folder,
+        image_encoder=None,
+        image_processor=None,
+        scheduler=None,
+        expand_timesteps=True,
     )
     pipeline.scheduler = Euler(one.adapter.schedule(sampling))
     pipeline.set_progress_bar_config(disable=True)
@@ -149,7 +186,9 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
         given_1LC = group.conditioning[FIRST_FRAME]
         assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
         sample = group.trajectories[-1]
-        identity = dict(seed=0, step=0, prompt_id=request.prompt.id, sample_index=sample.sample_index)
+        identity = dict(
+            seed=0, step=0, prompt_id=request.prompt.id, sample_index=sample.sample_index
+        )
         noise_LC = initial_latents(one.adapter.latents_shape(sampling), **identity)
         expected = pipeline(
             Image.fromarray(pixels_2HWC[image].numpy()),
@@ -174,14 +213,25 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
 def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> None:
     one, transformers = drawn["ti2v_5b"], _transformers(drawn["ti2v_5b"].adapter)
     image = bytes(range(256)) * (64 * 96 * 3 // 256)
-    requests = [dataclasses.replace(each, sampling=FROM_IMAGE, first_frame=image) for each in REQUESTS]
+    requests = [
+        dataclasses.replace(each, sampling=FROM_IMAGE, first_frame=image) for each in REQUESTS
+    ]
     found = dataclasses.replace(one, groups={"image": one.client.generate_batch(requests)})
-    assert found.column("image", "latents_SLC").shape[2:] == one.adapter.latents_shape(FROM_IMAGE) == (6, 192)
+    assert (
+        found.column("image", "latents_SLC").shape[2:]
+        == one.adapter.latents_shape(FROM_IMAGE)
+        == (6, 192)
+    )
     recomputed_NW, _ = _log_probs(found, transformers, "image")
     assert (recomputed_NW - found.column("image", "log_probs")).abs().max() <= 1e-5
     other = {FIRST_FRAME: -found.conditioning("image")[FIRST_FRAME]}
-    others = [dataclasses.replace(each, conditioning={**each.conditioning, **other}) for each in found.groups["image"]]
-    wrong_NW, _ = _log_probs(dataclasses.replace(found, groups={"image": others}), transformers, "image")
+    others = [
+        dataclasses.replace(each, conditioning={**each.conditioning, **other})
+        for each in found.groups["image"]
+    ]
+    wrong_NW, _ = _log_probs(
+        dataclasses.replace(found, groups={"image": others}), transformers, "image"
+    )
     assert (wrong_NW - recomputed_NW).abs().max() > 1e-3
 
 
@@ -197,7 +247,9 @@ class Euler:
     def set_timesteps(self, num_steps: int, device: object) -> None:
         assert num_steps == len(self.timesteps)
 
-    def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool) -> tuple[Tensor]:
+    def step(
+        self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool
+    ) -> tuple[Tensor]:
         place = int((self.timesteps == timestep).nonzero())
         return (latents + velocity * (self.sigmas[place + 1] - self.sigmas[place]),)
 
@@ -219,27 +271,38 @@ def test_what_the_model_cannot_draw_is_refused(drawn: dict[str, Drawn]) -> None:
     for one in drawn.values():
         for changes, text in cases:
             with pytest.raises(ReplicaError, match=text) as error:
-                one.client.generate(dataclasses.replace(REQUESTS[0], sampling=dataclasses.replace(PLAIN, **changes)))
+                one.client.generate(
+                    dataclasses.replace(REQUESTS[0], sampling=dataclasses.replace(PLAIN, **changes))
+                )
             assert error.value.status == 400
         too_long = dataclasses.replace(REQUESTS[0].prompt, text="x" * 600)
-        with pytest.raises(ReplicaError, match="the prompt is too long, 602 tokens, the model takes 512"):
+        with pytest.raises(
+            ReplicaError, match="the prompt is too long, 602 tokens, the model takes 512"
+        ):
             one.client.generate(dataclasses.replace(REQUESTS[0], prompt=too_long))
         one.client.generate(REQUESTS[0])
 
 
 def _transformers(adapter: WanAdapter) -> dict[str, WanTransformer3DModel]:
-    return {name: WanTransformer3DModel.from_pretrained(adapter.model_folder / name) for name in adapter.components}
+    return {
+        name: WanTransformer3DModel.from_pretrained(adapter.model_folder / name)
+        for name in adapter.components
+    }
 
 
 @torch.no_grad()
-def _log_probs(one: Drawn, transformers: Mapping[str, WanTransformer3DModel], name: str) -> tuple[Tensor, set[str]]:
+def _log_probs(
+    one: Drawn, transformers: Mapping[str, WanTransformer3DModel], name: str
+) -> tuple[Tensor, set[str]]:
     """([N, W] of the recorded steps, the experts in charge of them)."""
     adapter, sampling = one.adapter, sampling_of(name, one.adapter)
     schedule, latents_NSLC = one.groups[name][0].schedule, one.column(name, "latents_SLC")
     assert torch.equal(schedule, adapter.schedule(sampling))
     conditioning = {key: value[GROUP_OF_ROW] for key, value in one.conditioning(name).items()}
     columns, used, num_rows = [], set(), len(GROUP_OF_ROW)
-    for offset in range(sampling.sde_window_size):  # the window is all of its range: one start for every group
+    for offset in range(
+        sampling.sde_window_size
+    ):  # the window is all of its range: one start for every group
         step = sampling.sde_window_range[0] + offset
         sigma, sigma_next = schedule[step], schedule[step + 1]
         component = adapter.component_of(float(sigma))
@@ -247,9 +310,20 @@ def _log_probs(one: Drawn, transformers: Mapping[str, WanTransformer3DModel], na
         latents_NLC, prev_sample_NLC = latents_NSLC[:, offset], latents_NSLC[:, offset + 1]
         sigma_N, sigma_next_N = sigma.expand(num_rows), sigma_next.expand(num_rows)
         velocity_NLC = adapter.velocity(
-            transformers[component], latents_NLC, sigma_N, conditioning, sampling, component=component
+            transformers[component],
+            latents_NLC,
+            sigma_N,
+            conditioning,
+            sampling,
+            component=component,
         )
         shared = {"schedule": schedule, "eta": sampling.eta}
-        mean_NLC = sde.step_mean(sampling.sde_type, latents_NLC, velocity_NLC, sigma_N, sigma_next_N, **shared)
-        columns.append(sde.log_prob(sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared))
+        mean_NLC = sde.step_mean(
+            sampling.sde_type, latents_NLC, velocity_NLC, sigma_N, sigma_next_N, **shared
+        )
+        columns.append(
+            sde.log_prob(
+                sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared
+            )
+        )
     return torch.stack(columns, dim=1), used

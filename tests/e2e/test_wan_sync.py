@@ -22,7 +22,12 @@ EXPERTS = ("transformer", "transformer_2")
 REQUEST = RolloutRequest(  # steps 0 to 2 are the high-noise expert's, 3 to 5 the low-noise one's
     prompt=Prompt(text="a red circle", id="ab" * 8),
     sampling=Sampling(
-        height=64, width=64, num_frames=5, num_inference_steps=6, sde_window_size=5, sde_window_range=(0, 5)
+        height=64,
+        width=64,
+        num_frames=5,
+        num_inference_steps=6,
+        sde_window_size=5,
+        sde_window_range=(0, 5),
     ),
     sample_indices=(0, 1),
     seed=3,
@@ -77,14 +82,21 @@ def draw(fleet, place: int) -> RolloutGroup:
 def gap(one: RolloutGroup, other: RolloutGroup, *, steps: slice = slice(None)) -> float:
     """Largest difference of the states before, between and after the window's steps."""
     pairs = zip(one.trajectories, other.trajectories, strict=True)
-    return max(float((left.latents_SLC - right.latents_SLC)[steps].abs().max()) for left, right in pairs)
+    return max(
+        float((left.latents_SLC - right.latents_SLC)[steps].abs().max()) for left, right in pairs
+    )
 
 
 def gib(tensors: dict[str, torch.Tensor], component: str) -> float:
-    return sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(f"{component}.")) / 2**30
+    return (
+        sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(f"{component}."))
+        / 2**30
+    )
 
 
-def test_a_late_joiner_takes_each_part_from_the_version_that_holds_it(urls, source, model, folder) -> None:
+def test_a_late_joiner_takes_each_part_from_the_version_that_holds_it(
+    urls, source, model, folder
+) -> None:
     """It verified that before it announced itself."""
     with sync_between(source, urls, "http", model=model, folder=folder) as (_, fleet):
         assert [client.health()["policy_version"] for client in fleet.replicas] == [6, 6]
@@ -97,7 +109,9 @@ def test_only_the_expert_that_changed_travels(urls, source, model, folder, trans
     charge of a step is the one that shows in it."""
     with sync_between(source, urls, transport, model=model, folder=folder) as (sync, fleet):
         sent, groups = [], []
-        for version, changed in enumerate((set(EXPERTS), {"transformer_2"}, {"transformer"}), start=1):
+        for version, changed in enumerate(
+            (set(EXPERTS), {"transformer_2"}, {"transformer"}), start=1
+        ):
             source.changed, source.factor = changed, 1 + version / 16
             sent.append(sync.push(version)["sync/gib"])
             groups.append([draw(fleet, place) for place in (0, 1)])
@@ -125,9 +139,13 @@ def test_lora_of_both_experts(urls, source, lora: LoraSpec, model, folder, trans
     """The base once, then the adapters of the expert that changed; live ones sample as merged weights do."""
     with sync_between(source, urls, transport, model=model, folder=folder) as (sync, fleet):
         sent = []
-        for version, changed in enumerate((set(EXPERTS), {"transformer_2"}, {"transformer"}), start=1):
+        for version, changed in enumerate(
+            (set(EXPERTS), {"transformer_2"}, {"transformer"}), start=1
+        ):
             newer = random_lora(source.weights, lora, seed=version)
-            newer = {name: tensor for name, tensor in newer.items() if name.partition(".")[0] in changed}
+            newer = {
+                name: tensor for name, tensor in newer.items() if name.partition(".")[0] in changed
+            }
             source.adapter, source.changed = source.adapter | newer, changed
             sent.append(sync.push(version)["sync/gib"])
             live = [draw(fleet, place) for place in (0, 1)]
@@ -155,6 +173,9 @@ def test_an_expert_that_is_not_what_was_sent_is_found(urls, source, model, folde
         with sync_between(other, urls, "http", model=model, folder=folder) as (stranger, _):
             stranger.push(2)
         source.changed = {"transformer_2"}
-        with pytest.raises(AgreedError, match="holds .* tensors with other bits than were sent: transformer.blocks.0"):
+        with pytest.raises(
+            AgreedError,
+            match="holds .* tensors with other bits than were sent: transformer.blocks.0",
+        ):
             sync.push(3)
         sync.push(4)  # everything

@@ -20,23 +20,38 @@ from tests.e2e.pushes import folder_weights, urls_of
 EXPERTS = ("transformer", "transformer_2")
 COMMON = (  # of 6 steps with shift 5, 0 to 2 are the high-noise expert's
     *("rollout.mode=separate", "rollout.num_frames=5", "rollout.sde_window_range=[0,5]"),
-    *("reward.color.type=frame", "reward.color.args.reward=color", "train.updates_per_step=1", "optim.lr=1e-3"),
+    *(
+        "reward.color.type=frame",
+        "reward.color.args.reward=color",
+        "train.updates_per_step=1",
+        "optim.lr=1e-3",
+    ),
 )
 GAP = "parity/log_prob_gap_max"
 LAYOUTS = {
     "veomni_dp2": ["parallel.dp=2"],
     "veomni_sp2": ["parallel.sp=2"],
     "megatron_tp2": ["engine.backend=megatron", "parallel.tp=2"],
-    "megatron_tp2_whole_tokens": ["engine.backend=megatron", "parallel.tp=2", "parallel.sequence_parallel=false"],
+    "megatron_tp2_whole_tokens": [
+        "engine.backend=megatron",
+        "parallel.tp=2",
+        "parallel.sequence_parallel=false",
+    ],
 }
 
 Run = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
-def run(tiny_wan: dict[str, Path], wan_registries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(
+    tiny_wan: dict[str, Path],
+    wan_registries: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
     """Three steps: (kind, name, *overrides)."""
-    trainers = {kind: Trainer(tmp_path_factory.mktemp(kind), model) for kind, model in tiny_wan.items()}
+    trainers = {
+        kind: Trainer(tmp_path_factory.mktemp(kind), model) for kind, model in tiny_wan.items()
+    }
 
     def run(kind: str, name: str, *overrides: str, num_processes: int = 1) -> Result:
         folder = wan_registries[kind]
@@ -94,13 +109,24 @@ def test_image_to_video(run: Run, tmp_path: Path) -> None:
     for colour in colours:
         Image.new("RGB", (64, 64), colour).save(tmp_path / f"{colour}.png")
     prompts = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"prompt": f"a {colour} circle", "image": f"{colour}.png"}) for colour in colours]
+    lines = [
+        json.dumps({"prompt": f"a {colour} circle", "image": f"{colour}.png"}) for colour in colours
+    ]
     prompts.write_text("\n".join(lines))
-    asked = ("rollout.first_frame=true", f"data.prompts={prompts}", f"eval.prompts={prompts}", "eval.every=2")
+    asked = (
+        "rollout.first_frame=true",
+        f"data.prompts={prompts}",
+        f"eval.prompts={prompts}",
+        "eval.every=2",
+    )
     two_steps = ("train.num_steps=2", "parallel.sp=2")
-    result = run("ti2v_5b", "image", *asked, "rollout.guidance_scale=2", *two_steps, num_processes=2)
+    result = run(
+        "ti2v_5b", "image", *asked, "rollout.guidance_scale=2", *two_steps, num_processes=2
+    )
     rows = [row for row in result.rows if row["step"]]
-    assert len(rows) == 2 and follows(rows, 1e-5) and max(row["optim/grad_norm"] for row in rows) > 0
+    assert (
+        len(rows) == 2 and follows(rows, 1e-5) and max(row["optim/grad_norm"] for row in rows) > 0
+    )
     assert rows[0][GAP] <= 1e-5 and rows[0]["parity/embedding_gap_max"] <= 1e-5
     evaluated = read_evaluation(evaluation_folder(result.folder, 2)).samples
     assert {sample.prompt_id for sample in evaluated} == {
@@ -108,7 +134,9 @@ def test_image_to_video(run: Run, tmp_path: Path) -> None:
     }
 
 
-def test_both_experts_learn_where_the_window_spans_the_boundary(run: Run, tiny_wan, wan_registries) -> None:
+def test_both_experts_learn_where_the_window_spans_the_boundary(
+    run: Run, tiny_wan, wan_registries
+) -> None:
     """Guided, each expert by its own scale."""
     guidance = ("rollout.guidance_scale=3", "rollout.guidance_scale_2=2")
     rows = run("t2v_a14b", "both", *guidance, "sync.transport=disk").rows
@@ -120,24 +148,33 @@ def test_both_experts_learn_where_the_window_spans_the_boundary(run: Run, tiny_w
     assert differing("t2v_a14b", tiny_wan, wan_registries) == set(EXPERTS)
 
 
-@pytest.mark.parametrize(("window", "component"), [("[0,3]", "transformer"), ("[3,5]", "transformer_2")])
+@pytest.mark.parametrize(
+    ("window", "component"), [("[0,3]", "transformer"), ("[3,5]", "transformer_2")]
+)
 def test_a_window_on_one_side_trains_one_expert(
     run: Run, tiny_wan, wan_registries, window: str, component: str
 ) -> None:
     """The gate is of both all the same, and after the first push only the one that learns travels."""
-    rows = run("t2v_a14b", component, f"rollout.sde_window_range={window}", "rollout.sde_window_size=2").rows
+    rows = run(
+        "t2v_a14b", component, f"rollout.sde_window_range={window}", "rollout.sde_window_size=2"
+    ).rows
     assert follows(rows, 1e-5) and all(rows[0][f"{GAP}/{each}"] <= 1e-5 for each in EXPERTS)
     assert differing("t2v_a14b", tiny_wan, wan_registries) == {component}
     weights = folder_weights(tiny_wan["t2v_a14b"], EXPERTS)
     sizes = {
-        each: sum(tensor.nbytes for name, tensor in weights.items() if name.startswith(f"{each}.")) / 2**30
+        each: sum(tensor.nbytes for name, tensor in weights.items() if name.startswith(f"{each}."))
+        / 2**30
         for each in EXPERTS
     }
-    assert [row["sync/gib"] for row in rows] == pytest.approx([sum(sizes.values()), sizes[component], sizes[component]])
+    assert [row["sync/gib"] for row in rows] == pytest.approx(
+        [sum(sizes.values()), sizes[component], sizes[component]]
+    )
 
 
 def test_lora_of_both_experts(run: Run, tiny_wan, wan_registries) -> None:
-    rows = run("t2v_a14b", "lora", "lora.rank=4", "lora.alpha=8", "algorithm.kl_coef=0.04", "optim.lr=1e-2").rows
+    rows = run(
+        "t2v_a14b", "lora", "lora.rank=4", "lora.alpha=8", "algorithm.kl_coef=0.04", "optim.lr=1e-2"
+    ).rows
     assert follows(rows, 1e-5) and all(rows[0][f"{GAP}/{each}"] <= 1e-5 for each in EXPERTS)
     assert rows[0]["policy/kl_ref"] <= 1e-12 and rows[2]["policy/kl_ref"] > 1e-10
     assert rows[0]["sync/gib"] > 10 * rows[1]["sync/gib"] > 0

@@ -39,13 +39,19 @@ class TrapExtension(RolloutWorkerExtension):
         """A LoRA on a module that is no linear, in place of another."""
         first, *others = lora["modules"]
         norm = "transformer_blocks.0.attn.norm_q"
-        renamed = {name.replace(f".{first}.", f".{norm}."): tensor for name, tensor in tensors.items()}
+        renamed = {
+            name.replace(f".{first}.", f".{norm}."): tensor for name, tensor in tensors.items()
+        }
         self.push(renamed, {**lora, "modules": [norm, *others]})
 
     def damage(self, kind: str, module: str) -> None:
         """Spoils what the worker holds of a module, behind everyone's back. kind: one of "flip A", "flip B", "flip base",
         "unbind"."""
-        (place,) = (place for name, place in self._places().items() if name == f"transformer.{module}.weight")
+        (place,) = (
+            place
+            for name, place in self._places().items()
+            if name == f"transformer.{module}.weight"
+        )
         layer = self.lora_manager._lora_modules[place.parameter.removesuffix(".weight")]
         if kind == "unbind":
             active = list(layer._diffusion_lora_active_slices)
@@ -62,7 +68,9 @@ class TrapExtension(RolloutWorkerExtension):
     def used(self) -> dict[str, Tensor]:
         return {
             name: tensor.clone()
-            for name, tensor in (self._views() | self.lora_manager.used(places=self._places())).items()
+            for name, tensor in (
+                self._views() | self.lora_manager.used(places=self._places())
+            ).items()
         }
 
     def caller_keeps(self, tensors: Mapping[str, Tensor], lora: dict[str, Any]) -> bool:
@@ -79,7 +87,9 @@ class TrapExtension(RolloutWorkerExtension):
         """vllm-omni's own loading of full weights: the number of names that it says it loaded."""
         return len(self.model_runner.pipeline.load_weights(iter(tensors.items())))
 
-    def stock_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: int) -> tuple[list[str], bool]:
+    def stock_lora(
+        self, tensors: Mapping[str, Tensor], rank: int, alpha: int
+    ) -> tuple[list[str], bool]:
         """What vllm-omni does with an adapter that is handed over in memory: (modules that its manager would wrap and
         bind, whether the caller's tensors are what they were)."""
         from vllm.lora.lora_model import LoRAModel
@@ -97,10 +107,14 @@ class TrapExtension(RolloutWorkerExtension):
             lora.optimize()
         kept = all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
         served = {name for name, _ in self.model_runner.pipeline.named_modules()}
-        manager = DiffusionLoRAManager(self.model_runner.pipeline, torch.device("cpu"), torch.float32)
+        manager = DiffusionLoRAManager(
+            self.model_runner.pipeline, torch.device("cpu"), torch.float32
+        )
         parts = manager._packed_modules_mapping
         fused = {
-            f"{name.rpartition('.')[0]}.{part}" for name in served for part in parts.get(name.rpartition(".")[2], ())
+            f"{name.rpartition('.')[0]}.{part}"
+            for name in served
+            for part in parts.get(name.rpartition(".")[2], ())
         }
         return sorted(name for name in model.loras if name in served | fused), kept
 
@@ -183,11 +197,15 @@ async def _sample(engine: Any) -> dict[str, Tensor]:
 
     sampling = Sampling(height=64, width=64, num_inference_steps=4, sde_window_range=(0, 3))
     prompt = Prompt(text="a red cat", id="ab" * 8)
-    request = RolloutRequest(prompt=prompt, sampling=sampling, sample_indices=(0, 1), seed=SEED, step=1)
+    request = RolloutRequest(
+        prompt=prompt, sampling=sampling, sample_indices=(0, 1), seed=SEED, step=1
+    )
     parameters = OmniDiffusionSamplingParams(
         height=64, width=64, num_inference_steps=4, true_cfg_scale=1.0, num_outputs_per_prompt=2,
         extra_args={REQUESTS_KEY: (request,)},
     )  # fmt: skip
-    outputs = engine.generate(prompt={"prompt": prompt.text}, request_id="x", sampling_params_list=[parameters])
+    outputs = engine.generate(
+        prompt={"prompt": prompt.text}, request_id="x", sampling_params_list=[parameters]
+    )
     result = [output async for output in outputs][-1].multimodal_output["metadata"][RESULT_KEY]
     return {name: result[name] for name in ("latents", "log_probs", "pixels")}

@@ -31,7 +31,9 @@ def test_offload_and_onload_change_nothing(backend, rank, tiny_model):
 
 
 def _offload_worker(pipeline, backend, rank):
-    engine = build(pipeline, {}, dtype="bfloat16", backend=backend, device="cuda", lora=(rank, 2.0 * rank))
+    engine = build(
+        pipeline, {}, dtype="bfloat16", backend=backend, device="cuda", lora=(rank, 2.0 * rank)
+    )
     batch = mine(engine)
     engine.update(batch, LOSS)
     before = {key: piece.clone() for key, _, piece in only(engine)._state()}
@@ -53,7 +55,16 @@ def replica(tiny_model, tmp_path_factory):
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--port", "0"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "megadiff.cli.serve",
+                    str(tiny_model),
+                    "--dtype",
+                    "float32",
+                    "--port",
+                    "0",
+                ),
                 *("--registry", str(folder), "--parent-pid", str(os.getpid()), "--name", "gpu"),
             ],
             stdout=log,
@@ -62,7 +73,9 @@ def replica(tiny_model, tmp_path_factory):
         )
     deadline = time.monotonic() + 180
     while not (folder / "gpu.json").exists():
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[
+            -3000:
+        ]
         time.sleep(0.2)
     yield ReplicaClient(json.loads((folder / "gpu.json").read_text())["url"], "gpu", timeout_s=120)
     process.terminate()
@@ -105,8 +118,12 @@ def test_lora_outlives_sleep(replica, tiny_model):
         replica.sleep()
         push_lora(replica, base, lora, spec, version=version + 2, model=tiny_model)
         after = replica.generate(REQUEST)
-        for a, b, c in zip(before.trajectories, after.trajectories, plain.trajectories, strict=True):
-            assert torch.equal(a.latents_SLC, b.latents_SLC) and not torch.equal(a.latents_SLC, c.latents_SLC)
+        for a, b, c in zip(
+            before.trajectories, after.trajectories, plain.trajectories, strict=True
+        ):
+            assert torch.equal(a.latents_SLC, b.latents_SLC) and not torch.equal(
+                a.latents_SLC, c.latents_SLC
+            )
 
 
 def test_noise_has_the_same_identity_as_on_a_cpu(replica):
@@ -116,7 +133,9 @@ def test_noise_has_the_same_identity_as_on_a_cpu(replica):
     sampling = replace(REQUEST.sampling, sde_window_range=(0, 2))
     group = replica.generate(replace(REQUEST, sampling=sampling))
     for sample in group.trajectories:
-        noise = initial_latents((16, 64), seed=0, step=0, prompt_id="0" * 16, sample_index=sample.sample_index)
+        noise = initial_latents(
+            (16, 64), seed=0, step=0, prompt_id="0" * 16, sample_index=sample.sample_index
+        )
         assert torch.equal(sample.latents_SLC[0], noise)
 
 
@@ -124,8 +143,19 @@ def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
     """Two steps of the quickstart on cuda: the parity gate passes in float32 and the run learns from finite numbers."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "megadiff.cli.train", str(ROOT / "configs" / "quickstart.yaml")),
-            *(f"model.path={tiny_model}", f"run.dir={tmp_path}", "run.device=cuda", "train.num_steps=2", "track=[]"),
+            *(
+                sys.executable,
+                "-m",
+                "megadiff.cli.train",
+                str(ROOT / "configs" / "quickstart.yaml"),
+            ),
+            *(
+                f"model.path={tiny_model}",
+                f"run.dir={tmp_path}",
+                "run.device=cuda",
+                "train.num_steps=2",
+                "track=[]",
+            ),
             *("rollout.num_replicas=1", "eval.every=0"),
         ],
         capture_output=True,
@@ -134,7 +164,10 @@ def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[0]["parity/log_prob_gap_max"] < 5e-5
     assert rows[0]["memory/parity_gib"] > 0 and rows[0]["memory/train_gib"] > 0
     assert all(row["optim/grad_norm"] > 0 for row in rows)

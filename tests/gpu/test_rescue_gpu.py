@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
 
 
-@pytest.mark.parametrize(("backend", "layout"), [("veomni", "parallel.dp=2"), ("megatron", "parallel.tp=2")])
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("veomni", "parallel.dp=2"), ("megatron", "parallel.tp=2")]
+)
 def test_one_ranks_error_saves_every_ranks_part(tiny_model, tmp_path, backend, layout):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, {torch.cuda.device_count()} visible")
@@ -33,7 +35,9 @@ def test_one_ranks_error_saves_every_ranks_part(tiny_model, tmp_path, backend, l
     assert "the same command continues from there" in failed.stderr, failed.stderr[-3000:]
     folder = tmp_path / "quickstart"
     assert [path.name for path in whole_looking(folder / "checkpoints")] == ["step_000003"]
-    again = _train(tiny_model, tmp_path, "veomni", "parallel.dp=1", FAULT, "reward.fault.args.step=1000")
+    again = _train(
+        tiny_model, tmp_path, "veomni", "parallel.dp=1", FAULT, "reward.fault.args.step=1000"
+    )
     assert again.returncode == 0, again.stderr[-3000:]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -44,15 +48,29 @@ def _train(
 ) -> subprocess.CompletedProcess:
     launcher = [sys.executable, "-m", "megadiff.cli.train"]
     if num_processes > 1:
-        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+        module = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_processes),
+        ]
         launcher = [sys.executable, *module, "-m", "megadiff.cli.train"]
     command = [
         *launcher,
         str(ROOT / "configs" / "quickstart.yaml"),
-        *(f"model.path={model}", f"run.dir={folder}", "run.device=cuda", "track=[]", "eval.every=0"),
+        *(
+            f"model.path={model}",
+            f"run.dir={folder}",
+            "run.device=cuda",
+            "track=[]",
+            "eval.every=0",
+        ),
         *("train.num_steps=5", "rollout.num_replicas=1", f"engine.backend={backend}", layout),
         *overrides,
     ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=280, env=environment
+    )

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("gpu", "transport", "way"), [(0, "shm", "cuda_ipc"), (1, "nccl", "nccl"), (0, "nccl", None), (1, "shm", None)]
+    ("gpu", "transport", "way"),
+    [(0, "shm", "cuda_ipc"), (1, "nccl", "nccl"), (0, "nccl", None), (1, "shm", None)],
 )
 def test_a_verified_push(gpu, transport, way, tiny_model, tmp_path, capfd):
     """Whole weights and LoRA, each more than once, in buckets smaller than the model; the pairs that cannot be say so."""
@@ -28,8 +29,14 @@ def test_a_verified_push(gpu, transport, way, tiny_model, tmp_path, capfd):
         "--lora-rank",
         "4",
     ]
-    code = bench_sync.main([*options, "--scratch", str(tmp_path), "--transport", transport, "--gpu", str(gpu)])
-    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"transport"')]
+    code = bench_sync.main(
+        [*options, "--scratch", str(tmp_path), "--transport", transport, "--gpu", str(gpu)]
+    )
+    rows = [
+        json.loads(line)
+        for line in capfd.readouterr().out.splitlines()
+        if line.startswith('{"transport"')
+    ]
     assert [row["what"] for row in rows] == ["all weights", "lora"]
     if way is None:
         assert code == 1 and all("GPU" in row["failed"] for row in rows)

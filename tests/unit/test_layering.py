@@ -9,7 +9,11 @@ ORDER = (
     "types config observe diffusion algorithms process parallel tensors models sync data rewards engines"
     " checkpoint rollout train planner convert report cli"
 ).split()
-OUTBUILDINGS = ("planner", "convert", "report")  # they import the house; of the house cli alone imports them
+OUTBUILDINGS = (
+    "planner",
+    "convert",
+    "report",
+)  # they import the house; of the house cli alone imports them
 ROOT = Path(megadiff.__file__).parent
 
 
@@ -37,8 +41,14 @@ def test_folders_import_only_from_above():
         for name in _imports(path):
             package, _, rest = name.partition(".")
             imported = rest.partition(".")[0]
-            if package == "megadiff" and imported in ORDER and ORDER.index(imported) > ORDER.index(layer):
-                wrong.append(f"{path.relative_to(ROOT.parent)} imports {name}, which is below {layer}")
+            if (
+                package == "megadiff"
+                and imported in ORDER
+                and ORDER.index(imported) > ORDER.index(layer)
+            ):
+                wrong.append(
+                    f"{path.relative_to(ROOT.parent)} imports {name}, which is below {layer}"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -50,7 +60,9 @@ def test_outbuildings_are_never_imported_by_the_house():
         for name in _imports(path):
             package, _, rest = name.partition(".")
             room = rest.partition(".")[0]
-            is_foreign = package == "megadiff" and room in OUTBUILDINGS and layer not in (room, "cli")
+            is_foreign = (
+                package == "megadiff" and room in OUTBUILDINGS and layer not in (room, "cli")
+            )
             # The generator of shapes is a source of `data.images`, until those are named by a door too.
             is_example = package == "examples" and path.name != "generator.py"
             if is_foreign or is_example:
@@ -59,4 +71,7 @@ def test_outbuildings_are_never_imported_by_the_house():
 
 
 def test_schema_imports_no_torch():
-    assert not {name.partition(".")[0] for name in _imports(ROOT / "config" / "schema.py")} & {"torch", "megadiff"}
+    assert not {name.partition(".")[0] for name in _imports(ROOT / "config" / "schema.py")} & {
+        "torch",
+        "megadiff",
+    }

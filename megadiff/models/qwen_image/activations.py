@@ -23,10 +23,16 @@ ACTIVATIONS = Activations(
     widened=Widened(block=5, outside=2, forward=4),  # residual sums and norms
     # norms and modulations are computed again, from what is kept of matrix products and attention
     compiled_whole=Kept(
-        tokenwise=Part(elements=3), gathered=Part(elements=1), heads=Part(elements=8), outside=Part(elements=4)
+        tokenwise=Part(elements=3),
+        gathered=Part(elements=1),
+        heads=Part(elements=8),
+        outside=Part(elements=4),
     ),
     compiled_lora=Kept(
-        tokenwise=Part(elements=2), gathered=Part(elements=2), heads=Part(elements=8), outside=Part(elements=1)
+        tokenwise=Part(elements=2),
+        gathered=Part(elements=2),
+        heads=Part(elements=8),
+        outside=Part(elements=1),
     ),
 )
 # a CPU is faster where a call's pixels stay in its caches; a GPU takes 145 ms for 16 images of 512² four at a time, 139 all

@@ -87,11 +87,17 @@ class QwenImageAdapter(EncodesPrompts):
                     f"set rollout.{name}={nearest}"
                 )
         if sampling.num_frames != 1:
-            raise ValueError(f"rollout.num_frames={sampling.num_frames}, but Qwen-Image makes images; set it to 1")
+            raise ValueError(
+                f"rollout.num_frames={sampling.num_frames}, but Qwen-Image makes images; set it to 1"
+            )
         if sampling.first_frame:
-            raise ValueError("rollout.first_frame=true, but Qwen-Image makes images from text alone; set it to false")
+            raise ValueError(
+                "rollout.first_frame=true, but Qwen-Image makes images from text alone; set it to false"
+            )
         if sampling.true_cfg_scale < 1:
-            raise ValueError(f"rollout.true_cfg_scale={sampling.true_cfg_scale} < 1 (off); set it to 1 or more")
+            raise ValueError(
+                f"rollout.true_cfg_scale={sampling.true_cfg_scale} < 1 (off); set it to 1 or more"
+            )
         if sampling.guidance_scale != 1:
             raise ValueError(
                 f"rollout.guidance_scale={sampling.guidance_scale}, but Qwen-Image's guidance is true CFG; "
@@ -104,7 +110,9 @@ class QwenImageAdapter(EncodesPrompts):
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """A token is at least one byte, so that only texts of more bytes than that are tokenised at all."""
-        texts = dict.fromkeys(text for prompt in prompts for text in (prompt.text, prompt.negative_text))
+        texts = dict.fromkeys(
+            text for prompt in prompts for text in (prompt.text, prompt.negative_text)
+        )
         long = [text for text in texts if len(text.encode()) > MAX_PROMPT_TOKENS]
         if not long:
             return
@@ -127,12 +135,16 @@ class QwenImageAdapter(EncodesPrompts):
         """Raises ValueError without scheduler/scheduler_config.json: its defaults in code are another schedule."""
         num_tokens, _ = self.latents_shape(sampling)
         return qwen_image_sigmas(
-            sampling.num_inference_steps, num_tokens=num_tokens, scheduler_config=self._scheduler_config()
+            sampling.num_inference_steps,
+            num_tokens=num_tokens,
+            scheduler_config=self._scheduler_config(),
         )
 
     def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
         num_tokens, _ = self.latents_shape(sampling)
-        return qwen_image_shift(sigmas, num_tokens=num_tokens, scheduler_config=self._scheduler_config())
+        return qwen_image_shift(
+            sigmas, num_tokens=num_tokens, scheduler_config=self._scheduler_config()
+        )
 
     def _scheduler_config(self) -> dict[str, object]:
         return read_json(self.model_folder / "scheduler" / "scheduler_config.json")
@@ -158,7 +170,9 @@ class QwenImageAdapter(EncodesPrompts):
         Guidance is computed in the transformer's output dtype, as in the replica. Under CFG there are always two
         passes: one of 2B where widths agree would let ranks differ in their number of passes, and collectives hang.
         """
-        positive = _trim(conditioning["prompt_embeds"], conditioning["prompt_mask"], latents_BLC.device)
+        positive = _trim(
+            conditioning["prompt_embeds"], conditioning["prompt_mask"], latents_BLC.device
+        )
         if sampling.true_cfg_scale <= 1:
             return _forward(transformer, latents_BLC, sigma_B, *positive, sampling).float()
         negative = _trim(*_negative(conditioning), latents_BLC.device)
@@ -167,7 +181,9 @@ class QwenImageAdapter(EncodesPrompts):
         return true_cfg(velocity_BLC, negative_velocity_BLC, sampling.true_cfg_scale).float()
 
     @contextmanager
-    def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[PromptEncoder]:
+    def prompt_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[PromptEncoder]:
         """By the checkpoint's template and text encoder."""
         from diffusers import QwenImagePipeline
 
@@ -177,7 +193,9 @@ class QwenImageAdapter(EncodesPrompts):
 
         @torch.no_grad()
         def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-            embeds_BTD, mask_BT = pipeline.encode_prompt(list(texts), max_sequence_length=MAX_PROMPT_TOKENS)
+            embeds_BTD, mask_BT = pipeline.encode_prompt(
+                list(texts), max_sequence_length=MAX_PROMPT_TOKENS
+            )
             if mask_BT is None:
                 mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
             return embeds_BTD.cpu(), mask_BT.bool().cpu()
@@ -186,21 +204,29 @@ class QwenImageAdapter(EncodesPrompts):
             yield encode
 
     @contextmanager
-    def image_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[ImageEncoder]:
+    def image_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[ImageEncoder]:
         """By the checkpoint's VAE: the mean of its posterior, as a sample would add noise that training had to learn.
 
         Latents come back on the device. dtype: of the VAE; they are normalised in float32.
         """
         from diffusers import AutoencoderKLQwenImage
 
-        vae = AutoencoderKLQwenImage.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
+        vae = AutoencoderKLQwenImage.from_pretrained(
+            self.model_folder / "vae", torch_dtype=dtype
+        ).to(device)
         convolve_single_frames_in_2d(vae)
-        mean_C, std_C = (torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std"))
+        mean_C, std_C = (
+            torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std")
+        )
 
         @torch.no_grad()
         def encode(pixels_BHWC: Tensor) -> Tensor:
             images_BCHW = pixels_BHWC.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
-            latents_BCHW = vae.encode(images_BCHW.to(dtype).unsqueeze(2)).latent_dist.mean.squeeze(2).float()
+            latents_BCHW = (
+                vae.encode(images_BCHW.to(dtype).unsqueeze(2)).latent_dist.mean.squeeze(2).float()
+            )
             return _pack((latents_BCHW - mean_C[:, None, None]) / std_C[:, None, None])
 
         with freed(vae):
@@ -221,7 +247,9 @@ def _pack(latents_BCHW: Tensor) -> Tensor:
     """[B, C, 2h, 2w] → [B, h·w, 4C]: 2×2 latents a token, as QwenImagePipeline._pack_latents."""
     batch, channels, height, width = latents_BCHW.shape
     blocks = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(batch, (height // 2) * (width // 2), channels * 4)
+    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(
+        batch, (height // 2) * (width // 2), channels * 4
+    )
 
 
 def _forward(
@@ -238,7 +266,9 @@ def _forward(
         hidden_states=latents_BLC.to(dtype),
         timestep=sigma_B.float().to(device),
         encoder_hidden_states=embeds_BTD.to(dtype),
-        encoder_hidden_states_mask=None if mask_BT is None else mask_BT.to(device, non_blocking=True),
+        encoder_hidden_states_mask=None
+        if mask_BT is None
+        else mask_BT.to(device, non_blocking=True),
         # of one sample: only the first is read, and FSDP2 walks through an entry per sample, which took half of a small step
         img_shapes=[[(1, *_grid(sampling))]],
         return_dict=False,
@@ -246,7 +276,9 @@ def _forward(
     return velocity_BLC
 
 
-def _trim(embeds_BTD: Tensor, mask_BT: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _trim(
+    embeds_BTD: Tensor, mask_BT: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """The embeddings on the device without the columns that no sample uses (cut there: the host would copy what it cuts); no
     mask when all that is left is used: it costs the fast kernels.
 
@@ -257,11 +289,17 @@ def _trim(embeds_BTD: Tensor, mask_BT: Tensor, device: torch.device) -> tuple[Te
     if width == 0:
         raise ValueError("prompt_mask has no True at all: a prompt must have at least one token")
     mask_BT = mask_BT[:, :width].bool()
-    return embeds_BTD.to(device, non_blocking=True)[:, :width], None if bool(mask_BT.all()) else mask_BT
+    return embeds_BTD.to(device, non_blocking=True)[:, :width], None if bool(
+        mask_BT.all()
+    ) else mask_BT
 
 
 def _negative(conditioning: Conditioning) -> tuple[Tensor, Tensor]:
-    missing = [name for name in ("negative_prompt_embeds", "negative_prompt_mask") if name not in conditioning]
+    missing = [
+        name
+        for name in ("negative_prompt_embeds", "negative_prompt_mask")
+        if name not in conditioning
+    ]
     if missing:
         raise ValueError(
             f"rollout.true_cfg_scale > 1 needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "

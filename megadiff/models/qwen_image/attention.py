@@ -63,20 +63,29 @@ class QwenImageAttention:
     ) -> tuple[Tensor, Tensor]:
         """(image, text) [B, chunk, C] of this rank's chunks of them. The last three arguments are diffusers' and unused."""
         # a gather for each stream: to concatenate them would cost more than a second collective does
-        text_NSC, image_NSC = (self.tokens.enter_split(x) for x in (encoder_hidden_states, hidden_states))
+        text_NSC, image_NSC = (
+            self.tokens.enter_split(x) for x in (encoder_hidden_states, hidden_states)
+        )
         head_dim = attn.inner_dim // attn.heads
         text = [
             layer(text_NSC).unflatten(-1, (-1, head_dim))
             for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         ]
-        image = [layer(image_NSC).unflatten(-1, (-1, head_dim)) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+        image = [
+            layer(image_NSC).unflatten(-1, (-1, head_dim))
+            for layer in (attn.to_q, attn.to_k, attn.to_v)
+        ]
         lengths = (streams.text_length, streams.image_length)
         text, image = self.tokens.all_tokens([text, image], lengths)
 
         text = _rotated(*text, attn.norm_added_q, attn.norm_added_k, streams.text_rotary_SD)
         image = _rotated(*image, attn.norm_q, attn.norm_k, streams.image_rotary_SD)
-        query, key, value = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(text, image, strict=True))
-        joint_BHSD = functional.scaled_dot_product_attention(query, key, value, attn_mask=streams.mask)
+        query, key, value = (
+            torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(text, image, strict=True)
+        )
+        joint_BHSD = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=streams.mask
+        )
 
         text_BSHD, image_BSHD = joint_BHSD.transpose(1, 2).split(lengths, dim=1)
         text_NSC, image_NSC = self.tokens.own_tokens([text_BSHD, image_BSHD])
@@ -84,7 +93,12 @@ class QwenImageAttention:
 
 
 def _rotated(
-    query: Tensor, key: Tensor, value: Tensor, norm_q: nn.Module, norm_k: nn.Module, rotary_SD: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norm_q: nn.Module,
+    norm_k: nn.Module,
+    rotary_SD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key, value [B, S, H, D] of one stream: query and key normalised per head and rotated."""
     return (

@@ -47,23 +47,31 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         sampling = requests[0].sampling
         num_tokens = (sampling.height // PATCH_PIXELS) * (sampling.width // PATCH_PIXELS)
         schedule = qwen_image_sigmas(
-            sampling.num_inference_steps, num_tokens=num_tokens, scheduler_config=self.scheduler_config
+            sampling.num_inference_steps,
+            num_tokens=num_tokens,
+            scheduler_config=self.scheduler_config,
         )
         token_shape = (num_tokens, self.transformer.in_channels)
-        return BatchSampler(requests, schedule=schedule, token_shape=token_shape, device=self.device)
+        return BatchSampler(
+            requests, schedule=schedule, token_shape=token_shape, device=self.device
+        )
 
     def to_pixels(self, images: Tensor) -> Tensor:
         """[N, 3, H, W] in [-1, 1] → [N, 1, H, W, 3] uint8, rounded as the stock PNGs are."""
         scaled = (images.float() * 0.5 + 0.5).clamp(0, 1) * 255
         return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).unsqueeze(1)
 
-    def _decode_latents(self, latents: Tensor, height: int, width: int, output_type: str = "pil") -> Any:
+    def _decode_latents(
+        self, latents: Tensor, height: int, width: int, output_type: str = "pil"
+    ) -> Any:
         """The stock decoding, a few rows at a time: the VAE's activations take hundreds of times the image's memory."""
         decode = super()._decode_latents
         if self._sampler is None:
             return decode(latents, height, width, output_type)
         num_rows = DECODING.num_rows(self.device.type, num_frames=1, height=height, width=width)
-        parts = [decode(rows_BLC, height, width, output_type) for rows_BLC in latents.split(num_rows)]
+        parts = [
+            decode(rows_BLC, height, width, output_type) for rows_BLC in latents.split(num_rows)
+        ]
         return dataclasses.replace(parts[0], output=torch.cat([part.output for part in parts]))
 
     def _prepare_generation_context(self, **kwargs: Any) -> dict[str, Any]:
@@ -74,7 +82,12 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         latents_NLC = sampler.initial_latents()
         texts, place_P = distinct([request.prompt.text for request in sampler.requests])
         sides = {"": place_P}
-        kwargs |= {"prompt": texts, "negative_prompt": None, "num_images_per_prompt": 1, "latents": latents_NLC}
+        kwargs |= {
+            "prompt": texts,
+            "negative_prompt": None,
+            "num_images_per_prompt": 1,
+            "latents": latents_NLC,
+        }
         if sampler.sampling.true_cfg_scale > 1:
             kwargs["negative_prompt"], sides["negative_"] = distinct(
                 [request.prompt.negative_text for request in sampler.requests]

@@ -32,5 +32,7 @@ def rotate_in_real(transformer: nn.Module) -> None:
     for block in transformer.transformer_blocks:
         namespace = sys.modules[type(block.attn.processor).__module__]
         if not hasattr(namespace, "apply_rotary_emb_qwen"):
-            raise ValueError(f"{namespace.__name__} has no apply_rotary_emb_qwen, so its rotations are not known here")
+            raise ValueError(
+                f"{namespace.__name__} has no apply_rotary_emb_qwen, so its rotations are not known here"
+            )
         namespace.apply_rotary_emb_qwen = rotate

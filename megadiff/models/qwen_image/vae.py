@@ -26,6 +26,10 @@ def _convolve(
         return stock(x_BCTHW, cache_x)
     left, _, top, *_ = module._padding  # of width, height, time, each before and after
     frame_BCHW = functional.conv2d(
-        x_BCTHW[:, :, 0], module.weight[:, :, -1], module.bias, stride=module.stride[1:], padding=(top, left)
+        x_BCTHW[:, :, 0],
+        module.weight[:, :, -1],
+        module.bias,
+        stride=module.stride[1:],
+        padding=(top, left),
     )
     return frame_BCHW.unsqueeze(2)

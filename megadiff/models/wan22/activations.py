@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from megadiff.models.activations import Activations, Decoding, Kept, Part
 
-MODULATION = Part(elements=8, float32=8)  # the table of six plus the timesteps', and 1 + scale twice
-OUTSIDE_MODULATION = Part(elements=12, float32=4)  # embedding and projection of each token's timestep
+MODULATION = Part(
+    elements=8, float32=8
+)  # the table of six plus the timesteps', and 1 + scale twice
+OUTSIDE_MODULATION = Part(
+    elements=12, float32=4
+)  # embedding and projection of each token's timestep
 
 ACTIVATIONS = Activations(
     whole=Kept(
@@ -35,4 +39,6 @@ ACTIVATIONS = Activations(
     backward=Part(elements=3, float32=2),
     text_is_stream=False,
 )
-DECODING = Decoding(pixels={"cpu": 2**18, "cuda": 2**25}, bytes_per_pixel=10_752, bytes_per_frame=18)
+DECODING = Decoding(
+    pixels={"cpu": 2**18, "cuda": 2**25}, bytes_per_pixel=10_752, bytes_per_frame=18
+)

@@ -29,9 +29,7 @@ class WanAdapter(EncodesPrompts):
     """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
 
     plan, activations, decoding = PLAN, ACTIVATIONS, DECODING
-    veomni_splits_tokens = (
-        False  # it drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
-    )
+    veomni_splits_tokens = False  # it drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
 
     def __init__(self, model_folder: Path | str) -> None:
         """model_folder: a diffusers pipeline folder. Raises ValueError as WanCheckpoint.read does."""
@@ -50,7 +48,9 @@ class WanAdapter(EncodesPrompts):
         from diffusers import WanTransformer3DModel
 
         with init_empty_weights():
-            return WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(self.model_folder / component))
+            return WanTransformer3DModel.from_config(
+                WanTransformer3DModel.load_config(self.model_folder / component)
+            )
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
         from megadiff.models.wan22.attention import WanAttention
@@ -64,13 +64,17 @@ class WanAdapter(EncodesPrompts):
         self.check_float32_streams()
 
     def check_float32_streams(self) -> None:
-        raise ValueError("model.float32_streams=true, but Wan's streams are in its weights' dtype; set it to false")
+        raise ValueError(
+            "model.float32_streams=true, but Wan's streams are in its weights' dtype; set it to false"
+        )
 
     def validate(self, sampling: Sampling) -> None:
         self.checkpoint.validate(sampling)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        texts = dict.fromkeys(text for prompt in prompts for text in (prompt.text, prompt.negative_text))
+        texts = dict.fromkeys(
+            text for prompt in prompts for text in (prompt.text, prompt.negative_text)
+        )
         if all(len(text.encode()) + 2 <= TEXT_TOKENS for text in texts):
             return
         from transformers import AutoTokenizer
@@ -117,11 +121,15 @@ class WanAdapter(EncodesPrompts):
         )
 
     @contextmanager
-    def prompt_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[PromptEncoder]:
+    def prompt_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[PromptEncoder]:
         from transformers import AutoTokenizer, UMT5EncoderModel
 
         tokenizer = AutoTokenizer.from_pretrained(self.model_folder / "tokenizer")
-        text_encoder = UMT5EncoderModel.from_pretrained(self.model_folder / "text_encoder", dtype=dtype).to(device)
+        text_encoder = UMT5EncoderModel.from_pretrained(
+            self.model_folder / "text_encoder", dtype=dtype
+        ).to(device)
 
         def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
             embeds_BTD, mask_BT = wan_text.encode(texts, tokenizer, text_encoder)
@@ -131,7 +139,9 @@ class WanAdapter(EncodesPrompts):
             yield encode
 
     @contextmanager
-    def image_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Iterator[ImageEncoder]:
+    def image_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[ImageEncoder]:
         """Of images [B, H, W, 3], or videos [B, F, H, W, 3], F being 1 + a multiple of the VAE's temporal factor.
 
         By the checkpoint's VAE: the mean of its posterior. Latents come back on the device. dtype: of the VAE; they are
@@ -139,9 +149,13 @@ class WanAdapter(EncodesPrompts):
         """
         from diffusers import AutoencoderKLWan
 
-        vae = AutoencoderKLWan.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
+        vae = AutoencoderKLWan.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(
+            device
+        )
         with freed(vae):
-            yield lambda pixels: wan_vae.encode(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
+            yield lambda pixels: wan_vae.encode(
+                vae, pixels[:, None] if pixels.ndim == 4 else pixels
+            )
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """The text is padded, whatever num_text_tokens; the tokens of a given first frame pass through all blocks."""

@@ -42,7 +42,9 @@ class WanAttention:
             attended_NSC = self._text_attention(attn, stream_NSC, encoder_hidden_states)
         return attn.to_out[1](attn.to_out[0](attended_NSC))
 
-    def _own_attention(self, attn: nn.Module, stream_NSC: Tensor, cos_1S1D: Tensor, sin_1S1D: Tensor) -> Tensor:
+    def _own_attention(
+        self, attn: nn.Module, stream_NSC: Tensor, cos_1S1D: Tensor, sin_1S1D: Tensor
+    ) -> Tensor:
         heads = [_heads(attn, each) for each in _projected(attn, stream_NSC, stream_NSC)]
         ((query, key, value),) = self.tokens.all_tokens([heads], [cos_1S1D.shape[1]])
         query, key = (_rotated(each, cos_1S1D, sin_1S1D) for each in (query, key))
@@ -51,9 +53,12 @@ class WanAttention:
 
     def _text_attention(self, attn: nn.Module, stream_NSC: Tensor, text_BTC: Tensor) -> Tensor:
         query, key, value = (
-            _heads(attn, each) for each in _projected(attn, stream_NSC, self.tokens.enter_context(text_BTC))
+            _heads(attn, each)
+            for each in _projected(attn, stream_NSC, self.tokens.enter_context(text_BTC))
         )
-        return _attended(query, self.tokens.for_gathered(key), self.tokens.for_gathered(value)).flatten(2)
+        return _attended(
+            query, self.tokens.for_gathered(key), self.tokens.for_gathered(value)
+        ).flatten(2)
 
 
 def _projected(attn: nn.Module, queried: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,4 +80,8 @@ def _rotated(x_BSHD: Tensor, cos_1S1D: Tensor, sin_1S1D: Tensor) -> Tensor:
     """Pairs of neighbouring channels turned by their token's angle, which the tables hold once for each channel."""
     even, odd = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_1S1D[..., 0::2], sin_1S1D[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x_BSHD)
+    return (
+        torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        .flatten(-2)
+        .type_as(x_BSHD)
+    )

@@ -41,7 +41,10 @@ class WanCheckpoint:
     @classmethod
     def read(cls, folder: Path) -> WanCheckpoint:
         """Raises ValueError for a missing file or key, and for a Wan that this family does not cover."""
-        index, vae = read_json(folder / "model_index.json"), read_json(folder / "vae" / "config.json")
+        index, vae = (
+            read_json(folder / "model_index.json"),
+            read_json(folder / "vae" / "config.json"),
+        )
         boundary_ratio = _boundary_ratio(folder, index)
         names = [HIGH_NOISE] if boundary_ratio is None else [HIGH_NOISE, LOW_NOISE]
         configs = [read_json(folder / name / "config.json") for name in names]
@@ -50,7 +53,9 @@ class WanCheckpoint:
         first = configs[0]
         differing = [key for key in _SIZES if any(config[key] != first[key] for config in configs)]
         if differing:
-            raise ValueError(f"{folder}: its experts differ in {', '.join(differing)}; they must be of one shape")
+            raise ValueError(
+                f"{folder}: its experts differ in {', '.join(differing)}; they must be of one shape"
+            )
         return cls(
             boundary_ratio=boundary_ratio,
             flow_shift=_flow_shift(folder),
@@ -78,7 +83,9 @@ class WanCheckpoint:
         float32 sigma of 0.9 lies a little below 0.9."""
         if self.boundary_ratio is None:
             return HIGH_NOISE
-        timestep, boundary = (round(NUM_TIMESTEPS * value, 3) for value in (sigma, self.boundary_ratio))
+        timestep, boundary = (
+            round(NUM_TIMESTEPS * value, 3) for value in (sigma, self.boundary_ratio)
+        )
         return HIGH_NOISE if timestep >= boundary else LOW_NOISE
 
     def guidance_scale(self, component: str, sampling: Sampling) -> float:
@@ -114,7 +121,9 @@ class WanCheckpoint:
                 "rollout.guidance_scale instead and leave true_cfg_scale at 1"
             )
         if sampling.guidance_scale < 1:
-            raise ValueError(f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more")
+            raise ValueError(
+                f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more"
+            )
         self._check_second_scale(sampling.guidance_scale_2)
 
     def _check_first_frame(self, sampling: Sampling) -> None:
@@ -198,13 +207,19 @@ def _check_transformer(place: str, config: dict) -> None:
     missing = [key for key in _SIZES if config.get(key) is None]
     if missing:
         raise ValueError(f"{place}/config.json lacks {', '.join(missing)}; fetch it again")
-    if config.get("image_dim") or config.get("added_kv_proj_dim") or config["in_channels"] != config["out_channels"]:
+    if (
+        config.get("image_dim")
+        or config.get("added_kv_proj_dim")
+        or config["in_channels"] != config["out_channels"]
+    ):
         raise ValueError(
             f"{place} takes an image through layers or channels of its own (in_channels={config['in_channels']}, "
             f"out_channels={config['out_channels']}); use Wan2.2 TI2V-5B or T2V-A14B"
         )
     if tuple(config.get("patch_size", (1, PATCH, PATCH))) != (1, PATCH, PATCH):
-        raise ValueError(f"{place} has patch_size={config['patch_size']}; Wan2.2 has [1, {PATCH}, {PATCH}]")
+        raise ValueError(
+            f"{place} has patch_size={config['patch_size']}; Wan2.2 has [1, {PATCH}, {PATCH}]"
+        )
 
 
 def _flow_shift(folder: Path) -> float:

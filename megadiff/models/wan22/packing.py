@@ -32,11 +32,15 @@ class TokenGrid:
 
 def pack(latents_BCFHW: Tensor) -> Tensor:
     """[B, C, F, 2h, 2w] → [B, F·h·w, 4C]."""
-    patches = latents_BCFHW.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))  # [B, C, F, h, 2, w, 2]
+    patches = latents_BCFHW.unflatten(4, (-1, PATCH)).unflatten(
+        3, (-1, PATCH)
+    )  # [B, C, F, h, 2, w, 2]
     return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
 
 def unpack(latents_BLC: Tensor, grid: TokenGrid) -> Tensor:
     """The way back, [B, C, F, 2h, 2w]; L = grid.num_tokens."""
-    patches = latents_BLC.unflatten(2, (-1, PATCH, PATCH)).unflatten(1, (grid.frames, grid.rows, grid.columns))
+    patches = latents_BLC.unflatten(2, (-1, PATCH, PATCH)).unflatten(
+        1, (grid.frames, grid.rows, grid.columns)
+    )
     return patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)

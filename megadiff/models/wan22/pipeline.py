@@ -34,7 +34,9 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)
         self.checkpoint = WanCheckpoint.read(Path(od_config.model))
-        self.boundary_ratio = self.checkpoint.boundary_ratio  # vllm-omni takes 0.875 for every model
+        self.boundary_ratio = (
+            self.checkpoint.boundary_ratio
+        )  # vllm-omni takes 0.875 for every model
         self.policy_components = self.checkpoint.components
         self.set_progress_bar_config(disable=True)
 
@@ -44,7 +46,9 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         self._check_lengths(requests)
         token_shape = self.checkpoint.latents_shape(sampling)
         schedule = self.checkpoint.schedule(sampling.num_inference_steps)
-        return BatchSampler(requests, schedule=schedule, token_shape=token_shape, device=self.device)
+        return BatchSampler(
+            requests, schedule=schedule, token_shape=token_shape, device=self.device
+        )
 
     def draw(self, req: Any) -> DiffusionOutput:
         """The groups' videos, as _decoded has them."""
@@ -77,7 +81,9 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         images, place_P = distinct([request.first_frame for request in sampler.requests])
         shape = (1, 1, sampling.height, sampling.width, 3)
         latents = [
-            wan_vae.encode(self.vae, torch.frombuffer(bytearray(image), dtype=torch.uint8).view(shape))
+            wan_vae.encode(
+                self.vae, torch.frombuffer(bytearray(image), dtype=torch.uint8).view(shape)
+            )
             for image in images
         ]
         sampler.conditioning[FIRST_FRAME] = torch.cat(latents)[place_P.to(self.device)]
@@ -85,14 +91,18 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
     def _denoised(self, sampler: BatchSampler) -> Tensor:
         """Latents [N, C, F, H, W] at sigma 0. A step's velocity is the trainer's: the same function, expert and scale."""
         grid = self.checkpoint.grid(sampler.sampling)
-        conditioning = {name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()}
+        conditioning = {
+            name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
+        }
         latents_NLC = sampler.initial_latents()
         for sigma in sampler.schedule[:-1].tolist():
             component = self.checkpoint.component_of(sigma)
             velocity_NLC = wan_velocity(
                 getattr(self, component),
                 latents_NLC,
-                self.checkpoint.timestep(torch.full(latents_NLC.shape[:1], sigma, device=self.device)),
+                self.checkpoint.timestep(
+                    torch.full(latents_NLC.shape[:1], sigma, device=self.device)
+                ),
                 conditioning,
                 grid=grid,
                 guidance_scale=self.checkpoint.guidance_scale(component, sampler.sampling),
@@ -108,7 +118,9 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         mean, std = wan_vae.latent_statistics(vae, self.device)
         frames, height, width = latents_NCFHW.shape[2:]
         num_frames, side = frames * self.checkpoint.temporal, self.checkpoint.spatial
-        num_rows = DECODING.num_rows(self.device.type, num_frames=num_frames, height=height * side, width=width * side)
+        num_rows = DECODING.num_rows(
+            self.device.type, num_frames=num_frames, height=height * side, width=width * side
+        )
         rows = (latents_NCFHW.float() * std + mean).to(vae.dtype).split(num_rows)
         return torch.cat([_to_uint8(vae.decode(each, return_dict=False)[0]).cpu() for each in rows])
 

@@ -9,7 +9,9 @@ PLAN = ParallelPlan(
     rules=(
         Rule("patch_embedding", "replicated"),
         Rule("condition_embedder.*", "replicated"),
-        Rule("*scale_shift_table", "replicated"),  # one a block and one at the end: parameters, not layers
+        Rule(
+            "*scale_shift_table", "replicated"
+        ),  # one a block and one at the end: parameters, not layers
         Rule("blocks.*.norm2", "replicated"),
         Rule("blocks.*.attn[12].norm_[qk]", "across_heads_norm"),
         Rule("blocks.*.attn[12].to_[qkv]", "column"),
@@ -39,5 +41,7 @@ SERVED_NAMES = (
     ServedName(diffusers="attn2.to_out.0", served="attn2.to_out"),
     ServedName(diffusers="ffn.net.0.proj", served="ffn.net_0.proj"),
     ServedName(diffusers="ffn.net.2", served="ffn.net_2"),
-    ServedName(diffusers="", served="output_scale_shift_prepare"),  # its table is the transformer's own
+    ServedName(
+        diffusers="", served="output_scale_shift_prepare"
+    ),  # its table is the transformer's own
 )

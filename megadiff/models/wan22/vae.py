@@ -27,5 +27,7 @@ def encode(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
 
 def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """(mean, standard deviation), each [1, C, 1, 1, 1] float32."""
-    mean, std = (torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std")
+    )
     return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

@@ -12,7 +12,9 @@ from megadiff.diffusion.guidance import plain_cfg
 from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.wan22.packing import TokenGrid, pack, unpack
 
-TEXT_TOKENS = 512  # the text's width in every forward; beyond the prompt zeros, which the model attends to
+TEXT_TOKENS = (
+    512  # the text's width in every forward; beyond the prompt zeros, which the model attends to
+)
 
 
 def wan_velocity(
@@ -69,6 +71,8 @@ def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device)
     embeds_BTD, mask_BT = (conditioning[name].to(device, non_blocking=True) for name in names)
     num_tokens = embeds_BTD.shape[1]
     if num_tokens > TEXT_TOKENS:
-        raise ValueError(f"{names[0]} has {num_tokens} tokens, the model takes {TEXT_TOKENS}; shorten the prompt")
+        raise ValueError(
+            f"{names[0]} has {num_tokens} tokens, the model takes {TEXT_TOKENS}; shorten the prompt"
+        )
     embeds_BTD = embeds_BTD * mask_BT.to(embeds_BTD)[:, :, None]
     return functional.pad(embeds_BTD, (0, 0, 0, TEXT_TOKENS - num_tokens))

@@ -19,7 +19,15 @@ from megadiff.rollout.client.bounded_http import (
     Exchange,
     NoAnswer,
 )
-from megadiff.rollout.proof import REPLICA, TRAINER, check_token, is_loopback, is_valid, new_nonce, sign
+from megadiff.rollout.proof import (
+    REPLICA,
+    TRAINER,
+    check_token,
+    is_loopback,
+    is_valid,
+    new_nonce,
+    sign,
+)
 from megadiff.rollout.server.owner import RUN_HEADER
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.sync.bucket import BucketBody
@@ -44,7 +52,9 @@ class ReplicaError(RuntimeError):
     """A replica refused a request (status: its HTTP status), or did not answer (status None)."""
 
     def __init__(self, name: str, status: int | None, message: str) -> None:
-        super().__init__(f"{name}: {message}" if status is None else f"{name} answered {status}: {message}")
+        super().__init__(
+            f"{name}: {message}" if status is None else f"{name} answered {status}: {message}"
+        )
         self.name, self.status, self.message = name, status, message
 
 
@@ -116,7 +126,9 @@ class ReplicaClient:
         proof = sign(self._token, role=TRAINER, nonce=nonce, url=self.url) if self._token else ""
         answer = exchange("/rl/hello", json.dumps({"nonce": nonce, "proof": proof}).encode())
         if answer.status == 404:
-            raise NotProven(self.name, "it has no /rl/hello; start it with this version of megadiff")
+            raise NotProven(
+                self.name, "it has no /rl/hello; start it with this version of megadiff"
+            )
         if answer.status >= 400:
             raise NotProven(self.name, f"it refused the trainer's proof: {_message(answer)!r:.300}")
         value = _json(answer)
@@ -162,7 +174,11 @@ class ReplicaClient:
     ) -> None:
         """Opens a push; from here to the commit the replica does not generate. transport: how buckets come, if not as the
         bodies of requests."""
-        value = {"version": version, "manifest": manifest, "lora": dataclasses.asdict(lora) if lora else None}
+        value = {
+            "version": version,
+            "manifest": manifest,
+            "lora": dataclasses.asdict(lora) if lora else None,
+        }
         value["transport"] = transport or {"name": "http"}
         self._call("POST", "/rl/weights/begin", value=value)
 

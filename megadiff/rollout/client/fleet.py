@@ -24,7 +24,9 @@ T = TypeVar("T")
 POLL_S = 0.2
 GIVE_UP_S = 10.0  # after an owner's silence is over
 ALIVE_S = 15.0  # between two signs of life; rollout.owner has OWNER_SILENT_S
-CALLS_PER_REPLICA = 2  # one samples, the next waits at the replica, so that it never idles between calls
+CALLS_PER_REPLICA = (
+    2  # one samples, the next waits at the replica, so that it never idles between calls
+)
 
 
 class ReplicaDied(RuntimeError):
@@ -56,8 +58,12 @@ class Fleet:
         self.replicas, self.processes, self.logs = list(clients), list(processes), logs or {}
         self._load = {client.name: 0 for client in clients}
         self._lock = threading.Lock()
-        self._share = max(1, len(self.replicas) // num_ranks)  # of the replicas: what this rank would have alone
-        self._first_choice = rank * self._share % len(self.replicas)  # equal loads: ranks begin with different replicas
+        self._share = max(
+            1, len(self.replicas) // num_ranks
+        )  # of the replicas: what this rank would have alone
+        self._first_choice = (
+            rank * self._share % len(self.replicas)
+        )  # equal loads: ranks begin with different replicas
         self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
         if holds_replicas:
             threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
@@ -105,7 +111,10 @@ class Fleet:
         sizes = [len(requests[index].sample_indices) for index in order]
         cuts = calls(sizes, batch_size=self.batch_size, num_replicas=self._share)
         batches = [[order[place] for place in cut] for cut in cuts]
-        futures = {self._pool.submit(self._one, [requests[index] for index in batch]): batch for batch in batches}
+        futures = {
+            self._pool.submit(self._one, [requests[index] for index in batch]): batch
+            for batch in batches
+        }
         pending: set[Future[list[RolloutGroup]]] = set(futures)
         try:
             while pending:
@@ -160,10 +169,14 @@ class Fleet:
         except ReplicaError as error:
             if error.status is not None:
                 raise
-            time.sleep(POLL_S)  # the connection broke: give a dying process the moment it needs to be seen dead
+            time.sleep(
+                POLL_S
+            )  # the connection broke: give a dying process the moment it needs to be seen dead
             self.check_alive()
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
-            raise ReplicaDied(f"{client.name} at {client.url} does not answer: {error}\n{tail}") from error
+            raise ReplicaDied(
+                f"{client.name} at {client.url} does not answer: {error}\n{tail}"
+            ) from error
 
 
 def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> list[range]:
@@ -178,7 +191,9 @@ def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> 
     num_groups, most = len(group_sizes), max(1, batch_size // max(group_sizes))
     rounds = math.ceil(num_groups / (most * num_replicas))
     per_call = math.ceil(num_groups / (rounds * num_replicas))
-    return [range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)]
+    return [
+        range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)
+    ]
 
 
 class WeightTarget:
@@ -191,7 +206,12 @@ class WeightTarget:
         return self._call(self._client, ReplicaClient.weights_places)
 
     def weights_begin(
-        self, version: int, manifest: Manifest, *, lora: LoraSpec | None, transport: Mapping[str, Any]
+        self,
+        version: int,
+        manifest: Manifest,
+        *,
+        lora: LoraSpec | None,
+        transport: Mapping[str, Any],
     ) -> None:
         """Open a push; waits for a replica of a run that may be gone, as one that was killed is."""
         begin = partial(ReplicaClient.weights_begin, lora=lora, transport=transport)

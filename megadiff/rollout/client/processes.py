@@ -75,10 +75,12 @@ class ReplicaProcess:
         code = self.process.poll()
         if code is None:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return (
-            f"{self.spec.name} (pid {self.process.pid}) {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
         )
+        return f"{self.spec.name} (pid {self.process.pid}) {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}"
 
     def stop(self) -> None:
         """SIGTERM to the group, SIGKILL after a grace period; returns when it is gone."""
@@ -89,7 +91,9 @@ class ReplicaProcess:
             except subprocess.TimeoutExpired:
                 continue
             break
-        _signal_group(self.process.pid, signal.SIGKILL)  # what the leader may have left in its group
+        _signal_group(
+            self.process.pid, signal.SIGKILL
+        )  # what the leader may have left in its group
 
 
 def environment_token() -> str | None:
@@ -121,7 +125,9 @@ def replica_environment(spec: ReplicaSpec, *, token: str | None = None) -> dict[
 
     The token travels here and not as an argument: every user of the machine can read those.
     """
-    kept = {name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)}
+    kept = {
+        name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)
+    }
     gpu = {"CUDA_VISIBLE_DEVICES": ",".join(map(visible_gpu, spec.gpus))} if spec.gpus else {}
     secret = {TOKEN_VARIABLE: token} if token else {}
     return {**kept, "OMP_NUM_THREADS": str(spec.num_threads), **gpu, **secret}

@@ -262,7 +262,9 @@ class _Wait:
             taken[claim.url] = claim.path
             healthy.append({**claim.entry, "health": visit.health})
         # Those of another run come last: it may be at work with them.
-        return sorted(healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run))
+        return sorted(
+            healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run)
+        )
 
     def _warn_of_writers(self) -> None:
         try:

@@ -45,11 +45,17 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
     found: dict[str, str] = {}
     await replica.weights_begin(stored.version, stored.manifest, stored.lora, {"name": "disk"})
     for path in stored.files:
-        tensors = {name: tensor for name, tensor in load_file(path).items() if name in stored.manifest}
+        tensors = {
+            name: tensor for name, tensor in load_file(path).items() if name in stored.manifest
+        }
         found |= await asyncio.to_thread(fingerprints, tensors)
         await asyncio.to_thread(ledger.add, list(tensors.items()))
-        await replica.weights_bucket_at({"transport": "disk", "file": f"{path.parent.name}/{path.name}"})
+        await replica.weights_bucket_at(
+            {"transport": "disk", "file": f"{path.parent.name}/{path.name}"}
+        )
     torn = sorted(name for name, value in stored.fingerprints.items() if found.get(name) != value)
     if torn:
-        raise ValueError(f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; the folder is torn")
+        raise ValueError(
+            f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; the folder is torn"
+        )
     CommitCheck(stored.version, ledger)(replica, await replica.weights_commit(stored.version))

@@ -38,7 +38,9 @@ def deliver_late_outputs(executor: type) -> None:
     def wait_output_ready(self: Any, async_output_id: str) -> Future:
         with self._futures_lock:
             if not isinstance(self._completed_outputs, CompletedOutputs):
-                self._completed_outputs = CompletedOutputs(self._output_futures, self._completed_outputs)
+                self._completed_outputs = CompletedOutputs(
+                    self._output_futures, self._completed_outputs
+                )
         return stock(self, async_output_id)
 
     executor.wait_output_ready = wait_output_ready

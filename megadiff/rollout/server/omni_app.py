@@ -50,11 +50,15 @@ def check_versions() -> str:
     except PackageNotFoundError:
         raise ValueError("vllm-omni is not installed; run ./launch/setup.sh") from None
     if _minor(omni) not in TESTED:
-        raise ValueError(f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; run ./launch/setup.sh")
+        raise ValueError(
+            f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; run ./launch/setup.sh"
+        )
     import vllm
 
     if _minor(vllm.__version__) != _minor(omni):
-        raise ValueError(f"vllm {vllm.__version__} beside vllm-omni {omni}: their minor versions must match")
+        raise ValueError(
+            f"vllm {vllm.__version__} beside vllm-omni {omni}: their minor versions must match"
+        )
     return omni
 
 
@@ -133,7 +137,9 @@ def _server_arguments(config: EngineConfig) -> Any:
     subparsers = parser.add_subparsers(dest="subparser")
     for command in cmd_init():
         command.subparser_init(subparsers).set_defaults(dispatch_function=command.cmd)
-    arguments = parser.parse_args(["serve", str(config.model), "--omni", "--served-model-name", config.name])
+    arguments = parser.parse_args(
+        ["serve", str(config.model), "--omni", "--served-model-name", config.name]
+    )
     arguments.model = str(config.model)
     return arguments
 

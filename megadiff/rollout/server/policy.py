@@ -36,7 +36,9 @@ class PolicyState:
         self.pending_version: int | None = None
         self.num_pushes = 0  # that have begun: a bucket belongs to one of them
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
-        self._holds_all = False  # every base weight was pushed and kept, and nothing was broken off since
+        self._holds_all = (
+            False  # every base weight was pushed and kept, and nothing was broken off since
+        )
         self._pending: Manifest = {}
         self._received: set[str] = set()
 
@@ -51,7 +53,10 @@ class PolicyState:
         if self.state == "asleep":
             raise Refused(409, "the replica is asleep and holds no weights; push all of them")
         if asked_version not in (None, self.version):
-            raise Refused(409, f"policy_version {asked_version} was asked for, this replica holds {self.version}")
+            raise Refused(
+                409,
+                f"policy_version {asked_version} was asked for, this replica holds {self.version}",
+            )
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
         """Enter updating. Raises Refused when a part is left out that is not held (409), or for tensors that this pipeline
@@ -98,10 +103,15 @@ class PolicyState:
         """Raises Refused when no push is open or another version is (409), or when tensors did not arrive (400)."""
         self._require_updating()
         if version != self.pending_version:
-            raise Refused(409, f"commit of version {version}, but the push that is open is {self.pending_version}")
+            raise Refused(
+                409,
+                f"commit of version {version}, but the push that is open is {self.pending_version}",
+            )
         difference = name_difference(set(self._pending), self._received)
         if difference:
-            raise Refused(400, f"commit of version {version} before all tensors came: {difference}; send them")
+            raise Refused(
+                400, f"commit of version {version} before all tensors came: {difference}; send them"
+            )
 
     def commit(self, *, keeps_base: bool = True) -> None:
         """The pending version is the policy. keeps_base: whether the base weights are held as they came, so that a later push
@@ -129,7 +139,10 @@ class PolicyState:
             expected = whole.get(part, set())
             difference = name_difference(expected, found)
             if difference:
-                raise Refused(400, f"the manifest differs from the {len(expected)} tensors of {part}: {difference}")
+                raise Refused(
+                    400,
+                    f"the manifest differs from the {len(expected)} tensors of {part}: {difference}",
+                )
         for name, row in manifest.items():
             _check_same(name, row, known[name])
         return set(whole)
@@ -140,10 +153,15 @@ class PolicyState:
 
     def _require_updating(self) -> None:
         if self.state != "updating":
-            raise Refused(409, f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin first")
+            raise Refused(
+                409,
+                f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin first",
+            )
 
 
 def _check_same(name: str, row: dict[str, Any], expected: dict[str, object]) -> None:
     # JSON's 128.0 and true equal integers, and would be no shape further on
     if row != expected or any(type(size) is not int for size in row["shape"]):
-        raise Refused(400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape")
+        raise Refused(
+            400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape"
+        )

@@ -146,7 +146,9 @@ class Replica:
     ) -> None:
         """Refuse new generation, wait until the requests in flight are done, and make ready for how buckets come."""
         if transport.get("name") not in TRANSPORTS:
-            raise ValueError(f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}")
+            raise ValueError(
+                f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}"
+            )
         self.owner.check_begin(run)
         async with self._weights_lock:
             self.owner.check_begin(run)  # another run may have been before in the queue
@@ -169,7 +171,9 @@ class Replica:
             await self._receive(receive, path, run)
             async with self._weights_lock:
                 self.policy.check_push(push)
-                return await self._load(file_manifest(path), {"transport": "file", "path": str(path)})
+                return await self._load(
+                    file_manifest(path), {"transport": "file", "path": str(path)}
+                )
 
     async def weights_bucket_at(self, source: object, *, run: str | None = None) -> list[str]:
         """Loads the tensors of a bucket that lies elsewhere; returns their names. Raises Refused or ValueError."""
@@ -262,7 +266,9 @@ class Replica:
             height=sampling.height,
             width=sampling.width,
             num_inference_steps=sampling.num_inference_steps,
-            true_cfg_scale=max(1.0, sampling.true_cfg_scale),  # vllm-omni takes 0 for "not given" and then uses 4
+            true_cfg_scale=max(
+                1.0, sampling.true_cfg_scale
+            ),  # vllm-omni takes 0 for "not given" and then uses 4
             num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
             extra_args={
                 REQUESTS_KEY: tuple(map(_without_fields, requests)),

@@ -10,10 +10,14 @@ from megadiff.diffusion.sde import NOISE_SCALES
 from megadiff.rollout.limits import Limits
 from megadiff.types import DTYPES, RolloutRequest, Sampling
 
-ModelRule = Callable[[Sampling], None]  # ModelAdapter.validate: what the model cannot sample is its ValueError
+ModelRule = Callable[
+    [Sampling], None
+]  # ModelAdapter.validate: what the model cannot sample is its ValueError
 
 
-def check_requests(requests: Sequence[RolloutRequest], limits: Limits, model_rule: ModelRule) -> None:
+def check_requests(
+    requests: Sequence[RolloutRequest], limits: Limits, model_rule: ModelRule
+) -> None:
     """Raises ValueError unless all can be sampled in one batch; a fault of one request names its place and prompt."""
     if not requests:
         raise ValueError("the list of requests is empty; send at least one")
@@ -21,7 +25,9 @@ def check_requests(requests: Sequence[RolloutRequest], limits: Limits, model_rul
         try:
             check_request(request, limits, model_rule)
         except ValueError as error:
-            raise ValueError(f"requests[{place}] (prompt {request.prompt.id[:64]}): {error}") from None
+            raise ValueError(
+                f"requests[{place}] (prompt {request.prompt.id[:64]}): {error}"
+            ) from None
         _check_same_sampling(place, request.sampling, requests[0].sampling)
     num_samples = sum(len(request.sample_indices) for request in requests)
     if num_samples > limits.batch_size:
@@ -43,9 +49,16 @@ def _check_same_sampling(place: int, sampling: Sampling, first: Sampling) -> Non
 def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule) -> None:
     """Raises ValueError for the first rule that the request breaks."""
     sampling = request.sampling
-    for name, text in (("prompt", request.prompt.text), ("negative prompt", request.prompt.negative_text)):
+    for name, text in (
+        ("prompt", request.prompt.text),
+        ("negative prompt", request.prompt.negative_text),
+    ):
         _check_text(name, text, limits.prompt_chars)
-    for name, limit in (("height", limits.side), ("width", limits.side), ("num_frames", limits.num_frames)):
+    for name, limit in (
+        ("height", limits.side),
+        ("width", limits.side),
+        ("num_frames", limits.num_frames),
+    ):
         if not 0 < getattr(sampling, name) <= limit:
             raise ValueError(f"{name}={getattr(sampling, name)} must be positive, at most {limit}")
     num_pixels = sampling.height * sampling.width * sampling.num_frames
@@ -70,7 +83,9 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
 
 def _check_text(name: str, text: str, max_chars: int) -> None:
     if len(text) > max_chars:
-        raise ValueError(f"the {name} has {len(text)} characters, at most {max_chars} are taken; shorten it")
+        raise ValueError(
+            f"the {name} has {len(text)} characters, at most {max_chars} are taken; shorten it"
+        )
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(f"the {name} holds a lone surrogate, which is no Unicode text; remove it")
 
@@ -91,15 +106,21 @@ def _check_sde(request: RolloutRequest) -> None:
     if sampling.sde_type not in NOISE_SCALES:
         raise ValueError(f"sde_type={sampling.sde_type!r} is not one of {', '.join(NOISE_SCALES)}")
     if sampling.latents_dtype not in DTYPES:
-        raise ValueError(f"latents_dtype={sampling.latents_dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"latents_dtype={sampling.latents_dtype!r} is not one of {', '.join(DTYPES)}"
+        )
     if sampling.sde_type == "ode" or not sampling.sde_window_size:
         return
     if not sampling.eta:
-        raise ValueError(f"eta=0 with sde_type={sampling.sde_type}: a stochastic step needs noise; set eta>0 or ode")
+        raise ValueError(
+            f"eta=0 with sde_type={sampling.sde_type}: a stochastic step needs noise; set eta>0 or ode"
+        )
     if sampling.sde_type == "flow_cps" and sampling.eta > 1:
         raise ValueError(f"eta={sampling.eta} with sde_type=flow_cps must be at most 1")
     check_window(
-        sampling.num_inference_steps, window_size=sampling.sde_window_size, window_range=sampling.sde_window_range
+        sampling.num_inference_steps,
+        window_size=sampling.sde_window_size,
+        window_range=sampling.sde_window_range,
     )
 
 
@@ -107,4 +128,6 @@ def _check_samples(sample_indices: tuple[int, ...], group_size: int) -> None:
     if not 1 <= len(sample_indices) <= group_size:
         raise ValueError(f"{len(sample_indices)} sample_indices; a group has 1 to {group_size}")
     if len(set(sample_indices)) != len(sample_indices):
-        raise ValueError(f"sample_indices={list(sample_indices)} holds an index twice; each sample has its own noise")
+        raise ValueError(
+            f"sample_indices={list(sample_indices)} holds an index twice; each sample has its own noise"
+        )

@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # imports torch
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight
-KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection, or a request may meet one that closes
+KEEP_ALIVE_S = (
+    600  # longer than any client keeps an idle connection, or a request may meet one that closes
+)
 ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
 EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
 
@@ -67,8 +69,13 @@ def serve(config: ServeConfig) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(config.host, config.token)
     listener = bind(config.host, config.port)
-    config = replace(config, name=config.name or f"{socket.gethostname()}-{listener.getsockname()[1]}")
-    from megadiff.models.registry import build_adapter, check_model_folder  # imports torch: a taken port is told before
+    config = replace(
+        config, name=config.name or f"{socket.gethostname()}-{listener.getsockname()[1]}"
+    )
+    from megadiff.models.registry import (
+        build_adapter,
+        check_model_folder,
+    )  # imports torch: a taken port is told before
     from megadiff.process.allocator import grow_segments
 
     grow_segments()
@@ -129,7 +136,9 @@ def check_device(device: str) -> None:
 
     built_for = current_platform.device_type or "no device that it found"
     if device != "auto" and device != built_for:
-        raise ValueError(f"--device {device}, but the installed vLLM runs on {built_for}; use --device auto")
+        raise ValueError(
+            f"--device {device}, but the installed vLLM runs on {built_for}; use --device auto"
+        )
 
 
 def check_tensor_parallel(config: ServeConfig, *, num_heads: int) -> None:
@@ -141,13 +150,17 @@ def check_tensor_parallel(config: ServeConfig, *, num_heads: int) -> None:
             f"--tp {config.tp} does not divide the model's {num_heads} attention heads; give a divisor of {num_heads}"
         )
     if torch.cuda.is_available() and config.tp > torch.cuda.device_count():
-        raise ValueError(f"--tp {config.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that")
+        raise ValueError(
+            f"--tp {config.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
+        )
 
 
 def check_fp8(config: ServeConfig) -> None:
     """Raises ValueError for --fp8 beside weights that are not bfloat16, and for --fp8-in-place alone."""
     if config.fp8_in_place and not config.fp8:
-        raise ValueError("--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither")
+        raise ValueError(
+            "--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither"
+        )
     if config.fp8 and config.dtype != "bfloat16":
         raise ValueError(
             f"--fp8 multiplies copies of bfloat16 weights, but --dtype is {config.dtype}; give --dtype bfloat16"
@@ -160,7 +173,9 @@ def bind(host: str, port: int) -> socket.socket:
     Raises ValueError when the port is taken or the address is not this machine's.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # accepted connections inherit these: a client's host that vanished has left a minute later
@@ -171,7 +186,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"port {port} on {host} is in use; give another --port, or 0 for any free one") from None
+            raise ValueError(
+                f"port {port} on {host} is in use; give another --port, or 0 for any free one"
+            ) from None
         raise ValueError(f"cannot listen on {host} port {port}: {error}") from None
     return listener
 
@@ -192,7 +209,13 @@ async def _serve(
     import uvicorn
 
     from megadiff.rollout.server.late_join import load_newest
-    from megadiff.rollout.server.omni_app import EngineConfig, build_app, build_engine, call_worker, check_versions
+    from megadiff.rollout.server.omni_app import (
+        EngineConfig,
+        build_app,
+        build_engine,
+        call_worker,
+        check_versions,
+    )
     from megadiff.rollout.server.punctual import PunctualProtocol
     from megadiff.rollout.server.replica import Replica
     from megadiff.rollout.server.routes import replica_app
@@ -241,7 +264,9 @@ async def _serve(
             )
         )
         freeze_startup_objects()
-        logger.info("%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version)
+        logger.info(
+            "%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):
             await asyncio.sleep(0.02)
@@ -272,7 +297,9 @@ class Announcement:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path.parent, suffix=".tmp", delete=False
+        ) as file:
             json.dump(self.entry, file)
         os.replace(file.name, self.path)  # readers see a whole file or none
 

@@ -70,13 +70,17 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if custom_pipeline_args.get("float32_streams"):
             self._keep_streams_in_float32()
         if custom_pipeline_args.get("fp8"):
-            self._fp8 = Fp8Linears(self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"])
+            self._fp8 = Fp8Linears(
+                self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"]
+            )
             self.trim()
         freeze_startup_objects()
 
     def init_lora_manager(self) -> None:
         """In place of vllm-omni's own manager, by which each request chooses its adapter or none."""
-        self.lora_manager = PolicyLora(self.model_runner.pipeline, device=self.device, dtype=self.od_config.dtype)
+        self.lora_manager = PolicyLora(
+            self.model_runner.pipeline, device=self.device, dtype=self.od_config.dtype
+        )
 
     def policy_manifest(self) -> Manifest:
         """Every base tensor, in full: diffusers name → dtype and shape.
@@ -84,12 +88,19 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         Raises ValueError when the pipeline's tensors are not those of the model folder.
         """
         pipeline, views = self.model_runner.pipeline, self._shapes()
-        manifest = folder_manifest(Path(pipeline.od_config.model), pipeline.policy_components, dtype="float32")
+        manifest = folder_manifest(
+            Path(pipeline.od_config.model), pipeline.policy_components, dtype="float32"
+        )
         difference = views.keys() ^ manifest.keys()
         if difference:
-            raise ValueError(f"{sorted(difference)[:5]} are in the pipeline or in the model folder, not in both")
+            raise ValueError(
+                f"{sorted(difference)[:5]} are in the pipeline or in the model folder, not in both"
+            )
         return {
-            name: {"dtype": str(view.dtype).removeprefix("torch."), "shape": manifest[name]["shape"]}
+            name: {
+                "dtype": str(view.dtype).removeprefix("torch."),
+                "shape": manifest[name]["shape"],
+            }
             for name, view in views.items()
         }
 
@@ -100,7 +111,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         views = {name: list(view.shape) for name, view in self._shapes().items()}
         boxes = worker_boxes(shapes, views, rank=rank, size=size)
         return self._gathered(
-            {"host": host_name(), "device": device_name(self.model_runner.pipeline.device), "boxes": boxes}
+            {
+                "host": host_name(),
+                "device": device_name(self.model_runner.pipeline.device),
+                "boxes": boxes,
+            }
         )
 
     def begin_push(self, transport: dict[str, Any]) -> None:
@@ -117,7 +132,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         with suppress(Exception):  # what the loader says of weights that did not all come
             self._close_feed()
         if self._receiver is None:
-            self._receiver = Receiver(self.model_runner.pipeline.device, worker=_tensor_parallel()[0])
+            self._receiver = Receiver(
+                self.model_runner.pipeline.device, worker=_tensor_parallel()[0]
+            )
         self._receiver.begin(transport)
 
     def load_bucket(self, source: dict[str, Any]) -> None:
@@ -177,7 +194,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             )
         places = self._places()
         prints = fingerprints(self._views() | self.lora_manager.used(places=places))
-        return self._gathered({"fingerprints": prints, "bound_modules": self.lora_manager.bound_modules(places=places)})
+        return self._gathered(
+            {
+                "fingerprints": prints,
+                "bound_modules": self.lora_manager.bound_modules(places=places),
+            }
+        )
 
     def _load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
         """One call of the loader takes all buckets of a push: it ends before LoRA wraps other layers."""
@@ -232,15 +254,24 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         pipeline = self.model_runner.pipeline
         adapter = build_adapter(Path(pipeline.od_config.model))
         for component in pipeline.policy_components:
-            adapter.keep_streams_in_float32(pipeline.get_submodule(component), pipeline.od_config.dtype)
+            adapter.keep_streams_in_float32(
+                pipeline.get_submodule(component), pipeline.od_config.dtype
+            )
 
     def _fp8_layers(self) -> dict[str, nn.Module]:
         """Served name → layer, of the linears whose products FP8 takes over."""
         pipeline, places, layers = self.model_runner.pipeline, self._places(), {}
         plan = build_adapter(Path(pipeline.od_config.model)).plan
         for component in pipeline.policy_components:
-            names = [name.removeprefix(f"{component}.") for name in places if name.startswith(f"{component}.")]
-            served = {module_of(places[f"{component}.{name}"].parameter) for name in fp8_targets(names, plan)}
+            names = [
+                name.removeprefix(f"{component}.")
+                for name in places
+                if name.startswith(f"{component}.")
+            ]
+            served = {
+                module_of(places[f"{component}.{name}"].parameter)
+                for name in fp8_targets(names, plan)
+            }
             layers |= {name: pipeline.get_submodule(name) for name in sorted(served)}
         return layers
 
@@ -255,15 +286,24 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def _shapes(self) -> dict[str, Tensor]:
         """As _views(), without memory: weights need not have any at the moment."""
-        return self._served({name: torch.empty_like(one, device="meta") for name, one in self._parameters().items()})
+        return self._served(
+            {name: torch.empty_like(one, device="meta") for name, one in self._parameters().items()}
+        )
 
     def _served(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: served_view(place, parameters=parameters) for name, place in self._places().items()}
+        return {
+            name: served_view(place, parameters=parameters)
+            for name, place in self._places().items()
+        }
 
     def _parameters(self) -> dict[str, Tensor]:
         """The base weights as vllm-omni packs them, under the names that they have while LoRA wraps nothing."""
         named = self.model_runner.pipeline.named_parameters()
-        return {plain_name(name): tensor for name, tensor in named if name.startswith(self._policy_prefixes)}
+        return {
+            plain_name(name): tensor
+            for name, tensor in named
+            if name.startswith(self._policy_prefixes)
+        }
 
     def _constant_parameters(self) -> list[Tensor]:
         """Of all components that no push reaches: text encoder, VAE, and so on."""

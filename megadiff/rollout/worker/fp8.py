@@ -35,8 +35,12 @@ class Fp8Linears:
         self._copies: list[FreedWeights] = []
         for name, layer in layers.items():
             _check(name, layer.weight)
-            layer.register_buffer("fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False)
-            scale = torch.empty(1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device)
+            layer.register_buffer(
+                "fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False
+            )
+            scale = torch.empty(
+                1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device
+            )
             layer.register_buffer("fp8_scale", scale, persistent=False)
             layer.quant_method = _Fp8Method()
             self._weights.append(FreedWeights([layer.weight]))
@@ -77,10 +81,14 @@ class _Fp8Method:
         return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
 
 
-def fp8_linear(x: Tensor, weight_ON: Tensor, scale_1O: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(
+    x: Tensor, weight_ON: Tensor, scale_1O: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """x: [..., N] bfloat16; weight_ON: [O, N] e4m3; scale_1O: [1, O] float32, of its rows. Returns [..., O] bfloat16."""
     quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-    y = torch._scaled_mm(quantized, weight_ON.T, scale_a=scale, scale_b=scale_1O, out_dtype=torch.bfloat16)
+    y = torch._scaled_mm(
+        quantized, weight_ON.T, scale_a=scale, scale_b=scale_1O, out_dtype=torch.bfloat16
+    )
     y = y.unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
 
@@ -104,10 +112,14 @@ def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
 
 def _check(name: str, weight: Tensor) -> None:
     if weight.dtype != torch.bfloat16:
-        raise ValueError(f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set model.dtype=bfloat16")
+        raise ValueError(
+            f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set model.dtype=bfloat16"
+        )
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < CAPABILITY:
         major, minor = torch.cuda.get_device_capability(weight.device)
-        raise ValueError(f"FP8 products need a GPU of compute capability 8.9 or more, this one has {major}.{minor}")
+        raise ValueError(
+            f"FP8 products need a GPU of compute capability 8.9 or more, this one has {major}.{minor}"
+        )
     if any(size % MULTIPLE for size in weight.shape):
         raise ValueError(
             f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is {tuple(weight.shape)}; set "

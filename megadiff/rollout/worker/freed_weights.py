@@ -46,7 +46,9 @@ class ParkedWeights:
         """Copies them: as much host memory as they take on the device is in use from here on."""
         self._storages = [storage for storage in _storages(tensors) if storage.resizable()]
         self.device = self._storages[0].device if self._storages else torch.device("cpu")
-        self._copies = _empty_pieces([storage.nbytes() for storage in self._storages], lock=self.device.type == "cuda")
+        self._copies = _empty_pieces(
+            [storage.nbytes() for storage in self._storages], lock=self.device.type == "cuda"
+        )
         for copy, storage in zip(self._copies, self._storages, strict=True):
             copy.copy_(_bytes_of(storage))
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -65,7 +67,9 @@ class ParkedWeights:
         """Starts the way back of what is parked. Raises torch.OutOfMemoryError when the device has no room; it may be called
         again then."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # whose memory it may get
+            self._stream.wait_stream(
+                torch.cuda.current_stream(self.device)
+            )  # whose memory it may get
         with torch.cuda.stream(self._stream):
             for copy, storage in zip(self._copies, self._storages, strict=True):
                 if storage.nbytes() == 0:

@@ -67,11 +67,17 @@ class PolicyLora(DiffusionLoRAManager):
         bound, self.spec = self.spec, None
         try:
             brought = {_component(name) for name in pushed}
-            kept = set(self.pipeline.policy_components) - brought if spec and spec == bound else set()
+            kept = (
+                set(self.pipeline.policy_components) - brought if spec and spec == bound else set()
+            )
             self._reset_layers(but_of=kept)
             if spec is not None:
                 modules = self._module_places(spec, places)
-                self._bind(spec, pushed, {name: at for name, at in modules.items() if _component(name) not in kept})
+                self._bind(
+                    spec,
+                    pushed,
+                    {name: at for name, at in modules.items() if _component(name) not in kept},
+                )
         except Exception:
             self._reset_layers()
             raise
@@ -108,10 +114,16 @@ class PolicyLora(DiffusionLoRAManager):
             and layer._diffusion_lora_active_slices[place.shard]
         )
 
-    def _bind(self, spec: LoraSpec, pushed: Mapping[str, Tensor], modules: Mapping[str, ServedPlace]) -> None:
-        difference = name_difference({name + suffix for name in modules for suffix in (LORA_A, LORA_B)}, set(pushed))
+    def _bind(
+        self, spec: LoraSpec, pushed: Mapping[str, Tensor], modules: Mapping[str, ServedPlace]
+    ) -> None:
+        difference = name_difference(
+            {name + suffix for name in modules for suffix in (LORA_A, LORA_B)}, set(pushed)
+        )
         if difference:
-            raise ValueError(f"the LoRA tensors pushed are not those of its {len(modules)} modules: {difference}")
+            raise ValueError(
+                f"the LoRA tensors pushed are not those of its {len(modules)} modules: {difference}"
+            )
         if not modules:
             return
         self._wrap(spec, modules)
@@ -125,13 +137,21 @@ class PolicyLora(DiffusionLoRAManager):
             if layer.n_slices == 1:
                 layer.set_lora(SLOT, *of_shard[0])
             else:
-                columns = zip(*(of_shard.get(shard, (None, None)) for shard in range(layer.n_slices)), strict=True)
+                columns = zip(
+                    *(of_shard.get(shard, (None, None)) for shard in range(layer.n_slices)),
+                    strict=True,
+                )
                 layer.set_lora(SLOT, *map(list, columns))
 
-    def _check_shapes(self, name: str, place: ServedPlace, spec: LoraSpec, pushed: Mapping[str, Tensor]) -> None:
+    def _check_shapes(
+        self, name: str, place: ServedPlace, spec: LoraSpec, pushed: Mapping[str, Tensor]
+    ) -> None:
         base = self._lora_modules[place.parameter].base_layer
         num_outputs = base.output_size if place.num_shards == 1 else base.output_sizes[place.shard]
-        for suffix, shape in ((LORA_A, (spec.rank, base.input_size)), (LORA_B, (num_outputs, spec.rank))):
+        for suffix, shape in (
+            (LORA_A, (spec.rank, base.input_size)),
+            (LORA_B, (num_outputs, spec.rank)),
+        ):
             tensor = pushed[name + suffix]
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
                 raise ValueError(
@@ -143,12 +163,18 @@ class PolicyLora(DiffusionLoRAManager):
         """Wraps the layers of the modules, where they are not yet, with buffers of the adapter's rank."""
         served = sorted({place.parameter for place in modules.values()})
         names = "|".join(map(re.escape, served))
-        if any(layer.lora_a_stacked[0].shape[2] != spec.rank for layer in self._lora_modules.values()):
+        if any(
+            layer.lora_a_stacked[0].shape[2] != spec.rank for layer in self._lora_modules.values()
+        ):
             self._max_lora_rank = 0  # has the manager make all buffers anew, smaller ones too
-        self._replace_layers_with_lora(PEFTHelper(r=spec.rank, lora_alpha=spec.rank, target_modules=f"^(?:{names})$"))
+        self._replace_layers_with_lora(
+            PEFTHelper(r=spec.rank, lora_alpha=spec.rank, target_modules=f"^(?:{names})$")
+        )
         unwrapped = [name for name in served if name not in self._lora_modules]
         if unwrapped:
-            raise ValueError(f"vllm-omni cannot wrap {len(unwrapped)} modules with LoRA: {', '.join(unwrapped[:5])}")
+            raise ValueError(
+                f"vllm-omni cannot wrap {len(unwrapped)} modules with LoRA: {', '.join(unwrapped[:5])}"
+            )
         for name, place in modules.items():
             num_slices = self._lora_modules[place.parameter].n_slices
             if num_slices != place.num_shards:
@@ -157,22 +183,32 @@ class PolicyLora(DiffusionLoRAManager):
                     f"{num_slices}; correct the model's served names"
                 )
         for layer in self._lora_modules.values():  # vLLM rounds ranks up
-            layer.lora_a_stacked = tuple(a[:, :, : spec.rank].contiguous() for a in layer.lora_a_stacked)
-            layer.lora_b_stacked = tuple(b[..., : spec.rank].contiguous() for b in layer.lora_b_stacked)
+            layer.lora_a_stacked = tuple(
+                a[:, :, : spec.rank].contiguous() for a in layer.lora_a_stacked
+            )
+            layer.lora_b_stacked = tuple(
+                b[..., : spec.rank].contiguous() for b in layer.lora_b_stacked
+            )
 
     def _reset_layers(self, *, but_of: Collection[str] = ()) -> None:
         for name, layer in self._lora_modules.items():
             if _component(name) not in but_of:
                 layer.reset_lora(SLOT)
 
-    def _module_places(self, spec: LoraSpec, places: Mapping[str, ServedPlace]) -> dict[str, ServedPlace]:
+    def _module_places(
+        self, spec: LoraSpec, places: Mapping[str, ServedPlace]
+    ) -> dict[str, ServedPlace]:
         """Module name with its component, of every component that has it → where it lives; `parameter` is a module's name
         here. Raises ValueError for modules that none of the pipeline's components has."""
         components = self.pipeline.policy_components
         found: dict[str, ServedPlace] = {}
         wrong = []
         for module in spec.modules:
-            names = [f"{component}.{module}" for component in components if f"{component}.{module}.weight" in places]
+            names = [
+                f"{component}.{module}"
+                for component in components
+                if f"{component}.{module}.weight" in places
+            ]
             found |= {name: places[f"{name}.weight"] for name in names}
             wrong += [] if names else [module]
         if wrong:
@@ -180,7 +216,9 @@ class PolicyLora(DiffusionLoRAManager):
                 f"{len(wrong)} LoRA modules are in none of the replica's {' and '.join(components)}: {', '.join(wrong[:5])}"
             )
         return {
-            name: ServedPlace(parameter=module_of(place.parameter), shard=place.shard, num_shards=place.num_shards)
+            name: ServedPlace(
+                parameter=module_of(place.parameter), shard=place.shard, num_shards=place.num_shards
+            )
             for name, place in found.items()
         }
 

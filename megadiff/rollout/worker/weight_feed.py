@@ -24,13 +24,18 @@ class WeightFeed:
         self._load, self._device = load, device
         self._given: SimpleQueue[Pairs | None] = SimpleQueue()
         self._ended = False  # whether the loader took all, of all buckets
-        self._answers: SimpleQueue[BaseException | None] = SimpleQueue()  # None: took all that was given
+        self._answers: SimpleQueue[BaseException | None] = (
+            SimpleQueue()
+        )  # None: took all that was given
         self._thread: threading.Thread | None = None
 
     def give(self, pairs: Pairs) -> None:
         """Returns when all of them are loaded. Raises what the loader or the iterator raises; the next call starts anew."""
         if self._thread is None:
-            self._given, self._ended = SimpleQueue(), False  # without what a loader that failed left there
+            self._given, self._ended = (
+                SimpleQueue(),
+                False,
+            )  # without what a loader that failed left there
             self._thread = threading.Thread(target=self._run, name="weight-feed", daemon=True)
             self._thread.start()
         self._given.put(pairs)
@@ -56,7 +61,11 @@ class WeightFeed:
                 torch.cuda.set_device(self._device)  # of this thread
             with torch.no_grad():
                 self._load(self._pairs())
-            error = None if self._ended else RuntimeError("the loader stopped before it had taken all tensors")
+            error = (
+                None
+                if self._ended
+                else RuntimeError("the loader stopped before it had taken all tensors")
+            )
         except BaseException as failure:
             error = failure
         self._answers.put(error)

@@ -28,7 +28,12 @@ class WeightTarget(Protocol):
     def weights_places(self) -> list[dict[str, Any]]: ...
 
     def weights_begin(
-        self, version: int, manifest: Manifest, *, lora: LoraSpec | None, transport: Mapping[str, Any]
+        self,
+        version: int,
+        manifest: Manifest,
+        *,
+        lora: LoraSpec | None,
+        transport: Mapping[str, Any],
     ) -> None: ...
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None: ...
@@ -50,13 +55,19 @@ class Transport(ABC):
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
         """Opens the push on every target."""
-        self.wait(self.start(lambda target: self._begin(target, version, manifest, lora, {"name": self.name})))
+        self.wait(
+            self.start(
+                lambda target: self._begin(target, version, manifest, lora, {"name": self.name})
+            )
+        )
 
     @abstractmethod
     def send(self, bucket: Bucket) -> None:
         """Brings a bucket to every target; afterwards its tensors are the caller's again."""
 
-    def commit(self, version: int, check: Callable[[WeightTarget, list[dict[str, Any]]], None]) -> None:
+    def commit(
+        self, version: int, check: Callable[[WeightTarget, list[dict[str, Any]]], None]
+    ) -> None:
         """Closes the push; check(target, answer) raises when a target holds something else than was sent."""
         self.wait(self.start(lambda target: check(target, target.weights_commit(version))))
 

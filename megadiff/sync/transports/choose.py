@@ -46,7 +46,9 @@ def build_transport(
     if rank != 0:
         return HttpTransport([])  # to nobody: rank 0 sends
     if name == "nccl":
-        return GroupTransport(targets, device=device, num_workers=[len(workers[target.name]) for target in targets])
+        return GroupTransport(
+            targets, device=device, num_workers=[len(workers[target.name]) for target in targets]
+        )
     return DiskTransport(targets, folder=folder) if name == "disk" else HttpTransport(targets)
 
 
@@ -56,9 +58,14 @@ def _fastest(workers: Workers, *, ranks: Sequence[Mapping[str, str]]) -> str:
     places = [[(one["host"], one["device"]) for one in many] for many in workers.values()]
     if any(device == "cpu" for _, device in [*held, *(place for many in places for place in many)]):
         return "http"
-    if len({host for host, _ in held}) == 1 and all(len(many) == 1 and many[0] in held for many in places):
+    if len({host for host, _ in held}) == 1 and all(
+        len(many) == 1 and many[0] in held for many in places
+    ):
         return "shm"
-    members = [(ranks[0]["host"], ranks[0]["device"]), *(place for many in places for place in many)]
+    members = [
+        (ranks[0]["host"], ranks[0]["device"]),
+        *(place for many in places for place in many),
+    ]
     return "nccl" if len(set(members)) == len(members) else "http"
 
 
@@ -87,12 +94,18 @@ def _shared(
         raise ValueError(
             f"sync.transport=shm, but {', '.join(apart)} run on GPUs that no trainer rank has; set sync.transport=nccl"
         )
-    return CudaIpcTransport([one for one in targets if senders[devices[one.name]] == rank], device=device)
+    return CudaIpcTransport(
+        [one for one in targets if senders[devices[one.name]] == rank], device=device
+    )
 
 
 def _check_group(workers: Workers, sender: Mapping[str, str]) -> None:
     """Raises ValueError where NCCL refuses: two members on one GPU, or GPUs together with CPUs."""
-    places = {f"{name} (worker {n})": one["device"] for name, many in workers.items() for n, one in enumerate(many)}
+    places = {
+        f"{name} (worker {n})": one["device"]
+        for name, many in workers.items()
+        for n, one in enumerate(many)
+    }
     places = {"the trainer's rank 0": sender["device"], **places}
     kinds = {device.partition(":")[0] for device in places.values()}
     if len(kinds) > 1:

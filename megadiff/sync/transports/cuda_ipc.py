@@ -39,12 +39,20 @@ class CudaIpcTransport(Transport):
         torch.cuda.set_device(self.device)  # of this thread
         manifest = bucket_manifest(bucket)
         self._reserve(flat_bytes(manifest))
-        self._stream.wait_stream(torch.cuda.default_stream(self.device))  # which gathered the bucket
+        self._stream.wait_stream(
+            torch.cuda.default_stream(self.device)
+        )  # which gathered the bucket
         with torch.cuda.stream(self._stream):
             write_flat(bucket, self._flat)
         self._stream.synchronize()
         source = {"transport": "cuda_ipc", "tensors": manifest}
-        self.wait(self.start(lambda target: target.weights_bucket(source | {"handle": self._handles[target.name]})))
+        self.wait(
+            self.start(
+                lambda target: target.weights_bucket(
+                    source | {"handle": self._handles[target.name]}
+                )
+            )
+        )
 
     def end(self, error: BaseException | None) -> None:
         if self._flat is not None:
@@ -63,7 +71,8 @@ def share(flat: Tensor) -> dict[str, Any]:
     values = flat.untyped_storage()._share_cuda_()
     named = dict(zip(_FIELDS, values, strict=True))
     return {
-        key: base64.b64encode(value).decode() if isinstance(value, bytes) else value for key, value in named.items()
+        key: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+        for key, value in named.items()
     }
 
 
@@ -88,11 +97,18 @@ class Opened:
 
 def _open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
-        raise ValueError(f"a bucket in GPU memory for a replica on {device.type}; set sync.transport=http")
+        raise ValueError(
+            f"a bucket in GPU memory for a replica on {device.type}; set sync.transport=http"
+        )
     if not isinstance(handle, dict) or handle.keys() != set(_FIELDS):
         raise ValueError(f"the handle of GPU memory must have the keys {', '.join(_FIELDS)}")
-    values = {key: base64.b64decode(value) if isinstance(value, str) else value for key, value in handle.items()}
-    values["device"] = device.index or 0  # the same GPU has another number where others are not seen
+    values = {
+        key: base64.b64decode(value) if isinstance(value, str) else value
+        for key, value in handle.items()
+    }
+    values["device"] = (
+        device.index or 0
+    )  # the same GPU has another number where others are not seen
     torch.cuda.set_device(device)
     storage = torch.UntypedStorage._new_shared_cuda(*(values[key] for key in _FIELDS))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (values["size"],))

@@ -73,7 +73,8 @@ class DiskTransport(Transport):
         requests = self.start(lambda target: target.weights_bucket(source))
         prints = fingerprints(dict(tensors))
         self._manifest["tensors"] |= {
-            name: {"file": path.name, **row, "fingerprint": prints[name]} for name, row in rows.items()
+            name: {"file": path.name, **row, "fingerprint": prints[name]}
+            for name, row in rows.items()
         }
         self.wait(requests)
 
@@ -91,7 +92,11 @@ class DiskTransport(Transport):
         self._part.rename(whole)
         self._held = self._pending
         newest = versions(self.folder)[-KEPT:]
-        used = {held for one in newest for held in read_json(_place(self.folder, one) / MANIFEST)["parts"].values()}
+        used = {
+            held
+            for one in newest
+            for held in read_json(_place(self.folder, one) / MANIFEST)["parts"].values()
+        }
         for held in set(versions(self.folder)) - set(newest) - used:
             shutil.rmtree(_place(self.folder, held))
 
@@ -116,7 +121,11 @@ class StoredVersion:
 
 def versions(folder: Path) -> list[int]:
     """The whole versions in a folder, in order."""
-    found = (_VERSION.fullmatch(path.name) for path in folder.glob("version_*") if (path / MANIFEST).is_file())
+    found = (
+        _VERSION.fullmatch(path.name)
+        for path in folder.glob("version_*")
+        if (path / MANIFEST).is_file()
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -138,7 +147,9 @@ def newest(folder: Path) -> StoredVersion:
         version=top["version"],
         lora=lora_from_json(top["lora"]),
         files=tuple(sorted({path for path, _ in rows.values()})),
-        manifest={name: {"dtype": row["dtype"], "shape": row["shape"]} for name, (_, row) in rows.items()},
+        manifest={
+            name: {"dtype": row["dtype"], "shape": row["shape"]} for name, (_, row) in rows.items()
+        },
         fingerprints={name: row["fingerprint"] for name, (_, row) in rows.items()},
     )
 
@@ -146,7 +157,9 @@ def newest(folder: Path) -> StoredVersion:
 def locate(name: object, folder: Path | None) -> Path:
     """A bucket's file by its name within the folder. Raises ValueError for any other path."""
     if folder is None:
-        raise ValueError("this replica was started without --weights; give it the trainer's sync.folder")
+        raise ValueError(
+            "this replica was started without --weights; give it the trainer's sync.folder"
+        )
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ValueError(f"file={name!r:.100} is not the name of a bucket in {folder}")
     if not (folder / name).is_file():

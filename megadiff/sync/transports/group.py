@@ -43,10 +43,14 @@ class GroupTransport(Transport):
 
     name = "nccl"
 
-    def __init__(self, targets: Sequence[WeightTarget], *, device: torch.device, num_workers: Sequence[int]) -> None:
+    def __init__(
+        self, targets: Sequence[WeightTarget], *, device: torch.device, num_workers: Sequence[int]
+    ) -> None:
         super().__init__(targets)
         self.device = device
-        self.first_ranks = {target.name: 1 + sum(num_workers[:place]) for place, target in enumerate(targets)}
+        self.first_ranks = {
+            target.name: 1 + sum(num_workers[:place]) for place, target in enumerate(targets)
+        }
         self.world_size = 1 + sum(num_workers)
         self._id = ""
         self._group: dist.ProcessGroup | None = None
@@ -58,7 +62,9 @@ class GroupTransport(Transport):
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
         building = [] if self._group else [self._build()]
-        requests = self.start(lambda target: self._begin(target, version, manifest, lora, self._told(target)))
+        requests = self.start(
+            lambda target: self._begin(target, version, manifest, lora, self._told(target))
+        )
         if not first_done([*requests, *building]) and building:
             self._group = building[0].result()
         self._raise_first(requests, building)
@@ -95,10 +101,17 @@ class GroupTransport(Transport):
         listener = socket.create_server((address, 0), family=_family(address))
         port = listener.getsockname()[1]
         self._id = uuid.uuid4().hex
-        self._description = {"group": self._id, "address": address, "port": port, "world_size": self.world_size}
+        self._description = {
+            "group": self._id,
+            "address": address,
+            "port": port,
+            "world_size": self.world_size,
+        }
         given_up = self._given_up = threading.Event()
         return _in_background(
-            lambda: _new_group(self._description, 0, self.device, listener=listener, given_up=given_up)
+            lambda: _new_group(
+                self._description, 0, self.device, listener=listener, given_up=given_up
+            )
         )
 
     def _told(self, target: WeightTarget) -> dict[str, Any]:
@@ -109,7 +122,9 @@ class GroupTransport(Transport):
         if self._flat.numel() < num_bytes:
             self._flat = self._flat.new_empty(num_bytes)
         if self._stream:
-            self._stream.wait_stream(torch.cuda.default_stream(self.device))  # which gathered the bucket
+            self._stream.wait_stream(
+                torch.cuda.default_stream(self.device)
+            )  # which gathered the bucket
         write_flat(bucket, self._flat)
         return self._flat[:num_bytes]
 
@@ -155,7 +170,9 @@ class Member:
     def receive(self, source: Mapping[str, Any], manifest: Manifest) -> Tensor:
         """The next bucket as a flat tensor. Raises RuntimeError when it does not come whole within TIMEOUT_S."""
         if self._group is None or source.get("group") != self._id:
-            raise ValueError(f"this replica is not in group {source.get('group')!r:.40}; begin the push again")
+            raise ValueError(
+                f"this replica is not in group {source.get('group')!r:.40}; begin the push again"
+            )
         flat = torch.empty(flat_bytes(manifest), dtype=torch.uint8, device=self.device)
         transfer = _receive(self._group, flat)
         if transfer.exception():
@@ -230,7 +247,11 @@ def _new_group(
     Raises RuntimeError: of rank 0 when the others do not come, and of those when it went or gave up.
     """
     timeout = timedelta(seconds=TIMEOUT_S)
-    address, port, world_size = description["address"], description["port"], description["world_size"]
+    address, port, world_size = (
+        description["address"],
+        description["port"],
+        description["world_size"],
+    )
     serving = {"master_listen_fd": listener.detach(), "wait_for_workers": False} if listener else {}
     store = dist.TCPStore(address, port, None, listener is not None, timeout, **serving)
     if given_up is None:
@@ -243,7 +264,9 @@ def _new_group(
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else a dead replica ends this process, too
+        with _environment(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+        ):  # else a dead replica ends this process, too
             group = dist.ProcessGroupNCCL(store, rank, world_size, options)
     else:
         options = dist.ProcessGroupGloo._Options()
@@ -287,7 +310,9 @@ def _send(group: dist.ProcessGroup, flat: Tensor, *, world_size: int) -> list[Fu
     if flat.device.type == "cuda":
         return [_broadcast(group, flat)]
     works = [group.send([flat], peer, 0) for peer in range(1, world_size)]
-    return [_in_background(lambda work=work: work.wait(timedelta(seconds=TIMEOUT_S))) for work in works]
+    return [
+        _in_background(lambda work=work: work.wait(timedelta(seconds=TIMEOUT_S))) for work in works
+    ]
 
 
 def _receive(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:

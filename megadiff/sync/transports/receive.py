@@ -25,11 +25,15 @@ def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, d
     A file is named within a fixed folder, never by a path. Raises ValueError that says what is wrong.
     """
     if not isinstance(source, dict):
-        raise ValueError(f"the bucket's source is a {type(source).__name__}; it must be a JSON object")
+        raise ValueError(
+            f"the bucket's source is a {type(source).__name__}; it must be a JSON object"
+        )
     transport = source.get("transport")
     if transport in ("shm", "disk"):
         name = source.get("file")
-        path = shared_memory.locate(name) if transport == "shm" else disk.locate(name, weights_folder)
+        path = (
+            shared_memory.locate(name) if transport == "shm" else disk.locate(name, weights_folder)
+        )
         return file_manifest(path), {"transport": "file", "path": str(path)}
     if transport in ("cuda_ipc", "nccl"):
         manifest = source.get("tensors")
@@ -94,6 +98,12 @@ def _check_rows(manifest: object) -> None:
     """Raises ValueError unless it is name → {"dtype", "shape"}, as a manifest has it."""
     rows = manifest.items() if isinstance(manifest, dict) else [("tensors", None)]
     for name, row in rows:
-        good = isinstance(row, dict) and row.get("dtype") in DTYPES and isinstance(row.get("shape"), list)
+        good = (
+            isinstance(row, dict)
+            and row.get("dtype") in DTYPES
+            and isinstance(row.get("shape"), list)
+        )
         if not good or not all(type(size) is int and size >= 0 for size in row["shape"]):
-            raise ValueError(f"{name} of the bucket is {row!r:.200}; it must be an object of dtype and shape")
+            raise ValueError(
+                f"{name} of the bucket is {row!r:.200}; it must be an object of dtype and shape"
+            )

@@ -21,7 +21,9 @@ from megadiff.sync.transports.host_memory import HostMemory
 
 FOLDER = Path("/dev/shm")
 PREFIX = "megadiff-bucket-"
-_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-\d+")  # the owner's process id namespace, its process id, a counter
+_NAME = re.compile(
+    rf"{PREFIX}(\d+)-(\d+)-\d+"
+)  # the owner's process id namespace, its process id, a counter
 _counter = itertools.count()
 
 

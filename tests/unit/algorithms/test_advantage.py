@@ -20,17 +20,25 @@ def test_global_std_is_that_of_all_ranks():
     """Two ranks with one half each see the std of the whole, through one sum."""
     whole, _ = group_advantages(REWARDS, global_std=True)
     moments = []
-    group_advantages(REWARDS[:1], global_std=True, all_reduce=lambda value: moments.append(value) or value)
-    group_advantages(REWARDS[1:], global_std=True, all_reduce=lambda value: moments.append(value) or value)
+    group_advantages(
+        REWARDS[:1], global_std=True, all_reduce=lambda value: moments.append(value) or value
+    )
+    group_advantages(
+        REWARDS[1:], global_std=True, all_reduce=lambda value: moments.append(value) or value
+    )
     total = moments[0] + moments[1]
     halves = [
-        group_advantages(part, global_std=True, all_reduce=lambda _: total)[0] for part in (REWARDS[:1], REWARDS[1:])
+        group_advantages(part, global_std=True, all_reduce=lambda _: total)[0]
+        for part in (REWARDS[:1], REWARDS[1:])
     ]
     torch.testing.assert_close(torch.cat(halves), whole)
-    assert whole[0, 3].item() == pytest.approx(3 / (REWARDS.double().std(correction=0).item() + 1e-4))
+    assert whole[0, 3].item() == pytest.approx(
+        3 / (REWARDS.double().std(correction=0).item() + 1e-4)
+    )
 
 
 def test_advantages_do_not_depend_on_reward_offset():
     torch.testing.assert_close(
-        group_advantages(REWARDS, global_std=True)[0], group_advantages(REWARDS + 10, global_std=True)[0]
+        group_advantages(REWARDS, global_std=True)[0],
+        group_advantages(REWARDS + 10, global_std=True)[0],
     )

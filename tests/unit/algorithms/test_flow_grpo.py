@@ -43,12 +43,26 @@ def test_on_policy():
     gradient = inputs.velocity_BLC.grad
     again = _inputs()
     mean = sde.step_mean(
-        "flow_sde", again.latents_BLC, again.velocity_BLC, again.sigma_B, again.sigma_next_B, schedule=SCHEDULE, eta=0.7
+        "flow_sde",
+        again.latents_BLC,
+        again.velocity_BLC,
+        again.sigma_B,
+        again.sigma_next_B,
+        schedule=SCHEDULE,
+        eta=0.7,
     )
     log_prob = sde.log_prob(
-        "flow_sde", again.prev_sample_BLC, mean, again.sigma_B, again.sigma_next_B, schedule=SCHEDULE, eta=0.7
+        "flow_sde",
+        again.prev_sample_BLC,
+        mean,
+        again.sigma_B,
+        again.sigma_next_B,
+        schedule=SCHEDULE,
+        eta=0.7,
     )
-    (-(again.advantage_B * log_prob).sum()).backward()  # REINFORCE: at ratio 1 the gradient is that of −A·log_prob
+    (
+        -(again.advantage_B * log_prob).sum()
+    ).backward()  # REINFORCE: at ratio 1 the gradient is that of −A·log_prob
     torch.testing.assert_close(gradient, again.velocity_BLC.grad, rtol=1e-4, atol=1e-7)
 
 
@@ -76,9 +90,15 @@ def test_weight_zero_removes_a_sample_and_advantages_are_clamped():
 
 
 def test_kl_pulls_to_the_reference():
-    output = flow_grpo(_inputs(ref_shift=0.1, advantage=(0.0, 0.0, 0.0)), **ARGS | {"kl_coef": 0.04})
+    output = flow_grpo(
+        _inputs(ref_shift=0.1, advantage=(0.0, 0.0, 0.0)), **ARGS | {"kl_coef": 0.04}
+    )
     scale = sde.noise_scale(
-        "flow_sde", _inputs().sigma_B, sigma_next_B=_inputs().sigma_next_B, schedule=SCHEDULE, eta=0.7
+        "flow_sde",
+        _inputs().sigma_B,
+        sigma_next_B=_inputs().sigma_next_B,
+        schedule=SCHEDULE,
+        eta=0.7,
     )
     expected = (0.1**2 / (2 * scale**2)).sum().item()
     assert output.sums["policy/kl_ref"].item() == pytest.approx(expected, rel=1e-4)
@@ -92,7 +112,9 @@ def test_importance_weighs_the_policy_gradient_alone():
     output = flow_grpo(inputs, **ARGS | {"kl_coef": 0.04})
     plain = flow_grpo(_inputs(ref_shift=0.1), **ARGS | {"kl_coef": 0.04})
     policy = (weights * torch.tensor([-1.0, 2.0, -0.5])).sum().item()  # −A at ratio 1
-    assert output.loss_sum.item() == pytest.approx(policy + 0.04 * plain.sums["policy/kl_ref"].item(), abs=1e-5)
+    assert output.loss_sum.item() == pytest.approx(
+        policy + 0.04 * plain.sums["policy/kl_ref"].item(), abs=1e-5
+    )
     assert output.sums["policy/importance_mean"].item() == pytest.approx(3.5)
     assert "policy/importance_mean" not in plain.sums
 
@@ -112,20 +134,30 @@ def test_without_an_old_log_prob_it_is_that_of_the_forward_itself(kl_coef):
     assert torch.equal(*gradients) and gradients[0].any()
     assert outputs[0].sums == outputs[1].sums
     sums = outputs[0].sums
-    assert sums["policy/ratio_mean"] == 3 and sums["policy/kl_old"] == sums["policy/clip_fraction"] == 0
+    assert (
+        sums["policy/ratio_mean"] == 3
+        and sums["policy/kl_old"] == sums["policy/clip_fraction"] == 0
+    )
     expected = math.exp(-0.3) + math.exp(0.2) + 2  # the third is truncated
     assert sums["policy/importance_mean"].item() == pytest.approx(expected, rel=1e-5)
 
 
 def _own_log_prob(inputs):
     sigmas, step = (inputs.sigma_B, inputs.sigma_next_B), {"schedule": SCHEDULE, "eta": 0.7}
-    mean = sde.step_mean("flow_sde", inputs.latents_BLC, inputs.velocity_BLC.detach(), *sigmas, **step)
+    mean = sde.step_mean(
+        "flow_sde", inputs.latents_BLC, inputs.velocity_BLC.detach(), *sigmas, **step
+    )
     return sde.log_prob("flow_sde", inputs.prev_sample_BLC, mean, *sigmas, **step)
 
 
 def test_importance_is_truncated():
-    old, rollout = torch.tensor([[-1.0, -1.0, -1.0]]).double(), torch.tensor([[-1.0, 0.0, -9.0]]).double()
-    torch.testing.assert_close(importance_weights(old, rollout), torch.tensor([[1.0, math.exp(-1), 2.0]]).double())
+    old, rollout = (
+        torch.tensor([[-1.0, -1.0, -1.0]]).double(),
+        torch.tensor([[-1.0, 0.0, -9.0]]).double(),
+    )
+    torch.testing.assert_close(
+        importance_weights(old, rollout), torch.tensor([[1.0, math.exp(-1), 2.0]]).double()
+    )
 
 
 def test_the_table():

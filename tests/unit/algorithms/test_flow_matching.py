@@ -15,18 +15,28 @@ def test_value_and_gradient_by_hand():
     velocity.requires_grad_()
     weight = torch.tensor([1.0, 0.0, 2.0])
     output = flow_matching(
-        FlowInputs(velocity_BLC=velocity, target_BLC=target, sigma_B=torch.tensor([0.1, 0.5, 0.9]), weight_B=weight)
+        FlowInputs(
+            velocity_BLC=velocity,
+            target_BLC=target,
+            sigma_B=torch.tensor([0.1, 0.5, 0.9]),
+            weight_B=weight,
+        )
     )
     by_hand = sum(
-        float(w) * sum(float(v - t) ** 2 for v, t in zip(row_v.flatten(), row_t.flatten(), strict=True)) / 32
+        float(w)
+        * sum(float(v - t) ** 2 for v, t in zip(row_v.flatten(), row_t.flatten(), strict=True))
+        / 32
         for w, row_v, row_t in zip(weight, velocity.detach(), target, strict=True)
     )
     torch.testing.assert_close(output.loss_sum.item(), by_hand, rtol=1e-5, atol=0)
     assert (
-        output.sums == {"loss/flow_matching": output.loss_sum} and not output.sums["loss/flow_matching"].requires_grad
+        output.sums == {"loss/flow_matching": output.loss_sum}
+        and not output.sums["loss/flow_matching"].requires_grad
     )
     output.loss_sum.backward()
-    torch.testing.assert_close(velocity.grad, weight[:, None, None] * 2 * (velocity.detach() - target) / 32)
+    torch.testing.assert_close(
+        velocity.grad, weight[:, None, None] * 2 * (velocity.detach() - target) / 32
+    )
 
 
 def test_a_batch_is_noised_along_the_straight_path_in_pieces():
@@ -40,7 +50,9 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
         sampling=Sampling(height=32, width=32, num_inference_steps=4),
     )  # fmt: skip
     pieces = list(microbatches(batch, torch.arange(5), 2, torch.device("cpu")))
-    assert len(pieces) == num_microbatches(5, 2) == 3 and [len(piece.sigma_B) for piece in pieces] == [2, 2, 1]
+    assert len(pieces) == num_microbatches(5, 2) == 3 and [
+        len(piece.sigma_B) for piece in pieces
+    ] == [2, 2, 1]
     inputs = [loss_inputs(batch, piece, piece.latents_BLC) for piece in pieces]
     expected = (1 - sigma)[:, None, None] * clean + sigma[:, None, None] * noise
     torch.testing.assert_close(torch.cat([piece.latents_BLC for piece in pieces]), expected)
@@ -53,4 +65,8 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
 
 def test_sft_is_off_policy_and_needs_no_reference():
     algorithm = build_algorithm(AlgorithmConfig(name="sft"))
-    assert algorithm.loss is flow_matching and not algorithm.on_policy and not algorithm.needs_reference
+    assert (
+        algorithm.loss is flow_matching
+        and not algorithm.on_policy
+        and not algorithm.needs_reference
+    )

@@ -68,7 +68,10 @@ def test_round_trip_keeps_the_newest(tmp_path):
     checkpoints = _checkpoints(tmp_path)
     assert _load(checkpoints) == Progress()
     _save_steps(checkpoints, [1, 2, 3])
-    assert [path.name for path in whole_looking(checkpoints.folder)] == ["step_000002", "step_000003"]
+    assert [path.name for path in whole_looking(checkpoints.folder)] == [
+        "step_000002",
+        "step_000003",
+    ]
     assert (checkpoints.folder / "latest").read_text() == "step_000003"
     assert _load(_checkpoints(tmp_path)) == Progress(step=3, prompts={"position": 12})
     assert _load(_checkpoints(tmp_path, resume="never")) == Progress()
@@ -92,7 +95,10 @@ def _flip(folder):
     [
         (_truncate, "rank_00000.safetensors has"),
         (_flip, "does not match its fingerprint"),
-        (lambda folder: (folder / "rank_00000.safetensors").unlink(), "rank_00000.safetensors is missing"),
+        (
+            lambda folder: (folder / "rank_00000.safetensors").unlink(),
+            "rank_00000.safetensors is missing",
+        ),
         (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing"),
         (lambda folder: (folder / "progress.json").write_text("{"), "progress.json is corrupt"),
     ],
@@ -107,7 +113,9 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, caplog, har
     with pytest.raises(AgreedError, match="no checkpoint of"):
         _load(_checkpoints(tmp_path, resume=str(newest)))
     harm(checkpoints.folder / "step_000001")
-    with pytest.raises(AgreedError, match="set checkpoint.resume=never"):  # never silently from the start
+    with pytest.raises(
+        AgreedError, match="set checkpoint.resume=never"
+    ):  # never silently from the start
         _load(_checkpoints(tmp_path))
 
 
@@ -139,13 +147,18 @@ def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):
 
 def test_killed_at_any_moment_of_a_write(tmp_path):
     """A child dies by SIGKILL at its n-th disk operation while it saves step 2, for every n until it gets through."""
-    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True)  # forks from a process without threads
+    subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], check=True
+    )  # forks from a process without threads
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(folders) > 10
     for folder in folders:
         assert _load(_checkpoints(folder)).step in (1, 2)
         pointer = (folder / "checkpoints" / "latest").read_text()
-        assert _load(_checkpoints(folder, resume=str(folder / "checkpoints" / pointer))).step in (1, 2)
+        assert _load(_checkpoints(folder, resume=str(folder / "checkpoints" / pointer))).step in (
+            1,
+            2,
+        )
     assert _load(_checkpoints(folders[0])).step == 1
     assert _load(_checkpoints(folders[-1])).step == 2
 
@@ -181,7 +194,11 @@ def _arm(moment: int) -> None:
 
         return call
 
-    os.fsync, shutil.rmtree, Path.rename = deadly(os.fsync), deadly(shutil.rmtree), deadly(Path.rename)
+    os.fsync, shutil.rmtree, Path.rename = (
+        deadly(os.fsync),
+        deadly(shutil.rmtree),
+        deadly(Path.rename),
+    )
     Path.write_text, Path.write_bytes = deadly(Path.write_text), deadly(Path.write_bytes)
     SmallEngine.save, Path.mkdir = deadly(SmallEngine.save), deadly(Path.mkdir)
 
@@ -273,7 +290,11 @@ def test_progress_is_plain_json(tmp_path):
     checkpoints = _checkpoints(tmp_path)
     _save_steps(checkpoints, [1])
     saved = json.loads((checkpoints.folder / "step_000001" / "progress.json").read_text())
-    assert saved["step"] == 1 and saved["prompts"] == {"position": 4} and "rank_00000.safetensors" in saved["sizes"]
+    assert (
+        saved["step"] == 1
+        and saved["prompts"] == {"position": 4}
+        and "rank_00000.safetensors" in saved["sizes"]
+    )
 
 
 if __name__ == "__main__":

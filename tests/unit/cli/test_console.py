@@ -19,7 +19,9 @@ command.entry()
 
 
 def test_a_crash_below_python_shows_where_it_was() -> None:
-    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "in entry" in done.stderr
 

@@ -31,7 +31,9 @@ def base(tmp_path):
 def test_files_left_to_right_then_overrides(base, tmp_path):
     second = tmp_path / "second.yaml"
     second.write_text("train: {num_steps: 5}\noptim: {lr: 1e-3}")
-    config = load_config([base, str(second), "optim.lr=2e-5", "rollout.sde_window_range=[1,4]", "track=[]"])
+    config = load_config(
+        [base, str(second), "optim.lr=2e-5", "rollout.sde_window_range=[1,4]", "track=[]"]
+    )
     assert (config.train.num_steps, config.optim.lr) == (5, 2e-5)
     assert config.rollout.sde_window_range == [1, 4] and config.track == []
     assert config.algorithm.clip_range == 1e-4  # the schema's default
@@ -81,8 +83,16 @@ def test_what_the_user_must_give(tmp_path):
 @pytest.mark.parametrize(
     ("override", "dp", "text"),
     [
-        ("train.prompts_per_step=6", 4, r"train.prompts_per_step=6 is not a multiple of dp=4.*set .*=8"),
-        ("train.updates_per_step=3", 1, r"group_size=4 is not a multiple of train.updates_per_step=3.*=6"),
+        (
+            "train.prompts_per_step=6",
+            4,
+            r"train.prompts_per_step=6 is not a multiple of dp=4.*set .*=8",
+        ),
+        (
+            "train.updates_per_step=3",
+            1,
+            r"group_size=4 is not a multiple of train.updates_per_step=3.*=6",
+        ),
         ("rollout.sde_type=sde", 1, r"rollout.sde_type='sde' is not one of flow_sde"),
         ("algorithm.group_size=1", 1, r"algorithm.group_size=1 < 2"),
         ("optim.lr=0", 1, r"optim.lr=0.0 is not positive"),
@@ -91,21 +101,49 @@ def test_what_the_user_must_give(tmp_path):
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
         ("eval.every=5", 1, r"eval.prompts is empty"),
         ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
-        ("algorithm.ema_decay=0.9", 1, r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0"),
+        (
+            "algorithm.ema_decay=0.9",
+            1,
+            r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0",
+        ),
         ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
-        ("engine.backend=deepspeed", 1, r"engine.backend='deepspeed' is not one of veomni, megatron"),
+        (
+            "engine.backend=deepspeed",
+            1,
+            r"engine.backend='deepspeed' is not one of veomni, megatron",
+        ),
         (
             "parallel.tp=2",
             1,
             r"parallel.tp=2 with engine.backend=veomni.*set parallel.tp=1, or engine.backend=megatron",
         ),
-        ("engine.fp8=hybrid", 1, r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=none"),
-        ("engine={backend: megatron, fp8: hybrid, dtype: float32}", 1, r"engine.fp8=hybrid with engine.dtype=float32"),
+        (
+            "engine.fp8=hybrid",
+            1,
+            r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=none",
+        ),
+        (
+            "engine={backend: megatron, fp8: hybrid, dtype: float32}",
+            1,
+            r"engine.fp8=hybrid with engine.dtype=float32",
+        ),
         ("rollout={sleep: true}", 1, "rollout.sleep='True' is not one of auto, always, never"),
-        ("engine.activation_memory_budget=-0.1", 1, r"engine.activation_memory_budget=-0.1 < 0; set .*>=0"),
-        ("engine.activation_memory_budget=2", 1, r"engine.activation_memory_budget=2.0 > 1; set .*<=1"),
-        ("algorithm.old_log_prob=replica", 1, r"old_log_prob='replica' is not one of rollout, recompute, auto"),
+        (
+            "engine.activation_memory_budget=-0.1",
+            1,
+            r"engine.activation_memory_budget=-0.1 < 0; set .*>=0",
+        ),
+        (
+            "engine.activation_memory_budget=2",
+            1,
+            r"engine.activation_memory_budget=2.0 > 1; set .*<=1",
+        ),
+        (
+            "algorithm.old_log_prob=replica",
+            1,
+            r"old_log_prob='replica' is not one of rollout, recompute, auto",
+        ),
         ("lora.rank=-1", 1, r"lora.rank=-1 < 0"),
         ("lora.rank=513", 1, r"lora.rank=513 is above 512.*set lora.rank=512 or less"),
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
@@ -121,12 +159,19 @@ def test_rules_between_keys(base, override, dp, text):
 
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
     fp8 = "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}"
-    with pytest.raises(ConfigError, match="lora.rank=4 with engine.fp8=hybrid.*set engine.fp8=none, or lora.rank=0"):
+    with pytest.raises(
+        ConfigError, match="lora.rank=4 with engine.fp8=hybrid.*set engine.fp8=none, or lora.rank=0"
+    ):
         validate(load_config([base, "lora.rank=4", fp8]), dp=1)
     validate(load_config([base, fp8]), dp=1)
     lora = [base, "lora={rank: 4, alpha: 8}"]
     validate(load_config(lora), dp=1)
-    validate(load_config([*lora, "algorithm.name=sft", "data.images=shapes:9", "train.updates_per_step=1"]), dp=1)
+    validate(
+        load_config(
+            [*lora, "algorithm.name=sft", "data.images=shapes:9", "train.updates_per_step=1"]
+        ),
+        dp=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +184,12 @@ def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
 )
 def test_rules_of_supervised_runs(tmp_path, override, text):
     (tmp_path / "c.yaml").write_text(BASE.replace("reward: {color: {type: color}}", ""))
-    sft = [str(tmp_path / "c.yaml"), "algorithm.name=sft", "data.images=shapes:100", "algorithm.group_size=1"]
+    sft = [
+        str(tmp_path / "c.yaml"),
+        "algorithm.name=sft",
+        "data.images=shapes:100",
+        "algorithm.group_size=1",
+    ]
     validate(load_config([*sft, "train.updates_per_step=1"]), dp=1)
     with pytest.raises(ConfigError, match=text):
         validate(load_config([*sft, "train.updates_per_step=1", override]), dp=1)
@@ -151,7 +201,9 @@ def test_a_run_without_reward_is_refused(tmp_path):
         validate(load_config([str(tmp_path / "c.yaml")]), dp=1)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_shipped_config_loads(path):
     validate(load_config([str(path)]), dp=1)
 
@@ -159,7 +211,9 @@ def test_every_shipped_config_loads(path):
 def test_the_gate_must_run_to_decide(base):
     auto = [base, "algorithm.old_log_prob=auto"]
     validate(load_config(auto), dp=1)
-    with pytest.raises(ConfigError, match="old_log_prob=auto with parity.mode=off.*old_log_prob=recompute"):
+    with pytest.raises(
+        ConfigError, match="old_log_prob=auto with parity.mode=off.*old_log_prob=recompute"
+    ):
         validate(load_config([*auto, "parity.mode=off"]), dp=1)
 
 
@@ -174,7 +228,9 @@ def test_the_gate_must_run_to_decide(base):
         (("rollout.mode=separate", "rollout.registry=r"), False),
     ],
 )
-def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weights(base, overrides, expected):
+def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weights(
+    base, overrides, expected
+):
     config = load_config([base, *overrides])
     validate(config, dp=1)
     assert sleeps(config, device_type="cuda") == expected
@@ -185,8 +241,14 @@ def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weight
     ("overrides", "words"),
     [
         (("rollout.sleep=true",), "rollout.sleep='True' is not one of auto, always, never"),
-        (("rollout.sleep=always", "rollout.mode=separate", "rollout.registry=r"), "set rollout.sleep=auto"),
-        (("rollout.fp8=true", "model.dtype=float32"), "rollout.fp8 needs model.dtype=bfloat16, not float32"),
+        (
+            ("rollout.sleep=always", "rollout.mode=separate", "rollout.registry=r"),
+            "set rollout.sleep=auto",
+        ),
+        (
+            ("rollout.fp8=true", "model.dtype=float32"),
+            "rollout.fp8 needs model.dtype=bfloat16, not float32",
+        ),
         (("rollout.fp8=true", "model.dtype=bfloat16"), "set algorithm.old_log_prob=auto"),
     ],
 )

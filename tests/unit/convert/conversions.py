@@ -43,10 +43,16 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def resaved(model: Path, out: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "10GB") -> Path:
+def resaved(
+    model: Path, out: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "10GB"
+) -> Path:
     """The pipeline with its transformer as diffusers saves it otherwise."""
-    shutil.copytree(model, out, ignore=lambda folder, names: ["transformer"] if Path(folder) == model else [])
-    transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer", torch_dtype=dtype)
+    shutil.copytree(
+        model, out, ignore=lambda folder, names: ["transformer"] if Path(folder) == model else []
+    )
+    transformer = QwenImageTransformer2DModel.from_pretrained(
+        model / "transformer", torch_dtype=dtype
+    )
     transformer.save_pretrained(out / "transformer", max_shard_size=max_shard_size)
     return out
 
@@ -70,10 +76,15 @@ def write_checkpoint(
     lora: LoraSpec | None = None,
 ) -> Path:
     """A checkpoint of named full tensors (`model/transformer.…`): matrices by rows over ranks, the rest on the first."""
-    values: dict[str, object] = {"optimizer_steps": {"transformer": step}, **({"lora": asdict(lora)} if lora else {})}
+    values: dict[str, object] = {
+        "optimizer_steps": {"transformer": step},
+        **({"lora": asdict(lora)} if lora else {}),
+    }
     for rank in range(num_ranks):
         shards = {
-            name: [_part(tensor, rank, num_ranks)] for name, tensor in tensors.items() if rank == 0 or tensor.ndim > 1
+            name: [_part(tensor, rank, num_ranks)]
+            for name, tensor in tensors.items()
+            if rank == 0 or tensor.ndim > 1
         }
         write_shards(folder, shards, rank=rank, num_files=num_ranks, values=values)
     (folder / "config.yaml").write_text(json.dumps({"model": {"path": str(model)}, "seed": 3}))
@@ -103,4 +114,8 @@ def _part(tensor: Tensor, rank: int, num_ranks: int) -> Shard:
         return Shard(local=tensor, offsets=(0,) * tensor.ndim, shape=tuple(tensor.shape))
     bounds: Sequence[int] = [len(tensor) * at // num_ranks for at in range(num_ranks + 1)]
     rows = slice(bounds[rank], bounds[rank + 1])
-    return Shard(local=tensor[rows], offsets=(rows.start, *[0] * (tensor.ndim - 1)), shape=tuple(tensor.shape))
+    return Shard(
+        local=tensor[rows],
+        offsets=(rows.start, *[0] * (tensor.ndim - 1)),
+        shape=tuple(tensor.shape),
+    )

@@ -44,13 +44,17 @@ def test_a_pipeline_comes_back_as_the_same_files(
     shards, back, before = tmp_path / "shards", tmp_path / "deep" / "back", contents(tiny_model)
     assert run(tiny_model, shards, "--to", to, flag, ranks, "--verify") == 0
     assert len(list(shards.glob("rank_*.safetensors"))) == ranks
-    assert {f"model/transformer.{name}" for name in load_file(tiny_model / WEIGHTS)} == stored(shards).keys()
+    assert {f"model/transformer.{name}" for name in load_file(tiny_model / WEIGHTS)} == stored(
+        shards
+    ).keys()
     assert run(shards, back, "--verify") == 0
     assert contents(back) == contents(tiny_model) == before
     assert [path.name for path in back.parent.iterdir()] == ["back"]
 
 
-def test_tp_8_and_a_size_that_it_does_not_divide(small_model: Path, tiny_model: Path, tmp_path: Path, capsys) -> None:
+def test_tp_8_and_a_size_that_it_does_not_divide(
+    small_model: Path, tiny_model: Path, tmp_path: Path, capsys
+) -> None:
     assert run(small_model, tmp_path / "tp8", "--to", "megatron", "--tp", 8) == 0
     assert run(tmp_path / "tp8", tmp_path / "tp4", "--to", "megatron", "--tp", 4) == 0
     assert run(tmp_path / "tp4", tmp_path / "back") == 0
@@ -75,19 +79,29 @@ def test_several_files_with_an_index_come_back_as_they_were(
     assert contents(tmp_path / "back") == contents(model)
 
 
-def test_one_dtype_becomes_another_once_and_the_index_says_the_new_size(tiny_model: Path, tmp_path: Path) -> None:
+def test_one_dtype_becomes_another_once_and_the_index_says_the_new_size(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     model = resaved(tiny_model, tmp_path / "model", max_shard_size="500KB")
     assert run(model, tmp_path / "half", "--dtype", "bfloat16", "--verify") == 0
-    half = QwenImageTransformer2DModel.from_pretrained(tmp_path / "half" / "transformer", torch_dtype="auto")
+    half = QwenImageTransformer2DModel.from_pretrained(
+        tmp_path / "half" / "transformer", torch_dtype="auto"
+    )
     source = load_file(tiny_model / WEIGHTS)
-    assert all(torch.equal(tensor, source[name].bfloat16()) for name, tensor in half.state_dict().items())
-    index = yaml.safe_load((tmp_path / "half" / "transformer" / f"{WEIGHTS.name}.index.json").read_text())
+    assert all(
+        torch.equal(tensor, source[name].bfloat16()) for name, tensor in half.state_dict().items()
+    )
+    index = yaml.safe_load(
+        (tmp_path / "half" / "transformer" / f"{WEIGHTS.name}.index.json").read_text()
+    )
     assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in source.values())
     assert run(model, tmp_path / "wide", "--dtype", "float32") == 0
     assert contents(tmp_path / "wide") == contents(model)
 
 
-def test_a_mixture_of_dtypes_is_written_as_diffusers_writes_it(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_mixture_of_dtypes_is_written_as_diffusers_writes_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
     transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
     transformer.transformer_blocks[0].half()
@@ -102,18 +116,32 @@ def test_a_mixture_of_dtypes_is_written_as_diffusers_writes_it(tiny_model: Path,
 def test_a_component_and_a_single_file_are_sources_too(tiny_model: Path, tmp_path: Path) -> None:
     component = shutil.copytree(tiny_model / "transformer", tmp_path / "any name, ünïcode")
     alone = shutil.copyfile(tiny_model / WEIGHTS, tmp_path / "weights.safetensors")
-    sources = {"component": [component], "inside": [component / WEIGHTS.name], "alone": [alone, "--base", tiny_model]}
+    sources = {
+        "component": [component],
+        "inside": [component / WEIGHTS.name],
+        "alone": [alone, "--base", tiny_model],
+    }
     for name, source in sources.items():
         assert run(*source, tmp_path / name / "copy") == 0
         assert contents(tmp_path / name / "copy") == contents(component)
         assert run(*source, tmp_path / name / "tp2", "--to", "megatron", "--tp", 2) == 0
         assert run(tmp_path / name / "tp2", tmp_path / name / "back") == 0
-        assert contents(tmp_path / name / "back") == contents(tiny_model if name == "alone" else component)
+        assert contents(tmp_path / name / "back") == contents(
+            tiny_model if name == "alone" else component
+        )
 
 
-def test_optimizer_state_average_and_position_move_with_the_weights(tiny_model: Path, tmp_path: Path) -> None:
-    state = policy_state(tiny_model, {"model": 1.0, "average": 0.5, "optim/exp_avg": 0.1, "optim/exp_avg_sq": 0.2})
-    state = {name: tensor for name, tensor in state.items() if not name.startswith("optim") or "img_in" not in name}
+def test_optimizer_state_average_and_position_move_with_the_weights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    state = policy_state(
+        tiny_model, {"model": 1.0, "average": 0.5, "optim/exp_avg": 0.1, "optim/exp_avg_sq": 0.2}
+    )
+    state = {
+        name: tensor
+        for name, tensor in state.items()
+        if not name.startswith("optim") or "img_in" not in name
+    }
     first = write_checkpoint(tmp_path / "run" / "checkpoints" / "step_000007", state, tiny_model)
     assert run(first, tmp_path / "tp4", "--to", "megatron", "--tp", 4, "--verify") == 0
     assert run(tmp_path / "tp4", tmp_path / "dp3", "--to", "fsdp", "--dp", 3) == 0
@@ -122,22 +150,36 @@ def test_optimizer_state_average_and_position_move_with_the_weights(tiny_model: 
         assert found.keys() == state.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
         assert ShardFolder(folder).values == {"optimizer_steps": {"transformer": 7}}
-        progress, config = read_progress(folder), yaml.safe_load((folder / "config.yaml").read_text())
+        progress, config = (
+            read_progress(folder),
+            yaml.safe_load((folder / "config.yaml").read_text()),
+        )
         assert (progress.step, progress.prompts) == (7, PROMPTS)
-        assert config["seed"] == 3 and config["parallel"]["tp"] == tp and config["model"]["path"] == str(tiny_model)
+        assert (
+            config["seed"] == 3
+            and config["parallel"]["tp"] == tp
+            and config["model"]["path"] == str(tiny_model)
+        )
 
 
 @pytest.mark.parametrize(("options", "kind"), [((), "average"), (("--raw",), "model")])
-def test_the_average_is_exported_where_there_is_one(tiny_model: Path, tmp_path: Path, options, kind: str) -> None:
+def test_the_average_is_exported_where_there_is_one(
+    tiny_model: Path, tmp_path: Path, options, kind: str
+) -> None:
     state = policy_state(tiny_model, {"model": 1.0, "average": 0.5})
     for step in (7, 12):
         scaled = {name: step * tensor for name, tensor in state.items()}
-        write_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", scaled, tiny_model, step=step)
+        write_checkpoint(
+            tmp_path / "run" / "checkpoints" / f"step_{step:06d}", scaled, tiny_model, step=step
+        )
     for step, chosen in ((12, ()), (7, ("--step", 7))):
         out = tmp_path / f"out{step}"
         assert run(tmp_path / "run", out, *options, *chosen) == 0
         held = load_file(out / WEIGHTS)
-        assert all(torch.equal(tensor, step * state[f"{kind}/transformer.{name}"]) for name, tensor in held.items())
+        assert all(
+            torch.equal(tensor, step * state[f"{kind}/transformer.{name}"])
+            for name, tensor in held.items()
+        )
 
 
 def test_what_is_exported_draws_the_same_images(tiny_model: Path, tmp_path: Path) -> None:
@@ -151,5 +193,7 @@ def _image(folder: Path) -> torch.Tensor:
     pipeline = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(1)
-    settings = dict(height=32, width=32, num_inference_steps=2, true_cfg_scale=1.0, output_type="pt")
+    settings = dict(
+        height=32, width=32, num_inference_steps=2, true_cfg_scale=1.0, output_type="pt"
+    )
     return pipeline("a red wall", generator=generator, **settings).images

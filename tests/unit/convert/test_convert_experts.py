@@ -22,7 +22,12 @@ from tests.unit.convert.conversions import contents, refused, run, stored, write
 EXPERTS = ("transformer", "transformer_2")
 FILE = "diffusion_pytorch_model.safetensors"
 PEFT, DIFFUSERS = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"
-LAYOUTS = [("megatron", "--tp", 1), ("megatron", "--tp", 2), ("megatron", "--tp", 4), ("fsdp", "--dp", 3)]
+LAYOUTS = [
+    ("megatron", "--tp", 1),
+    ("megatron", "--tp", 2),
+    ("megatron", "--tp", 4),
+    ("fsdp", "--dp", 3),
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +50,25 @@ def checkpoint(model: Path, lora: LoraSpec, tmp_path_factory: pytest.TempPathFac
         for expert in EXPERTS
         for name, shape in lora_shapes(lora, shapes(model)).items()
     }
-    return write_checkpoint(tmp_path_factory.mktemp("run") / "step_000007", tensors, model, lora=lora)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("run") / "step_000007", tensors, model, lora=lora
+    )
 
 
 def shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in load_file(model / "transformer" / FILE).items()}
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(model / "transformer" / FILE).items()
+    }
 
 
 def weights(model: Path) -> dict[str, Tensor]:
     """Of both experts, under the names that checkpoints and the wire have."""
-    return {f"{each}.{name}": tensor for each in EXPERTS for name, tensor in load_file(model / each / FILE).items()}
+    return {
+        f"{each}.{name}": tensor
+        for each in EXPERTS
+        for name, tensor in load_file(model / each / FILE).items()
+    }
 
 
 @torch.no_grad()
@@ -76,7 +90,9 @@ def test_a_pipeline_of_two_experts_comes_back_as_the_same_files(
     assert run(model, shards, "--to", to, flag, ranks, "--verify") == 0
     held = stored(shards)
     assert held.keys() == {f"model/{name}" for name in weights(model)}
-    assert all(torch.equal(held[f"model/{name}"], tensor) for name, tensor in weights(model).items())
+    assert all(
+        torch.equal(held[f"model/{name}"], tensor) for name, tensor in weights(model).items()
+    )
     assert run(shards, back, "--verify") == 0
     assert contents(back) == contents(model) == before
 
@@ -91,10 +107,15 @@ def test_what_both_experts_learned_is_exported_and_loads(model: Path, tmp_path: 
     assert run(saved, tmp_path / "tp4", "--to", "megatron", "--tp", 4, "--verify") == 0
     assert run(tmp_path / "tp4", tmp_path / "dp2", "--to", "fsdp", "--dp", 2) == 0
     found = stored(tmp_path / "dp2")
-    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert found.keys() == state.keys() and all(
+        torch.equal(found[name], state[name]) for name in state
+    )
     for kind, options in (("average", ()), ("model", ("--raw",))):
         assert run(tmp_path / "run", tmp_path / kind, "--verify", *options) == 0
-        assert all(torch.equal(tensor, state[f"{kind}/{name}"]) for name, tensor in weights(tmp_path / kind).items())
+        assert all(
+            torch.equal(tensor, state[f"{kind}/{name}"])
+            for name, tensor in weights(tmp_path / kind).items()
+        )
     pipeline = WanPipeline.from_pretrained(tmp_path / "model")
     for expert in EXPERTS:
         for name, tensor in getattr(pipeline, expert).state_dict().items():
@@ -136,14 +157,23 @@ def test_lora_of_both_goes_around_through_every_format(
     for to in ("peft", "diffusers"):
         assert run(checkpoint, tmp_path / to, "--to", to) == 0
         again = tmp_path / f"{to} again"
-        assert run(tmp_path / to, again, "--to", "megatron", "--tp", 2, "--base", model, "--verify") == 0
+        assert (
+            run(tmp_path / to, again, "--to", "megatron", "--tp", 2, "--base", model, "--verify")
+            == 0
+        )
         held = stored(again)
         assert held.keys() == {name for name in stored(checkpoint) if name.startswith("model/")}
         assert all(torch.equal(tensor, stored(checkpoint)[name]) for name, tensor in held.items())
-        assert ShardFolder(again).values["lora"] == {"rank": 4, "alpha": 10.0, "modules": list(lora.modules)}
+        assert ShardFolder(again).values["lora"] == {
+            "rank": 4,
+            "alpha": 10.0,
+            "modules": list(lora.modules),
+        }
 
 
-def test_one_experts_lora_merges_into_that_one(model: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:
+def test_one_experts_lora_merges_into_that_one(
+    model: Path, checkpoint: Path, tmp_path: Path, capsys
+) -> None:
     assert run(checkpoint, tmp_path / "out", "--to", "peft") == 0
     shutil.rmtree(tmp_path / "out" / "transformer")
     assert run(tmp_path / "out", tmp_path / "merged", "--to", "merged", "--base", model) == 0
@@ -152,11 +182,15 @@ def test_one_experts_lora_merges_into_that_one(model: Path, checkpoint: Path, tm
     assert changed == {"transformer_2"}
     assert run(tmp_path / "out", tmp_path / "again", "--to", "peft", "--base", model) == 0
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["transformer_2"]
-    alone = tmp_path / "out" / "transformer_2"  # its folder by itself, or a file in it, is of that component too
+    alone = (
+        tmp_path / "out" / "transformer_2"
+    )  # its folder by itself, or a file in it, is of that component too
     for number, source in enumerate((alone, alone / DIFFUSERS)):
         assert run(source, tmp_path / f"one{number}", "--to", "merged", "--base", model) == 0
         assert contents(tmp_path / f"one{number}") == contents(tmp_path / "merged")
-    error = refused(capsys, tmp_path / "out", tmp_path / "no", "--to", "fsdp", "--dp", 2, "--base", model)
+    error = refused(
+        capsys, tmp_path / "out", tmp_path / "no", "--to", "fsdp", "--dp", 2, "--base", model
+    )
     assert "has no LoRA of transformer, and a checkpoint holds those of all components" in error
 
 
@@ -168,7 +202,10 @@ def test_a_lora_that_may_be_of_either_expert_is_refused(
     alone = (tmp_path / "out" / "transformer_2").rename(tmp_path / "some lora")
     for source in (alone, alone / DIFFUSERS):
         error = refused(capsys, source, tmp_path / "no", "--to", to, "--base", model)
-        assert f"may be of any of the 2 components of {model}: give --base {model}/transformer or " in error
+        assert (
+            f"may be of any of the 2 components of {model}: give --base {model}/transformer or "
+            in error
+        )
     assert run(alone, tmp_path / "chosen", "--to", to, "--base", model / "transformer_2") == 0
 
 
@@ -189,13 +226,20 @@ def test_experts_that_do_not_belong_together_are_refused(
     )
     alone = shutil.copyfile(model / "transformer_2" / FILE, tmp_path / "weights.safetensors")
     error = refused(capsys, alone, no, "--base", model)
-    assert f"{model} has 2 components" in error and f"--base {model}/transformer or {model}/transformer_2" in error
+    assert (
+        f"{model} has 2 components" in error
+        and f"--base {model}/transformer or {model}/transformer_2" in error
+    )
     assert run(alone, tmp_path / "alone", "--base", model / "transformer_2") == 0
     assert contents(tmp_path / "alone") == contents(model / "transformer_2")
 
 
 def test_an_expert_that_is_missing_is_named(model: Path, tmp_path: Path, capsys) -> None:
-    state = {f"model/{name}": tensor for name, tensor in weights(model).items() if name.startswith("transformer.")}
+    state = {
+        f"model/{name}": tensor
+        for name, tensor in weights(model).items()
+        if name.startswith("transformer.")
+    }
     saved = write_checkpoint(tmp_path / "checkpoint", state, model)
     error = refused(capsys, saved, tmp_path / "no")
     assert "model: transformer_2.blocks.0" in error and "is missing" in error

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from examples.tiny_models.qwen_image import write_tiny_pipeline
 from megadiff.tensors.tensor_file import TensorWriter
-from tests.unit.convert.conversions import WEIGHTS, contents, policy_state, refused, run, seal, write_checkpoint
+from tests.unit.convert.conversions import (
+    WEIGHTS,
+    contents,
+    policy_state,
+    refused,
+    run,
+    seal,
+    write_checkpoint,
+)
 
 ROOT = Path(__file__).parents[3]
 NAME = "transformer_blocks.1.attn.to_q.weight"
@@ -48,7 +56,10 @@ def rewrite(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     ("change", "text"),
     [
         (lambda tensors: tensors.pop(NAME), f"{NAME} is missing"),
-        (lambda tensors: tensors.update(extra=torch.ones(2)), "model.safetensors: extra is not in the model"),
+        (
+            lambda tensors: tensors.update(extra=torch.ones(2)),
+            "model.safetensors: extra is not in the model",
+        ),
         (
             lambda tensors: tensors.update({NAME: torch.ones(128, 127)}),
             f"model.safetensors: {NAME} has shape (128, 127), the model's is (128, 128)",
@@ -73,7 +84,11 @@ def test_a_torn_model_file(model: Path, tmp_path: Path, capsys, kept: int) -> No
     for folder in (model, model / "transformer"):
         (model / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes()[:kept])
         error = refused(capsys, folder, tmp_path / "out", "--to", "fsdp", "--dp", 2)
-        assert WEIGHTS.name in error and "not a whole safetensors file" in error or "truncated" in error
+        assert (
+            WEIGHTS.name in error
+            and "not a whole safetensors file" in error
+            or "truncated" in error
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -126,23 +141,40 @@ def empty(run_folder: Path) -> None:
         (cut_and_sealed, "rank_00001.safetensors is truncated: tensor 'optim/exp_avg/transformer."),
         (flip, "does not match its fingerprint; the file is corrupt"),
         (lose, "rank_00001.safetensors is missing"),
-        (lose_and_seal, "rank_00001.safetensors is missing; the checkpoint is incomplete, use the one before"),
+        (
+            lose_and_seal,
+            "rank_00001.safetensors is missing; the checkpoint is incomplete, use the one before",
+        ),
         (forget, "config.yaml names no model.path"),
-        (move_base, "was trained from /nowhere/model, which is not there; name the model folder with --base"),
+        (
+            move_base,
+            "was trained from /nowhere/model, which is not there; name the model folder with --base",
+        ),
         (empty, "holds no checkpoint"),
     ],
 )
 @pytest.mark.parametrize("target", [("--to", "megatron", "--tp", "2"), ()])
-def test_a_damaged_checkpoint(run_folder: Path, tmp_path: Path, capsys, damage, text: str, target) -> None:
+def test_a_damaged_checkpoint(
+    run_folder: Path, tmp_path: Path, capsys, damage, text: str, target
+) -> None:
     damage(run_folder)
     if damage is flip and not target:
-        target = ("--to", "megatron", "--tp", "4")  # the moments, where it flipped, are no part of a pipeline
+        target = (
+            "--to",
+            "megatron",
+            "--tp",
+            "4",
+        )  # the moments, where it flipped, are no part of a pipeline
     assert text in refused(capsys, run_folder, tmp_path / "out", *target)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("without", ["model/transformer.proj_out.weight", "optim/exp_avg/transformer.proj_out.weight"])
-def test_a_checkpoint_without_a_tensor(tiny_model: Path, tmp_path: Path, capsys, without: str) -> None:
+@pytest.mark.parametrize(
+    "without", ["model/transformer.proj_out.weight", "optim/exp_avg/transformer.proj_out.weight"]
+)
+def test_a_checkpoint_without_a_tensor(
+    tiny_model: Path, tmp_path: Path, capsys, without: str
+) -> None:
     """Weights must all be there; parameters that never had a gradient have no moments."""
     state = policy_state(tiny_model, {"model": 1.0, "optim/exp_avg": 0.5})
     del state[without]
@@ -151,23 +183,35 @@ def test_a_checkpoint_without_a_tensor(tiny_model: Path, tmp_path: Path, capsys,
         assert run(folder, tmp_path / "out", "--to", "megatron", "--tp", 2) == 0
     else:
         error = refused(capsys, folder, tmp_path / "out")
-        assert f"{folder} does not fit" in error and "model: transformer.proj_out.weight is missing" in error
+        assert (
+            f"{folder} does not fit" in error
+            and "model: transformer.proj_out.weight is missing" in error
+        )
 
 
 def test_another_base_is_refused(run_folder: Path, tmp_path: Path, capsys) -> None:
     write_tiny_pipeline(tmp_path / "other", size="small")
     error = refused(capsys, run_folder, tmp_path / "out", "--base", tmp_path / "other")
-    assert "does not fit" in error and "transformer_blocks.2.attn.add_k_proj.bias is missing" in error
-    assert "is no diffusers model" in refused(capsys, run_folder, tmp_path / "out", "--base", run_folder)
+    assert (
+        "does not fit" in error and "transformer_blocks.2.attn.add_k_proj.bias is missing" in error
+    )
+    assert "is no diffusers model" in refused(
+        capsys, run_folder, tmp_path / "out", "--base", run_folder
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run"]
 
 
-def test_what_can_not_be_converted_is_said(tiny_model: Path, run_folder: Path, tmp_path: Path, capsys) -> None:
+def test_what_can_not_be_converted_is_said(
+    tiny_model: Path, run_folder: Path, tmp_path: Path, capsys
+) -> None:
     (tmp_path / "text.safetensors").write_text("no weights")
     (tmp_path / "nothing").mkdir()
     for arguments, text in (
         (["nowhere"], "nowhere does not exist"),
-        ([tmp_path / "nothing"], "is nothing that can be converted. Looked for: a run (checkpoints/step_…)"),
+        (
+            [tmp_path / "nothing"],
+            "is nothing that can be converted. Looked for: a run (checkpoints/step_…)",
+        ),
         ([tmp_path / "text.safetensors"], "has no whole safetensors header"),
         ([tiny_model / "vae"], "is a 'AutoencoderKLQwenImage'; supported components: "),
         ([tiny_model, "--base", tiny_model], "is a whole model"),
@@ -177,7 +221,10 @@ def test_what_can_not_be_converted_is_said(tiny_model: Path, run_folder: Path, t
         ([tiny_model, "--to", "megatron"], "--to megatron needs --tp N"),
         ([tiny_model, "--tp", 2], "--tp 2 is for --to megatron, not for --to diffusers"),
         ([tiny_model, "--to", "fsdp", "--tp", 2], "--tp 2 is for --to megatron, not for --to fsdp"),
-        ([tiny_model, "--to", "fsdp", "--dp", 2, "--dtype", "bfloat16"], "checkpoints (--to fsdp) hold float32"),
+        (
+            [tiny_model, "--to", "fsdp", "--dp", 2, "--dtype", "bfloat16"],
+            "checkpoints (--to fsdp) hold float32",
+        ),
         ([tiny_model, "--to", "merged"], "holds whole weights and no LoRA; give --to diffusers"),
     ):
         assert text in refused(capsys, arguments[0], tmp_path / "out", *arguments[1:])
@@ -197,7 +244,10 @@ def test_a_destination_in_the_way(model: Path, run_folder: Path, tmp_path: Path,
         (tmp_path / "link", "is what is read"),
         (tmp_path, f"holds {model}, which is read"),
         (model / "sub" / "out", f"lies in {model}, which is read"),
-        (tmp_path / "file", "exists and is not an empty folder; remove it, name another one, or give --force"),
+        (
+            tmp_path / "file",
+            "exists and is not an empty folder; remove it, name another one, or give --force",
+        ),
         (tmp_path / "full", "exists and is not an empty folder"),
     ):
         assert text in refused(capsys, model, out)
@@ -207,7 +257,9 @@ def test_a_destination_in_the_way(model: Path, run_folder: Path, tmp_path: Path,
     assert contents(tmp_path) == before
 
 
-def test_force_replaces_the_old_one_when_the_new_one_is_whole(model: Path, tmp_path: Path, capsys) -> None:
+def test_force_replaces_the_old_one_when_the_new_one_is_whole(
+    model: Path, tmp_path: Path, capsys
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
     whole = (model / WEIGHTS).read_bytes()
@@ -236,14 +288,20 @@ def test_a_full_disk_leaves_nothing(model: Path, tmp_path: Path, capsys) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
-def test_too_little_space_is_said_before_anything_is_written(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 2_000_000))
+def test_too_little_space_is_said_before_anything_is_written(
+    model: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 2_000_000)
+    )
     error = refused(capsys, model, tmp_path / "out", "--to", "megatron", "--tp", 2)
     assert "needs 0.00" in error and "GiB are free" in error and not (tmp_path / "out").exists()
     sizes = {path: path.stat().st_size for path in model.rglob("*") if path.is_file()}
     rest = sum(size for path, size in sizes.items() if path.parent.name != "transformer")
     for free, code in ((sum(sizes.values()) - rest, 2), (sum(sizes.values()), 0)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: shutil._ntuple_diskusage(1 << 30, 1, free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _, free=free: shutil._ntuple_diskusage(1 << 30, 1, free)
+        )
         assert run(model, tmp_path / "out", "--to", "diffusers") == code
 
 
@@ -318,13 +376,27 @@ SLOW = (  # the converter, slow from its third write on
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_killed_and_run_again(model: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_killed_and_run_again(
+    model: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     before = contents(model)
-    command = [sys.executable, "-c", SLOW, str(model), str(tmp_path / "out"), "--to", "fsdp", "--dp", "2"]
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        str(model),
+        str(tmp_path / "out"),
+        "--to",
+        "fsdp",
+        "--dp",
+        "2",
+    ]
     process = subprocess.Popen(command, cwd=ROOT)
     deadline = time.monotonic() + 60
     while (
-        not list(tmp_path.glob(".out.writing-*/rank_00001*")) and process.poll() is None and time.monotonic() < deadline
+        not list(tmp_path.glob(".out.writing-*/rank_00001*"))
+        and process.poll() is None
+        and time.monotonic() < deadline
     ):
         time.sleep(0.1)
     process.send_signal(number)
@@ -337,7 +409,9 @@ def test_killed_and_run_again(model: Path, tmp_path: Path, number: signal.Signal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model", "out"]
 
 
-def test_an_old_folder_whose_successor_never_came_is_put_back(model: Path, tmp_path: Path, capsys) -> None:
+def test_an_old_folder_whose_successor_never_came_is_put_back(
+    model: Path, tmp_path: Path, capsys
+) -> None:
     """Killed between the two renames of --force."""
     old = tmp_path / ".out.replaced-0123456789ab"
     old.mkdir()
@@ -346,7 +420,9 @@ def test_an_old_folder_whose_successor_never_came_is_put_back(model: Path, tmp_p
     assert contents(tmp_path / "out").keys() == {"old"}
 
 
-def test_another_converter_at_work_on_the_same_folder_is_left_alone(model: Path, tmp_path: Path) -> None:
+def test_another_converter_at_work_on_the_same_folder_is_left_alone(
+    model: Path, tmp_path: Path
+) -> None:
     from megadiff.process.whole_folder import whole_folder
 
     with pytest.raises(ValueError, match="was filled by another process meanwhile"):

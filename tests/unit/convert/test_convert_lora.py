@@ -20,7 +20,15 @@ from megadiff.checkpoint.run_folders import progress_record
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.tensors.shards import ShardFolder
 from megadiff.types import LoraSpec, Progress
-from tests.unit.convert.conversions import WEIGHTS, contents, policy_state, refused, run, stored, write_checkpoint
+from tests.unit.convert.conversions import (
+    WEIGHTS,
+    contents,
+    policy_state,
+    refused,
+    run,
+    stored,
+    write_checkpoint,
+)
 
 RANK, ALPHA = 4, 10.0
 PEFT, DIFFUSERS = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"
@@ -28,7 +36,9 @@ PEFT, DIFFUSERS = "adapter_model.safetensors", "pytorch_lora_weights.safetensors
 
 @pytest.fixture(scope="module")
 def spec(tiny_model: Path) -> LoraSpec:
-    return LoraSpec(rank=RANK, alpha=ALPHA, modules=PLAN.lora_modules(load_file(tiny_model / WEIGHTS)))
+    return LoraSpec(
+        rank=RANK, alpha=ALPHA, modules=PLAN.lora_modules(load_file(tiny_model / WEIGHTS))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +56,18 @@ def adapter(tiny_model: Path, spec: LoraSpec, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def checkpoint(adapter: Path, tiny_model: Path, spec: LoraSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(
+    adapter: Path, tiny_model: Path, spec: LoraSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The same LoRA as a checkpoint of ours, with moments."""
     tensors = {
         f"{kind}/transformer.{name}": factor * tensor
         for kind, factor in (("model", 1.0), ("optim/exp_avg", 0.5), ("optim/exp_avg_sq", 0.25))
         for name, tensor in pairs(adapter / PEFT).items()
     }
-    return write_checkpoint(tmp_path_factory.mktemp("run") / "step_000007", tensors, tiny_model, lora=spec)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("run") / "step_000007", tensors, tiny_model, lora=spec
+    )
 
 
 def transformer(model: Path) -> QwenImageTransformer2DModel:
@@ -67,7 +81,9 @@ def pairs(file: Path) -> dict[str, Tensor]:
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 @torch.no_grad()
@@ -100,11 +116,18 @@ def test_one_folder_is_loaded_by_peft_and_by_diffusers(
     given = {"adapter": adapter}.get(source, checkpoint)
     if source in ("megatron", "fsdp"):
         ranks = ("--tp", 4) if source == "megatron" else ("--dp", 3)
-        assert run(adapter, tmp_path / source, "--to", source, *ranks, "--base", tiny_model, "--verify") == 0
+        assert (
+            run(
+                adapter, tmp_path / source, "--to", source, *ranks, "--base", tiny_model, "--verify"
+            )
+            == 0
+        )
         given = tmp_path / source
     assert run(given, tmp_path / "out", "--to", "peft", "--verify") == 0
     expected = pairs(adapter / PEFT)
-    assert same(pairs(tmp_path / "out" / PEFT), expected) and same(pairs(tmp_path / "out" / DIFFUSERS), expected)
+    assert same(pairs(tmp_path / "out" / PEFT), expected) and same(
+        pairs(tmp_path / "out" / DIFFUSERS), expected
+    )
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
     base, right = velocity(transformer(tiny_model)), by_peft(tiny_model, adapter)
@@ -114,17 +137,23 @@ def test_one_folder_is_loaded_by_peft_and_by_diffusers(
 
 
 @pytest.mark.parametrize("has_alpha", [True, False])
-def test_a_file_that_diffusers_saved(tiny_model: Path, adapter: Path, tmp_path: Path, has_alpha: bool) -> None:
+def test_a_file_that_diffusers_saved(
+    tiny_model: Path, adapter: Path, tmp_path: Path, has_alpha: bool
+) -> None:
     """Without metadata, alpha is the rank."""
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["to_q"]} if has_alpha else None
     QwenImagePipeline.save_lora_weights(
-        tmp_path / "saved", transformer_lora_layers=pairs(adapter / PEFT), transformer_lora_adapter_metadata=config
+        tmp_path / "saved",
+        transformer_lora_layers=pairs(adapter / PEFT),
+        transformer_lora_adapter_metadata=config,
     )
     renamed = shutil.copyfile(tmp_path / "saved" / DIFFUSERS, tmp_path / "some lora.safetensors")
     for number, source in enumerate((tmp_path / "saved", renamed)):
         out, back = tmp_path / f"out{number}", tmp_path / f"back{number}"
         assert run(source, out, "--to", "peft", "--base", tiny_model) == 0
-        assert json.loads((out / "adapter_config.json").read_text())["lora_alpha"] == (ALPHA if has_alpha else RANK)
+        assert json.loads((out / "adapter_config.json").read_text())["lora_alpha"] == (
+            ALPHA if has_alpha else RANK
+        )
         assert run(out, back) == 0
         assert list(contents(back)) == [DIFFUSERS]
         assert same(pairs(back / DIFFUSERS), pairs(tmp_path / "saved" / DIFFUSERS))
@@ -141,13 +170,20 @@ def test_merged_is_what_peft_merges(
     base, held = load_file(tiny_model / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
     for name, tensor in merged.state_dict().items():
         torch.testing.assert_close(held[name], tensor, rtol=0, atol=1e-6)
-    assert sum(not torch.equal(base[name], held[name]) for name in base) == len(pairs(adapter / PEFT)) // 2
+    assert (
+        sum(not torch.equal(base[name], held[name]) for name in base)
+        == len(pairs(adapter / PEFT)) // 2
+    )
     others = {name: digest for name, digest in contents(tiny_model).items() if name != str(WEIGHTS)}
     assert others.items() <= contents(tmp_path / "out").items()
-    torch.testing.assert_close(velocity(transformer(tmp_path / "out")), by_peft(tiny_model, adapter), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        velocity(transformer(tmp_path / "out")), by_peft(tiny_model, adapter), rtol=0, atol=1e-5
+    )
 
 
-def test_a_merge_into_bfloat16_is_rounded_once(tiny_model: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_merge_into_bfloat16_is_rounded_once(
+    tiny_model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     for dtype in ("float32", "bfloat16"):
         assert run(checkpoint, tmp_path / dtype, "--to", "merged", "--dtype", dtype) == 0
     wide, half = (load_file(tmp_path / dtype / WEIGHTS) for dtype in ("float32", "bfloat16"))
@@ -164,13 +200,20 @@ def test_a_merge_into_bfloat16_is_rounded_once(tiny_model: Path, checkpoint: Pat
 
 def pairs_of(checkpoint: Path) -> dict[str, Tensor]:
     prefix = "model/transformer."
-    return {name.removeprefix(prefix): tensor for name, tensor in stored(checkpoint).items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in stored(checkpoint).items()
+        if name.startswith(prefix)
+    }
 
 
 def pairs_delta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     modules = {name.rsplit(".", 2)[0] for name in tensors}
     scale = ALPHA / RANK
-    return {f"{m}.weight": scale * tensors[f"{m}.lora_B.weight"] @ tensors[f"{m}.lora_A.weight"] for m in modules}
+    return {
+        f"{m}.weight": scale * tensors[f"{m}.lora_B.weight"] @ tensors[f"{m}.lora_A.weight"]
+        for m in modules
+    }
 
 
 @pytest.mark.parametrize(("to", "flag", "ranks"), [("megatron", "--tp", 2), ("fsdp", "--dp", 3)])
@@ -200,14 +243,22 @@ def first(tensors: dict[str, Tensor], part: str) -> str:
     ("change", "text"),
     [
         (lambda held: held.pop(first(held, "lora_B")), "attn.add_k_proj.lora_B.weight is missing"),
-        (lambda held: held.update({first(held, "lora_A"): torch.ones(3, 128)}), "has several ranks: 3 of "),
-        (lambda held: held.update(other=torch.ones(3)), "other is neither base_model.model.MODULE.lora_A.weight nor"),
+        (
+            lambda held: held.update({first(held, "lora_A"): torch.ones(3, 128)}),
+            "has several ranks: 3 of ",
+        ),
+        (
+            lambda held: held.update(other=torch.ones(3)),
+            "other is neither base_model.model.MODULE.lora_A.weight nor",
+        ),
         (
             lambda held: held.update({first(held, "lora_A"): torch.ones(4, 96)}),
             "add_k_proj is for a weight (128, 96), the model's is (128, 128)",
         ),
         (
-            lambda held: held.update({f"base_model.model.nowhere.lora_{p}.weight": torch.ones(4, 4) for p in "AB"}),
+            lambda held: held.update(
+                {f"base_model.model.nowhere.lora_{p}.weight": torch.ones(4, 4) for p in "AB"}
+            ),
             "nowhere is no linear layer of the model",
         ),
     ],
@@ -238,7 +289,9 @@ def test_tensors_that_are_no_lora_of_the_model(
         ({"alpha_pattern": {"to_q": 3}}, "alpha_pattern={'to_q': 3} is more than A and B"),
     ],
 )
-def test_settings_that_would_be_lost_are_refused(adapter: Path, tmp_path: Path, capsys, changes, text: str) -> None:
+def test_settings_that_would_be_lost_are_refused(
+    adapter: Path, tmp_path: Path, capsys, changes, text: str
+) -> None:
     folder = shutil.copytree(adapter, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text()) | changes
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -246,18 +299,37 @@ def test_settings_that_would_be_lost_are_refused(adapter: Path, tmp_path: Path, 
     assert text in error and "adapter_config.json" in error
 
 
-def test_what_needs_a_base_or_other_modules_says_so(adapter: Path, tiny_model: Path, tmp_path: Path, capsys) -> None:
+def test_what_needs_a_base_or_other_modules_says_so(
+    adapter: Path, tiny_model: Path, tmp_path: Path, capsys
+) -> None:
     for target in (("--to", "merged"), ("--to", "megatron", "--tp", 2)):
         assert "is a LoRA without a model; name the model folder with --base" in refused(
             capsys, adapter, tmp_path / "out", *target
         )
     tensors = {name: tensor for name, tensor in pairs(adapter / PEFT).items() if "to_q" in name}
-    save_file({f"transformer.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "q.safetensors")
-    error = refused(
-        capsys, tmp_path / "q.safetensors", tmp_path / "out", "--to", "fsdp", "--dp", 2, "--base", tiny_model
+    save_file(
+        {f"transformer.{name}": tensor for name, tensor in tensors.items()},
+        tmp_path / "q.safetensors",
     )
-    assert "is a LoRA of 2 modules, the engines wrap" in error and "--to merged takes it as it is" in error
-    assert run(tmp_path / "q.safetensors", tmp_path / "out", "--to", "merged", "--base", tiny_model) == 0
+    error = refused(
+        capsys,
+        tmp_path / "q.safetensors",
+        tmp_path / "out",
+        "--to",
+        "fsdp",
+        "--dp",
+        2,
+        "--base",
+        tiny_model,
+    )
+    assert (
+        "is a LoRA of 2 modules, the engines wrap" in error
+        and "--to merged takes it as it is" in error
+    )
+    assert (
+        run(tmp_path / "q.safetensors", tmp_path / "out", "--to", "merged", "--base", tiny_model)
+        == 0
+    )
 
 
 def test_rslora_keeps_its_scale(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -269,9 +341,13 @@ def test_rslora_keeps_its_scale(adapter: Path, tiny_model: Path, tmp_path: Path)
 
 
 def test_whole_weights_are_not_taken_for_lora(tiny_model: Path, tmp_path: Path, capsys) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoint", policy_state(tiny_model, {"model": 1.0}), tiny_model)
+    folder = write_checkpoint(
+        tmp_path / "checkpoint", policy_state(tiny_model, {"model": 1.0}), tiny_model
+    )
     for to in ("peft", "merged"):
-        assert "holds whole weights and no LoRA" in refused(capsys, folder, tmp_path / "out", "--to", to)
+        assert "holds whole weights and no LoRA" in refused(
+            capsys, folder, tmp_path / "out", "--to", to
+        )
 
 
 @pytest.mark.parametrize("kind", ["alpha", "lora", "base"])

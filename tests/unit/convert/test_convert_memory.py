@@ -33,11 +33,21 @@ def large(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("large")
     config = json.loads((tiny_model / "transformer" / "config.json").read_text())
-    sizes = {"num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]}
+    sizes = {
+        "num_layers": 4,
+        "num_attention_heads": 8,
+        "attention_head_dim": 128,
+        "axes_dims_rope": [16, 56, 56],
+    }
     (folder / "config.json").write_text(json.dumps(config | sizes))
     shapes = component_model(folder).shapes
-    tensors = {name: TensorMeta(dtype=torch.float32, shape=shape) for name, shape in sorted(shapes.items())}
-    header, size = header_bytes(tensors, metadata={"format": "pt"}), sum(meta.num_bytes for meta in tensors.values())
+    tensors = {
+        name: TensorMeta(dtype=torch.float32, shape=shape) for name, shape in sorted(shapes.items())
+    }
+    header, size = (
+        header_bytes(tensors, metadata={"format": "pt"}),
+        sum(meta.num_bytes for meta in tensors.values()),
+    )
     with open(folder / "diffusion_pytorch_model.safetensors", "wb") as file:
         file.write(header)
         file.truncate(len(header) + size)
@@ -46,7 +56,9 @@ def large(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(folder)
 
 
-def test_peak_memory_is_a_few_blocks_whatever_the_size(tiny_model: Path, large: Path, tmp_path: Path) -> None:
+def test_peak_memory_is_a_few_blocks_whatever_the_size(
+    tiny_model: Path, large: Path, tmp_path: Path
+) -> None:
     """Read whole or mapped, the large model would take 0.5 GiB more than the tiny one."""
     there, back, tp4 = tmp_path / "tp4", tmp_path / "back", ["--to", "megatron", "--tp", "4"]
     first, *rest = _peaks(
@@ -61,6 +73,15 @@ def test_peak_memory_is_a_few_blocks_whatever_the_size(tiny_model: Path, large: 
 def _peaks(*conversions: list[object]) -> list[int]:
     """Peak resident bytes of one process after each of its conversions."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CODE, *(str(each) for conversion in conversions for each in conversion)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
-    return [int(line.split()[1]) * 1024 for line in done.stdout.splitlines() if line.startswith("peak ")]
+    command = [
+        sys.executable,
+        "-c",
+        CODE,
+        *(str(each) for conversion in conversions for each in conversion),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=True
+    )
+    return [
+        int(line.split()[1]) * 1024 for line in done.stdout.splitlines() if line.startswith("peak ")
+    ]

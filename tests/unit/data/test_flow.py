@@ -38,13 +38,18 @@ def dataset(tmp_path: Path) -> LatentDataset:
     return make_dataset(tmp_path / "cache")
 
 
-def make_dataset(folder: Path, *, num_images: int = 7, captions: list[str] = CAPTIONS) -> LatentDataset:
+def make_dataset(
+    folder: Path, *, num_images: int = 7, captions: list[str] = CAPTIONS
+) -> LatentDataset:
     """Image i has latents of i everywhere, and the caption 1 + i mod 3, whose tokens are its number."""
     folder.mkdir()
     write_tensor(
-        folder / "latents_00000_00000.safetensors", torch.arange(num_images).float()[:, None, None].expand(-1, 4, 8)
+        folder / "latents_00000_00000.safetensors",
+        torch.arange(num_images).float()[:, None, None].expand(-1, 4, 8),
     )
-    write_tensor(folder / "lengths_00000_00000.safetensors", torch.tensor([1, 2, 3, 4], dtype=torch.int32))
+    write_tensor(
+        folder / "lengths_00000_00000.safetensors", torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    )
     numbers = torch.arange(4).repeat_interleave(torch.tensor([1, 2, 3, 4]))
     write_tensor(folder / "tokens_00000_00000.safetensors", numbers.float()[:, None].expand(-1, 5))
     write_tensor(folder / "caption_index.safetensors", (1 + torch.arange(num_images) % 3).int())
@@ -58,7 +63,9 @@ def make(dataset: LatentDataset):
     made = []
 
     def make_one(dataset: LatentDataset = dataset, **changes: object) -> FlowBatches:
-        settings: dict = dict(images_per_step=4, draws_per_image=3, caption_drop=0.25, sampling=SAMPLING, shift=SHIFT)
+        settings: dict = dict(
+            images_per_step=4, draws_per_image=3, caption_drop=0.25, sampling=SAMPLING, shift=SHIFT
+        )
         settings |= dict(dp=1, dp_rank=0, seed=5, shuffle=True)
         made.append(FlowBatches(dataset, **settings | changes))
         return made[-1]
@@ -80,7 +87,9 @@ def rows_of(batch: FlowBatch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dp", [2, 4])
-def test_the_union_over_ranks_does_not_depend_on_dp(make: Callable[..., FlowBatches], dp: int) -> None:
+def test_the_union_over_ranks_does_not_depend_on_dp(
+    make: Callable[..., FlowBatches], dp: int
+) -> None:
     whole, parts = make(), [make(dp=dp, dp_rank=rank) for rank in range(dp)]
     for _ in range(5):  # 20 images of 7: over epochs
         expected, found = next(whole), [next(part) for part in parts]
@@ -95,16 +104,22 @@ def test_a_batch_is_what_its_docstring_says(make: Callable[..., FlowBatches]) ->
     assert batch.num_rows == 12 and batch.sampling == SAMPLING
     assert batch.noise_NLC.shape == batch.latents_NLC.shape == (12, 4, 8)
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    assert {value.dtype for name, value in tensors.items() if name in ("latents_NLC", "noise_NLC", "sigma_N")} == {
-        torch.float32
-    }
+    assert {
+        value.dtype
+        for name, value in tensors.items()
+        if name in ("latents_NLC", "noise_NLC", "sigma_N")
+    } == {torch.float32}
     images = batch.latents_NLC[:, 0, 0].reshape(4, 3)
-    assert (images == images[:, :1]).all() and len(images[:, 0].unique()) == 4  # draws of one image follow each other
+    assert (images == images[:, :1]).all() and len(
+        images[:, 0].unique()
+    ) == 4  # draws of one image follow each other
     assert len(batch.noise_NLC[:, 0, 0].unique()) == len(batch.sigma_N.unique()) == 12
     assert 0 < batch.sigma_N.min() and batch.sigma_N.max() < 1
 
 
-def test_each_row_has_the_text_of_its_image_or_the_empty_one(make: Callable[..., FlowBatches]) -> None:
+def test_each_row_has_the_text_of_its_image_or_the_empty_one(
+    make: Callable[..., FlowBatches],
+) -> None:
     batches, dropped = make(images_per_step=7, draws_per_image=40), []
     for _ in range(10):
         rows = rows_of(next(batches))
@@ -179,7 +194,16 @@ def test_what_fails_in_the_background_is_raised_by_next(
 
 def test_steps_differ_and_seeds_too(make: Callable[..., FlowBatches]) -> None:
     batches = make(images_per_step=7, shuffle=False)
-    first, second, other = next(batches), next(batches), next(make(images_per_step=7, shuffle=False, seed=6))
-    assert torch.equal(first.latents_NLC, second.latents_NLC) and torch.equal(first.latents_NLC, other.latents_NLC)
+    first, second, other = (
+        next(batches),
+        next(batches),
+        next(make(images_per_step=7, shuffle=False, seed=6)),
+    )
+    assert torch.equal(first.latents_NLC, second.latents_NLC) and torch.equal(
+        first.latents_NLC, other.latents_NLC
+    )
     for batch in (second, other):
-        assert not (batch.noise_NLC == first.noise_NLC).any() and not (batch.sigma_N == first.sigma_N).any()
+        assert (
+            not (batch.noise_NLC == first.noise_NLC).any()
+            and not (batch.sigma_N == first.sigma_N).any()
+        )

@@ -36,8 +36,13 @@ def write_folder(folder: Path) -> Path:
     for number, name in enumerate(names):
         (folder / name).write_bytes(encoded(picture(number)))
     keys = [("file_name", "caption"), ("image", "text"), ("file_name", "prompt")]
-    rows = [{image: name, text: caption} for (image, text), name, caption in zip(keys, names, CAPTIONS, strict=True)]
-    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    rows = [
+        {image: name, text: caption}
+        for (image, text), name, caption in zip(keys, names, CAPTIONS, strict=True)
+    ]
+    (folder / "metadata.jsonl").write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    )
     return folder
 
 
@@ -142,7 +147,9 @@ def test_generated_images_do_not_depend_on_where_reading_starts() -> None:
     (whole,) = source.blocks(CHUNK - 10, CHUNK, size=100, height=64, width=64)
     parts = list(source.blocks(CHUNK - 10, CHUNK + 5, size=8, height=64, width=64))
     assert [len(part.captions) for part in parts] == [8, 2, 5]
-    np.testing.assert_array_equal(np.concatenate([part.pixels_BHWC for part in parts])[:10], whole.pixels_BHWC)
+    np.testing.assert_array_equal(
+        np.concatenate([part.pixels_BHWC for part in parts])[:10], whole.pixels_BHWC
+    )
     assert [caption for part in parts for caption in part.captions][:10] == whole.captions
     np.testing.assert_array_equal(source.pixels(CHUNK + 4), parts[-1].pixels_BHWC[-1])
     (small,) = source.blocks(0, 4, size=8, height=32, width=48)
@@ -150,24 +157,34 @@ def test_generated_images_do_not_depend_on_where_reading_starts() -> None:
 
 
 def test_generated_by_worker_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")  # its lazy modules made pickling search through them, and fail
+    pytest.importorskip(
+        "transformers"
+    )  # its lazy modules made pickling search through them, and fail
     monkeypatch.setattr("megadiff.data.images.CHUNK", 3)
     source = open_images("shapes:24", seed=5)
     pixels = {}
     for num_workers in (1, 2):
-        monkeypatch.setattr("megadiff.data.images.share_of_cores", lambda most, num_workers=num_workers: num_workers)
-        pixels[num_workers] = [block.pixels_BHWC for block in source.blocks(0, 24, size=3, height=64, width=64)]
+        monkeypatch.setattr(
+            "megadiff.data.images.share_of_cores", lambda most, num_workers=num_workers: num_workers
+        )
+        pixels[num_workers] = [
+            block.pixels_BHWC for block in source.blocks(0, 24, size=3, height=64, width=64)
+        ]
     np.testing.assert_array_equal(np.stack(pixels[1]), np.stack(pixels[2]))
 
 
 def test_identity_of_generated_images() -> None:
     names = ["shapes:40", "shapes:40:1", "shapes:41:1"]
     assert len({open_images(name, seed=0).fingerprint for name in names}) == 3
-    assert open_images("shapes:40:1", seed=0).fingerprint == open_images("shapes:40", seed=1).fingerprint
+    assert (
+        open_images("shapes:40:1", seed=0).fingerprint
+        == open_images("shapes:40", seed=1).fingerprint
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["shapes:", "shapes:x", "shapes:0", "shapes:10:", "shapes:10:1:2", "shapes:-5", "shapes:²"]
+    "name",
+    ["shapes:", "shapes:x", "shapes:0", "shapes:10:", "shapes:10:1:2", "shapes:-5", "shapes:²"],
 )
 def test_wrong_generator_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"data.images={name}"):
@@ -210,7 +227,10 @@ PNG = encoded(picture(0))
 TAR_REFUSALS = {
     "no caption": ({"a.png": PNG, "b.txt": b"b"}, "sample 'a' has no a.txt|json"),
     "no image": ({"a/b.txt": b"b"}, "sample 'a/b' has no a/b.jpg|jpeg|png|webp"),
-    "two images": ({"a.png": PNG, "a.jpg": PNG, "a.txt": b"a"}, "a.jpg and a.png are of one sample"),
+    "two images": (
+        {"a.png": PNG, "a.jpg": PNG, "a.txt": b"a"},
+        "a.jpg and a.png are of one sample",
+    ),
     "twice": ({"a.png": PNG, "a.txt": b"a", "a.TXT": b"b"}, "a.TXT and a.txt are of one sample"),
     "empty caption": ({"a.png": PNG, "a.txt": b"\n"}, "a.txt: the caption is ''"),
     "not UTF-8": ({"a.png": PNG, "a.txt": b"\xff\xfe"}, "a.txt: .*0xff"),
@@ -221,7 +241,10 @@ TAR_REFUSALS = {
         "a.json: not valid JSON .*4300",
     ),
     "no object": ({"a.png": PNG, "a.json": b"[1]"}, "a.json: a list"),
-    "no caption in JSON": ({"a.png": PNG, "a.json": b'{"w": 1}'}, "a.json: no caption among the keys .'w'."),
+    "no caption in JSON": (
+        {"a.png": PNG, "a.json": b'{"w": 1}'},
+        "a.json: no caption among the keys .'w'.",
+    ),
     "nothing": ({}, "holds 0 captioned images"),
 }
 
@@ -264,7 +287,11 @@ def test_parquet_refusals(tmp_path: Path) -> None:
         opened(image=[PNG, PNG], text=["a", None])
     with pytest.raises(ValueError, match="holds 0 captioned images"):
         opened(image=[], text=[])
-    for image in ([PNG, None], [{"bytes": PNG, "path": None}, {"bytes": None, "path": "x.png"}], ["x", "y"]):
+    for image in (
+        [PNG, None],
+        [{"bytes": PNG, "path": None}, {"bytes": None, "path": "x.png"}],
+        ["x", "y"],
+    ):
         with pytest.raises(ValueError, match="i.parquet: row 2: 'image' holds no bytes"):
             opened(image=image, text=["a", "b"]).pixels(1)
     (tmp_path / "i.parquet").write_text("no parquet")
@@ -302,18 +329,24 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
-def test_a_damaged_image_is_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_image_is_named(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = len(encoded(picture(1))) // 2
     whole = encoded
     monkeypatch.setitem(
         globals(),
         "encoded",
-        lambda image: whole(image)[: cut if image is not None and np.array_equal(image, picture(1)) else None],
+        lambda image: whole(image)[
+            : cut if image is not None and np.array_equal(image, picture(1)) else None
+        ],
     )
     source = open_images(str(WRITERS[kind](tmp_path)), seed=0)
-    name = {"folder": r"metadata.jsonl:2 \(1.png\)", "tar": "images.tar: 1.PNG", "parquet": "images.parquet: row 2"}[
-        kind
-    ]
+    name = {
+        "folder": r"metadata.jsonl:2 \(1.png\)",
+        "tar": "images.tar: 1.PNG",
+        "parquet": "images.parquet: row 2",
+    }[kind]
     with pytest.raises(ValueError, match=f"{name}: {cut} bytes that are no readable image"):
         list(source.blocks(0, 3, size=1, height=16, width=16))
 
@@ -348,7 +381,9 @@ def test_exif_rotation_is_applied() -> None:
     image = Image.fromarray(picture(0, 8, 12))
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: show it rotated by 90° clockwise
-    np.testing.assert_array_equal(decode(encoded(image, exif=exif), where="x"), np.rot90(picture(0, 8, 12), -1))
+    np.testing.assert_array_equal(
+        decode(encoded(image, exif=exif), where="x"), np.rot90(picture(0, 8, 12), -1)
+    )
 
 
 def test_fit_takes_the_largest_centred_part() -> None:
@@ -356,7 +391,9 @@ def test_fit_takes_the_largest_centred_part() -> None:
     pixels[:, 30:70] = 200
     assert fit(pixels, 20, 20).min() > 180  # the filter reaches over the border
     assert np.abs(fit(pixels, 20, 20)[:, 3:-3].astype(int) - 200).max() <= 1
-    np.testing.assert_array_equal(fit(pixels.transpose(1, 0, 2), 20, 20), fit(pixels, 20, 20).transpose(1, 0, 2))
+    np.testing.assert_array_equal(
+        fit(pixels.transpose(1, 0, 2), 20, 20), fit(pixels, 20, 20).transpose(1, 0, 2)
+    )
     assert fit(pixels, 40, 100) is pixels
     for height, width in [(16, 16), (64, 32), (480, 16), (1, 1), (41, 99)]:
         assert fit(pixels, height, width).shape == (height, width, 3)

@@ -55,16 +55,26 @@ def images(tmp_path: Path) -> Path:
 
 
 def encode(images: Path, model: Path, folder: Path, mesh: Mesh, **options: object) -> LatentDataset:
-    settings = {"height": 32, "width": 32, "max_chars": 100, "dtype": torch.float32, "batch": 2} | options
+    settings = {
+        "height": 32,
+        "width": 32,
+        "max_chars": 100,
+        "dtype": torch.float32,
+        "batch": 2,
+    } | options
     source, adapter = open_images(str(images), seed=0), build_adapter(model)
-    return encode_dataset(source, adapter, folder=folder, device=torch.device("cpu"), mesh=mesh, **settings)
+    return encode_dataset(
+        source, adapter, folder=folder, device=torch.device("cpu"), mesh=mesh, **settings
+    )
 
 
 def folders(cache: Path) -> list[Path]:
     return sorted(cache.iterdir()) if cache.exists() else []
 
 
-def test_rows_are_what_the_adapter_gives(images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_rows_are_what_the_adapter_gives(
+    images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh
+) -> None:
     dataset = encode(images, tiny_model, tmp_path / "cache", mesh)
     adapter, source = build_adapter(tiny_model), open_images(str(images), seed=0)
     blocks = source.blocks(0, len(source), size=8, height=32, width=32)
@@ -84,7 +94,9 @@ def test_rows_are_what_the_adapter_gives(images: Path, tiny_model: Path, tmp_pat
     assert mask_PT.shape[1] == int(mask_PT.sum(1).max()) and not embeds_PTD[~mask_PT].any()
     for n, text in enumerate([CAPTIONS[0], CAPTIONS[1], CAPTIONS[2], EMPTY_CAPTION, CAPTIONS[1]]):
         expected_1TD, _ = adapter.encode_prompt([text])
-        torch.testing.assert_close(embeds_PTD[index_N[n]][mask_PT[index_N[n]]], expected_1TD[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            embeds_PTD[index_N[n]][mask_PT[index_N[n]]], expected_1TD[0], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_a_finished_cache_is_reused_and_another_key_is_another_folder(
@@ -107,15 +119,30 @@ def test_a_finished_cache_is_reused_and_another_key_is_another_folder(
     encode(images, tiny_model, cache, mesh)
     assert len(folders(cache)) == 4
     model = shutil.copytree(tiny_model, tmp_path / "model")
-    os.utime(model / "transformer" / "diffusion_pytorch_model.safetensors", ns=(0, 0))  # trained: of no account
+    os.utime(
+        model / "transformer" / "diffusion_pytorch_model.safetensors", ns=(0, 0)
+    )  # trained: of no account
     other = shutil.copytree(model, tmp_path / "other")
     os.utime(other / "vae" / "config.json", ns=(0, 0))
-    assert len({cache_module._model_fingerprint(build_adapter(each)) for each in (tiny_model, model, other)}) == 2
+    assert (
+        len(
+            {
+                cache_module._model_fingerprint(build_adapter(each))
+                for each in (tiny_model, model, other)
+            }
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "no index", "bad index"])
 def test_a_torn_cache_is_made_again(
-    images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh, damage: str, caplog: pytest.LogCaptureFixture
+    images: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    mesh: Mesh,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache = tmp_path / "cache"
     expected_BLC = encode(images, tiny_model, cache, mesh).latents(ALL)
@@ -129,9 +156,13 @@ def test_a_torn_cache_is_made_again(
     assert "torn" in caplog.text and folders(cache) == [folder]
 
 
-def test_a_bad_image_leaves_nothing_behind(images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_a_bad_image_leaves_nothing_behind(
+    images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh
+) -> None:
     (images / "3.png").write_bytes((images / "3.png").read_bytes()[:300])
-    with pytest.raises(AgreedError, match=r"metadata.jsonl:4 \(3.png\): 300 bytes that are no readable image"):
+    with pytest.raises(
+        AgreedError, match=r"metadata.jsonl:4 \(3.png\): 300 bytes that are no readable image"
+    ):
         encode(images, tiny_model, tmp_path / "cache", mesh)
     assert folders(tmp_path / "cache") == []
 
@@ -160,7 +191,9 @@ def test_a_failing_write_leaves_nothing_behind(
 def test_too_little_room_is_said_before_the_work(
     images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1024))
+    monkeypatch.setattr(
+        cache_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1024)
+    )
     with pytest.raises(AgreedError, match=r"has 0.0 MiB free, the latents need 0.0 MiB"):
         encode(images, tiny_model, tmp_path / "cache", mesh)
     assert folders(tmp_path / "cache") == []
@@ -173,18 +206,28 @@ def test_what_a_killed_run_left_is_removed_when_it_is_old(
         (tmp_path / "cache" / f".writing_{name}").mkdir(parents=True)
     os.utime(tmp_path / "cache" / ".writing_old", ns=(0, 0))
     encode(images, tiny_model, tmp_path / "cache", mesh)
-    assert [path.name for path in folders(tmp_path / "cache") if path.name.startswith(".")] == [".writing_new"]
+    assert [path.name for path in folders(tmp_path / "cache") if path.name.startswith(".")] == [
+        ".writing_new"
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_chars": 20}, "metadata.jsonl:2 .*'caption' has 29 characters > data.max_prompt_chars=20"),
+        (
+            {"max_chars": 20},
+            "metadata.jsonl:2 .*'caption' has 29 characters > data.max_prompt_chars=20",
+        ),
         ({"width": 40}, "rollout.width=40 is not a positive multiple of 16"),
     ],
 )
 def test_refusals(
-    images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh, options: dict[str, int], message: str
+    images: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    mesh: Mesh,
+    options: dict[str, int],
+    message: str,
 ) -> None:
     with pytest.raises(AgreedError, match=message):
         encode(images, tiny_model, tmp_path / "cache", mesh, **options)
@@ -196,14 +239,19 @@ def test_enlarged_images_are_counted(
     with caplog.at_level(logging.INFO):
         encode(images, tiny_model, tmp_path / "cache", mesh, height=32, width=96, batch=3)
     assert "5 of 5 images are enlarged more than 2× to 32×96" in caplog.text
-    assert "encoded 5 of 5 images on each of 1 ranks" in caplog.text and "encoded 5 of 5 captions" in caplog.text
+    assert (
+        "encoded 5 of 5 images on each of 1 ranks" in caplog.text
+        and "encoded 5 of 5 captions" in caplog.text
+    )
 
 
 def _worker(images: str, model: str, cache: str, world_size: int) -> None:
     encode(Path(images), Path(model), Path(cache), init_alone(world_size))
 
 
-def test_ranks_share_the_work_and_get_the_same_rows(images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_ranks_share_the_work_and_get_the_same_rows(
+    images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh
+) -> None:
     run_ranks(_worker, 2, str(images), str(tiny_model), str(tmp_path / "two"), 2)
     (folder,) = folders(tmp_path / "two")
     assert len(list(folder.glob("latents_*"))) == len(list(folder.glob("tokens_*"))) == 2
@@ -213,11 +261,20 @@ def test_ranks_share_the_work_and_get_the_same_rows(images: Path, tiny_model: Pa
     for rows in (ALL, torch.tensor([4, 4, 0, 2])):
         torch.testing.assert_close(two.latents(rows), one.latents(rows), atol=1e-5, rtol=0)
         drop = torch.zeros(len(rows), dtype=torch.bool)
-        (expected, expected_N), (found, found_N) = one.conditioning(rows, drop), two.conditioning(rows, drop)
-        assert torch.equal(found_N, expected_N) and torch.equal(found["prompt_mask"], expected["prompt_mask"])
-        torch.testing.assert_close(found["prompt_embeds"], expected["prompt_embeds"], atol=1e-5, rtol=1e-5)
+        (expected, expected_N), (found, found_N) = (
+            one.conditioning(rows, drop),
+            two.conditioning(rows, drop),
+        )
+        assert torch.equal(found_N, expected_N) and torch.equal(
+            found["prompt_mask"], expected["prompt_mask"]
+        )
+        torch.testing.assert_close(
+            found["prompt_embeds"], expected["prompt_embeds"], atol=1e-5, rtol=1e-5
+        )
         assert torch.equal(mapped.latents(rows), two.latents(rows))
-        assert torch.equal(mapped.conditioning(rows, drop)[0]["prompt_embeds"], found["prompt_embeds"])
+        assert torch.equal(
+            mapped.conditioning(rows, drop)[0]["prompt_embeds"], found["prompt_embeds"]
+        )
 
 
 def _failing_worker(images: str, model: str, cache: str, out: str) -> None:
@@ -227,11 +284,18 @@ def _failing_worker(images: str, model: str, cache: str, out: str) -> None:
         Path(out, str(torch.distributed.get_rank())).write_text(str(error))
 
 
-def test_a_failure_of_one_rank_is_raised_on_all(images: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_is_raised_on_all(
+    images: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     (images / "4.png").write_bytes(b"no image")
-    run_ranks(_failing_worker, 2, str(images), str(tiny_model), str(tmp_path / "cache"), str(tmp_path))
+    run_ranks(
+        _failing_worker, 2, str(images), str(tiny_model), str(tmp_path / "cache"), str(tmp_path)
+    )
     for rank in "01":
-        assert "rank 1: ValueError" in (tmp_path / rank).read_text() and "(4.png)" in (tmp_path / rank).read_text()
+        assert (
+            "rank 1: ValueError" in (tmp_path / rank).read_text()
+            and "(4.png)" in (tmp_path / rank).read_text()
+        )
     assert folders(tmp_path / "cache") == []
 
 

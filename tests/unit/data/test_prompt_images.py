@@ -29,13 +29,17 @@ def prompts(folder: Path, *rows: dict) -> Path:
     return path
 
 
-def test_images_are_named_from_the_prompt_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_named_from_the_prompt_files_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("one.png", "zwei ü.png"):
         picture(tmp_path / "data" / name)
     rows = [{"prompt": "a", "image": "one.png", "n": 1}, {"prompt": "a", "image": "zwei ü.png"}]
     first, second = load_prompts(prompts(Path("data"), *rows), max_chars=9, first_frame_size=SIZE)
-    assert (first.image, second.image) == ("data/one.png", "data/zwei ü.png") and first.fields == {"n": 1}
+    assert (first.image, second.image) == ("data/one.png", "data/zwei ü.png") and first.fields == {
+        "n": 1
+    }
     assert first.id == prompt_id("a", " ", "one.png") != second.id != prompt_id("a", " ")
 
 
@@ -45,10 +49,18 @@ def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
     assert pixels.dtype == np.uint8 and np.array_equal(pixels, np.asarray(Image.open(path)))
 
 
-def test_without_a_first_frame_an_image_is_a_column(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_first_frame_an_image_is_a_column(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        (prompt,) = load_prompts(prompts(tmp_path, {"prompt": "a", "image": "gone.png"}), max_chars=9)
-    assert prompt.image == "" and prompt.fields == {"image": "gone.png"} and prompt.id == prompt_id("a", " ")
+        (prompt,) = load_prompts(
+            prompts(tmp_path, {"prompt": "a", "image": "gone.png"}), max_chars=9
+        )
+    assert (
+        prompt.image == ""
+        and prompt.fields == {"image": "gone.png"}
+        and prompt.id == prompt_id("a", " ")
+    )
     assert "rollout.first_frame=true" in caplog.text
 
 

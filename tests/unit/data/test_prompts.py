@@ -16,20 +16,37 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def test_txt(tmp_path: Path) -> None:
-    path = write(tmp_path, "p.txt", "\ufeffa red circle\r\n\n  # one \n\na blue\u2028cup\n红色的圆 🟥")
+    path = write(
+        tmp_path, "p.txt", "\ufeffa red circle\r\n\n  # one \n\na blue\u2028cup\n红色的圆 🟥"
+    )
     prompts = load_prompts(path, max_chars=100)
-    assert [prompt.text for prompt in prompts] == ["a red circle", "# one", "a blue\u2028cup", "红色的圆 🟥"]
+    assert [prompt.text for prompt in prompts] == [
+        "a red circle",
+        "# one",
+        "a blue\u2028cup",
+        "红色的圆 🟥",
+    ]
     assert all(prompt.negative_text == " " and prompt.fields == {} for prompt in prompts)
     assert len({prompt.id for prompt in prompts}) == 4
 
 
 def test_jsonl(tmp_path: Path) -> None:
     rows = [
-        {"prompt": "a red circle", "negative_prompt": "blurry", "text": "HI", "n": 3, "tags": ["a"]},
+        {
+            "prompt": "a red circle",
+            "negative_prompt": "blurry",
+            "text": "HI",
+            "n": 3,
+            "tags": ["a"],
+        },
         {"prompt": "a red circle", "negative_prompt": None},
         {"prompt": "ein \u2028 rotes\u0085Ö"},
     ]
-    path = write(tmp_path, "p.jsonl", "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    path = write(
+        tmp_path,
+        "p.jsonl",
+        "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+    )
     first, second, third = load_prompts(path, max_chars=100)
     assert (first.negative_text, first.fields) == ("blurry", {"text": "HI", "n": 3, "tags": ["a"]})
     assert (second.negative_text, second.fields) == (" ", {})
@@ -41,7 +58,9 @@ def test_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
 
-    table = pyarrow.table({"prompt": ["a red circle", "été"], "negative_prompt": ["blurry", None], "n": [1, 2]})
+    table = pyarrow.table(
+        {"prompt": ["a red circle", "été"], "negative_prompt": ["blurry", None], "n": [1, 2]}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
     first, second = load_prompts(tmp_path / "p.parquet", max_chars=100)
     assert (first.text, first.negative_text, first.fields) == ("a red circle", "blurry", {"n": 1})
@@ -81,23 +100,34 @@ def test_a_parquet_file_that_python_cannot_hold(tmp_path: Path) -> None:
 
 def test_the_same_prompt_has_the_same_id_in_every_format(tmp_path: Path) -> None:
     as_txt = load_prompts(write(tmp_path, "p.txt", "a red circle"), max_chars=100)[0]
-    as_jsonl = load_prompts(write(tmp_path, "p.jsonl", '{"prompt": "a red circle", "n": 1}'), max_chars=100)[0]
+    as_jsonl = load_prompts(
+        write(tmp_path, "p.jsonl", '{"prompt": "a red circle", "n": 1}'), max_chars=100
+    )[0]
     assert as_txt.id == as_jsonl.id == prompt_id("a red circle", " ") == "d5c443d25c466169"
     assert len(as_txt.id) == 16 and int(as_txt.id, 16) >= 0
 
 
 def test_id_depends_on_where_the_texts_are_split() -> None:
-    assert len({prompt_id("ab", "c"), prompt_id("a", "bc"), prompt_id("abc", ""), prompt_id("", "abc")}) == 4
+    assert (
+        len(
+            {prompt_id("ab", "c"), prompt_id("a", "bc"), prompt_id("abc", ""), prompt_id("", "abc")}
+        )
+        == 4
+    )
 
 
 def test_length_limit(tmp_path: Path) -> None:
     path = write(tmp_path, "p.txt", "short\n" + "é" * 2000)
     assert len(load_prompts(path, max_chars=2000)[1].text) == 2000
-    with pytest.raises(ValueError, match=r"p\.txt:2: 'prompt' has 2000 characters > data\.max_prompt_chars=1999"):
+    with pytest.raises(
+        ValueError, match=r"p\.txt:2: 'prompt' has 2000 characters > data\.max_prompt_chars=1999"
+    ):
         load_prompts(path, max_chars=1999)
 
 
-def test_repeated_prompts_are_kept_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_prompts_are_kept_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         prompts = load_prompts(write(tmp_path, "p.txt", "a\nb\na\na\n"), max_chars=100)
     assert [prompt.text for prompt in prompts] == ["a", "b", "a", "a"]
@@ -114,7 +144,11 @@ def test_repeated_prompts_are_kept_and_counted(tmp_path: Path, caplog: pytest.Lo
         ("p.txt", "wide".encode("utf-16"), ["p.txt:1", "0xff", "UTF-8"]),
         ("p.csv", "prompt\na", ["'.csv'", ".txt, .jsonl, .parquet"]),
         ("p", "a", ["unknown suffix ''"]),
-        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"', ["p.jsonl:3", "not valid JSON", '{"prompt": "b"']),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n\n{"prompt": "b"',
+            ["p.jsonl:3", "not valid JSON", '{"prompt": "b"'],
+        ),
         ("p.jsonl", "\n" + "[" * 100_000, ["p.jsonl:2", "not valid JSON", "nested too deep"]),
         (
             "p.jsonl",
@@ -125,11 +159,17 @@ def test_repeated_prompts_are_kept_and_counted(tmp_path: Path, caplog: pytest.Lo
         ("p.jsonl", '{"text": "a", "n": 1}', ["p.jsonl:1", "no 'prompt'", "['n', 'text']"]),
         ("p.jsonl", '{"prompt": 7}', ["p.jsonl:1", "7 (int)", "string"]),
         ("p.jsonl", '{"prompt": " "}', ["p.jsonl:1", "empty"]),
-        ("p.jsonl", '{"prompt": "a", "negative_prompt": 1}', ["p.jsonl:1", "'negative_prompt' is 1"]),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "negative_prompt": 1}',
+            ["p.jsonl:1", "'negative_prompt' is 1"],
+        ),
         ("p.jsonl", '{"prompt": "\\ud83d"}', ["p.jsonl:1", "surrogate"]),
     ],
 )
-def test_refusals_name_file_and_line(tmp_path: Path, name: str, content: str | bytes, words: list[str]) -> None:
+def test_refusals_name_file_and_line(
+    tmp_path: Path, name: str, content: str | bytes, words: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         load_prompts(write(tmp_path, name, content), max_chars=100)
     for word in words:

@@ -15,9 +15,16 @@ def make_prompts(count: int) -> list[Prompt]:
     return [Prompt(text=f"p{i}", id=prompt_id(f"p{i}", " ")) for i in range(count)]
 
 
-def make(count: int, per_step: int, dp: int = 1, rank: int = 0, seed: int = 0, shuffle: bool = True) -> PromptSampler:
+def make(
+    count: int, per_step: int, dp: int = 1, rank: int = 0, seed: int = 0, shuffle: bool = True
+) -> PromptSampler:
     return PromptSampler(
-        make_prompts(count), prompts_per_step=per_step, dp=dp, dp_rank=rank, seed=seed, shuffle=shuffle
+        make_prompts(count),
+        prompts_per_step=per_step,
+        dp=dp,
+        dp_rank=rank,
+        seed=seed,
+        shuffle=shuffle,
     )
 
 
@@ -59,14 +66,20 @@ def test_property_global_order_does_not_depend_on_dp_and_resumes_under_any() -> 
 
 
 @pytest.mark.parametrize(("count", "per_step"), [(5, 4), (6, 4), (3, 8), (40, 8)])
-def test_groups_of_one_prompt_in_a_step_are_told_apart_over_all_ranks(count: int, per_step: int) -> None:
+def test_groups_of_one_prompt_in_a_step_are_told_apart_over_all_ranks(
+    count: int, per_step: int
+) -> None:
     for dp in (1, 2, 4):
         world = [make(count, per_step, dp, rank) for rank in range(dp)]
         for _ in range(10):
             batches = [next(sampler) for sampler in world]
-            groups = [pair for batch in batches for pair in zip(texts(batch), batch.repeats, strict=True)]
+            groups = [
+                pair for batch in batches for pair in zip(texts(batch), batch.repeats, strict=True)
+            ]
             assert len(set(groups)) == per_step
-            assert all((text, before) in groups for text, repeat in groups for before in range(repeat))
+            assert all(
+                (text, before) in groups for text, repeat in groups for before in range(repeat)
+            )
 
 
 def test_peek_does_not_advance() -> None:
@@ -83,7 +96,12 @@ def test_epochs_and_seeds_differ_and_file_order_without_shuffle() -> None:
     assert first != second and sorted(first) == sorted(second)
     assert texts(make(50, 50, seed=1).peek()) != first
     ordered = make(3, 4, shuffle=False)
-    assert texts(next(ordered)) == ["p0", "p1", "p2", "p0"] and texts(next(ordered)) == ["p1", "p2", "p0", "p1"]
+    assert texts(next(ordered)) == ["p0", "p1", "p2", "p0"] and texts(next(ordered)) == [
+        "p1",
+        "p2",
+        "p0",
+        "p1",
+    ]
 
 
 def test_the_order_is_golden() -> None:
@@ -165,7 +183,9 @@ def test_another_prompts_per_step_continues_where_the_last_stopped() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"prompts_per_step=6 .* dp=4.*set train\.prompts_per_step=8"):
+    with pytest.raises(
+        ValueError, match=r"prompts_per_step=6 .* dp=4.*set train\.prompts_per_step=8"
+    ):
         make(10, 6, 4)
     with pytest.raises(ValueError, match=r"prompts_per_step=0 .*set train\.prompts_per_step=2"):
         make(10, 0, 2)

@@ -35,14 +35,19 @@ def test_same_identity_same_noise_and_any_change_another():
 
 
 def test_golden_values_keep_old_runs_reproducible():
-    torch.testing.assert_close(initial_latents((3,), **IDENTITY), torch.tensor(GOLDEN), atol=0, rtol=0)
+    torch.testing.assert_close(
+        initial_latents((3,), **IDENTITY), torch.tensor(GOLDEN), atol=0, rtol=0
+    )
 
 
 def test_rows_are_the_single_draws_bit_by_bit():
     """Odd sizes leave half-used words behind in a generator, which the next row must not see."""
     identities = [IDENTITY | {"sample_index": index, "seed": index // 2} for index in range(5)]
     for shape in ((4, 8), (3,), (1,)):
-        initial, noise = initial_latents_rows(shape, identities), sde_noise_rows(shape, identities, step_index=4)
+        initial, noise = (
+            initial_latents_rows(shape, identities),
+            sde_noise_rows(shape, identities, step_index=4),
+        )
         for row, identity in enumerate(identities):
             assert torch.equal(initial[row], initial_latents(shape, **identity))
             assert torch.equal(noise[row], sde_noise(shape, step_index=4, **identity))
@@ -57,18 +62,30 @@ def test_a_row_of_a_list_is_the_same_whichever_rows_it_is_drawn_with():
     whole = row_normals((3, 5), first=0, count=4 * ROWS_PER_STREAM, key="a")
     assert whole.dtype == torch.float32 and whole.shape == (4 * ROWS_PER_STREAM, 3, 5)
     edge = ROWS_PER_STREAM
-    for first, count in ((0, 1), (edge - 1, 2), (edge, edge), (7, 2 * edge + 3), (4 * edge - 1, 1), (5, 0)):
-        assert torch.equal(row_normals((3, 5), first=first, count=count, key="a"), whole[first : first + count])
+    for first, count in (
+        (0, 1),
+        (edge - 1, 2),
+        (edge, edge),
+        (7, 2 * edge + 3),
+        (4 * edge - 1, 1),
+        (5, 0),
+    ):
+        assert torch.equal(
+            row_normals((3, 5), first=first, count=count, key="a"), whole[first : first + count]
+        )
     assert not (row_normals((3, 5), first=0, count=9, key="b") == whole[:9]).any()
     assert len(whole.flatten().unique()) > 0.999 * whole.numel()
     assert abs(whole.mean()) < 0.05 and abs(whole.std() - 1) < 0.05
     scalars = row_normals((), first=60, count=10, key="a")
-    assert scalars.shape == (10,) and torch.equal(scalars, row_normals((), first=0, count=70, key="a")[60:])
+    assert scalars.shape == (10,) and torch.equal(
+        scalars, row_normals((), first=0, count=70, key="a")[60:]
+    )
 
 
 def test_window_start_is_uniform_and_fixed_within_a_group():
     starts = [
-        window_start(seed=0, step=step, prompt_id="p", window_size=2, window_range=(0, 5)) for step in range(2000)
+        window_start(seed=0, step=step, prompt_id="p", window_size=2, window_range=(0, 5))
+        for step in range(2000)
     ]
     assert set(starts) == {0, 1, 2, 3}
     assert min(starts.count(start) for start in range(4)) > 400

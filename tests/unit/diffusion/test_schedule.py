@@ -5,7 +5,12 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from megadiff.diffusion.schedule import check_window, qwen_image_shift, qwen_image_sigmas, wan_sigmas
+from megadiff.diffusion.schedule import (
+    check_window,
+    qwen_image_shift,
+    qwen_image_sigmas,
+    wan_sigmas,
+)
 
 CONFIG = {
     "base_image_seq_len": 256,
@@ -15,7 +20,19 @@ CONFIG = {
     "shift_terminal": 0.02,
     "use_dynamic_shifting": True,
 }
-GOLDEN_512 = [1, 0.92897, 0.851485, 0.766624, 0.673281, 0.570117, 0.455497, 0.3274, 0.183301, 0.02, 0]
+GOLDEN_512 = [
+    1,
+    0.92897,
+    0.851485,
+    0.766624,
+    0.673281,
+    0.570117,
+    0.455497,
+    0.3274,
+    0.183301,
+    0.02,
+    0,
+]
 GOLDEN_WAN = [1, 0.978, 0.952, 0.921, 0.882, 0.833, 0.769, 0.682, 0.556, 0.357, 0]
 
 
@@ -30,7 +47,10 @@ def test_qwen_image_equals_diffusers(num_steps, num_tokens):
     scheduler = FlowMatchEulerDiscreteScheduler(time_shift_type="exponential", **CONFIG)
     mu = 0.5 + (num_tokens - 256) * 0.4 / (8192 - 256)
     if num_steps == 1:  # diffusers divides 0 by 0 when it stretches a single sigma
-        assert qwen_image_sigmas(1, num_tokens=num_tokens, scheduler_config=CONFIG).tolist() == [1.0, 0.0]
+        assert qwen_image_sigmas(1, num_tokens=num_tokens, scheduler_config=CONFIG).tolist() == [
+            1.0,
+            0.0,
+        ]
         return
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps), mu=mu)
     ours = qwen_image_sigmas(num_steps, num_tokens=num_tokens, scheduler_config=CONFIG)
@@ -49,7 +69,9 @@ def test_the_shift_is_the_schedule_before_its_stretch(num_tokens):
 
 
 def test_wan_golden():
-    torch.testing.assert_close(wan_sigmas(10, flow_shift=5.0), torch.tensor(GOLDEN_WAN), atol=5e-4, rtol=0)
+    torch.testing.assert_close(
+        wan_sigmas(10, flow_shift=5.0), torch.tensor(GOLDEN_WAN), atol=5e-4, rtol=0
+    )
     assert int((wan_sigmas(10, flow_shift=5.0)[:-1] >= 0.875).sum()) == 5
     assert int((wan_sigmas(10, flow_shift=12.0)[:-1] >= 0.875).sum()) == 7
 
@@ -57,10 +79,14 @@ def test_wan_golden():
 def test_schedule_without_its_config_is_refused():
     with pytest.raises(ValueError, match="shift_terminal"):
         qwen_image_sigmas(
-            10, num_tokens=16, scheduler_config={k: v for k, v in CONFIG.items() if k != "shift_terminal"}
+            10,
+            num_tokens=16,
+            scheduler_config={k: v for k, v in CONFIG.items() if k != "shift_terminal"},
         )
     with pytest.raises(ValueError, match="use_dynamic_shifting"):
-        qwen_image_sigmas(10, num_tokens=16, scheduler_config=CONFIG | {"use_dynamic_shifting": False})
+        qwen_image_sigmas(
+            10, num_tokens=16, scheduler_config=CONFIG | {"use_dynamic_shifting": False}
+        )
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,17 @@ def _reference(sde_type, x, v, sigma, sigma_next, eta):
 def test_step_against_float64(sde_type, index):
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[index].expand(3), SCHEDULE[index + 1].expand(3)
-    prev, log_prob, mean = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
+    prev, log_prob, mean = sde.sde_step(
+        sde_type, x, v, noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7
+    )
     ref_mean, std = _reference(sde_type, x, v, SCHEDULE[index], SCHEDULE[index + 1], 0.7)
     torch.testing.assert_close(mean.double(), ref_mean, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(prev.double(), ref_mean + std * noise.double(), atol=1e-6, rtol=1e-6)
     squared = (prev.double() - ref_mean) ** 2
     density = (
-        -squared if sde_type == "flow_cps" else (-squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi))
+        -squared
+        if sde_type == "flow_cps"
+        else (-squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi))
     )
     assert log_prob.dtype == torch.float64
     torch.testing.assert_close(log_prob, density.mean(dim=(1, 2)), atol=1e-6, rtol=1e-6)
@@ -52,7 +56,9 @@ def test_log_prob_is_that_of_the_stored_sample(sde_type):
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
     step = {"schedule": SCHEDULE, "eta": 0.7}
-    prev, log_prob, mean = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, storage_dtype=torch.bfloat16, **step)
+    prev, log_prob, mean = sde.sde_step(
+        sde_type, x, v, noise, sigma, sigma_next, storage_dtype=torch.bfloat16, **step
+    )
     assert prev.dtype == torch.bfloat16
     assert torch.equal(sde.log_prob(sde_type, prev, mean, sigma, sigma_next, **step), log_prob)
     unrounded = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, **step)[1]
@@ -66,7 +72,9 @@ def test_noise_of_zero_scale_is_the_ode():
     for sde_type in STOCHASTIC:
         mean = sde.step_mean(sde_type, x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.0)
         torch.testing.assert_close(mean, ode, atol=1e-6, rtol=1e-6)
-    assert torch.equal(sde.step_mean("ode", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7), ode)
+    assert torch.equal(
+        sde.step_mean("ode", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7), ode
+    )
 
 
 def test_flow_cps_keeps_the_noise_level():
@@ -83,7 +91,14 @@ def test_sigma_per_sample_equals_one_by_one():
     for row in range(3):
         part = slice(row, row + 1)
         alone = sde.sde_step(
-            "flow_sde", x[part], v[part], noise[part], sigma[part], sigma_next[part], schedule=SCHEDULE, eta=1.2
+            "flow_sde",
+            x[part],
+            v[part],
+            noise[part],
+            sigma[part],
+            sigma_next[part],
+            schedule=SCHEDULE,
+            eta=1.2,
         )
         for a, b in zip(together, alone, strict=True):
             assert torch.equal(a[part], b)
@@ -94,7 +109,9 @@ def test_half_precision_inputs_are_computed_in_float32():
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
     ours = sde.step_mean("flow_sde", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
     assert ours.dtype == torch.float32
-    exact = sde.step_mean("flow_sde", x.float(), v.float(), sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
+    exact = sde.step_mean(
+        "flow_sde", x.float(), v.float(), sigma, sigma_next, schedule=SCHEDULE, eta=0.7
+    )
     assert torch.equal(ours, exact)
 
 
@@ -108,7 +125,9 @@ def test_kl_to_itself_is_zero_and_has_no_dt():
 
 def test_unknown_type_names_the_known_ones():
     with pytest.raises(ValueError, match="flow_cps"):
-        sde.noise_scale("flow", SCHEDULE[:1], sigma_next_B=SCHEDULE[1:2], schedule=SCHEDULE, eta=1.0)
+        sde.noise_scale(
+            "flow", SCHEDULE[:1], sigma_next_B=SCHEDULE[1:2], schedule=SCHEDULE, eta=1.0
+        )
 
 
 def test_true_cfg_keeps_the_positive_norm():
@@ -117,4 +136,6 @@ def test_true_cfg_keeps_the_positive_norm():
     torch.testing.assert_close(guided.norm(dim=-1), positive.norm(dim=-1))
     torch.testing.assert_close(true_cfg(positive, negative, 1.0), positive)
     direction = plain_cfg(positive, negative, 4.0)
-    torch.testing.assert_close(torch.nn.functional.cosine_similarity(guided, direction, dim=-1), torch.ones(3, 6))
+    torch.testing.assert_close(
+        torch.nn.functional.cosine_similarity(guided, direction, dim=-1), torch.ones(3, 6)
+    )

@@ -19,7 +19,10 @@ def test_rows_that_ranks_do_not_divide(ranks, monkeypatch):
     whole = [torch.randn(shape) for shape in ((3, 4), (7,), (1, 2, 3), (10, 1))]
     chunks = [torch.chunk(tensor, ranks) for tensor in whole]
     pieces = [
-        [own[rank] if rank < len(own) else tensor[:0] for own, tensor in zip(chunks, whole, strict=True)]
+        [
+            own[rank] if rank < len(own) else tensor[:0]
+            for own, tensor in zip(chunks, whole, strict=True)
+        ]
         for rank in range(ranks)
     ]
     sent = []
@@ -31,7 +34,9 @@ def test_rows_that_ranks_do_not_divide(ranks, monkeypatch):
             out.copy_(torch.cat(sent[:ranks]))
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, group: gather(out, own, group))
+    monkeypatch.setattr(
+        dist, "all_gather_into_tensor", lambda out, own, group: gather(out, own, group)
+    )
     shapes = [tensor.shape for tensor in whole]
     for rank in (*range(ranks), 0):
         found = gather_rows(pieces[rank], shapes, torch.bfloat16, None)

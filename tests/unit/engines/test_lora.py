@@ -16,10 +16,22 @@ SPEC = LoraSpec(rank=4, alpha=8.0, modules=("a", "b"))
 @pytest.mark.parametrize(
     ("saved", "ours", "message"),
     [
-        (SPEC, None, r"a LoRA of rank 4 and alpha 8.0 only, but lora.rank=0; set lora.rank=4 lora.alpha=8.0"),
+        (
+            SPEC,
+            None,
+            r"a LoRA of rank 4 and alpha 8.0 only, but lora.rank=0; set lora.rank=4 lora.alpha=8.0",
+        ),
         (None, SPEC, r"whole trained weights and no LoRA, but lora.rank=4; set lora.rank=0"),
-        (SPEC, LoraSpec(rank=2, alpha=8.0, modules=("a", "b")), r"of rank 4, but lora.rank=2; set lora.rank=4"),
-        (SPEC, LoraSpec(rank=4, alpha=4.0, modules=("a", "b")), r"of alpha 8.0, but lora.alpha=4.0; .*lora.alpha=8.0"),
+        (
+            SPEC,
+            LoraSpec(rank=2, alpha=8.0, modules=("a", "b")),
+            r"of rank 4, but lora.rank=2; set lora.rank=4",
+        ),
+        (
+            SPEC,
+            LoraSpec(rank=4, alpha=4.0, modules=("a", "b")),
+            r"of alpha 8.0, but lora.alpha=4.0; .*lora.alpha=8.0",
+        ),
         (
             SPEC,
             LoraSpec(rank=4, alpha=8.0, modules=("b", "c")),

@@ -20,7 +20,12 @@ def test_log_probs_keep_their_precision(tiny_model):
     pieces = list(microbatches(batch, torch.arange(2 * batch.num_samples), 5, cpu))
     inputs = [loss_inputs(batch, piece, piece.latents_BLC) for piece in pieces]
     old, rollout = (
-        torch.cat([getattr(one, f"{name}_log_prob_B") for one in inputs]).view(-1, 2) for name in ("old", "rollout")
+        torch.cat([getattr(one, f"{name}_log_prob_B") for one in inputs]).view(-1, 2)
+        for name in ("old", "rollout")
     )
     assert torch.equal(old, log_probs_NW) and torch.equal(rollout, log_probs_NW - 1e-9)
-    assert {one.advantage_B.dtype for one in inputs} == {piece.latents_BLC.dtype for piece in pieces} == {torch.float32}
+    assert (
+        {one.advantage_B.dtype for one in inputs}
+        == {piece.latents_BLC.dtype for piece in pieces}
+        == {torch.float32}
+    )

@@ -32,7 +32,11 @@ def tokenizer(tiny_model: Path):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def sample(pipeline: QwenImagePipeline, prompts: list[str], *, seed: int = 0) -> np.ndarray:
@@ -55,17 +59,33 @@ def test_same_seed_same_bytes_and_another_seed_other_weights(tmp_path, tiny_mode
     tiny.write_tiny_pipeline(tmp_path / "again")
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's generator moved"
     assert files(tmp_path / "again") == files(tiny_model)
-    assert not any(str(tmp_path).encode() in content for content in files(tmp_path / "again").values())
+    assert not any(
+        str(tmp_path).encode() in content for content in files(tmp_path / "again").values()
+    )
     tiny.write_tiny_pipeline(tmp_path / "other", seed=1)
     for part in ("transformer", "text_encoder"):
-        name = next((tmp_path / "other" / part).glob("*.safetensors")).relative_to(tmp_path / "other")
+        name = next((tmp_path / "other" / part).glob("*.safetensors")).relative_to(
+            tmp_path / "other"
+        )
         assert (tmp_path / "other" / name).read_bytes() != (tiny_model / name).read_bytes()
 
 
 def test_scheduler_config_is_the_real_one(tiny_model):
     config = json.loads((tiny_model / "scheduler" / "scheduler_config.json").read_text())
     sigmas = qwen_image_sigmas(10, num_tokens=(512 // 16) ** 2, scheduler_config=config)
-    golden = [1, 0.92897, 0.851485, 0.766624, 0.673281, 0.570117, 0.455497, 0.3274, 0.183301, 0.02, 0]
+    golden = [
+        1,
+        0.92897,
+        0.851485,
+        0.766624,
+        0.673281,
+        0.570117,
+        0.455497,
+        0.3274,
+        0.183301,
+        0.02,
+        0,
+    ]
     torch.testing.assert_close(sigmas, torch.tensor(golden), atol=1e-5, rtol=0)
 
 
@@ -76,7 +96,9 @@ def test_template_prefix_and_words(tokenizer):
     assert len(tokenizer.tokenize("system")) == 1
 
 
-@pytest.mark.parametrize("text", ["a red picture", "жизнь 你好 🎨 ünïcode", "", "\x00\t \n\n", "x" * 2000])
+@pytest.mark.parametrize(
+    "text", ["a red picture", "жизнь 你好 🎨 ünïcode", "", "\x00\t \n\n", "x" * 2000]
+)
 def test_any_prompt_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
@@ -107,15 +129,22 @@ def test_images_are_vivid_and_spread_over_the_gamut(pipeline):
 
 def test_decoder_is_monotone_in_the_first_three_channels(pipeline):
     vae = pipeline.vae
-    mean, std = (torch.tensor(values).view(16, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(values).view(16, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     levels = []
     for value in (-1.0, -0.1, 0.0, 0.1, 1.0):
         latents = torch.zeros(16, 1, 4, 4)
         latents[0] = value
-        levels.append(vae.decode((latents * std + mean)[None], return_dict=False)[0].mean(dim=(2, 3, 4))[0])
+        levels.append(
+            vae.decode((latents * std + mean)[None], return_dict=False)[0].mean(dim=(2, 3, 4))[0]
+        )
     red, green, blue = torch.stack(levels).T
     assert (red.diff() > 0.1).all() and red[0] < -0.9 < 0.9 < red[-1]
-    torch.testing.assert_close(torch.stack([green, blue, red[2:3].expand(5)]), torch.zeros(3, 5), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.stack([green, blue, red[2:3].expand(5)]), torch.zeros(3, 5), atol=1e-5, rtol=0
+    )
 
 
 def test_refuses_to_overwrite_and_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,13 +34,17 @@ def test_the_same_bytes_every_time(tiny_wan: dict[str, Path], tmp_path: Path, ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_loads_and_draws_in_diffusers(tiny_wan: dict[str, Path], kind: str) -> None:
     pipeline = DiffusionPipeline.from_pretrained(tiny_wan[kind])
-    assert type(pipeline) is WanPipeline and (pipeline.transformer_2 is not None) == (kind == "t2v_a14b")
+    assert type(pipeline) is WanPipeline and (pipeline.transformer_2 is not None) == (
+        kind == "t2v_a14b"
+    )
     pipeline.set_progress_bar_config(disable=True)
 
     def drawn(prompt: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         size = {"height": 32, "width": 64, "num_frames": 5, "num_inference_steps": 3}
-        return pipeline(prompt, guidance_scale=1.0, generator=generator, output_type="latent", **size).frames
+        return pipeline(
+            prompt, guidance_scale=1.0, generator=generator, output_type="latent", **size
+        ).frames
 
     red, blue = drawn("a red circle"), drawn("two blue stars")
     assert torch.isfinite(red).all() and (red - blue).abs().mean() > 0.005 * red.abs().mean()
@@ -44,10 +52,13 @@ def test_it_loads_and_draws_in_diffusers(tiny_wan: dict[str, Path], kind: str) -
 
 def test_the_experts_differ(tiny_wan: dict[str, Path]) -> None:
     files = [
-        tiny_wan["t2v_a14b"] / name / "diffusion_pytorch_model.safetensors" for name in ("transformer", "transformer_2")
+        tiny_wan["t2v_a14b"] / name / "diffusion_pytorch_model.safetensors"
+        for name in ("transformer", "transformer_2")
     ]
     high, low = (load_file(file) for file in files)
-    assert high.keys() == low.keys() and not torch.equal(high["proj_out.weight"], low["proj_out.weight"])
+    assert high.keys() == low.keys() and not torch.equal(
+        high["proj_out.weight"], low["proj_out.weight"]
+    )
     assert 200_000 < sum(tensor.numel() for tensor in high.values()) < 500_000
     assert HEAD_DIM % 6 == 0
 
@@ -81,7 +92,9 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_tool_writes_each_family(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    spec = importlib.util.spec_from_file_location("make_tiny_model", ROOT / "tools" / "make_tiny_model.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_tiny_model", ROOT / "tools" / "make_tiny_model.py"
+    )
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     assert tool.main([str(tmp_path / "model"), "--family", "wan22_t2v_a14b"]) == 0

@@ -19,7 +19,9 @@ SCHEDULE = torch.linspace(1, 0, STEPS + 1)
 
 def make_request(place: int, *sample_indices: int, sampling: Sampling = SAMPLING) -> RolloutRequest:
     prompt = Prompt(text="x" * (place + 1), id=f"{place:016x}")
-    return RolloutRequest(prompt=prompt, sampling=sampling, sample_indices=sample_indices, seed=place, step=2)
+    return RolloutRequest(
+        prompt=prompt, sampling=sampling, sample_indices=sample_indices, seed=place, step=2
+    )
 
 
 def velocity(latents_NLC: Tensor, sigma_N: Tensor, widths_N: Tensor) -> Tensor:
@@ -28,15 +30,27 @@ def velocity(latents_NLC: Tensor, sigma_N: Tensor, widths_N: Tensor) -> Tensor:
 
 
 def draw(requests: list[RolloutRequest]) -> list[RolloutGroup]:
-    sampler = BatchSampler(requests, schedule=SCHEDULE, token_shape=SHAPE, device=torch.device("cpu"))
+    sampler = BatchSampler(
+        requests, schedule=SCHEDULE, token_shape=SHAPE, device=torch.device("cpu")
+    )
     widths_P = torch.tensor([len(request.prompt.text) for request in requests])
     mask_PT = torch.arange(int(widths_P.max())) < widths_P[:, None]
-    sampler.conditioning = {"prompt_embeds": mask_PT[..., None] * torch.ones(3), "prompt_mask": mask_PT}
+    sampler.conditioning = {
+        "prompt_embeds": mask_PT[..., None] * torch.ones(3),
+        "prompt_mask": mask_PT,
+    }
     latents_NLC = sampler.initial_latents()
     for _ in range(STEPS):
         sigma_N = sampler.model_sigma(latents_NLC, torch.float32)
-        latents_NLC = sampler.step(velocity(latents_NLC, sigma_N, sampler.per_row(widths_P)), latents_NLC)
-    pixels = (latents_NLC * 20 + 128).clamp(0, 255).to(torch.uint8)[:, None, :, :1, None].expand(-1, 1, 6, 1, 3)
+        latents_NLC = sampler.step(
+            velocity(latents_NLC, sigma_N, sampler.per_row(widths_P)), latents_NLC
+        )
+    pixels = (
+        (latents_NLC * 20 + 128)
+        .clamp(0, 255)
+        .to(torch.uint8)[:, None, :, :1, None]
+        .expand(-1, 1, 6, 1, 3)
+    )
     return assemble_groups(requests, sampler.result(pixels), policy_version=4, replica="r")
 
 
@@ -55,7 +69,9 @@ def test_a_batch_is_its_groups_one_by_one(sde_type: str) -> None:
     sampling = replace(SAMPLING, sde_type=sde_type)
     requests = [make_request(place, *range(1 + place % 3), sampling=sampling) for place in range(8)]
     groups = draw(requests)
-    assert len({group.trajectories[0].window_start for group in groups}) > 2  # or the windows are not mixed
+    assert (
+        len({group.trajectories[0].window_start for group in groups}) > 2
+    )  # or the windows are not mixed
     for group, request in zip(groups, requests, strict=True):
         assert_equal(group, draw([request])[0])
 
@@ -72,7 +88,9 @@ def test_the_recorded_window_is_the_one_that_was_walked() -> None:
             for index in range(start):  # the ODE steps before the window
                 sigma, sigma_next = SCHEDULE[index], SCHEDULE[index + 1]
                 width = torch.tensor([len(request.prompt.text)])
-                latents_LC = latents_LC + velocity(latents_LC[None], sigma[None], width)[0] * (sigma_next - sigma)
+                latents_LC = latents_LC + velocity(latents_LC[None], sigma[None], width)[0] * (
+                    sigma_next - sigma
+                )
             assert torch.equal(sample.latents_SLC[0], latents_LC)
             assert not torch.equal(sample.latents_SLC[1], sample.latents_SLC[0])
 
@@ -93,11 +111,19 @@ def test_without_a_window_the_clean_latents_are_kept(changes: dict) -> None:
 def test_conditioning_without_a_mask_stays_whole() -> None:
     frames = torch.arange(12.0).view(2, 3, 2)
     sampler = BatchSampler(
-        [make_request(0, 0), make_request(1, 0)], schedule=SCHEDULE, token_shape=SHAPE, device=torch.device("cpu")
+        [make_request(0, 0), make_request(1, 0)],
+        schedule=SCHEDULE,
+        token_shape=SHAPE,
+        device=torch.device("cpu"),
     )
-    sampler.conditioning = {"first_frame": frames, "prompt_mask": torch.ones(2, 1, dtype=torch.bool)}
+    sampler.conditioning = {
+        "first_frame": frames,
+        "prompt_mask": torch.ones(2, 1, dtype=torch.bool),
+    }
     result = sampler.result(torch.zeros(2, 1, 1, 1, 3, dtype=torch.uint8))
-    for place, group in enumerate(assemble_groups(sampler.requests, result, policy_version=0, replica="r")):
+    for place, group in enumerate(
+        assemble_groups(sampler.requests, result, policy_version=0, replica="r")
+    ):
         assert torch.equal(group.conditioning["first_frame"], frames[place : place + 1])
 
 
@@ -106,4 +132,6 @@ def test_conditioning_is_cut_to_each_groups_tokens() -> None:
         draw([make_request(4, 0), make_request(0, 0), make_request(2, 0)]), (5, 1, 3), strict=True
     ):
         assert group.conditioning["prompt_embeds"].shape == (1, tokens, 3)
-        assert group.conditioning["prompt_mask"].shape == (1, tokens) and bool(group.conditioning["prompt_mask"].all())
+        assert group.conditioning["prompt_mask"].shape == (1, tokens) and bool(
+            group.conditioning["prompt_mask"].all()
+        )

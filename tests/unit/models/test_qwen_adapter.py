@@ -41,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def transformer(folder: Path) -> QwenImageTransformer2DModel:
     model = QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
-    assert type(model).forward.__wrapped__.__module__.startswith("diffusers."), "another library replaced the reference"
+    assert type(model).forward.__wrapped__.__module__.startswith("diffusers."), (
+        "another library replaced the reference"
+    )
     return model.requires_grad_(False)
 
 
@@ -68,16 +70,22 @@ def _padded(prompts: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
     return embeds_BTD, mask_BT
 
 
-def _conditioning(prompts: list[Tensor], negatives: list[Tensor], width: int = 9) -> dict[str, Tensor]:
+def _conditioning(
+    prompts: list[Tensor], negatives: list[Tensor], width: int = 9
+) -> dict[str, Tensor]:
     names = ("prompt_embeds", "prompt_mask", "negative_prompt_embeds", "negative_prompt_mask")
     return dict(zip(names, (*_padded(prompts, width), *_padded(negatives, width)), strict=True))
 
 
-def _stock(transformer: QwenImageTransformer2DModel, latents_LC: Tensor, sigma: Tensor, prompt_TD: Tensor) -> Tensor:
+def _stock(
+    transformer: QwenImageTransformer2DModel, latents_LC: Tensor, sigma: Tensor, prompt_TD: Tensor
+) -> Tensor:
     """One sample alone, without mask or padding, as diffusers' own pipeline calls the transformer."""
     return transformer(
         hidden_states=latents_LC[None],
-        timestep=sigma[None],  # not sigma · 1000 / 1000 as the pipeline: the rule is one rounding, see velocity()
+        timestep=sigma[
+            None
+        ],  # not sigma · 1000 / 1000 as the pipeline: the rule is one rounding, see velocity()
         encoder_hidden_states=prompt_TD[None],
         img_shapes=[[(1, 4, 3)]],
         return_dict=False,
@@ -94,7 +102,9 @@ def _stock_guided(transformer, latents_LC, sigma, prompt_TD, negative_TD, scale)
     positive = _stock(transformer, latents_LC, sigma, prompt_TD)
     negative = _stock(transformer, latents_LC, sigma, negative_TD)
     combined = negative + scale * (positive - negative)
-    return combined * (torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
+    return combined * (
+        torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
+    )
 
 
 @pytest.mark.parametrize("width", [9, 16])
@@ -112,9 +122,13 @@ def test_mixed_widths_are_each_sample_alone(adapter, transformer, width):
 def test_true_cfg_is_that_of_the_stock_pipeline(adapter, transformer, scale):
     latents_BLC, sigma_B, prompts, negatives = _inputs()
     sampling = replace(SAMPLING, true_cfg_scale=scale)
-    velocity_BLC = adapter.velocity(transformer, latents_BLC, sigma_B, _conditioning(prompts, negatives), sampling)
+    velocity_BLC = adapter.velocity(
+        transformer, latents_BLC, sigma_B, _conditioning(prompts, negatives), sampling
+    )
     for row in range(3):
-        expected_LC = _stock_guided(transformer, latents_BLC[row], sigma_B[row], prompts[row], negatives[row], scale)
+        expected_LC = _stock_guided(
+            transformer, latents_BLC[row], sigma_B[row], prompts[row], negatives[row], scale
+        )
         assert _error(velocity_BLC[row], expected_LC) <= scale * 1e-6  # guidance amplifies
 
 
@@ -124,7 +138,9 @@ def test_both_cfg_passes_carry_gradient(adapter, transformer):
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         conditioning[name].requires_grad_()
     sampling = replace(SAMPLING, true_cfg_scale=4.0)
-    adapter.velocity(transformer, latents_BLC, sigma_B, conditioning, sampling).square().sum().backward()
+    adapter.velocity(
+        transformer, latents_BLC, sigma_B, conditioning, sampling
+    ).square().sum().backward()
     assert conditioning["prompt_embeds"].grad.abs().sum() > 0
     assert conditioning["negative_prompt_embeds"].grad.abs().sum() > 0
 
@@ -143,12 +159,20 @@ def test_padding_that_nobody_uses_is_cut_and_a_full_mask_dropped(adapter):
     latents_BLC, sigma_B, prompts, negatives = _inputs()
     recorder = _Recorder()
     same_length = [prompt[:5] for prompt in prompts]
-    velocity_BLC = adapter.velocity(recorder, latents_BLC, sigma_B, _conditioning(same_length, negatives, 12), SAMPLING)
+    velocity_BLC = adapter.velocity(
+        recorder, latents_BLC, sigma_B, _conditioning(same_length, negatives, 12), SAMPLING
+    )
     assert recorder.inputs["encoder_hidden_states"].shape == (3, 5, DIM)
     assert recorder.inputs["encoder_hidden_states_mask"] is None
-    assert recorder.inputs["encoder_hidden_states"].dtype == recorder.inputs["hidden_states"].dtype == torch.bfloat16
+    assert (
+        recorder.inputs["encoder_hidden_states"].dtype
+        == recorder.inputs["hidden_states"].dtype
+        == torch.bfloat16
+    )
     assert recorder.inputs["timestep"].dtype == velocity_BLC.dtype == torch.float32
-    adapter.velocity(recorder, latents_BLC, sigma_B, _conditioning(prompts, negatives, 12), SAMPLING)
+    adapter.velocity(
+        recorder, latents_BLC, sigma_B, _conditioning(prompts, negatives, 12), SAMPLING
+    )
     assert recorder.inputs["encoder_hidden_states_mask"].shape == (3, 9)
 
 
@@ -157,14 +181,23 @@ def test_guidance_without_negative_prompt_is_refused(adapter):
     conditioning = _conditioning(prompts, negatives)
     del conditioning["negative_prompt_mask"]
     with pytest.raises(ValueError, match="needs negative_prompt_mask"):
-        adapter.velocity(_Recorder(), latents_BLC, sigma_B, conditioning, replace(SAMPLING, true_cfg_scale=2.0))
+        adapter.velocity(
+            _Recorder(), latents_BLC, sigma_B, conditioning, replace(SAMPLING, true_cfg_scale=2.0)
+        )
 
 
 def test_schedule_is_the_checkpoints(adapter, folder, tmp_path):
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
     config = scheduler.config
-    shift = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
-    scheduler.set_timesteps(sigmas=torch.linspace(1, 0.1, 10).tolist(), mu=calculate_shift(12, *shift))
+    shift = (
+        config.base_image_seq_len,
+        config.max_image_seq_len,
+        config.base_shift,
+        config.max_shift,
+    )
+    scheduler.set_timesteps(
+        sigmas=torch.linspace(1, 0.1, 10).tolist(), mu=calculate_shift(12, *shift)
+    )
     torch.testing.assert_close(adapter.schedule(SAMPLING), scheduler.sigmas, rtol=1e-6, atol=1e-7)
     shutil.copytree(folder / "transformer", tmp_path / "transformer")
     with pytest.raises(ValueError, match="scheduler_config.json does not exist"):
@@ -179,7 +212,9 @@ def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, folder):
         with torch.no_grad():
             expected_BTD, _ = pipeline.encode_prompt(text)
         assert int(mask_BT[row].sum()) == expected_BTD.shape[1]
-        torch.testing.assert_close(embeds_BTD[row][mask_BT[row]], expected_BTD[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            embeds_BTD[row][mask_BT[row]], expected_BTD[0], rtol=1e-5, atol=1e-5
+        )
     assert mask_BT.dtype == torch.bool
     assert not mask_BT.all()
 
@@ -189,24 +224,34 @@ def test_one_loaded_text_encoder_serves_many_calls_and_is_freed(adapter):
     with adapter.prompt_encoder(dtype=torch.float32, device="cpu") as encode:
         batched_BTD, mask_BT = encode(["a red circle", "a photo of a blue square on a white wall"])
         alone_1TD, _ = encode(["a red circle"])
-        (text_encoder,) = [each for each in _text_encoders() if all(each is not other for other in before)]
+        (text_encoder,) = [
+            each for each in _text_encoders() if all(each is not other for other in before)
+        ]
     torch.testing.assert_close(batched_BTD[0][mask_BT[0]], alone_1TD[0], rtol=1e-5, atol=1e-5)
     assert {parameter.device.type for parameter in text_encoder.parameters()} == {"meta"}
 
 
 def _text_encoders():
-    return [each for each in gc.get_objects() if isinstance(each, Qwen2_5_VLForConditionalGeneration)]
+    return [
+        each for each in gc.get_objects() if isinstance(each, Qwen2_5_VLForConditionalGeneration)
+    ]
 
 
 def test_images_are_encoded_as_by_the_stock_vae_and_pipeline(adapter, folder):
-    pixels_BHWC = torch.randint(0, 256, (3, 32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels_BHWC = torch.randint(
+        0, 256, (3, 32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     with adapter.image_encoder(dtype=torch.float32, device="cpu") as encode:
         latents_BLC = encode(pixels_BHWC)
         torch.testing.assert_close(encode(pixels_BHWC[1:2]), latents_BLC[1:2], rtol=0, atol=1e-5)
     assert latents_BLC.shape == (3, *adapter.latents_shape(replace(SAMPLING, height=32, width=48)))
 
-    pipeline = QwenImageImg2ImgPipeline.from_pretrained(folder, transformer=None, text_encoder=None, tokenizer=None)
-    images_BCHW = pipeline.image_processor.preprocess([Image.fromarray(pixels.numpy()) for pixels in pixels_BHWC])
+    pipeline = QwenImageImg2ImgPipeline.from_pretrained(
+        folder, transformer=None, text_encoder=None, tokenizer=None
+    )
+    images_BCHW = pipeline.image_processor.preprocess(
+        [Image.fromarray(pixels.numpy()) for pixels in pixels_BHWC]
+    )
     with torch.no_grad():
         pipeline.vae.encode = partial(_mean_only, pipeline.vae.encode)
         expected_BCTHW = pipeline._encode_vae_image(images_BCHW.unsqueeze(2), generator=None)
@@ -227,13 +272,18 @@ def test_shapes_and_flops_at_real_size(adapter):
     adapter.width, adapter.num_layers = 3072, 60
     sampling = Sampling(height=512, width=512, num_inference_steps=10)
     assert adapter.flops(sampling, 64) == pytest.approx(15.8e12, rel=0.01)
-    assert adapter.flops(replace(sampling, true_cfg_scale=4.0), 64) == 2 * adapter.flops(sampling, 64)
+    assert adapter.flops(replace(sampling, true_cfg_scale=4.0), 64) == 2 * adapter.flops(
+        sampling, 64
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"height": 520}, "rollout.height=520 is not a positive multiple of 16.*set rollout.height=512"),
+        (
+            {"height": 520},
+            "rollout.height=520 is not a positive multiple of 16.*set rollout.height=512",
+        ),
         ({"width": 0}, "rollout.width=0"),
         ({"num_frames": 5}, "rollout.num_frames=5"),
         ({"first_frame": True}, "rollout.first_frame=true, but Qwen-Image"),

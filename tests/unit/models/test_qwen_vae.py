@@ -11,7 +11,11 @@ from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 def test_decodes_and_encodes_as_the_stock_vae(num_frames):
     torch.manual_seed(0)
     vae = AutoencoderKLQwenImage(
-        base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
+        base_dim=8,
+        z_dim=16,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
     ).eval()
     latents = torch.randn(2, 16, num_frames, 4, 6)
     with torch.no_grad():

@@ -31,7 +31,9 @@ def folder(tmp_path: Path) -> Path:
     for name, file in shards.items():
         save_file({name: torch.zeros(8)}, tmp_path / "transformer" / file)
     index = {"weight_map": shards}
-    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps(index)
+    )
     return tmp_path
 
 
@@ -77,7 +79,9 @@ def test_truncated_and_empty_shards(folder: Path) -> None:
 
 def test_other_pipelines_and_broken_json(folder: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(ValueError, match="is a 'FluxPipeline'; supported pipelines: QwenImagePipeline"):
+    with pytest.raises(
+        ValueError, match="is a 'FluxPipeline'; supported pipelines: QwenImagePipeline"
+    ):
         check_model_folder(folder)
     (folder / "model_index.json").write_text("{")
     with pytest.raises(ValueError, match="model_index.json is not JSON"):

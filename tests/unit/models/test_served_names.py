@@ -9,7 +9,9 @@ from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.served_names import ServedName, served_places, served_view
 
 BLOCK = "transformer.transformer_blocks.0"
-SERVED = [f"{BLOCK}.attn.{name}.weight" for name in ("to_qkv", "add_kv_proj", "to_out", "to_add_out")] + [
+SERVED = [
+    f"{BLOCK}.attn.{name}.weight" for name in ("to_qkv", "add_kv_proj", "to_out", "to_add_out")
+] + [
     f"{BLOCK}.img_mlp.net.2.bias",
     "transformer.img_in.weight",
 ]
@@ -18,12 +20,23 @@ SERVED = [f"{BLOCK}.attn.{name}.weight" for name in ("to_qkv", "add_kv_proj", "t
 def test_fused_weights_split_into_their_rows_and_cover_them_all() -> None:
     parameters = {name: torch.randn(6, 4) for name in SERVED}
     places = served_places(SERVED, names=SERVED_NAMES)
-    names = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
+    names = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_out.0",
+        "to_add_out",
+    )
     assert set(places) == {f"{BLOCK}.attn.{name}.weight" for name in names} | set(SERVED[-2:])
     views = {name: served_view(place, parameters=parameters) for name, place in places.items()}
     parts = [views[f"{BLOCK}.attn.{name}.weight"] for name in ("to_q", "to_k", "to_v")]
     assert torch.equal(torch.cat(parts), parameters[f"{BLOCK}.attn.to_qkv.weight"])
-    assert sum(view.numel() for view in views.values()) == sum(tensor.numel() for tensor in parameters.values())
+    assert sum(view.numel() for view in views.values()) == sum(
+        tensor.numel() for tensor in parameters.values()
+    )
 
 
 def test_suffixes_match_whole_module_names_only() -> None:

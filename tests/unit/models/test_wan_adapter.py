@@ -53,11 +53,15 @@ def text(adapter: WanAdapter) -> dict[str, Tensor]:
 
 
 def latents_of(adapter: WanAdapter, sampling: Sampling = SAMPLING) -> Tensor:
-    return torch.randn(len(TEXTS), *adapter.latents_shape(sampling), generator=torch.Generator().manual_seed(0))
+    return torch.randn(
+        len(TEXTS), *adapter.latents_shape(sampling), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def test_streams_stay_in_the_weights_dtype(one: WanAdapter) -> None:
-    with pytest.raises(ValueError, match="model.float32_streams=true, but Wan's streams .* set it to false"):
+    with pytest.raises(
+        ValueError, match="model.float32_streams=true, but Wan's streams .* set it to false"
+    ):
         one.keep_streams_in_float32(one.empty_transformer(), torch.bfloat16)
 
 
@@ -75,7 +79,9 @@ def test_packing_is_in_the_transformers_order() -> None:
 def test_velocity_is_diffusers_with_the_experts_guidance(two: WanAdapter, component: str) -> None:
     transformer, conditioning, latents = transformer_of(two, component), text(two), latents_of(two)
     sigma_B = torch.tensor([0.9, 0.5, 0.25])
-    pipeline = WanPipeline.from_pretrained(two.model_folder, transformer=None, transformer_2=None, vae=None)
+    pipeline = WanPipeline.from_pretrained(
+        two.model_folder, transformer=None, transformer_2=None, vae=None
+    )
     stock = {
         "return_dict": False,
         "timestep": 1000 * sigma_B,
@@ -93,7 +99,10 @@ def test_velocity_is_diffusers_with_the_experts_guidance(two: WanAdapter, compon
     scale = 4.0 if component == "transformer" else 3.0
     expected = pack(negative + scale * (positive - negative))
     found = two.velocity(transformer, latents, sigma_B, conditioning, GUIDED, component=component)
-    assert found.dtype == torch.float32 and (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    assert (
+        found.dtype == torch.float32
+        and (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    )
     plain = two.velocity(transformer, latents, sigma_B, conditioning, SAMPLING, component=component)
     assert (plain - pack(positive)).abs().max() <= 2e-6 * positive.abs().max()
 
@@ -103,8 +112,12 @@ def test_a_given_first_frame_is_clean_and_left_out(one: WanAdapter) -> None:
     """As WanImageToVideoPipeline does for TI2V: the mask sets the frame and its tokens' timestep to 0."""
     transformer, conditioning, grid = transformer_of(one), text(one), one.checkpoint.grid(SAMPLING)
     latents, sigma_B = latents_of(one), torch.tensor([0.9, 0.5, 0.25])
-    given, free = latents.split([grid.tokens_per_frame, grid.num_tokens - grid.tokens_per_frame], dim=1)
-    found = one.velocity(transformer, free, sigma_B, conditioning | {"first_frame": given}, SAMPLING)
+    given, free = latents.split(
+        [grid.tokens_per_frame, grid.num_tokens - grid.tokens_per_frame], dim=1
+    )
+    found = one.velocity(
+        transformer, free, sigma_B, conditioning | {"first_frame": given}, SAMPLING
+    )
 
     mask = torch.ones(1, 1, *unpack(latents, grid).shape[2:])
     mask[:, :, 0] = 0
@@ -113,17 +126,26 @@ def test_a_given_first_frame_is_clean_and_left_out(one: WanAdapter) -> None:
         conditioning["prompt_embeds"], (0, 0, 0, 512 - conditioning["prompt_embeds"].shape[1])
     )
     (expected,) = transformer(
-        hidden_states=unpack(latents, grid), timestep=timestep, encoder_hidden_states=embeds, return_dict=False
+        hidden_states=unpack(latents, grid),
+        timestep=timestep,
+        encoder_hidden_states=embeds,
+        return_dict=False,
     )
     expected = pack(expected)[:, grid.tokens_per_frame :]
-    assert found.shape == free.shape and (found - expected).abs().max() <= 2e-6 * expected.abs().max()
-    unlike = one.velocity(transformer, latents, sigma_B, conditioning, SAMPLING)[:, grid.tokens_per_frame :]
+    assert (
+        found.shape == free.shape and (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    )
+    unlike = one.velocity(transformer, latents, sigma_B, conditioning, SAMPLING)[
+        :, grid.tokens_per_frame :
+    ]
     assert (found - unlike).abs().max() > 1e-2 * expected.abs().max()
 
 
 @torch.no_grad()
 def test_a_given_first_frame_is_encoded_as_by_the_stock_pipeline(one: WanAdapter) -> None:
-    image = torch.randint(0, 256, (1, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = torch.randint(
+        0, 256, (1, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     pipeline = WanImageToVideoPipeline.from_pretrained(
         one.model_folder,
         transformer=None,
@@ -132,7 +154,9 @@ def test_a_given_first_frame_is_encoded_as_by_the_stock_pipeline(one: WanAdapter
         image_processor=None,
         expand_timesteps=True,
     )
-    pixels = pipeline.video_processor.preprocess(Image.fromarray(image[0].numpy()), height=64, width=96)
+    pixels = pipeline.video_processor.preprocess(
+        Image.fromarray(image[0].numpy()), height=64, width=96
+    )
     sizes = dict(num_channels_latents=48, height=64, width=96, num_frames=9, dtype=torch.float32)
     _, expected, mask = pipeline.prepare_latents(pixels, 1, **sizes)
     with one.image_encoder(dtype=torch.float32, device="cpu") as encode_pixels:
@@ -150,23 +174,34 @@ def test_what_stands_beyond_a_mask_does_not_matter(one: WanAdapter) -> None:
     transformer, conditioning, latents = transformer_of(one), text(one), latents_of(one)
     sigma_B = torch.full((3,), 0.5)
     dirty = conditioning | {
-        "prompt_embeds": conditioning["prompt_embeds"] + 5 * ~conditioning["prompt_mask"][:, :, None]
+        "prompt_embeds": conditioning["prompt_embeds"]
+        + 5 * ~conditioning["prompt_mask"][:, :, None]
     }
-    clean, found = (one.velocity(transformer, latents, sigma_B, each, SAMPLING) for each in (conditioning, dirty))
+    clean, found = (
+        one.velocity(transformer, latents, sigma_B, each, SAMPLING)
+        for each in (conditioning, dirty)
+    )
     assert torch.equal(clean, found)
 
 
 def test_guidance_without_a_negative_prompt_is_refused(one: WanAdapter) -> None:
-    conditioning = {name: value for name, value in text(one).items() if not name.startswith("negative_")}
+    conditioning = {
+        name: value for name, value in text(one).items() if not name.startswith("negative_")
+    }
     with pytest.raises(
-        ValueError, match="guidance needs negative_prompt_embeds, negative_prompt_mask in the conditioning"
+        ValueError,
+        match="guidance needs negative_prompt_embeds, negative_prompt_mask in the conditioning",
     ):
-        one.velocity(transformer_of(one), latents_of(one), torch.full((3,), 0.5), conditioning, GUIDED)
+        one.velocity(
+            transformer_of(one), latents_of(one), torch.full((3,), 0.5), conditioning, GUIDED
+        )
 
 
 def test_text_is_that_of_the_stock_pipeline(one: WanAdapter) -> None:
     pipeline = WanPipeline.from_pretrained(one.model_folder, transformer=None, vae=None)
-    expected, _ = pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False, max_sequence_length=512)
+    expected, _ = pipeline.encode_prompt(
+        TEXTS, do_classifier_free_guidance=False, max_sequence_length=512
+    )
     embeds, mask = one.encode_prompt(TEXTS)
     assert mask.sum(dim=1).tolist()[2] == 1  # the end mark alone
     assert not embeds[~mask].any() and not embeds.requires_grad
@@ -180,7 +215,9 @@ def test_too_long_prompts_are_refused(one: WanAdapter) -> None:
         return Prompt(text=words, id="0" * 16, negative_text=negative)
 
     one.check_prompts([prompt("a red circle"), prompt(" ".join(["circle"] * 511))])
-    with pytest.raises(ValueError, match=r"a prompt has 513 tokens .* the model takes 512 and would cut off"):
+    with pytest.raises(
+        ValueError, match=r"a prompt has 513 tokens .* the model takes 512 and would cut off"
+    ):
         one.check_prompts([prompt("a"), prompt(" ".join(["circle"] * 512))])
     with pytest.raises(ValueError, match="shorten '猫"):
         one.check_prompts([prompt("a", "猫" * 300)])
@@ -189,14 +226,23 @@ def test_too_long_prompts_are_refused(one: WanAdapter) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"height": 72}, r"rollout.height=72 is not a positive multiple of 32 .* set rollout.height=64"),
+        (
+            {"height": 72},
+            r"rollout.height=72 is not a positive multiple of 32 .* set rollout.height=64",
+        ),
         ({"width": 0}, "set rollout.width=32"),
-        ({"num_frames": 8}, r"num_frames=8 is not 1 \+ a multiple of 4 .*; set rollout.num_frames=9"),
+        (
+            {"num_frames": 8},
+            r"num_frames=8 is not 1 \+ a multiple of 4 .*; set rollout.num_frames=9",
+        ),
         ({"num_frames": 0}, "set rollout.num_frames=1"),
         ({"true_cfg_scale": 2.0}, "set rollout.guidance_scale instead"),
         ({"guidance_scale": 0.5}, "guidance_scale=0.5 < 1"),
         ({"guidance_scale_2": 3.0}, "no second expert"),
-        ({"first_frame": True, "num_frames": 1}, "the only frame is given .* set rollout.num_frames=5 or more"),
+        (
+            {"first_frame": True, "num_frames": 1},
+            "the only frame is given .* set rollout.num_frames=5 or more",
+        ),
     ],
 )
 def test_impossible_samplings_are_refused(one: WanAdapter, changes: dict, match: str) -> None:
@@ -215,17 +261,25 @@ def test_the_second_scale_of_two_experts(two: WanAdapter) -> None:
 
 @torch.no_grad()
 def test_videos_and_images_become_normalised_latents(adapter: WanAdapter) -> None:
-    pixels = torch.randint(0, 256, (2, 9, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randint(
+        0, 256, (2, 9, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     with adapter.image_encoder(dtype=torch.float32, device="cpu") as encode_pixels:
         latents, image = encode_pixels(pixels), encode_pixels(pixels[:, 0])
     assert latents.shape == (2, *adapter.latents_shape(SAMPLING))
     assert image.shape == (2, *adapter.latents_shape(dataclasses.replace(SAMPLING, num_frames=1)))
     vae = AutoencoderKLWan.from_pretrained(adapter.model_folder / "vae")
     raw = vae.encode(pixels.permute(0, 4, 1, 2, 3).float() / 127.5 - 1).latent_dist.mode()
-    mean, std = (torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))
-    assert torch.allclose(unpack(latents, adapter.checkpoint.grid(SAMPLING)), (raw - mean) / std, atol=1e-5)
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std")
+    )
+    assert torch.allclose(
+        unpack(latents, adapter.checkpoint.grid(SAMPLING)), (raw - mean) / std, atol=1e-5
+    )
     first = latents[:, : adapter.checkpoint.grid(SAMPLING).tokens_per_frame]
-    assert torch.allclose(image, first, atol=1e-4)  # the VAE is causal: what a given first frame is encoded as
+    assert torch.allclose(
+        image, first, atol=1e-4
+    )  # the VAE is causal: what a given first frame is encoded as
 
 
 @torch.no_grad()

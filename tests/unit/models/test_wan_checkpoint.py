@@ -26,7 +26,15 @@ def checkpoint(**changes: object) -> WanCheckpoint:
         "width": 96,
         "ffn_width": 192,
     }
-    return WanCheckpoint(**{"boundary_ratio": 0.875, "flow_shift": 5.0, "takes_first_frame": False, **sizes, **changes})
+    return WanCheckpoint(
+        **{
+            "boundary_ratio": 0.875,
+            "flow_shift": 5.0,
+            "takes_first_frame": False,
+            **sizes,
+            **changes,
+        }
+    )
 
 
 @pytest.mark.parametrize(("flow_shift", "num_high"), [(5.0, 5), (12.0, 7)])
@@ -53,7 +61,9 @@ def test_the_boundary_itself_is_high_noise_in_float32() -> None:
 
 def test_guidance_scale_of_each_expert() -> None:
     model, one = checkpoint(), checkpoint(boundary_ratio=None)
-    both = Sampling(height=64, width=64, num_inference_steps=4, guidance_scale=3.0, guidance_scale_2=2.0)
+    both = Sampling(
+        height=64, width=64, num_inference_steps=4, guidance_scale=3.0, guidance_scale_2=2.0
+    )
     shared = Sampling(height=64, width=64, num_inference_steps=4, guidance_scale=3.0)
     only_second = Sampling(height=64, width=64, num_inference_steps=4, guidance_scale_2=2.0)
     assert [model.guidance_scale(name, both) for name in model.components] == [3.0, 2.0]
@@ -90,14 +100,22 @@ def _change(path: Path, **changes: object) -> None:
             "has transformer_2, but boundary_ratio=None is not between 0 and 1",
         ),
         ("model_index.json", {"boundary_ratio": 1.5}, "boundary_ratio=1.5 is not between"),
-        ("model_index.json", {"transformer_2": [None, None]}, "boundary_ratio=0.875, but no transformer_2"),
+        (
+            "model_index.json",
+            {"transformer_2": [None, None]},
+            "boundary_ratio=0.875, but no transformer_2",
+        ),
         (
             "scheduler/scheduler_config.json",
             {"flow_shift": None},
             "has flow_shift=None; the schedule's shift comes from",
         ),
         ("transformer/config.json", {"in_channels": 36}, "in_channels=36, out_channels=16"),
-        ("transformer_2/config.json", {"image_dim": 1280}, "transformer_2 takes an image through layers"),
+        (
+            "transformer_2/config.json",
+            {"image_dim": 1280},
+            "transformer_2 takes an image through layers",
+        ),
         ("transformer_2/config.json", {"num_layers": 3}, "its experts differ in num_layers"),
         ("transformer/config.json", {"patch_size": [1, 4, 4]}, r"patch_size=\[1, 4, 4\]"),
         ("transformer/config.json", {"ffn_dim": None}, "lacks ffn_dim"),
@@ -110,14 +128,20 @@ def test_what_does_not_fit_is_named(folder: Path, file: str, changes: dict, matc
 
 
 def test_a_flow_matching_scheduler_calls_its_shift_so(folder: Path) -> None:
-    _change(folder / "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler", shift=12.0)
+    _change(
+        folder / "scheduler/scheduler_config.json",
+        _class_name="FlowMatchEulerDiscreteScheduler",
+        shift=12.0,
+    )
     assert WanCheckpoint.read(folder).flow_shift == 12.0
 
 
 def test_a_missing_second_expert_is_named(folder: Path) -> None:
     weights = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="transformer_2/diffusion_pytorch_model.safetensors .* is not a whole"):
+    with pytest.raises(
+        ValueError, match="transformer_2/diffusion_pytorch_model.safetensors .* is not a whole"
+    ):
         check_model_folder(folder)
     shutil.rmtree(folder / "transformer_2")
     with pytest.raises(ValueError, match="lacks transformer_2/"):

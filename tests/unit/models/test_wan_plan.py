@@ -20,7 +20,10 @@ def shapes(request: pytest.FixtureRequest, tiny_wan: dict[str, Path]) -> dict[st
 
 def test_every_parameter_has_a_kind(shapes: dict[str, tuple[int, ...]]) -> None:
     kinds = PLAN.kinds(shapes)
-    assert kinds["blocks.0.attn2.to_k.weight"] == "column" and kinds["blocks.1.ffn.net.2.bias"] == "row"
+    assert (
+        kinds["blocks.0.attn2.to_k.weight"] == "column"
+        and kinds["blocks.1.ffn.net.2.bias"] == "row"
+    )
     assert kinds["blocks.1.attn1.norm_k.weight"] == "across_heads_norm"
     assert {kinds["scale_shift_table"], kinds["blocks.1.scale_shift_table"]} == {"replicated"}
     assert not PLAN.unused_names(shapes)
@@ -43,7 +46,11 @@ def test_what_a_rank_holds(shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def test_units_and_lora_targets(shapes: dict[str, tuple[int, ...]]) -> None:
-    assert PLAN.is_block("blocks.1") and not PLAN.is_block("blocks.1.attn1") and not PLAN.is_block("blocks")
+    assert (
+        PLAN.is_block("blocks.1")
+        and not PLAN.is_block("blocks.1.attn1")
+        and not PLAN.is_block("blocks")
+    )
     assert PLAN.is_attention("blocks.0.attn2") and PLAN.in_attention("blocks.0.attn2.to_out.0")
     modules = PLAN.lora_modules(shapes)
     assert len(modules) == 2 * (8 + 2) and "blocks.1.attn2.to_out.0" in modules
@@ -59,11 +66,23 @@ def test_names_in_vllm_omni(shapes: dict[str, tuple[int, ...]]) -> None:
         if not any(f".attn1.to_{x}." in name for x in "qkv")
     }
     served = (served - {"scale_shift_table"}) | {"output_scale_shift_prepare.scale_shift_table"}
-    served |= {f"blocks.{block}.attn1.to_qkv.{leaf}" for block in range(2) for leaf in ("weight", "bias")}
-    parameters = [f"{component}.{name}" for component in ("transformer", "transformer_2") for name in sorted(served)]
+    served |= {
+        f"blocks.{block}.attn1.to_qkv.{leaf}" for block in range(2) for leaf in ("weight", "bias")
+    }
+    parameters = [
+        f"{component}.{name}"
+        for component in ("transformer", "transformer_2")
+        for name in sorted(served)
+    ]
     places = served_places(parameters, names=SERVED_NAMES)
-    assert places.keys() == {f"{component}.{name}" for component in ("transformer", "transformer_2") for name in shapes}
+    assert places.keys() == {
+        f"{component}.{name}" for component in ("transformer", "transformer_2") for name in shapes
+    }
     table = places["transformer_2.scale_shift_table"]
     assert table.parameter == "transformer_2.output_scale_shift_prepare.scale_shift_table"
     value = places["transformer.blocks.1.attn1.to_v.bias"]
-    assert (value.parameter, value.shard, value.num_shards) == ("transformer.blocks.1.attn1.to_qkv.bias", 2, 3)
+    assert (value.parameter, value.shard, value.num_shards) == (
+        "transformer.blocks.1.attn1.to_qkv.bias",
+        2,
+        3,
+    )

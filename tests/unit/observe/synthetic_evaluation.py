@@ -14,7 +14,9 @@ from megadiff.observe.evaluation import EvaluatedSample, Evaluation, image_name,
 TASKS = ("single", "colors", "two", "counting", "position", "attributes", "position+attributes")
 
 
-def evaluation(accuracy: float, *, per_task: int = 20, model: str = "assets/shapes", step: int = 0) -> Evaluation:
+def evaluation(
+    accuracy: float, *, per_task: int = 20, model: str = "assets/shapes", step: int = 0
+) -> Evaluation:
     """`shapes_strict` is 1 in about `accuracy` of the samples (the later the task, the fewer), `shapes` lies in [0, 1]."""
     samples = []
     for number, task in enumerate(TASKS):
@@ -54,7 +56,9 @@ def with_rewards(found: Evaluation, *, index: int, rewards: Mapping[str, float])
 def write(folder: Path, found: Evaluation, *, sharpness: float = 1.0) -> Evaluation:
     """Writes it with images of the first four samples of every task; returns it as written."""
     samples = [
-        replace(sample, file=image_name(sample.prompt_id, sample.sample_index)) if number % 20 < 4 else sample
+        replace(sample, file=image_name(sample.prompt_id, sample.sample_index))
+        if number % 20 < 4
+        else sample
         for number, sample in enumerate(found.samples)
     ]
     found = replace(found, samples=samples)

@@ -79,7 +79,9 @@ def eval_metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
     return means | {f"eval/{name}": value for name, value in evaluation.diversity.items()}
 
 
-def evaluation_of(step: int, *, num_steps: int, size: int = 64) -> tuple[Evaluation, dict[str, Tensor]]:
+def evaluation_of(
+    step: int, *, num_steps: int, size: int = 64
+) -> tuple[Evaluation, dict[str, Tensor]]:
     """25 samples of each of PROMPTS, the same at every step; more of them are right as the run goes on. With the images
     of the first six."""
     samples, images = [], {}
@@ -89,7 +91,9 @@ def evaluation_of(step: int, *, num_steps: int, size: int = 64) -> tuple[Evaluat
             file = image_name(f"{number:016x}", index) if index % 4 == 0 and index < 24 else None
             if file:
                 sharpness = (0.9 if is_right else 0.45) * (0.6 + 0.4 * step / num_steps)
-                images[file] = picture((number + index / 16) / len(PROMPTS), sharpness=sharpness, size=size)
+                images[file] = picture(
+                    (number + index / 16) / len(PROMPTS), sharpness=sharpness, size=size
+                )
             samples.append(
                 EvaluatedSample(
                     prompt_id=f"{number:016x}", sample_index=index, caption=prompt, task=task, file=file,
@@ -119,12 +123,16 @@ def moving_picture(hue: float, *, sharpness: float, num_frames: int, size: int =
     return torch.stack([still.roll(2 * frame, dims=1) for frame in range(num_frames)])
 
 
-def samples_of(step: int, *, num_steps: int, size: int = 64, num_frames: int = 1) -> list[SampleRecord]:
+def samples_of(
+    step: int, *, num_steps: int, size: int = 64, num_frames: int = 1
+) -> list[SampleRecord]:
     """Two samples of each of PROMPTS."""
     sharpness = step / num_steps
     return [
         SampleRecord(
-            pixels=moving_picture(number / len(PROMPTS), sharpness=sharpness, num_frames=num_frames, size=size),
+            pixels=moving_picture(
+                number / len(PROMPTS), sharpness=sharpness, num_frames=num_frames, size=size
+            ),
             caption=prompt,
             rewards={"color": 0.3 + 0.6 * sharpness, "jpeg_size": 0.5},
             reward=0.3 + 0.5 * sharpness - 0.1 * index,
@@ -164,5 +172,7 @@ def write_run(
                 evaluate(step)
             trackers.log(step, metrics_of(step, num_steps=num_steps))
             if sample_every and (step == 1 or step % sample_every == 0):
-                trackers.images(step, samples_of(step, num_steps=num_steps, size=size, num_frames=num_frames))
+                trackers.images(
+                    step, samples_of(step, num_steps=num_steps, size=size, num_frames=num_frames)
+                )
     return folder

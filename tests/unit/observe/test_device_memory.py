@@ -35,7 +35,12 @@ def test_each_phase_has_its_own_peak():
             used.seen(9.0)  # in no phase
             with timers("train"):
                 used.seen(5.0)
-        expected = {"memory/parity_gib": 0, "memory/sync_gib": 0, "memory/rollout_gib": 7, "memory/train_gib": 5}
+        expected = {
+            "memory/parity_gib": 0,
+            "memory/sync_gib": 0,
+            "memory/rollout_gib": 7,
+            "memory/train_gib": 5,
+        }
         assert memory.pop() == expected
         with timers("rollout"):
             used.seen(1.0)
@@ -49,4 +54,6 @@ def test_nothing_is_asked_when_it_is_over():
             time.sleep(0.001)
     count = len(asked)
     time.sleep(0.02)
-    assert len(asked) == count and "device_memory" not in {thread.name for thread in threading.enumerate()}
+    assert len(asked) == count and "device_memory" not in {
+        thread.name for thread in threading.enumerate()
+    }

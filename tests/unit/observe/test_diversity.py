@@ -43,7 +43,9 @@ def test_samples_of_k_colours_have_log2_k_bit():
 def test_many_colours_in_every_image_are_no_diversity_among_samples():
     rainbow = group(*[disc(*SIX)] * 8)
     pooled = hue_histogram(rainbow).mean(axis=0)
-    assert -(pooled[pooled > 0] * np.log2(pooled[pooled > 0])).sum() > 2.3  # what a plain entropy would say
+    assert (
+        -(pooled[pooled > 0] * np.log2(pooled[pooled > 0])).sum() > 2.3
+    )  # what a plain entropy would say
     assert colour_entropy_bit([rainbow]) == pytest.approx(0, abs=0.02)
     assert colour_entropy_bit([group(disc(0.0, 0.5), disc(0.5, 0.0))]) < 0.02
 
@@ -53,13 +55,17 @@ def test_the_mean_is_over_prompts_and_their_own_colours_do_not_mix():
     both = group(disc(0.0), disc(0.66), disc(0.0), disc(0.66))
     assert colour_entropy_bit([red, blue]) == pytest.approx(0, abs=1e-9)
     assert colour_entropy_bit([red, both]) == pytest.approx(0.5, abs=0.01)
-    assert colour_entropy_bit([both, red[:1]]) == pytest.approx(1, abs=0.02)  # one sample says nothing, and has no say
+    assert colour_entropy_bit([both, red[:1]]) == pytest.approx(
+        1, abs=0.02
+    )  # one sample says nothing, and has no say
     assert math.isnan(colour_entropy_bit([red[:1]])) and math.isnan(colour_entropy_bit([]))
 
 
 def test_a_hue_that_lies_between_two_bins_is_one_colour():
     edge = 1 / 24  # of the circle: half way between two of the twelve bins
-    assert colour_entropy_bit([group(disc(edge - 0.004), disc(edge + 0.004)).repeat(4, axis=0)]) < 0.05
+    assert (
+        colour_entropy_bit([group(disc(edge - 0.004), disc(edge + 0.004)).repeat(4, axis=0)]) < 0.05
+    )
     assert hue_histogram(group(disc(0.5)))[0].argmax() == 6
 
 
@@ -95,7 +101,9 @@ def test_spreads_are_mean_pairwise_rms_distances():
 
 def test_saturation_and_clipping_are_what_they_say():
     assert saturation(np.full((2, 40, 40, 3), 128, np.uint8)) == 0
-    assert saturation(np.full((2, 40, 40, 3), (200, 100, 150), np.uint8)) == pytest.approx(0.5, abs=0.01)
+    assert saturation(np.full((2, 40, 40, 3), (200, 100, 150), np.uint8)) == pytest.approx(
+        0.5, abs=0.01
+    )
     pixels = np.full((3, 4, 4, 3), 128, np.uint8)
     pixels[0, ..., 0], pixels[1, ..., 1], pixels[2, ..., 2] = 0, 255, 254
     assert clipped_share(pixels) == pytest.approx(2 / 9)
@@ -121,7 +129,8 @@ def test_figures_hold_at_another_resolution():
 
 
 @pytest.mark.parametrize(
-    "pixels", [np.zeros((4, 4, 3), np.uint8), np.zeros((1, 4, 4, 3)), np.zeros((0, 4, 4, 3), np.uint8)]
+    "pixels",
+    [np.zeros((4, 4, 3), np.uint8), np.zeros((1, 4, 4, 3)), np.zeros((0, 4, 4, 3), np.uint8)],
 )
 def test_what_is_no_image_is_refused(pixels):
     with pytest.raises(ValueError, match="not uint8"):
@@ -129,7 +138,9 @@ def test_what_is_no_image_is_refused(pixels):
 
 
 def test_motion_is_the_change_from_frame_to_frame():
-    levels = torch.tensor([0, 51, 102, 153], dtype=torch.uint8)[:, None, None, None].expand(4, 64, 48, 3)
+    levels = torch.tensor([0, 51, 102, 153], dtype=torch.uint8)[:, None, None, None].expand(
+        4, 64, 48, 3
+    )
     assert motion(levels) == pytest.approx(0.2)
     assert motion(levels[:1].expand(30, -1, -1, -1)) == 0.0
     assert math.isnan(motion(levels[:1]))

@@ -75,7 +75,11 @@ def test_an_older_evaluation_is_replaced_with_its_images(tmp_path):
     plain = evaluation(0.7)
     write_evaluation(tmp_path, plain, {})
     assert read_evaluation(tmp_path) == plain and not list((tmp_path / "images").iterdir())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "images", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "evaluation.json",
+        "images",
+        "notes.txt",
+    ]
 
 
 def test_a_reward_that_is_not_finite_is_never_written(tmp_path):
@@ -95,7 +99,9 @@ def test_what_is_no_evaluation_is_named(tmp_path, text):
 def test_a_run_keeps_whole_evaluations_up_to_where_it_resumes(tmp_path):
     for step in (0, 20, 40):
         write_evaluation(evaluation_folder(tmp_path, step), evaluation(0.5, step=step), {})
-    (tmp_path / "evaluations" / "step_000060" / "images").mkdir(parents=True)  # killed before its record
+    (tmp_path / "evaluations" / "step_000060" / "images").mkdir(
+        parents=True
+    )  # killed before its record
     assert [step for step, _ in evaluation_folders(tmp_path)] == [0, 20, 40]
     drop_evaluations_after(tmp_path, step=20)
     assert [step for step, _ in evaluation_folders(tmp_path)] == [0, 20]
@@ -109,12 +115,19 @@ def test_a_comparison_is_of_pairs():
     found = comparison.difference("shapes_strict")
     gained = after.estimate("shapes_strict").mean - before.estimate("shapes_strict").mean
     assert found.mean == pytest.approx(gained) and gained > 0.1
-    assert (found.lost, found.won + found.tied) == (0, pytest.approx(1)) and found.won == pytest.approx(gained)
+    assert (found.lost, found.won + found.tied) == (
+        0,
+        pytest.approx(1),
+    ) and found.won == pytest.approx(gained)
     # paired: narrower than what two independent samples of that size would give
     independent = 1.959964 * math.sqrt(sum(m * (1 - m) / 140 for m in (0.4, 0.6)))
     assert 0 < found.low < found.mean < found.high and found.high - found.low < 2 * independent
     record = comparison_to_json(comparison)
-    assert (record["model"], record["step"], record["baseline"]) == ("runs/shapes", 40, "assets/shapes")
+    assert (record["model"], record["step"], record["baseline"]) == (
+        "runs/shapes",
+        40,
+        "assets/shapes",
+    )
     assert record["rewards"]["shapes_strict"]["by_task"]["single"]["n"] == 20
 
 
@@ -130,19 +143,31 @@ def test_one_sample_that_got_worse_is_lost():
     index = next(n for n, sample in enumerate(before.samples) if sample.rewards["shapes_strict"])
     after = with_rewards(before, index=index, rewards={"shapes_strict": 0.0, "shapes": 0.5})
     found = Comparison(evaluation=after, baseline=before).difference("shapes_strict")
-    assert (found.won, found.lost, found.mean) == (0, pytest.approx(1 / 140), pytest.approx(-1 / 140))
+    assert (found.won, found.lost, found.mean) == (
+        0,
+        pytest.approx(1 / 140),
+        pytest.approx(-1 / 140),
+    )
 
 
 def test_only_rewards_of_both_are_compared():
     before = evaluation(0.5)
-    only_dense = [replace(each, rewards={"shapes": each.rewards["shapes"]}) for each in before.samples]
+    only_dense = [
+        replace(each, rewards={"shapes": each.rewards["shapes"]}) for each in before.samples
+    ]
     comparison = Comparison(evaluation=before, baseline=replace(before, samples=only_dense))
     assert comparison.reward_names == ["shapes"]
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 1}, {"num_inference_steps": 20}, {"height": 128}, {"true_cfg_scale": 4.0}, {"guidance_scale_2": 3.0}]
+    [
+        {"seed": 1},
+        {"num_inference_steps": 20},
+        {"height": 128},
+        {"true_cfg_scale": 4.0},
+        {"guidance_scale_2": 3.0},
+    ]
     + [{"num_frames": 5}],
 )
 def test_other_noise_or_settings_are_no_baseline(change):
@@ -150,7 +175,8 @@ def test_other_noise_or_settings_are_no_baseline(change):
         Comparison(evaluation=evaluation(0.5), baseline=replace(evaluation(0.5), **change))
     fewer = replace(evaluation(0.5), samples=evaluation(0.5).samples[:100])
     with pytest.raises(
-        ValueError, match=r"40 samples are only in one of evaluation \(140 samples\) and baseline \(100\)"
+        ValueError,
+        match=r"40 samples are only in one of evaluation \(140 samples\) and baseline \(100\)",
     ):
         Comparison(evaluation=evaluation(0.5), baseline=fewer)
 
@@ -170,8 +196,15 @@ def test_settings_tell_of_videos_and_of_both_experts_guidance():
 def test_videos_are_kept_as_videos(tmp_path):
     before = evaluation(0.5)
     file = image_name(before.samples[0].prompt_id, 0, suffix=".mp4")
-    samples = [replace(each, file=file if number == 0 else None) for number, each in enumerate(before.samples)]
-    write_evaluation(tmp_path, replace(before, samples=samples), {file: torch.zeros(5, 16, 16, 3, dtype=torch.uint8)})
+    samples = [
+        replace(each, file=file if number == 0 else None)
+        for number, each in enumerate(before.samples)
+    ]
+    write_evaluation(
+        tmp_path,
+        replace(before, samples=samples),
+        {file: torch.zeros(5, 16, 16, 3, dtype=torch.uint8)},
+    )
     assert len(list(read_frames(tmp_path / file))) == 5
     page = write_evaluation_page(tmp_path, read_evaluation(tmp_path)).read_text("utf-8")
     assert page.count("<video ") == 1 and "media-src data:" in page

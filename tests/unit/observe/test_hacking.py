@@ -5,7 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
-from megadiff.observe.evaluation import Comparison, EvaluatedSample, Evaluation, evaluation_folder, write_evaluation
+from megadiff.observe.evaluation import (
+    Comparison,
+    EvaluatedSample,
+    Evaluation,
+    evaluation_folder,
+    write_evaluation,
+)
 from megadiff.observe.hacking import signs
 from megadiff.observe.trackers import build_trackers
 from megadiff.report.health import findings
@@ -23,7 +29,9 @@ def to(first: float, last: float) -> Figure:
     return lambda done: last + (first - last) * math.exp(-4 * done)
 
 
-HEALTHY: dict[str, tuple[Figure, float]] = {  # metric → (course, standard deviation from step to step)
+HEALTHY: dict[
+    str, tuple[Figure, float]
+] = {  # metric → (course, standard deviation from step to step)
     "reward/mean": (to(0.50, 0.71), 0.02),
     "reward/color": (to(0.50, 0.71), 0.02),
     "diversity/colour_entropy_bit": (to(1.31, 1.15), 0.35),
@@ -34,16 +42,35 @@ HEALTHY: dict[str, tuple[Figure, float]] = {  # metric → (course, standard dev
 
 
 def run(
-    seed: int = 0, *, steps: int = STEPS, every: int = 40, evals: dict[str, Figure] | None = None, **changed: Figure
+    seed: int = 0,
+    *,
+    steps: int = STEPS,
+    every: int = 40,
+    evals: dict[str, Figure] | None = None,
+    **changed: Figure,
 ):
     """Rows of a noisy run. changed: quantity → another course; evals: held-out score → its course, logged `every` steps."""
     noise = random.Random(seed)
-    courses = {key: (changed.get(key.partition("/")[2], course), sd) for key, (course, sd) in HEALTHY.items()}
+    courses = {
+        key: (changed.get(key.partition("/")[2], course), sd)
+        for key, (course, sd) in HEALTHY.items()
+    }
     evals = evals or {}
-    rows = [{"step": 0, **{f"eval/{name}": course(0.0) for name, course in evals.items()}}] if evals else []
+    rows = (
+        [{"step": 0, **{f"eval/{name}": course(0.0) for name, course in evals.items()}}]
+        if evals
+        else []
+    )
     for step in range(1, steps + 1):
-        row = {key: max(0.0, noise.gauss(course(step / steps), sd)) for key, (course, sd) in courses.items()}
-        held = {f"eval/{name}": course(step / steps) for name, course in evals.items()} if step % every == 0 else {}
+        row = {
+            key: max(0.0, noise.gauss(course(step / steps), sd))
+            for key, (course, sd) in courses.items()
+        }
+        held = (
+            {f"eval/{name}": course(step / steps) for name, course in evals.items()}
+            if step % every == 0
+            else {}
+        )
         rows.append({"step": step, **row, **held})
     return rows
 
@@ -80,16 +107,25 @@ def test_what_goes_wrong_beside_a_rising_reward_is_named(change, kind):
 
 def test_a_mild_narrowing_gets_a_mild_word_and_a_collapse_a_grave_one():
     (mild,) = signs(run(colour_entropy_bit=to(1.31, 0.55)), {})
-    (grave,) = signs(run(colour_entropy_bit=lambda done: 1.31 if done < 0.3 else 0.1), {"algorithm": {"kl_coef": 0.01}})
+    (grave,) = signs(
+        run(colour_entropy_bit=lambda done: 1.31 if done < 0.3 else 0.1),
+        {"algorithm": {"kl_coef": 0.01}},
+    )
     assert "narrowed from 1.0" in mild.sentence and "Some of that is usual" in mild.sentence
     assert "exploit" not in mild.sentence and "set algorithm.kl_coef" in mild.sentence
     assert "Reward rose by 0.1" in grave.sentence and "fell from 1." in grave.sentence
     assert " bit: the policy may be exploiting the reward." in grave.sentence
-    assert "raise algorithm.kl_coef (now 0.01), or go back to an earlier checkpoint" in grave.sentence
+    assert (
+        "raise algorithm.kl_coef (now 0.01), or go back to an earlier checkpoint" in grave.sentence
+    )
 
 
 def test_the_gravest_comes_first_and_all_after_what_makes_numbers_worthless():
-    rows = run(colour_entropy_bit=to(1.31, 0.55), saturation=to(0.3, 0.6), evals={"shapes_strict": to(0.5, 0.4)})
+    rows = run(
+        colour_entropy_bit=to(1.31, 0.55),
+        saturation=to(0.3, 0.6),
+        evals={"shapes_strict": to(0.5, 0.4)},
+    )
     assert kinds(rows) == ["shapes_strict falls", "saturation", "colours narrow"]
     rows[-1] |= {"loss/policy": None, "reward/zero_std_ratio": 0.9}
     words = [sentence.split()[0] for sentence in findings(rows, {})]
@@ -152,10 +188,15 @@ def test_the_log_says_it_once_when_it_begins_and_once_more_after_a_resume(tmp_pa
     collapses = [record for record in caplog.records if "fell from" in record.getMessage()]
     assert len(collapses) == 1 and collapses[0].levelno == logging.WARNING
     begun = next(row["step"] for row in rows if "colours collapse" in kinds(rows[: row["step"]]))
-    assert 20 <= begun < 80 and collapses[0].getMessage().startswith(f"step {begun}: Reward rose by")
+    assert 20 <= begun < 80 and collapses[0].getMessage().startswith(
+        f"step {begun}: Reward rose by"
+    )
 
     caplog.clear()
-    with caplog.at_level(logging.WARNING), build_trackers([], tmp_path, {}, resume_step=100) as trackers:
+    with (
+        caplog.at_level(logging.WARNING),
+        build_trackers([], tmp_path, {}, resume_step=100) as trackers,
+    ):
         for row in rows[100:]:
             trackers.log(row["step"], {key: value for key, value in row.items() if key != "step"})
     assert len(caplog.records) == 1 and caplog.messages[0].startswith("step 101: Reward rose by")
@@ -168,7 +209,9 @@ def test_the_log_reads_the_evaluations_as_they_are_written(tmp_path, caplog):
         for row in run(evals={"shapes_strict": to(0.5, 0.64)}):
             if row["step"] in (0, 120):
                 rate = 0.5 if row["step"] == 0 else 0.45
-                write_evaluation(evaluation_folder(tmp_path, row["step"]), evaluation(row["step"], rate), {})
+                write_evaluation(
+                    evaluation_folder(tmp_path, row["step"]), evaluation(row["step"], rate), {}
+                )
             trackers.log(row["step"], {key: value for key, value in row.items() if key != "step"})
     assert [message.split(":")[0] for message in caplog.messages] == ["step 120"]
     assert "shapes_strict fell from 0.5 to 0.45" in caplog.messages[0]

@@ -15,7 +15,9 @@ from megadiff.observe.metrics import (
 )
 
 
-@pytest.mark.parametrize("key", ["reward", "Reward/mean", "reward/", "reward/a b", "reward/a/b/c", "step"])
+@pytest.mark.parametrize(
+    "key", ["reward", "Reward/mean", "reward/", "reward/a b", "reward/a/b/c", "step"]
+)
 def test_a_key_that_is_not_area_and_quantity_is_named(key):
     with pytest.raises(ValueError, match=f"'{key}'"):
         check_keys(["reward/mean", key])
@@ -78,7 +80,8 @@ def test_numbers_have_three_digits(value, text):
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(0.123, "0.12 s"), (12.34, "12.3 s"), (245, "4 min 05 s"), (11520, "3 h 12 min")]
+    "seconds, text",
+    [(0.123, "0.12 s"), (12.34, "12.3 s"), (245, "4 min 05 s"), (11520, "3 h 12 min")],
 )
 def test_seconds_are_said_as_people_do(seconds, text):
     assert format_seconds(seconds) == text

@@ -50,7 +50,10 @@ def test_without_a_terminal_each_step_is_one_record(caplog):
         bar.update(3, METRICS)
         bar.update(4, {})
     assert len(caplog.records) == 2
-    assert caplog.messages[0].startswith("step 3/4  reward -0.25  rollout 1.2s") and "ETA" in caplog.messages[0]
+    assert (
+        caplog.messages[0].startswith("step 3/4  reward -0.25  rollout 1.2s")
+        and "ETA" in caplog.messages[0]
+    )
     assert caplog.messages[1].endswith("ETA 0.00 s")
 
 

@@ -9,7 +9,13 @@ import torch
 from PIL import Image
 from synthetic_run import PROMPTS, picture, samples_of
 
-from megadiff.observe.samples import frame_strip, read_samples, sample_grid, save_samples, write_picture
+from megadiff.observe.samples import (
+    frame_strip,
+    read_samples,
+    sample_grid,
+    save_samples,
+    write_picture,
+)
 from megadiff.observe.video import read_frames, shrunk_video
 from megadiff.report import pictures
 from megadiff.report.pictures import load_pictures
@@ -29,14 +35,18 @@ def test_samples_come_back_with_exact_pixels_and_every_field(tmp_path):
         assert dict(item.rewards) == dict(sample.rewards) and item.step == 3
 
 
-@pytest.mark.parametrize("caption", [*PROMPTS, "", "../../etc/passwd", "nul\0\n", "x" * 2000, "CON"])
+@pytest.mark.parametrize(
+    "caption", [*PROMPTS, "", "../../etc/passwd", "nul\0\n", "x" * 2000, "CON"]
+)
 def test_any_caption_gives_a_plain_file_name(tmp_path, caption):
     sample = dataclasses.replace(samples_of(1, num_steps=1, size=8)[0], caption=caption)
     folder = save_samples(tmp_path, step=1, samples=[sample, sample])
     names = sorted(path.name for path in folder.glob("*.png"))
     assert len(names) == 2
     assert all(
-        name.isascii() and len(name) < 64 and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.")
+        name.isascii()
+        and len(name) < 64
+        and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.")
         for name in names
     )
     assert [item.caption for item in read_samples(tmp_path)] == [caption, caption]
@@ -50,7 +60,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_a_reward_that_is_not_finite_is_null(tmp_path):
-    sample = dataclasses.replace(samples_of(1, num_steps=1, size=8)[0], reward=math.nan, rewards={"ocr": math.inf})
+    sample = dataclasses.replace(
+        samples_of(1, num_steps=1, size=8)[0], reward=math.nan, rewards={"ocr": math.inf}
+    )
     folder = save_samples(tmp_path, step=1, samples=[sample])
     entry = json.loads((folder / "samples.jsonl").read_text(), parse_constant=pytest.fail)
     assert entry["reward"] is None and entry["rewards"] == {"ocr": None}
@@ -110,7 +122,12 @@ def test_a_video_is_saved_as_one_that_every_browser_plays(tmp_path):
     assert [item.path.suffix for item in saved] == [".mp4"] * len(samples)
     with av.open(str(saved[0].path)) as container:
         stream = container.streams.video[0]
-        assert (stream.codec.name, stream.pix_fmt, stream.frames, stream.average_rate) == ("h264", "yuv420p", 9, 16)
+        assert (stream.codec.name, stream.pix_fmt, stream.frames, stream.average_rate) == (
+            "h264",
+            "yuv420p",
+            9,
+            16,
+        )
     frames = np.stack(list(read_frames(saved[0].path))).astype(int)
     assert frames.shape == (9, 64, 64, 3)
     # 4:2:0 halves the resolution of colour, so brightness is what comes back
@@ -118,7 +135,9 @@ def test_a_video_is_saved_as_one_that_every_browser_plays(tmp_path):
 
 
 def test_a_torn_video_is_left_out_of_the_report(tmp_path):
-    folder = save_samples(tmp_path, step=3, samples=samples_of(3, num_steps=3, num_frames=5, size=32))
+    folder = save_samples(
+        tmp_path, step=3, samples=samples_of(3, num_steps=3, num_frames=5, size=32)
+    )
     torn = sorted(folder.glob("*.mp4"))
     torn[0].write_bytes(torn[0].read_bytes()[:-200])
     torn[2].write_bytes(b"")
@@ -131,7 +150,10 @@ def test_videos_of_any_size_are_written(tmp_path, size):
     height, width = size
     write_picture(tmp_path / "a.mp4", torch.full((3, height, width, 3), 200, dtype=torch.uint8))
     frames = list(read_frames(tmp_path / "a.mp4"))
-    assert len(frames) == 3 and frames[0].shape[:2] == (max(2, height // 2 * 2), max(2, width // 2 * 2))
+    assert len(frames) == 3 and frames[0].shape[:2] == (
+        max(2, height // 2 * 2),
+        max(2, width // 2 * 2),
+    )
     assert abs(int(frames[0].mean()) - 200) <= 2
 
 
@@ -146,7 +168,10 @@ def test_a_video_is_as_fast_as_its_model_says_also_when_shrunk(tmp_path):
 
 
 def test_large_videos_become_small_ones_in_a_page(tmp_path, monkeypatch):
-    path = save_samples(tmp_path, step=1, samples=samples_of(1, num_steps=2, num_frames=5, size=400)) / "copy.mp4"
+    path = (
+        save_samples(tmp_path, step=1, samples=samples_of(1, num_steps=2, num_frames=5, size=400))
+        / "copy.mp4"
+    )
     path.write_bytes(min(path.parent.glob("*.mp4")).read_bytes())
     whole = load_pictures([path])[path]
     monkeypatch.setattr(pictures, "PICTURE_BYTES", len(whole.data) // 2)

@@ -28,7 +28,11 @@ def test_a_block_that_raises_is_timed_and_its_name_is_free_again():
 
 def test_a_running_timer_cannot_start_twice():
     timers = Timers()
-    with pytest.raises(ValueError, match="'train' is already running"), timers("train"), timers("train"):
+    with (
+        pytest.raises(ValueError, match="'train' is already running"),
+        timers("train"),
+        timers("train"),
+    ):
         pass
 
 

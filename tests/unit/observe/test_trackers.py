@@ -21,7 +21,10 @@ def test_each_step_is_one_line_on_disk_as_soon_as_it_is_logged(tmp_path):
         for step in (1, 2):
             trackers.log(step, {"reward/mean": step / 2})
             lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-            assert len(lines) == step and json.loads(lines[-1]) == {"step": step, "reward/mean": step / 2}
+            assert len(lines) == step and json.loads(lines[-1]) == {
+                "step": step,
+                "reward/mean": step / 2,
+            }
 
 
 def test_nan_and_infinity_are_null_with_a_warning(tmp_path, caplog):
@@ -50,7 +53,9 @@ def test_resume_keeps_the_lines_up_to_its_step_byte_for_byte(tmp_path):
 
 def test_a_torn_line_never_swallows_the_first_line_after_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a/x": 1.0}\n{"step": 2, "a/x": 2.0}')  # whole, but for its end of line
+    path.write_text(
+        '{"step": 1, "a/x": 1.0}\n{"step": 2, "a/x": 2.0}'
+    )  # whole, but for its end of line
     with build_trackers([], tmp_path, {}, resume_step=2) as trackers:
         trackers.log(3, {"a/x": 3.0})
     assert [row["step"] for row in read_rows(path)] == [1, 3]
@@ -66,7 +71,9 @@ def test_a_step_is_logged_once_and_keys_are_checked(tmp_path):
 
 
 def test_unknown_trackers_are_refused_with_the_valid_ones(tmp_path):
-    with pytest.raises(ValueError, match="unknown tensorbord; the trackers are jsonl, tensorboard, wandb"):
+    with pytest.raises(
+        ValueError, match="unknown tensorbord; the trackers are jsonl, tensorboard, wandb"
+    ):
         build_trackers(["tensorbord"], tmp_path / "run", {})
     assert not (tmp_path / "run").exists()
 
@@ -116,12 +123,16 @@ def test_a_killed_run_keeps_every_line_that_it_logged(tmp_path):
         "for step in range(1, 51): trackers.log(step, {'reward/mean': 1.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    killed = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     assert killed.returncode == -signal.SIGKILL
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 51))
 
 
-def test_the_evaluation_before_the_first_step_is_a_line_of_its_own_and_goes_when_a_run_starts_over(tmp_path):
+def test_the_evaluation_before_the_first_step_is_a_line_of_its_own_and_goes_when_a_run_starts_over(
+    tmp_path,
+):
     path = tmp_path / "metrics.jsonl"
     with build_trackers(["tensorboard"], tmp_path, {}) as trackers:
         trackers.log(0, {"eval/mean": 0.4})

@@ -10,7 +10,14 @@ from torch import nn
 from torch.nn import functional
 
 from megadiff.config.schema import LoraConfig
-from megadiff.parallel.lora import Adapters, adapt_linears, lora_parameters, lora_shapes, lora_spec, start_values
+from megadiff.parallel.lora import (
+    Adapters,
+    adapt_linears,
+    lora_parameters,
+    lora_shapes,
+    lora_spec,
+    start_values,
+)
 from megadiff.parallel.plan import ParallelPlan, Rule
 from megadiff.types import LoraSpec
 
@@ -24,13 +31,17 @@ def test_the_config_s_adapter() -> None:
     assert spec == LoraSpec(rank=3, alpha=3.0, modules=("down", "up")) and spec.scale == 1
     assert lora_spec(LoraConfig(rank=4, alpha=1.0), PLAN, SHAPES).scale == 0.25
     names = ["up.lora_A.weight", "up.lora_B.weight", "down.lora_A.weight", "down.lora_B.weight"]
-    assert lora_shapes(spec, SHAPES) == dict(zip(names, [(3, 4), (6, 3), (3, 6), (4, 3)], strict=True))
+    assert lora_shapes(spec, SHAPES) == dict(
+        zip(names, [(3, 4), (6, 3), (3, 6), (4, 3)], strict=True)
+    )
     assert lora_shapes(None, SHAPES) == {}
 
 
 def test_the_start_is_that_of_peft_and_the_same_for_a_name_and_seed() -> None:
     a = start_values("up.lora_A.weight", (64, 400), seed=1)
-    bound = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) * math.sqrt(3 / 400)  # kaiming_uniform_, a = √5
+    bound = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) * math.sqrt(
+        3 / 400
+    )  # kaiming_uniform_, a = √5
     assert bound == pytest.approx(1 / math.sqrt(400))
     assert float(a.abs().max()) == pytest.approx(bound, rel=1e-3) and float(a.abs().max()) <= bound
     assert float(a.mean()) == pytest.approx(0, abs=bound / 50) and float(a.std()) == pytest.approx(

@@ -16,7 +16,11 @@ def test_dp_is_what_the_world_leaves():
 @pytest.mark.parametrize(
     ("sizes", "world_size", "text"),
     [
-        ({"dp": 2, "sp": 2, "tp": 4}, 8, r"world_size=8 != dp\*sp\*tp = 2\*2\*4 = 16; set parallel.dp=1"),
+        (
+            {"dp": 2, "sp": 2, "tp": 4},
+            8,
+            r"world_size=8 != dp\*sp\*tp = 2\*2\*4 = 16; set parallel.dp=1",
+        ),
         ({"sp": 3}, 8, r"world_size=8 is not a multiple of sp\*tp = 3\*1 = 3"),
         ({"dp_replicate": 3}, 4, r"parallel.dp=4 is not a multiple of parallel.dp_replicate=3"),
         ({"sp": 0}, 4, r"parallel.sp=0 < 1"),

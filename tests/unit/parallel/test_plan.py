@@ -46,13 +46,18 @@ SUMMED = {
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_pieces_of_all_ranks_make_up_each_tensor(tp: int) -> None:
-    ranks = [PLAN.placements(SHAPES, tp=tp, tp_rank=rank, sequence_parallel=True) for rank in range(tp)]
+    ranks = [
+        PLAN.placements(SHAPES, tp=tp, tp_rank=rank, sequence_parallel=True) for rank in range(tp)
+    ]
     for name, shape in SHAPES.items():
         times_held = torch.zeros(shape, dtype=torch.int64)
         for placements in ranks:
             place = placements[name]
             assert place.shape == shape
-            box = tuple(slice(at, at + size) for at, size in zip(place.offsets, place.local_shape, strict=True))
+            box = tuple(
+                slice(at, at + size)
+                for at, size in zip(place.offsets, place.local_shape, strict=True)
+            )
             assert times_held[box].numel() == prod(place.local_shape)
             times_held[box] += 1
         expected = 1 if ranks[0][name].sharded_dim is not None else tp
@@ -88,9 +93,16 @@ LORA = {  # of two modules, rank 2
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_of_a_low_rank_pair_one_is_split_and_the_other_a_part(sequence_parallel: bool) -> None:
-    placements = PLAN.placements(SHAPES | LORA, tp=2, tp_rank=1, sequence_parallel=sequence_parallel)
+    placements = PLAN.placements(
+        SHAPES | LORA, tp=2, tp_rank=1, sequence_parallel=sequence_parallel
+    )
     found = {name: (placements[name].local_shape, placements[name].offsets) for name in LORA}
-    assert list(found.values()) == [((2, 8), (0, 0)), ((6, 2), (6, 0)), ((2, 6), (0, 6)), ((8, 2), (0, 0))]
+    assert list(found.values()) == [
+        ((2, 8), (0, 0)),
+        ((6, 2), (6, 0)),
+        ((2, 6), (0, 6)),
+        ((8, 2), (0, 0)),
+    ]
     assert [placements[name].sum_over_tp for name in LORA] == [True, False, False, True]
     assert [placements[name].kind for name in LORA] == ["column", "column", "row", "row"]
     alone = PLAN.placements(SHAPES | LORA, tp=1, tp_rank=0, sequence_parallel=sequence_parallel)
@@ -102,23 +114,34 @@ def test_which_modules_lora_wraps() -> None:
         return replace(PLAN, lora_targets=targets).lora_modules(names)
 
     targets = ("transformer_blocks.*.attn.to_[qk]", "transformer_blocks.*.attn.out")
-    expected = tuple(f"transformer_blocks.0.attn.{name}" for name in ("out", "to_k", "to_q"))  # 10.attn.out is unused
+    expected = tuple(
+        f"transformer_blocks.0.attn.{name}" for name in ("out", "to_k", "to_q")
+    )  # 10.attn.out is unused
     assert modules(*targets) == modules(*targets, names=[*SHAPES, *LORA]) == expected
     assert modules(*targets, targets[0]) == expected
-    with pytest.raises(ValueError, match=r"no module is matched by the LoRA target 'transformer_blocks.\*.ff'"):
+    with pytest.raises(
+        ValueError, match=r"no module is matched by the LoRA target 'transformer_blocks.\*.ff'"
+    ):
         modules("transformer_blocks.*.ff", *targets)
     with pytest.raises(
-        ValueError, match=r"the LoRA target 'transformer_blocks.\*.mod' matches .*0.mod, which is modulation"
+        ValueError,
+        match=r"the LoRA target 'transformer_blocks.\*.mod' matches .*0.mod, which is modulation",
     ):
         modules("transformer_blocks.*.mod")
 
 
 def test_the_module_of_a_parameter() -> None:
-    assert [module_of(name) for name in ("a.to_q.weight", "a.to_q.lora_B.weight", "bias")] == ["a.to_q", "a.to_q", ""]
+    assert [module_of(name) for name in ("a.to_q.weight", "a.to_q.lora_B.weight", "bias")] == [
+        "a.to_q",
+        "a.to_q",
+        "",
+    ]
 
 
 def test_the_last_block_is_the_last_by_number() -> None:
-    assert PLAN.unused_names(SHAPES) == {name for name in SHAPES if name.startswith("transformer_blocks.10.attn.out.")}
+    assert PLAN.unused_names(SHAPES) == {
+        name for name in SHAPES if name.startswith("transformer_blocks.10.attn.out.")
+    }
 
 
 def test_every_parameter_needs_exactly_one_rule_and_every_rule_a_parameter() -> None:
@@ -135,16 +158,24 @@ def test_every_parameter_needs_exactly_one_rule_and_every_rule_a_parameter() -> 
 
 def test_a_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"parallel.tp=5 does not divide dimension 1 of a.weight, which has 12 elements"
+        ValueError,
+        match=r"parallel.tp=5 does not divide dimension 1 of a.weight, which has 12 elements",
     ):
         shard_box("row", "a.weight", (8, 12), tp=5, tp_rank=0)
 
 
 def test_blocks_and_attention_sites() -> None:
-    assert [PLAN.block_of(name) for name in ("transformer_blocks.10.mod.bias", "embed.weight")] == [10, None]
+    assert [PLAN.block_of(name) for name in ("transformer_blocks.10.mod.bias", "embed.weight")] == [
+        10,
+        None,
+    ]
     assert PLAN.is_block("transformer_blocks.3") and not PLAN.is_block("transformer_blocks.3.attn")
-    assert PLAN.is_attention("transformer_blocks.3.attn") and not PLAN.is_attention("transformer_blocks.3.attn.to_q")
-    assert PLAN.in_attention("transformer_blocks.3.attn.to_q") and not PLAN.in_attention("transformer_blocks.3.mod")
+    assert PLAN.is_attention("transformer_blocks.3.attn") and not PLAN.is_attention(
+        "transformer_blocks.3.attn.to_q"
+    )
+    assert PLAN.in_attention("transformer_blocks.3.attn.to_q") and not PLAN.in_attention(
+        "transformer_blocks.3.mod"
+    )
 
 
 def test_stand_ins_for_cuda_never_act_on_a_gpu() -> None:
@@ -160,7 +191,8 @@ def _placements(*, tp: int, sequence_parallel: bool = True):
 
 def test_a_rule_may_name_a_parameter_of_a_block_itself() -> None:
     plan = ParallelPlan(
-        rules=(Rule("*table", "replicated"), Rule("blocks.*.norm", "across_heads_norm")), blocks="blocks.*"
+        rules=(Rule("*table", "replicated"), Rule("blocks.*.norm", "across_heads_norm")),
+        blocks="blocks.*",
     )
     shapes = {"table": (1, 2), "blocks.0.table": (1, 6), "blocks.0.norm.weight": (8,)}
     places = plan.placements(shapes, tp=4, tp_rank=3, sequence_parallel=True)

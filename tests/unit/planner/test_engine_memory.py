@@ -69,14 +69,18 @@ def placing(backend: str, *, sequence_parallel: bool = False, **sizes: int) -> P
         (placing("veomni", dp=64), 5),
     ],
     ids=lambda value: (
-        str(value) if isinstance(value, int) else f"{value.backend}-tp{value.layout.tp}-dp{value.layout.dp}"
+        str(value)
+        if isinstance(value, int)
+        else f"{value.backend}-tp{value.layout.tp}-dp{value.layout.dp}"
     ),
 )
 def test_static_memory_of_qwen_image(qwen_image, where, gigabytes):
     assert qwen_image.num_parameters == 20_430_401_088
     static = static_bytes(qwen_image, where, WORK)
     found = (static.parameters + static.gradients + static.optimizer) / 1e9
-    assert found == pytest.approx(gigabytes, abs=0.01 * gigabytes + 0.5)  # the figures are whole numbers
+    assert found == pytest.approx(
+        gigabytes, abs=0.01 * gigabytes + 0.5
+    )  # the figures are whole numbers
 
 
 def test_measured_peak_of_an_fsdp_step(qwen_image):
@@ -94,22 +98,34 @@ def test_measured_peak_of_an_fsdp_step(qwen_image):
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, budget):
     adapter = QwenImageAdapter(tiny_model)
-    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=DTYPES[dtype])
+    transformer = QwenImageTransformer2DModel.from_pretrained(
+        tiny_model / "transformer", torch_dtype=DTYPES[dtype]
+    )
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train())
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget)
-    assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
+    assert (
+        found
+        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+        <= 1.2 * found
+    )
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 def test_kept_activations_with_float32_streams(tiny_model, budget):
     adapter = QwenImageAdapter(tiny_model)
-    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=torch.bfloat16)
+    transformer = QwenImageTransformer2DModel.from_pretrained(
+        tiny_model / "transformer", torch_dtype=torch.bfloat16
+    )
     adapter.keep_streams_in_float32(transformer, torch.bfloat16)
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train())
     work = replace(activation_work(adapter, 2, budget=budget), stream_itemsize=4)
-    assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
+    assert (
+        found
+        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+        <= 1.2 * found
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -117,7 +133,9 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
 def test_compiled_blocks_keep_less(tiny_model, rank, budget):
     """By the partition of forward and backward that torch.compile makes, with the kernels of eager PyTorch."""
     adapter = QwenImageAdapter(tiny_model)
-    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer", torch_dtype=torch.bfloat16)
+    transformer = QwenImageTransformer2DModel.from_pretrained(
+        tiny_model / "transformer", torch_dtype=torch.bfloat16
+    )
     if rank:
         _adapt(transformer, adapter, rank)
     for name, block in transformer.named_modules():
@@ -135,7 +153,9 @@ def test_compiled_blocks_keep_less(tiny_model, rank, budget):
 
 def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None:
     """LoRA beside frozen weights, all of it small and not zero."""
-    spec = lora_spec(LoraConfig(rank=rank), adapter.plan, [name for name, _ in transformer.named_parameters()])
+    spec = lora_spec(
+        LoraConfig(rank=rank), adapter.plan, [name for name, _ in transformer.named_parameters()]
+    )
     transformer.requires_grad_(False)
     adapt_linears(transformer, Adapters(spec))
     for name, parameter in list(transformer.named_parameters()):
@@ -151,11 +171,17 @@ def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None
 def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget, first_frame):
     """With 512 text tokens that cross attention reads, float32 norms and modulations, and a timestep for each token."""
     adapter = WanAdapter(tiny_wan["ti2v_5b"])
-    transformer = WanTransformer3DModel.from_pretrained(adapter.model_folder / "transformer", torch_dtype=DTYPES[dtype])
+    transformer = WanTransformer3DModel.from_pretrained(
+        adapter.model_folder / "transformer", torch_dtype=DTYPES[dtype]
+    )
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train(), first_frame=first_frame)
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget, first_frame=first_frame)
-    assert found <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work) <= 1.2 * found
+    assert (
+        found
+        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+        <= 1.2 * found
+    )
 
 
 def test_recompute_and_splits_lower_activations(qwen_image):
@@ -172,14 +198,18 @@ def test_recompute_and_splits_lower_activations(qwen_image):
     without = of(placing("megatron", tp=2))
     assert all_blocks / 2 < with_split < without < all_blocks
     assert of(alone, text_tokens=63) < all_blocks
-    assert of(placing("megatron", sp=2), text_tokens=63) == of(placing("megatron", sp=2))  # padded to 64
+    assert of(placing("megatron", sp=2), text_tokens=63) == of(
+        placing("megatron", sp=2)
+    )  # padded to 64
 
 
 def test_accumulating_without_sync_keeps_weights_and_gradients_whole(qwen_image):
     where = placing("veomni", dp=4)
     block_by_block = gathered_bytes(qwen_image, where, WORK, training=True)
     whole = gathered_bytes(qwen_image, where, replace(WORK, accumulates=True), training=True)
-    assert whole == qwen_image.num_parameters * (2 + 4)  # and the reduced pieces, which static_bytes counts
+    assert whole == qwen_image.num_parameters * (
+        2 + 4
+    )  # and the reduced pieces, which static_bytes counts
     assert block_by_block < 0.1 * whole
 
 

@@ -16,7 +16,10 @@ from megadiff.planner.footprint import replica_weights
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_4xh200.yaml")
 MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
-EAGER = ("engine.compile=false", "engine.activation_memory_budget=0")  # Megatron's layouts are compared, too
+EAGER = (
+    "engine.compile=false",
+    "engine.activation_memory_budget=0",
+)  # Megatron's layouts are compared, too
 VIDEO = {
     "one": ROOT / "configs/recipes/wan22_ti2v_5b_flowgrpo_8xh200.yaml",
     "experts": ROOT / "configs/recipes/wan22_t2v_a14b_flowgrpo_64xh200.yaml",
@@ -93,16 +96,23 @@ def test_where_replicas_count(plan):
         return plan(*arguments)[0]["layouts"][0]["phases"]
 
     asleep, awake, separate = parts(), parts("rollout.sleep=never"), parts(*SEPARATE)
-    parked = 2 * (7_615_616_512 + 126_892_531)  # the text encoder without its vision tower, and the VAE
+    parked = 2 * (
+        7_615_616_512 + 126_892_531
+    )  # the text encoder without its vision tower, and the VAE
     weights = 2 * 20_430_401_088 + parked
-    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [weights] * 3 + [0]
+    assert [asleep[phase]["replica"] for phase in ("rollout", "sync", "log_probs", "update")] == [
+        weights
+    ] * 3 + [0]
     hosts = [
-        plan(*arguments)[0]["layouts"][0]["host"]["sleeping replica"] for arguments in ((), ("rollout.sleep=never",))
+        plan(*arguments)[0]["layouts"][0]["host"]["sleeping replica"]
+        for arguments in ((), ("rollout.sleep=never",))
     ]
     assert hosts == [parked, 0]
     assert awake["update"]["replica"] == weights
     assert parts(*OFF)["log_probs"]["replica"] == 0
-    assert parts("lora.rank=8")["update"]["replica"] == weights  # whose pushes would not bring all of it
+    assert (
+        parts("lora.rank=8")["update"]["replica"] == weights
+    )  # whose pushes would not bring all of it
     assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
     d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
     copied = 60 * (8 * d * d + 4 * d * 4 * d)  # elements
@@ -114,9 +124,15 @@ def test_where_replicas_count(plan):
         in_place,
         0,
     ]
-    assert [both[phase]["replica"] for phase in ("rollout", "sync", "update")] == [weights + copied + 60 * scales] * 3
-    assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(asleep, 0)
-    assert all(asleep[phase]["contexts"] == 2 * separate[phase]["contexts"] > 0 for phase in asleep)  # two processes
+    assert [both[phase]["replica"] for phase in ("rollout", "sync", "update")] == [
+        weights + copied + 60 * scales
+    ] * 3
+    assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(
+        asleep, 0
+    )
+    assert all(
+        asleep[phase]["contexts"] == 2 * separate[phase]["contexts"] > 0 for phase in asleep
+    )  # two processes
 
 
 def test_gradients_exist_while_an_update_runs(plan):
@@ -143,12 +159,20 @@ def test_the_workers_of_a_replica_share_the_transformer(plan):
 
 def test_what_is_trained_on_images_does_not_grow_with_what_evaluations_sample(capsys, monkeypatch):
     def phases(*arguments: str) -> dict:
-        sft = ("algorithm.name=sft", "data.images=shapes:4", "algorithm.group_size=1", "train.updates_per_step=1")
+        sft = (
+            "algorithm.name=sft",
+            "data.images=shapes:4",
+            "algorithm.group_size=1",
+            "train.updates_per_step=1",
+        )
         main(["plan", str(VIDEO["one"]), "--world-size", "4", "--json", *sft, *arguments])
         return json.loads(capsys.readouterr().out)["layouts"][0]["phases"]
 
     monkeypatch.chdir(ROOT)  # where the recipe's model is
-    image, video = phases("rollout.num_frames=1", "rollout.guidance_scale=1"), phases("rollout.guidance_scale=5")
+    image, video = (
+        phases("rollout.num_frames=1", "rollout.guidance_scale=1"),
+        phases("rollout.guidance_scale=5"),
+    )
     assert video["update"] == image["update"]
     assert video["rollout"]["replica at work"] != image["rollout"]["replica at work"]
 
@@ -170,20 +194,33 @@ def test_the_gates_text_encoder_counts_beside_replicas_that_sleep_or_cannot(plan
 
 def test_a_reference_is_on_the_host(plan):
     layout = plan("algorithm.kl_coef=0.04")[0]["layouts"][0]
-    assert layout["host"]["reference"] == layout["static"]["reference"] == layout["static"]["parameters"]
+    assert (
+        layout["host"]["reference"]
+        == layout["static"]["reference"]
+        == layout["static"]["parameters"]
+    )
     assert plan()[0]["layouts"][0]["host"]["reference"] == 0
 
 
 def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan, capsys):
     found, _ = plan("lora.rank=64", "algorithm.kl_coef=0.04")
     width, rank, num_blocks = 3072, 64, 60
-    square, mlp = 2 * width * rank, (1 + 4) * width * rank  # of a pair beside width → width, and width ↔ 4 · width
-    trained = num_blocks * (8 * square + 4 * mlp) - (square + 2 * mlp)  # the last block's text output is unused
+    square, mlp = (
+        2 * width * rank,
+        (1 + 4) * width * rank,
+    )  # of a pair beside width → width, and width ↔ 4 · width
+    trained = num_blocks * (8 * square + 4 * mlp) - (
+        square + 2 * mlp
+    )  # the last block's text output is unused
     assert found["trained"] == trained and found["parameters"] == 20_430_401_088
     veomni = next(layout for layout in found["layouts"] if sizes(layout) == ("veomni", 4, 1, 1, 1))
-    assert veomni["static"]["parameters"] == pytest.approx((2 * 20_430_401_088 + 4 * trained) / 4, rel=1e-3)
+    assert veomni["static"]["parameters"] == pytest.approx(
+        (2 * 20_430_401_088 + 4 * trained) / 4, rel=1e-3
+    )
     assert veomni["static"]["optimizer"] == pytest.approx(8 * trained / 4, rel=1e-3)
-    megatron = next(layout for layout in found["layouts"] if sizes(layout) == ("megatron", 1, 1, 1, 4))
+    megatron = next(
+        layout for layout in found["layouts"] if sizes(layout) == ("megatron", 1, 1, 1, 4)
+    )
     assert megatron["static"]["parameters"] < 2 * 20_430_401_088 / 4 * 1.05
     assert all(layout["host"]["reference"] == 0 for layout in found["layouts"])
     assert main(["plan", RECIPE, MODEL, "--world-size", "4", "lora.rank=64"]) == 0
@@ -203,7 +240,9 @@ def test_a_frozen_expert_has_weights_alone(capsys, monkeypatch):
     assert one["parameters"] == pytest.approx(both["parameters"] * (4 + 2) / (4 + 4), rel=1e-6)
     assert (one["gradients"], one["optimizer"]) == (both["gradients"], both["optimizer"])
     assert 2 * hosted_one["idle optimizer"] == hosted["idle optimizer"] > 0
-    with_lora = [static("lora.rank=8", *extra)[0] for extra in ((), ("train.components=[transformer]",))]
+    with_lora = [
+        static("lora.rank=8", *extra)[0] for extra in ((), ("train.components=[transformer]",))
+    ]
     assert with_lora[0] == with_lora[1]  # both have adapters
 
 
@@ -226,7 +265,9 @@ def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
             ("rollout.height=256", "rollout.width=256"),
         )
     )
-    layouts = {name: found["layouts"][0] for name, found in (("alone", alone), ("from_image", from_image))}
+    layouts = {
+        name: found["layouts"][0] for name, found in (("alone", alone), ("from_image", from_image))
+    }
     assert alone == other_text and layouts["alone"]["work"]["text_tokens"] == 512
     assert [each["work"]["image_tokens"] for each in layouts.values()] == [5070, 5070]
     activations = [each["phases"]["update"]["activations"] for each in layouts.values()]
@@ -237,7 +278,10 @@ def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
 
 def test_supervised_training_has_an_average_and_no_rollout(plan):
     found, _ = plan(
-        "algorithm.name=sft", "data.images=shapes:10", "algorithm.ema_decay=0.99", "train.updates_per_step=1"
+        "algorithm.name=sft",
+        "data.images=shapes:10",
+        "algorithm.ema_decay=0.99",
+        "train.updates_per_step=1",
     )
     layout = found["layouts"][found["pick"]]
     assert layout["phases"].keys() == {"update"}
@@ -254,11 +298,16 @@ def test_what_training_would_refuse_is_listed_with_the_reason(plan):
     found, _ = plan("train.prompts_per_step=6")
     refused = [layout for layout in found["layouts"] if layout["dp"] == 4]
     assert refused and not any(layout["fits"] for layout in refused)
-    assert all("train.prompts_per_step=6 is not a multiple of dp=4" in layout["obstacle"] for layout in refused)
+    assert all(
+        "train.prompts_per_step=6 is not a multiple of dp=4" in layout["obstacle"]
+        for layout in refused
+    )
     assert sizes(found["layouts"][found["pick"]]) == ("veomni", 2, 1, 2, 1)
     only_megatron, _ = plan("engine.backend=megatron", "engine.fp8=hybrid", *SEPARATE)
     assert only_megatron["layouts"][only_megatron["pick"]]["backend"] == "megatron"
-    obstacles = {layout["obstacle"] for layout in only_megatron["layouts"] if layout["backend"] == "veomni"}
+    obstacles = {
+        layout["obstacle"] for layout in only_megatron["layouts"] if layout["backend"] == "veomni"
+    }
     assert len(obstacles) == 1 and "engine.fp8=hybrid with engine.backend=veomni" in obstacles.pop()
 
 
@@ -269,12 +318,34 @@ def test_heads_must_divide(plan):
 
 
 def test_text_says_what_to_set(capsys):
-    assert main(["plan", RECIPE, MODEL, *EAGER, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                RECIPE,
+                MODEL,
+                *EAGER,
+                "--world-size",
+                "8",
+                "parallel.tp=4",
+                "engine.backend=megatron",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
-    assert "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB" in text
-    assert "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1" in text
+    assert (
+        "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB"
+        in text
+    )
+    assert (
+        "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1"
+        in text
+    )
     assert "* is what the config asks for; it fits too" in text
-    first = "engine.backend=megatron parallel.dp=4 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=2"
+    first = (
+        "engine.backend=megatron parallel.dp=4 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=2"
+    )
     assert f"of engine.backend=megatron the first: {first} parallel.sequence_parallel=true" in text
 
 
@@ -284,7 +355,10 @@ def test_nothing_fits(capsys):
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate" in text
+    assert (
+        "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate"
+        in text
+    )
     assert main([*arguments, "engine.activation_memory_budget=0"]) == 1
     text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in rollout: " in text and "replica at work" in text
@@ -292,7 +366,10 @@ def test_nothing_fits(capsys):
     assert main([*arguments, *SEPARATE, "engine.activation_memory_budget=0.15"]) == 1
     text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or more GPUs" in text
+    assert (
+        "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or more GPUs"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,11 +381,19 @@ def test_nothing_fits(capsys):
         (("--world-size", "4", "--memory-gib", "-1"), "--memory-gib -1.0 is not positive"),
         (("--world-size", "16"), "16 GPUs are more than a node's 8; add rollout.mode=separate"),
         (("--world-size", "4", "train.microbatchsize=2"), "did you mean train.microbatch_size?"),
-        (("--world-size", "4", "rollout.height=500"), "rollout.height=500 is not a positive multiple of 16"),
+        (
+            ("--world-size", "4", "rollout.height=500"),
+            "rollout.height=500 is not a positive multiple of 16",
+        ),
         (("--world-size", "4", "parallel.tp=2"), "parallel.tp=2 with engine.backend=veomni"),
         (("--world-size", "4", "model.path=nowhere"), "model folder nowhere does not exist"),
         (
-            ("--world-size", "4", "model.float32_streams=true", f"model.path={ROOT / 'assets/wan22_ti2v_5b'}"),
+            (
+                "--world-size",
+                "4",
+                "model.float32_streams=true",
+                f"model.path={ROOT / 'assets/wan22_ti2v_5b'}",
+            ),
             "model.float32_streams=true, but Wan's streams",
         ),
     ],
@@ -342,17 +427,26 @@ def test_a_larger_budget_that_fits_is_named(capsys):
     """Its update is as large as said; the next one does not fit."""
 
     def text(*arguments: str) -> str:
-        assert main(["plan", RECIPE, MODEL, "--world-size", "8", "--memory-gib", memory, *arguments]) == 0
+        assert (
+            main(["plan", RECIPE, MODEL, "--world-size", "8", "--memory-gib", memory, *arguments])
+            == 0
+        )
         return capsys.readouterr().out
 
     memory = "125"
     ((budget, gib),) = re.findall(r"budget=(\S+) fits too, with (\S+) GiB in update", text())
     assert 0.25 < float(budget) < 0.5
     assert "fits too" not in text(f"engine.activation_memory_budget={budget}")
-    row = next(line for line in text(f"engine.activation_memory_budget={budget}").splitlines() if line.startswith("> "))
+    row = next(
+        line
+        for line in text(f"engine.activation_memory_budget={budget}").splitlines()
+        if line.startswith("> ")
+    )
     assert gib in row.split()
     more = f"engine.activation_memory_budget={float(budget) + 0.05:g}"
     (row,) = [line for line in text(more).splitlines() if line[2:].split()[:2] == ["veomni", "8"]]
     assert " over in update" in row
     memory = "1000"
-    assert "budget=0.5 fits too" in text() and "fits too" not in text("engine.activation_memory_budget=0.5")
+    assert "budget=0.5 fits too" in text() and "fits too" not in text(
+        "engine.activation_memory_budget=0.5"
+    )

@@ -14,7 +14,10 @@ def test_segments_grow_unless_the_user_has_said_otherwise():
     for given, expected in (
         ({}, {VARIABLE: GROWING}),
         ({VARIABLE: "max_split_size_mb:64"}, {VARIABLE: "max_split_size_mb:64"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+        ),
     ):
         grow_segments(given)
         assert given == expected

@@ -25,7 +25,10 @@ time.sleep(60)
 def test_killed_parent_takes_server_and_its_workers_along() -> None:
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(parent.pid)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", SERVER, str(parent.pid)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         worker_pid = int(server.stdout.readline())

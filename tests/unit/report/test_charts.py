@@ -21,7 +21,9 @@ from megadiff.report.charts import (
 )
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (-3e-7, 5e-7), (0.123, 0.124), (1, 60), (1, 12345), (-1e9, 1e9)])
+@pytest.mark.parametrize(
+    "low, high", [(0, 1), (-3e-7, 5e-7), (0.123, 0.124), (1, 60), (1, 12345), (-1e9, 1e9)]
+)
 def test_ticks_are_round_few_and_inside(low, high):
     values = ticks(low, high)
     slack = (high - low) * 1e-6
@@ -46,7 +48,10 @@ def test_paths_break_at_missing_values_and_lone_points_are_dots():
     points = [(0.0, 0.0), (0.25, 1.0), (0.5, None), (0.75, 0.5), (1.0, None)]
     assert line_path(points) == "M0.0 1000.0L250.0 0.0M750.0 500.0"
     assert dots_path(points) == "M750.0 500.0h0"
-    assert band_path([0, 0.5, 1], [0, 0, None], [1, 1, None]) == "M0.0 0.0L500.0 0.0L500.0 1000.0L0.0 1000.0Z"
+    assert (
+        band_path([0, 0.5, 1], [0, 0, None], [1, 1, None])
+        == "M0.0 0.0L500.0 0.0L500.0 1000.0L0.0 1000.0Z"
+    )
 
 
 def test_a_long_run_keeps_its_extremes_as_a_band():
@@ -57,7 +62,11 @@ def test_a_long_run_keeps_its_extremes_as_a_band():
 
 
 def test_the_band_is_one_standard_deviation_where_known():
-    rows = [{"step": 1, "r/m": 2.0, "r/s": 0.5}, {"step": 2, "r/m": 3.0}, {"step": 3, "r/m": None, "r/s": 0.1}]
+    rows = [
+        {"step": 1, "r/m": 2.0, "r/s": 0.5},
+        {"step": 2, "r/m": 3.0},
+        {"step": 3, "r/m": None, "r/s": 0.1},
+    ]
     line = curve(rows, "r/m", std_key="r/s")
     assert (line.low, line.high) == ((1.5, None, None), (2.5, None, None))
 
@@ -75,17 +84,23 @@ def test_a_chart_carries_its_values_and_escapes_its_words():
 
 
 def test_bars_stack_to_the_total_at_their_steps():
-    html = stacked_chart([10, 20, 40], [("a", [1, 2, 3]), ("b", [1, 0, 1])], title="t", key="k", unit="s")
+    html = stacked_chart(
+        [10, 20, 40], [("a", [1, 2, 3]), ("b", [1, 0, 1])], title="t", key="k", unit="s"
+    )
     boxes = [
         tuple(map(float, box))
-        for box in re.findall(r'<rect class="part\d" x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"/>', html)
+        for box in re.findall(
+            r'<rect class="part\d" x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"/>', html
+        )
     ]
     assert len(boxes) == 6
     first_a, _, third_a, first_b, _, third_b = boxes
     assert first_b[1] + first_b[3] == pytest.approx(first_a[1], abs=0.2)
     assert first_a[3] / third_a[3] == pytest.approx(1 / 3, abs=0.01)
     assert third_b[1] == pytest.approx(1000 - 1000 / 1.05, abs=0.2)
-    assert first_a[0] + first_a[2] / 2 == pytest.approx(125) and third_a[0] + third_a[2] / 2 == pytest.approx(875)
+    assert first_a[0] + first_a[2] / 2 == pytest.approx(125) and third_a[0] + third_a[
+        2
+    ] / 2 == pytest.approx(875)
 
 
 def rects(html: str) -> list[tuple[int, float, float]]:
@@ -95,8 +110,13 @@ def rects(html: str) -> list[tuple[int, float, float]]:
 
 
 def test_lying_bars_are_as_long_as_their_values_and_carry_their_intervals():
-    groups = [("<one>", [Bar(value=0.5, low=0.4, high=0.65), Bar(value=0.25)]), ("two", [None, Bar(value=1.0)])]
-    html = bar_chart(groups, series=["before", "now"], title="t", key="k", axis=Axis(low=0.0, high=1.0))
+    groups = [
+        ("<one>", [Bar(value=0.5, low=0.4, high=0.65), Bar(value=0.25)]),
+        ("two", [None, Bar(value=1.0)]),
+    ]
+    html = bar_chart(
+        groups, series=["before", "now"], title="t", key="k", axis=Axis(low=0.0, high=1.0)
+    )
     assert rects(html) == [(4, 0, 500), (0, 0, 250), (0, 0, 1000)]
     assert re.findall(r'class="whisker" d="M(.*?) .*?H(.*?)"', html) == [("400.0", "650.0")]
     assert re.findall(r"<b>(.*?)</b>", html) == ["0.5", "0.25", "–", "1"]
@@ -105,11 +125,15 @@ def test_lying_bars_are_as_long_as_their_values_and_carry_their_intervals():
 
 
 def test_a_bar_below_zero_goes_left_from_zero():
-    html = bar_chart([("a", [Bar(value=-2.0)]), ("b", [Bar(value=2.0)])], series=["s"], title="t", key="k")
+    html = bar_chart(
+        [("a", [Bar(value=-2.0)]), ("b", [Bar(value=2.0)])], series=["s"], title="t", key="k"
+    )
     (_, left, width), (_, zero, other) = rects(html)
     assert left + width == pytest.approx(zero, abs=0.2) and zero == pytest.approx(500, abs=0.2)
     assert width == pytest.approx(other, abs=0.2)
-    assert rects(bar_chart([("a", [Bar(value=0.0)])], series=["s"], title="t", key="k")) == [(0, 0, 0)]
+    assert rects(bar_chart([("a", [Bar(value=0.0)])], series=["s"], title="t", key="k")) == [
+        (0, 0, 0)
+    ]
 
 
 def test_more_series_than_can_be_told_apart_are_refused():

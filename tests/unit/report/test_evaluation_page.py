@@ -25,24 +25,34 @@ def test_the_page_needs_nothing_but_itself_and_shows_every_task(tmp_path):
     assert page.count("✓") + page.count("✗") == 28
     shown = list(dict.fromkeys(re.findall(r'<p class="task">(.*?)</p>', page)))
     assert shown == list(TASKS)  # in the order of the prompt file
-    assert "colour entropy, bit</span><strong>0.52" in page and "saturation</span><strong>" not in page
+    assert (
+        "colour entropy, bit</span><strong>0.52" in page and "saturation</span><strong>" not in page
+    )
 
 
 def test_a_comparison_shows_both_on_the_same_noise(tmp_path):
     comparison = compared(tmp_path)
-    page = render(tmp_path, comparison.evaluation, comparison, baseline_folder=tmp_path / "baseline")
+    page = render(
+        tmp_path, comparison.evaluation, comparison, baseline_folder=tmp_path / "baseline"
+    )
     assert len(re.findall(r"data:image/png;base64,", page)) == 56
     pairs = re.findall(r'<div class="pair">(.*?)</li>', page, re.S)
     assert len(pairs) == 28 and all(pair.count("<img") == 2 for pair in pairs)
     assert re.search(r"<h1>shapes_strict rose from \d\d\.\d\s% to \d\d\.\d\s%\.</h1>", page)
-    assert page.count('<rect class="part4"') == page.count('<rect class="part0"') == 2 * (len(TASKS) + 1)
+    assert (
+        page.count('<rect class="part4"')
+        == page.count('<rect class="part0"')
+        == 2 * (len(TASKS) + 1)
+    )
 
 
 def test_the_headline_says_a_change_only_beyond_its_interval(tmp_path):
     before, after = evaluation(0.4), evaluation(0.7)
     assert " rose from " in headline(after, Comparison(evaluation=after, baseline=before))
     assert " fell from " in headline(before, Comparison(evaluation=before, baseline=after))
-    assert headline(before, Comparison(evaluation=before, baseline=before)).endswith(": no clear difference.")
+    assert headline(before, Comparison(evaluation=before, baseline=before)).endswith(
+        ": no clear difference."
+    )
 
 
 def test_a_page_without_images_or_tasks_is_whole(tmp_path):

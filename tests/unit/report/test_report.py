@@ -32,7 +32,10 @@ def test_a_whole_run_shows_its_verdict_every_metric_and_every_prompt(tmp_path):
     page = page_of(write_run(tmp_path / "run", steps=60))
     assert re.search(r"<h1>Reward rose from 0\.\d+ to 0\.\d+\.</h1>", page)
     for key in metrics_of(10, num_steps=60):
-        assert key in page or key in ("time/step_s", *(f"time/{s}_s" for s in ("rollout", "reward", "train", "sync")))
+        assert key in page or key in (
+            "time/step_s",
+            *(f"time/{s}_s" for s in ("rollout", "reward", "train", "sync")),
+        )
     assert page.count('<article class="card">') == 4 and page.count("<img") == 4 * 7
     assert "OPEN&quot; &lt;b&gt;&amp;&lt;/b&gt;" in page and "<b>&</b>" not in page
     assert "num_steps: 60" in page and "finished" in page
@@ -42,24 +45,39 @@ def write_supervised_run(folder, losses):
     with build_trackers(["jsonl"], folder, {}) as trackers:
         for step, loss in enumerate(losses, 1):
             figures = {"loss/flow_matching": loss, "optim/lr": 1e-3, "optim/grad_norm": 0.5}
-            trackers.log(step, figures | {"time/data_s": 0.1, "time/train_s": 0.8, "time/step_s": 1.0})
+            trackers.log(
+                step, figures | {"time/data_s": 0.1, "time/train_s": 0.8, "time/step_s": 1.0}
+            )
     return folder
 
 
 @pytest.mark.parametrize(
     ("losses", "headline"),
     [
-        ([2.0, 1.5, 1.2, 1.1, 1.0, *[0.5, 0.51, 0.49, 0.5, 0.5] * 2], "Loss fell from 1.36 to 0.5."),
-        ([0.5, 0.4, 0.45, 0.55, 0.4, 0.45, 0.5, 0.4, 0.5, 0.4], "Loss went from 0.46 to 0.45: within the noise."),
+        (
+            [2.0, 1.5, 1.2, 1.1, 1.0, *[0.5, 0.51, 0.49, 0.5, 0.5] * 2],
+            "Loss fell from 1.36 to 0.5.",
+        ),
+        (
+            [0.5, 0.4, 0.45, 0.55, 0.4, 0.45, 0.5, 0.4, 0.5, 0.4],
+            "Loss went from 0.46 to 0.45: within the noise.",
+        ),
         ([0.5], "One step so far, at a loss of 0.5."),
     ],
 )
 def test_a_supervised_run_tells_its_loss(tmp_path, losses, headline):
     page = page_of(write_supervised_run(tmp_path / "run", losses))
     assert f"<h1>{headline}</h1>" in page
-    for text in ("Flow-matching loss", "Learning rate", "Gradient norm", "waiting for images and noise"):
+    for text in (
+        "Flow-matching loss",
+        "Learning rate",
+        "Gradient norm",
+        "waiting for images and noise",
+    ):
         assert text in page
-    assert "eward" not in re.sub(r"<style>.*?</style>|<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert "eward" not in re.sub(
+        r"<style>.*?</style>|<script>.*?</script>", "", page, flags=re.DOTALL
+    )
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path):
@@ -70,7 +88,11 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
 
 @pytest.mark.parametrize(
     "steps, words",
-    [(0, "No step is finished yet."), (1, "One step so far, at a reward of 0.4."), (2, "within the noise")],
+    [
+        (0, "No step is finished yet."),
+        (1, "One step so far, at a reward of 0.4."),
+        (2, "within the noise"),
+    ],
 )
 def test_a_run_that_has_just_begun_has_a_page(tmp_path, steps, words):
     page = page_of(write_run(tmp_path / "run", steps=steps))
@@ -86,11 +108,20 @@ def test_nan_a_torn_line_and_missing_parts_are_no_obstacle(tmp_path):
         file.write('{"step": 5, "rewa')
     page = page_of(tmp_path)
     assert "NaN or infinity in loss/policy, reward/mean, reward/std" in page
-    assert "Other metrics" in page and "odd/thing" in page and "This run has no config.yaml." in page
+    assert (
+        "Other metrics" in page and "odd/thing" in page and "This run has no config.yaml." in page
+    )
 
 
 @pytest.mark.parametrize(
-    "config", ["a: [", "just text", "train: 3\nalgorithm: {clip_range: x}", "train: {num_steps: '???'}", "- 1"]
+    "config",
+    [
+        "a: [",
+        "just text",
+        "train: 3\nalgorithm: {clip_range: x}",
+        "train: {num_steps: '???'}",
+        "- 1",
+    ],
 )
 def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path, config):
     folder = write_run(tmp_path / "run", steps=3, sample_every=0)
@@ -100,7 +131,9 @@ def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path, config):
 
 def test_a_damaged_image_leaves_a_gap(tmp_path):
     folder = write_run(tmp_path / "run", steps=10)
-    next((folder / "samples" / "step_000010").glob("000_*.png")).write_bytes(b"\x89PNG\r\n\x1a\ntorn")
+    next((folder / "samples" / "step_000010").glob("000_*.png")).write_bytes(
+        b"\x89PNG\r\n\x1a\ntorn"
+    )
     page = page_of(folder)
     assert page.count("<img") == 4 * 2 - 1 and page.count('class="gap"') == 1
 
@@ -140,7 +173,13 @@ def test_large_images_are_made_smaller_until_the_page_is_small(tmp_path, monkeyp
 
 
 def test_rows_are_the_prompts_seen_most_and_columns_their_steps():
-    samples = [saved(1, "rare"), saved(1, "often", 1), saved(1, "often", 0), saved(2, "often"), saved(3, "often")]
+    samples = [
+        saved(1, "rare"),
+        saved(1, "often", 1),
+        saved(1, "often", 0),
+        saved(2, "often"),
+        saved(3, "often"),
+    ]
     rows = pick_rows(samples)
     assert [[None if s is None else s.path for s in row] for row in rows] == [
         ["often10", "often20", "often30"],
@@ -149,7 +188,9 @@ def test_rows_are_the_prompts_seen_most_and_columns_their_steps():
 
 
 def test_prompts_of_scattered_steps_have_their_own_columns():
-    samples = [saved(2 * step + offset, prompt) for step in range(20) for offset, prompt in enumerate("ab")]
+    samples = [
+        saved(2 * step + offset, prompt) for step in range(20) for offset, prompt in enumerate("ab")
+    ]
     rows = pick_rows(samples)
     assert [len(row) for row in rows] == [10, 10] and None not in rows[0]
     assert (rows[0][0].step, rows[0][-1].step, rows[1][-1].step) == (0, 38, 39)
@@ -163,13 +204,22 @@ def test_evenly_spaced_keeps_both_ends():
 
 def test_stages_and_the_rest_make_the_whole_step():
     row = {"step": 1, "time/rollout_s": 2.0, "time/train_s": None, "time/step_s": 3.0}
-    assert stage_seconds(row) == {"data": 0.0, "rollout": 2.0, "reward": 0.0, "train": 0.0, "sync": 0.0, "other": 1.0}
+    assert stage_seconds(row) == {
+        "data": 0.0,
+        "rollout": 2.0,
+        "reward": 0.0,
+        "train": 0.0,
+        "sync": 0.0,
+        "other": 1.0,
+    }
 
 
 def test_every_metric_has_one_section():
     keys = ["time/step_s", "reward/zz", "reward/mean", "loss/policy", "new/thing", "eval/ocr"]
     sections = section_keys(keys)
-    assert sections["Reward"] == ["reward/mean", "reward/zz"] and sections["Other metrics"] == ["new/thing"]
+    assert sections["Reward"] == ["reward/mean", "reward/zz"] and sections["Other metrics"] == [
+        "new/thing"
+    ]
     assert sorted(sum(sections.values(), [])) == sorted(set(keys) - {"time/step_s"})
 
 
@@ -195,7 +245,10 @@ def test_findings_name_what_is_wrong_and_only_that(change, words):
 def test_a_parity_gap_is_no_finding_where_log_probs_are_recomputed():
     rows = [{"step": 1, "parity/log_prob_gap_max": 1e-4}]
     for old_log_prob, count in (("rollout", 1), ("recompute", 0), ("auto", 0)):
-        assert len(findings(rows, {"algorithm": {"clip_range": 1e-4, "old_log_prob": old_log_prob}})) == count
+        assert (
+            len(findings(rows, {"algorithm": {"clip_range": 1e-4, "old_log_prob": old_log_prob}}))
+            == count
+        )
 
 
 def test_a_jump_of_the_gradient_norm_is_found():

@@ -45,8 +45,13 @@ def test_pairs_are_the_same_sample_with_verdicts_in_words(tmp_path):
         (before, after) = re.findall(r'alt="(.*?)"', pair)
         assert before.removesuffix(", step 0") == after.removesuffix(", step 60")
     verdicts = [re.findall(r"</span> (right|wrong)</b>", pair) for pair in pairs]
-    samples = {evaluation_of(step, num_steps=60, size=8)[0].step: evaluation(step).samples for step in (0, 60)}
-    right = {step: sum(s.rewards["shapes_strict"] for s in of if s.file) for step, of in samples.items()}
+    samples = {
+        evaluation_of(step, num_steps=60, size=8)[0].step: evaluation(step).samples
+        for step in (0, 60)
+    }
+    right = {
+        step: sum(s.rewards["shapes_strict"] for s in of if s.file) for step, of in samples.items()
+    }
     assert [sum(v[place] == "right" for v in verdicts) for place in (0, 1)] == [right[0], right[60]]
     assert right[0] < right[60] < len(pairs)
 
@@ -54,13 +59,19 @@ def test_pairs_are_the_same_sample_with_verdicts_in_words(tmp_path):
 def test_diversity_has_a_section_next_to_reward(tmp_path):
     page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
     titles = re.findall(r"<h2>(.*?)</h2>", page)
-    assert titles.index("Diversity") == titles.index("Reward") + 1 == titles.index("Held-out evaluation") - 1
+    assert (
+        titles.index("Diversity")
+        == titles.index("Reward") + 1
+        == titles.index("Held-out evaluation") - 1
+    )
     diversity = section_of(page, "Diversity")
     for key in ("diversity/colour_entropy_bit", "diversity/clipped_share", "eval/latent_spread"):
         assert key in diversity and key not in section_of(page, "Held-out evaluation")
 
 
-@pytest.mark.parametrize("steps, words", [(0, "No step is finished yet."), (5, "Reward rose from 0.")])
+@pytest.mark.parametrize(
+    "steps, words", [(0, "No step is finished yet."), (5, "Reward rose from 0.")]
+)
 def test_one_evaluation_is_shown_alone(tmp_path, steps, words):
     folder = write_run(tmp_path / "run", steps=steps, evaluated=True)
     page = page_of(folder)
@@ -81,7 +92,10 @@ def test_a_change_within_its_interval_is_called_noise():
         for number, sample in enumerate(before.samples)
     ]
     barely = Comparison(evaluation=replace(before, samples=flipped), baseline=before)
-    assert accuracy_headline(barely) == "Held-out accuracy went from 47.0 % to 48.0 %: within the noise."
+    assert (
+        accuracy_headline(barely)
+        == "Held-out accuracy went from 47.0 % to 48.0 %: within the noise."
+    )
     assert accuracy_headline(None) is None
 
 
@@ -90,7 +104,9 @@ def test_rewards_that_are_no_verdict_leave_the_headline_to_the_reward(tmp_path):
     write_run(folder, steps=30)
     for step in (0, 30):
         found, images = evaluation_of(step, num_steps=60, size=8)
-        plain = [replace(sample, rewards={"color": sample.rewards["color"]}) for sample in found.samples]
+        plain = [
+            replace(sample, rewards={"color": sample.rewards["color"]}) for sample in found.samples
+        ]
         write_evaluation(evaluation_folder(folder, step), replace(found, samples=plain), images)
     page = page_of(folder)
     assert "<h1>Reward rose from" in page and "Held-out color</span><strong>0." in page
@@ -103,7 +119,10 @@ def test_curves_alone_are_shown_when_there_are_no_records(tmp_path):
         trackers.log(0, eval_metrics_of(0, num_steps=60))
         trackers.log(1, {"reward/mean": 0.5})
     page = page_of(tmp_path)
-    assert "eval/shapes_strict" in section_of(page, "Held-out evaluation") and '<figure class="card bars"' not in page
+    assert (
+        "eval/shapes_strict" in section_of(page, "Held-out evaluation")
+        and '<figure class="card bars"' not in page
+    )
 
 
 def test_evaluations_on_other_noise_are_not_compared(tmp_path, caplog):

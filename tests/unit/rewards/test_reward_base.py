@@ -45,22 +45,33 @@ def test_dotted_path_with_args(my_module: str) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RewardConfig(type="colour"), ["reward.r.type=colour", "did you mean 'color'", "jpeg_size, motion, ocr"]),
+        (
+            RewardConfig(type="colour"),
+            ["reward.r.type=colour", "did you mean 'color'", "jpeg_size, motion, ocr"],
+        ),
         (RewardConfig(type="no_such_pkg.mod:X"), ["reward.r.type", "no_such_pkg", "PYTHONPATH"]),
         (RewardConfig(type="my_test_rewards:Goood"), ["Goood", "did you mean 'Good'"]),
         (
             RewardConfig(type="my_test_rewards:NotOne"),
             ["NotOne", "not a class derived from megadiff.rewards.base.Reward"],
         ),
-        (RewardConfig(type="jpeg_size", args={"qualty": 9}), ["reward.r.args", "qualty", "did you mean 'quality'"]),
-        (RewardConfig(type="jpeg_size", args={"quality": 500}), ["reward.r.args", "quality=500", "1..95"]),
+        (
+            RewardConfig(type="jpeg_size", args={"qualty": 9}),
+            ["reward.r.args", "qualty", "did you mean 'quality'"],
+        ),
+        (
+            RewardConfig(type="jpeg_size", args={"quality": 500}),
+            ["reward.r.args", "quality=500", "1..95"],
+        ),
         (RewardConfig(type="jpeg_size", args={"quality": "high"}), ["reward.r.args", "high"]),
         (RewardConfig(type="jpeg_size", args={"sign": 2}), ["sign=2"]),
         (RewardConfig(type="ocr", args={"frame_stride": 0}), ["frame_stride=0"]),
         (RewardConfig(type="color", args={"x": 1}), ["reward.r.args", "'x'", "no arguments"]),
     ],
 )
-def test_refusals_name_what_is_wrong(my_module: str, config: RewardConfig, words: list[str]) -> None:
+def test_refusals_name_what_is_wrong(
+    my_module: str, config: RewardConfig, words: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         build_reward("r", config)
     for word in words:

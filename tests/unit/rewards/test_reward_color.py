@@ -35,7 +35,12 @@ def test_the_range_is_all_of_zero_to_one() -> None:
 def test_oklab_of_reference_colours() -> None:
     # Published values of the colour space's author, rounded: sRGB red, green, blue and white.
     pixels = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255]], np.uint8)
-    expected = [[0.628, 0.225, 0.126], [0.866, -0.234, 0.179], [0.452, -0.032, -0.312], [1.0, 0.0, 0.0]]
+    expected = [
+        [0.628, 0.225, 0.126],
+        [0.866, -0.234, 0.179],
+        [0.452, -0.032, -0.312],
+        [1.0, 0.0, 0.0],
+    ]
     np.testing.assert_allclose(oklab(pixels), expected, atol=1e-3)
 
 

@@ -27,7 +27,15 @@ class Rank(Reward):
 
 @pytest.mark.parametrize(
     ("frames", "wanted"),
-    [("first", [0]), ("middle", [4]), ("last", [8]), ("all", list(range(9))), (1, [4]), (2, [0, 8]), (3, [0, 4, 8])]
+    [
+        ("first", [0]),
+        ("middle", [4]),
+        ("last", [8]),
+        ("all", list(range(9))),
+        (1, [4]),
+        (2, [0, 8]),
+        (3, [0, 4, 8]),
+    ]
     + [(9, list(range(9))), (100, list(range(9)))],
 )
 def test_which_frames_are_looked_at(frames: str | int, wanted: list[int]) -> None:
@@ -50,13 +58,19 @@ def test_color_on_frames(make_sample: MakeSample, args: dict, value: float) -> N
     color = build_reward("color", RewardConfig(type="color"))
     blue = color.score([make_sample(video(BLUE), "a red wall")])[0]
     wanted = value + (1 - value) * blue
-    assert reward.score([make_sample(video(RED, RED, BLUE), "a red wall")]) == [pytest.approx(wanted)]
+    assert reward.score([make_sample(video(RED, RED, BLUE), "a red wall")]) == [
+        pytest.approx(wanted)
+    ]
 
 
 def test_a_judge_compares_the_samples_moment_by_moment(make_sample: MakeSample) -> None:
     reward = FrameReward(reward=f"{__name__}:Rank")
     dark, light = (0, 0, 0), (255, 255, 255)
-    samples = [make_sample(video(dark, light)), make_sample(video(light, dark)), make_sample(video(RED, RED))]
+    samples = [
+        make_sample(video(dark, light)),
+        make_sample(video(light, dark)),
+        make_sample(video(RED, RED)),
+    ]
     assert reward.score(samples) == [1.0, 1.0, 1.0]
     assert reward.samples_per_call is None and FrameReward(reward="ocr").samples_per_call == 1
 
@@ -69,7 +83,8 @@ def test_text_is_read_on_the_frames_that_are_asked_for(make_sample: MakeSample) 
         cv2.putText(frame, "OPEN", (60, 90), cv2.FONT_HERSHEY_SIMPLEX, 3, (0, 0, 0), 6)
     sample = make_sample(frames, 'a sign that says "OPEN"')
     values = {
-        frames: FrameReward(reward="ocr", frames=frames).score([sample])[0] for frames in ("first", "last", "all")
+        frames: FrameReward(reward="ocr", frames=frames).score([sample])[0]
+        for frames in ("first", "last", "all")
     }
     assert values == {"first": 0.0, "last": 1.0, "all": pytest.approx(2 / 3)}
     with pytest.raises(ValueError, match="the ocr reward needs text"):
@@ -77,7 +92,9 @@ def test_text_is_read_on_the_frames_that_are_asked_for(make_sample: MakeSample) 
 
 
 def test_faults_of_the_inner_reward_keep_its_name(make_sample: MakeSample) -> None:
-    with pytest.raises(RewardError, match="reward 'color' on sample 0 of prompt 'a wall' raised ValueError"):
+    with pytest.raises(
+        RewardError, match="reward 'color' on sample 0 of prompt 'a wall' raised ValueError"
+    ):
         FrameReward(reward="color").score([make_sample(video(RED), "a wall")])
     with pytest.raises(ValueError, match=r"have \[1, 2\] frames"):
         FrameReward(reward="color").score([make_sample(video(RED)), make_sample(video(RED, RED))])

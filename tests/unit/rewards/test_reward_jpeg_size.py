@@ -17,7 +17,9 @@ def noise(size: int, amplitude: int = 255) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [64, 512])
-def test_more_noise_is_less_compressible_within_zero_and_one(size: int, make_sample: MakeSample) -> None:
+def test_more_noise_is_less_compressible_within_zero_and_one(
+    size: int, make_sample: MakeSample
+) -> None:
     samples = [make_sample(noise(size, amplitude)) for amplitude in (0, 16, 64, 255)]
     small, large = JpegSizeReward().score(samples), JpegSizeReward(sign=-1).score(samples)
     assert small == sorted(small, reverse=True) and small[0] > 0.85 and 0.05 < small[-1] < 0.3
@@ -31,7 +33,9 @@ def test_formula(make_sample: MakeSample) -> None:
     )
 
 
-def test_video_is_the_mean_of_its_frames_and_tiny_images_stay_in_range(make_sample: MakeSample) -> None:
+def test_video_is_the_mean_of_its_frames_and_tiny_images_stay_in_range(
+    make_sample: MakeSample,
+) -> None:
     frames = np.stack([noise(64, 0), noise(64, 255)])
     each = JpegSizeReward().score([make_sample(frame) for frame in frames])
     assert JpegSizeReward().score([make_sample(frames)])[0] == pytest.approx(np.mean(each))

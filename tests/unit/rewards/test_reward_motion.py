@@ -14,7 +14,9 @@ MakeSample = Callable[..., RewardSample]
 
 def landscape(height: int, width: int) -> np.ndarray:
     noise = np.random.default_rng(0).uniform(0, 255, (height, width, 3)).astype(np.float32)
-    return cv2.normalize(cv2.GaussianBlur(noise, (0, 0), height / 24), None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+    return cv2.normalize(
+        cv2.GaussianBlur(noise, (0, 0), height / 24), None, 0, 255, cv2.NORM_MINMAX
+    ).astype(np.uint8)
 
 
 def pan(step: float, *, size: int = 64, num_frames: int = 6) -> np.ndarray:
@@ -31,7 +33,9 @@ def test_flow_is_the_speed_of_the_camera(make_sample: MakeSample, step: float) -
 
 def test_flow_is_the_same_at_every_resolution(make_sample: MakeSample) -> None:
     small, large = pan(2.0), np.stack([cv2.resize(frame, (512, 512)) for frame in pan(2.0)])
-    assert mean_flow(make_sample(large), pairs=0) == pytest.approx(mean_flow(make_sample(small), pairs=0), rel=0.05)
+    assert mean_flow(make_sample(large), pairs=0) == pytest.approx(
+        mean_flow(make_sample(small), pairs=0), rel=0.05
+    )
 
 
 def test_motion_is_one_within_its_band_and_falls_on_both_sides(make_sample: MakeSample) -> None:
@@ -40,7 +44,9 @@ def test_motion_is_one_within_its_band_and_falls_on_both_sides(make_sample: Make
     assert values == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.5], abs=0.03)
 
 
-def test_consistency_is_high_for_motion_and_low_for_flicker_cuts_and_noise(make_sample: MakeSample) -> None:
+def test_consistency_is_high_for_motion_and_low_for_flicker_cuts_and_noise(
+    make_sample: MakeSample,
+) -> None:
     reward = TemporalConsistencyReward(pairs=0)
     still, moving = pan(0.0), pan(2.0)
     flicker = moving.copy()
@@ -51,7 +57,10 @@ def test_consistency_is_high_for_motion_and_low_for_flicker_cuts_and_noise(make_
         [make_sample(each) for each in (still, moving, cut, flicker, noise)]
     )))  # fmt: skip
     assert values["still"] > 0.999 and values["moving"] > 0.95
-    assert values["moving"] > values["cut"] + 0.1 and 0 < max(values["flicker"], values["noise"]) < 0.2 < values["cut"]
+    assert (
+        values["moving"] > values["cut"] + 0.1
+        and 0 < max(values["flicker"], values["noise"]) < 0.2 < values["cut"]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 17])
@@ -64,7 +73,9 @@ def test_any_size_has_a_value(make_sample: MakeSample, size: int) -> None:
 def test_pairs_are_spread_over_the_video(make_sample: MakeSample) -> None:
     pixels = pan(1.0, num_frames=20)
     pixels[9:11] = 0  # a cut there and back, which 3 pairs (0, 9, 18) see once
-    everything, few = (TemporalConsistencyReward(pairs=pairs).score([make_sample(pixels)])[0] for pairs in (0, 3))
+    everything, few = (
+        TemporalConsistencyReward(pairs=pairs).score([make_sample(pixels)])[0] for pairs in (0, 3)
+    )
     assert everything < 0.95 and few == pytest.approx(
         TemporalConsistencyReward(pairs=3).score([make_sample(pixels)])[0]
     )

@@ -39,7 +39,9 @@ def rendered(*lines: str, size: tuple[int, int] = (512, 512), font_size: int = 5
         (["STOP", "Room 42"], "two plates, 'Stop' above 'room 42'"),
     ],
 )
-def test_reads_rendered_text(reward: OcrReward, make_sample: MakeSample, lines: list[str], prompt: str) -> None:
+def test_reads_rendered_text(
+    reward: OcrReward, make_sample: MakeSample, lines: list[str], prompt: str
+) -> None:
     assert reward.score([make_sample(rendered(*lines), prompt)]) == [1.0]
 
 
@@ -53,7 +55,9 @@ def test_field_text_goes_before_quotes(reward: OcrReward, make_sample: MakeSampl
     assert reward.score([make_sample(rendered("OPEN"), 'a "closed" sign', text="open")]) == [1.0]
 
 
-def test_red_and_blue_are_not_swapped(make_sample: MakeSample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_red_and_blue_are_not_swapped(
+    make_sample: MakeSample, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     reward = OcrReward()
     reward._local.engine = lambda image: (seen.append(image), (None, None))[1]
@@ -86,7 +90,9 @@ def test_huge_image_with_text_is_still_read(reward: OcrReward, make_sample: Make
     assert reward.score([make_sample(image, '"welcome"')]) == [1.0]
 
 
-def test_video_is_the_mean_of_every_fourth_frame(reward: OcrReward, make_sample: MakeSample) -> None:
+def test_video_is_the_mean_of_every_fourth_frame(
+    reward: OcrReward, make_sample: MakeSample
+) -> None:
     blank = rendered("")
     video = np.stack([rendered("OPEN"), blank, blank, blank, blank])
     assert reward.score([make_sample(video, '"open"')]) == [0.5]

@@ -105,7 +105,9 @@ def test_values_come_back_in_order_of_submission(
     scorer: Callable[..., Scorer], make_group: MakeGroup, chunk: int | None, num_workers: int
 ) -> None:
     scores = scorer(
-        num_workers, value=config("Value", 0.5, samples_per_call=chunk), flat=config("Returns", 2.0, what="tensor")
+        num_workers,
+        value=config("Value", 0.5, samples_per_call=chunk),
+        flat=config("Returns", 2.0, what="tensor"),
     )
     for step in range(2):  # a scorer serves every step of a run
         rows = [[10 + step, 200, 30], [100, 20, 1], [5, 6, 255]]
@@ -121,13 +123,17 @@ def test_values_come_back_in_order_of_submission(
 
 
 @pytest.mark.parametrize("what", ["tensor", "numpy", "scalars"])
-def test_number_like_answers(scorer: Callable[..., Scorer], make_group: MakeGroup, what: str) -> None:
+def test_number_like_answers(
+    scorer: Callable[..., Scorer], make_group: MakeGroup, what: str
+) -> None:
     result = scorer(flat=config("Returns", what=what)).score([make_group([1, 2])])
     assert result["flat"].tolist() == [[0.5, 0.5]]
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "short", "none", "single", "string", "strings"])
-def test_answers_that_are_not_finite_numbers(scorer: Callable[..., Scorer], make_group: MakeGroup, what: str) -> None:
+def test_answers_that_are_not_finite_numbers(
+    scorer: Callable[..., Scorer], make_group: MakeGroup, what: str
+) -> None:
     words = {
         "nan": ["sample 1 ", "nan", "finite"],
         "inf": ["sample 0 ", "inf"],
@@ -147,14 +153,20 @@ def test_a_failure_cancels_the_rest_and_the_scorer_lives_on(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
     scores = scorer(1, judge=config("Raises"), value=config("Value", samples_per_call=1))
-    groups = [make_group([99] * 8, "first")] + [make_group([1] * 8, f"later {i}") for i in range(40)]
+    groups = [make_group([99] * 8, "first")] + [
+        make_group([1] * 8, f"later {i}") for i in range(40)
+    ]
     with pytest.raises(RewardError, match="first"):
         scores.score(groups)
     assert scores.score([make_group([7], "red")])["value"].tolist() == [[7.0]]
-    assert len(CALLS) < 50  # of 363: the worker took what was left of the failed step, and ran none of it
+    assert (
+        len(CALLS) < 50
+    )  # of 363: the worker took what was left of the failed step, and ran none of it
 
 
-def test_a_failure_shows_at_the_next_submit(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+def test_a_failure_shows_at_the_next_submit(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
     scores = scorer(judge=config("Raises"))
     scores.submit(make_group([99]))
     time.sleep(0.3)
@@ -162,22 +174,32 @@ def test_a_failure_shows_at_the_next_submit(scorer: Callable[..., Scorer], make_
         scores.submit(make_group([1]))
 
 
-def test_a_reward_that_hangs_is_named_within_its_time(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+def test_a_reward_that_hangs_is_named_within_its_time(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
     scores = scorer(2, 0.3, judge=config("Hangs"), value=config("Value"))
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"reward 'judge' on samples 0, 1 of prompt .* longer than timeout_s=0.3"):
+    with pytest.raises(
+        RewardError, match=r"reward 'judge' on samples 0, 1 of prompt .* longer than timeout_s=0.3"
+    ):
         scores.score([make_group([1, 2]), make_group([3, 4])])
     assert time.monotonic() - started < 2
     scores.close()
     assert time.monotonic() - started < 4
 
 
-def test_waiting_in_the_queue_is_not_counted(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+def test_waiting_in_the_queue_is_not_counted(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
     scores = scorer(1, 1.0, value=config("Value", slow_s=0.1))
-    assert scores.score([make_group([1]) for _ in range(12)])["value"].sum() == 12  # 1.2 s in all, 0.1 s each
+    assert (
+        scores.score([make_group([1]) for _ in range(12)])["value"].sum() == 12
+    )  # 1.2 s in all, 0.1 s each
 
 
-def test_reset_forgets_what_was_submitted(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+def test_reset_forgets_what_was_submitted(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
     scores = scorer(1, value=config("Value"))
     for i in range(20):
         scores.submit(make_group([i]))

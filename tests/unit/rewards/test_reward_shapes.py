@@ -31,13 +31,19 @@ def picture() -> np.ndarray:
     [
         ("a red circle left of a blue star", 1.0, 1.0),
         ("a circle and a star", 1.0, 1.0),
-        ("a red circle right of a blue star", 0.35, 0.0),  # both objects: half of what is left without the relation
+        (
+            "a red circle right of a blue star",
+            0.35,
+            0.0,
+        ),  # both objects: half of what is left without the relation
         ("a red circle and a green star", 0.4, 0.0),
         ("a red circle", 0.25, 0.0),
         ("four cyan triangles", 0.5 * 2 * 0.1 / 4, 0.0),
     ],
 )
-def test_values(text: str, dense: float, strict: float, picture: np.ndarray, make_sample: MakeSample) -> None:
+def test_values(
+    text: str, dense: float, strict: float, picture: np.ndarray, make_sample: MakeSample
+) -> None:
     sample = make_sample(picture, text)
     assert build("ShapesReward").score([sample]) == pytest.approx([dense])
     assert build("ShapesStrictReward").score([sample]) == [strict]
@@ -45,11 +51,17 @@ def test_values(text: str, dense: float, strict: float, picture: np.ndarray, mak
 
 def test_mean_over_frames(picture: np.ndarray, make_sample: MakeSample) -> None:
     video = make_sample(np.stack([picture, np.zeros_like(picture)]), "a circle and a star")
-    assert build("ShapesReward").score([video, video]) == build("ShapesStrictReward").score([video, video]) == [0.5, 0.5]
+    assert (
+        build("ShapesReward").score([video, video])
+        == build("ShapesStrictReward").score([video, video])
+        == [0.5, 0.5]
+    )
 
 
 @pytest.mark.parametrize("name", ["ShapesReward", "ShapesStrictReward"])
-def test_a_prompt_of_another_world_fails_at_start(name: str, picture: np.ndarray, make_sample: MakeSample) -> None:
+def test_a_prompt_of_another_world_fails_at_start(
+    name: str, picture: np.ndarray, make_sample: MakeSample
+) -> None:
     good, bad = (make_sample(picture, text).prompt for text in ("a red circle", "a red cirle"))
     build(name).validate([good])
     with pytest.raises(ValueError, match=r"'a red cirle' .* did you mean 'a red circle'"):

@@ -4,7 +4,12 @@ import time
 
 import pytest
 
-from megadiff.rollout.client.bounded_http import AnswerTooLarge, AnswerTooLate, BoundedHttp, NoAnswer
+from megadiff.rollout.client.bounded_http import (
+    AnswerTooLarge,
+    AnswerTooLate,
+    BoundedHttp,
+    NoAnswer,
+)
 from tests.unit.rollout.addresses import Stranger, drip, drip_headers, flood, reply
 
 

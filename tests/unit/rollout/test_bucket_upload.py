@@ -18,7 +18,10 @@ from megadiff.sync.transports.receive import Receiver
 from tests.unit.rollout.served import serving
 
 LIMIT = 12 << 20
-BUCKET = [("transformer.a", torch.randn(2 << 20)), ("transformer.b", torch.randn(1001, 3).t())]  # over 8 MiB
+BUCKET = [
+    ("transformer.a", torch.randn(2 << 20)),
+    ("transformer.b", torch.randn(1001, 3).t()),
+]  # over 8 MiB
 LONG = [("transformer.c", torch.zeros(LIMIT // 4))]
 
 
@@ -53,7 +56,9 @@ def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):
         client.weights_bucket(body)
     assert error.value.status == 409
     client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
-    with pytest.raises(ReplicaError, match=f"the bucket exceeds {LIMIT} bytes; send smaller buckets") as error:
+    with pytest.raises(
+        ReplicaError, match=f"the bucket exceeds {LIMIT} bytes; send smaller buckets"
+    ) as error:
         client.weights_bucket(encode_bucket(LONG))
     assert error.value.status == 413
     _send_half(client, bytes(body))
@@ -87,7 +92,9 @@ def test_a_client_hands_a_body_to_the_socket_in_small_pieces(served, monkeypatch
 
     pieces, write = [], SyncStream.write
     monkeypatch.setattr(
-        SyncStream, "write", lambda self, data, timeout=None: (pieces.append(len(data)), write(self, data, timeout))
+        SyncStream,
+        "write",
+        lambda self, data, timeout=None: (pieces.append(len(data)), write(self, data, timeout)),
     )
     client, held = served
     client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))

@@ -42,7 +42,10 @@ def test_every_cut_keeps_the_rules() -> None:
                 cuts = calls(sizes, batch_size=batch_size, num_replicas=num_replicas)
                 assert [index for cut in cuts for index in cut] == list(range(num_groups))
                 assert max(map(len, cuts)) <= -(-num_groups // num_replicas)
-                assert all(len(cut) == 1 or sum(sizes[index] for index in cut) <= batch_size for cut in cuts)
+                assert all(
+                    len(cut) == 1 or sum(sizes[index] for index in cut) <= batch_size
+                    for cut in cuts
+                )
 
 
 @dataclass
@@ -62,7 +65,9 @@ class EchoReplica:
 
 def make_request(place: int, num_samples: int, *, text: str = "a cat") -> RolloutRequest:
     prompt = Prompt(text=text, id=f"{place:016x}")
-    return RolloutRequest(prompt=prompt, sampling=SAMPLING, sample_indices=tuple(range(num_samples)), seed=0, step=0)
+    return RolloutRequest(
+        prompt=prompt, sampling=SAMPLING, sample_indices=tuple(range(num_samples)), seed=0, step=0
+    )
 
 
 def test_groups_come_under_their_index() -> None:
@@ -82,7 +87,11 @@ def test_prompts_of_similar_length_go_together_whatever_their_order() -> None:
         texts = ["x" * length for length in lengths_of_text[shift:] + lengths_of_text[:shift]]
         replica = EchoReplica("a")
         with Fleet([replica], batch_size=6) as fleet:
-            list(fleet.generate([make_request(place, 2, text=text) for place, text in enumerate(texts)]))
+            list(
+                fleet.generate(
+                    [make_request(place, 2, text=text) for place, text in enumerate(texts)]
+                )
+            )
         asked = sorted([len(request.prompt.text) for request in call] for call in replica.asked)
         assert asked == [[1, 2, 3], [7, 8, 9], [30, 31, 32]]
 

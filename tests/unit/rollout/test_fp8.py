@@ -52,7 +52,10 @@ def test_copies_follow_the_weights_when_told() -> None:
 
 def _sizes(layer: nn.Linear) -> list[int]:
     """Bytes of a weight, of its copy and of the copy's scales."""
-    return [tensor.untyped_storage().nbytes() for tensor in (layer.weight, layer.fp8_weight, layer.fp8_scale)]
+    return [
+        tensor.untyped_storage().nbytes()
+        for tensor in (layer.weight, layer.fp8_weight, layer.fp8_scale)
+    ]
 
 
 def test_copies_in_place_of_weights() -> None:
@@ -64,13 +67,19 @@ def test_copies_in_place_of_weights() -> None:
     whole, copied = [2 * 32 * 48, 0, 0], [0, 32 * 48, 4 * 48]
     linears = Fp8Linears(layers, in_place=True)
     for sleeps in (True, False):
-        assert [_sizes(layer) for layer in layers.values()] == [copied, copied] and not linears.keeps_weights
+        assert [_sizes(layer) for layer in layers.values()] == [
+            copied,
+            copied,
+        ] and not linears.keeps_weights
         assert torch.equal(first.quant_method.apply(first, x), expected)
         if sleeps:
             linears.free_copies()
             assert _sizes(first) == [0, 0, 0]
         linears.make_room()
-        assert [_sizes(layer) for layer in layers.values()] == [whole, whole] and linears.keeps_weights
+        assert [_sizes(layer) for layer in layers.values()] == [
+            whole,
+            whole,
+        ] and linears.keeps_weights
         _fill(layers, pushed)
         linears.refresh()
 
@@ -111,7 +120,10 @@ def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch
     _fill(layers, pushed)
     linears.refresh()
     monkeypatch.undo()
-    assert all(torch.equal(layer.quant_method.apply(layer, x), before[name]) for name, layer in layers.items())
+    assert all(
+        torch.equal(layer.quant_method.apply(layer, x), before[name])
+        for name, layer in layers.items()
+    )
 
 
 def _fill(layers: dict[str, nn.Linear], pushed: dict[str, torch.Tensor]) -> None:
@@ -138,8 +150,17 @@ def test_targets_are_attention_and_mlps_of_the_blocks() -> None:
     names = [name for name, _ in adapter.empty_transformer().named_parameters()]
     targets = fp8_targets(names, adapter.plan)
     assert len(targets) == 60 * 12
-    assert {name.split(".", 2)[2] for name in targets if name.startswith("transformer_blocks.7.")} == {
-        *(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")),
+    assert {
+        name.split(".", 2)[2] for name in targets if name.startswith("transformer_blocks.7.")
+    } == {
+        *(
+            f"attn.{name}.weight"
+            for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+        ),
         *(f"attn.{name}.weight" for name in ("to_out.0", "to_add_out")),
-        *(f"{stream}_mlp.net.{name}.weight" for stream in ("img", "txt") for name in ("0.proj", "2")),
+        *(
+            f"{stream}_mlp.net.{name}.weight"
+            for stream in ("img", "txt")
+            for name in ("0.proj", "2")
+        ),
     }

@@ -47,7 +47,9 @@ def test_parked_weights_come_back_as_they_were() -> None:
         for _ in range(2):  # a second call does nothing
             parked.fetch()
         parked.wait()
-        assert all(torch.equal(weight, value) for weight, value in zip(weights, expected, strict=True))
+        assert all(
+            torch.equal(weight, value) for weight, value in zip(weights, expected, strict=True)
+        )
         assert shared.untyped_storage().data_ptr() == module[0].weight.untyped_storage().data_ptr()
 
 

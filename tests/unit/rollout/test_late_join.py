@@ -23,8 +23,16 @@ class Joiner:
     name = "late"
     places = ({"host": "h", "device": "cpu", "boxes": {}},)
 
-    def __init__(self, folder: Path, *, fault=lambda name, tensor: tensor, before=lambda: None) -> None:
-        self.folder, self.fault, self.before, self.version, self.held = folder, fault, before, None, {}
+    def __init__(
+        self, folder: Path, *, fault=lambda name, tensor: tensor, before=lambda: None
+    ) -> None:
+        self.folder, self.fault, self.before, self.version, self.held = (
+            folder,
+            fault,
+            before,
+            None,
+            {},
+        )
 
     async def weights_begin(self, version, manifest, lora, transport) -> None:
         self.held = {}
@@ -45,7 +53,10 @@ def push(tmp_path):
     transport = DiskTransport([], folder=tmp_path)
 
     def push(version: int) -> None:
-        tensors = [("transformer.a", torch.full((2, 300), float(version))), ("transformer.b", torch.ones(4))]
+        tensors = [
+            ("transformer.a", torch.full((2, 300), float(version))),
+            ("transformer.b", torch.ones(4)),
+        ]
         transport.begin(version, {name: {} for name, _ in tensors}, None)
         for pair in tensors:
             transport.send([pair])
@@ -79,7 +90,8 @@ def test_a_torn_version_is_refused(push, tmp_path):
     body[-5] ^= 1
     path.write_bytes(body)
     with pytest.raises(
-        ValueError, match="version 1: 1 tensors are not as they were written: transformer.a; the folder is torn"
+        ValueError,
+        match="version 1: 1 tensors are not as they were written: transformer.a; the folder is torn",
     ):
         asyncio.run(load_newest(Joiner(tmp_path), tmp_path))
     path.write_bytes(body[:-100])

@@ -83,9 +83,18 @@ def test_a_new_begin_forgets_what_the_old_push_brought() -> None:
     ("manifest", "match"),
     [
         (A, "1 missing: transformer.b"),
-        (EXPECTED | {"transformer.c": {"dtype": "float32", "shape": [1]}}, "1 extra: transformer.c"),
-        (EXPECTED | {"transformer.b": {"dtype": "bfloat16", "shape": [4]}}, "transformer.b comes as .*bfloat16"),
-        (EXPECTED | {"transformer.b": {"dtype": "float32", "shape": [5]}}, r"transformer.b comes as .*\[5\]"),
+        (
+            EXPECTED | {"transformer.c": {"dtype": "float32", "shape": [1]}},
+            "1 extra: transformer.c",
+        ),
+        (
+            EXPECTED | {"transformer.b": {"dtype": "bfloat16", "shape": [4]}},
+            "transformer.b comes as .*bfloat16",
+        ),
+        (
+            EXPECTED | {"transformer.b": {"dtype": "float32", "shape": [5]}},
+            r"transformer.b comes as .*\[5\]",
+        ),
         (EXPECTED | {"transformer.b": 7}, "transformer.b comes as 7"),
     ],
 )
@@ -131,10 +140,15 @@ ADAPTER = {
     "transformer.a.lora_A.weight": {"dtype": "float32", "shape": [2, 3]},
     "transformer.a.lora_B.weight": {"dtype": "float32", "shape": [2, 2]},
 }
-BASE = {"transformer.a.weight": EXPECTED["transformer.a"], "transformer.b": EXPECTED["transformer.b"]}
+BASE = {
+    "transformer.a.weight": EXPECTED["transformer.a"],
+    "transformer.b": EXPECTED["transformer.b"],
+}
 
 
-def push_lora(policy: PolicyState, version: int, manifest: dict, *, keeps_base: bool = True) -> None:
+def push_lora(
+    policy: PolicyState, version: int, manifest: dict, *, keeps_base: bool = True
+) -> None:
     policy.begin(version, manifest, LORA)
     policy.check_bucket(manifest)
     policy.loaded(manifest)
@@ -163,7 +177,8 @@ def test_a_base_of_which_only_copies_are_left_is_pushed_again() -> None:
     push_lora(policy, 0, BASE | ADAPTER, keeps_base=False)
     policy.require_ready(0)
     with refused(
-        409, "leaves out transformer, which this replica does not hold from pushes before it; push everything"
+        409,
+        "leaves out transformer, which this replica does not hold from pushes before it; push everything",
     ):
         policy.begin(1, ADAPTER, LORA)
     push_lora(policy, 1, BASE | ADAPTER)
@@ -211,11 +226,19 @@ def test_a_manifest_is_of_whole_parts() -> None:
     for manifest, lora, text in (
         (BASE | ADAPTER, None, "0 tensors of transformer's LoRA: 2 extra"),
         (BASE | {a_name: a_row}, LORA, f"2 tensors of transformer's LoRA: 1 missing: {b_name}"),
-        ({"transformer.b": EXPECTED["transformer.b"]} | ADAPTER, LORA, "2 tensors of transformer: 1 missing"),
+        (
+            {"transformer.b": EXPECTED["transformer.b"]} | ADAPTER,
+            LORA,
+            "2 tensors of transformer: 1 missing",
+        ),
         (BASE | ADAPTER | {"strange": a_row}, LORA, "0 tensors of strange: 1 extra"),
         (BASE | ADAPTER | {a_name: a_row | {"shape": [3, 3]}}, LORA, f"{a_name} comes as"),
         (BASE | ADAPTER | {b_name: b_row | {"dtype": "bfloat16"}}, LORA, f"{b_name} comes as"),
-        (BASE | ADAPTER, LoraSpec(rank=2, alpha=4.0, modules=("c",)), "lora module 'c' is a matrix of none"),
+        (
+            BASE | ADAPTER,
+            LoraSpec(rank=2, alpha=4.0, modules=("c",)),
+            "lora module 'c' is a matrix of none",
+        ),
     ):
         with refused(400, text):
             policy.begin(0, manifest, lora)

@@ -14,7 +14,9 @@ def _post_process(video: object, output_type: str = "np", sampling_params: objec
 
 
 def test_only_our_results_pass() -> None:
-    module = SimpleNamespace(get_diffusion_post_process_func=lambda config: _post_process if config else None)
+    module = SimpleNamespace(
+        get_diffusion_post_process_func=lambda config: _post_process if config else None
+    )
     pass_results_untouched(module)
     once = module.get_diffusion_post_process_func
     pass_results_untouched(module)

@@ -11,7 +11,13 @@ from megadiff.rollout.server.requests import check_request, check_requests
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 LIMITS = Limits(
-    group_size=4, batch_size=7, side=128, num_frames=9, pixels=2**16, num_inference_steps=20, prompt_chars=50
+    group_size=4,
+    batch_size=7,
+    side=128,
+    num_frames=9,
+    pixels=2**16,
+    num_inference_steps=20,
+    prompt_chars=50,
 )
 GOOD = RolloutRequest(
     prompt=Prompt(text="a cat", id="0" * 16),
@@ -43,7 +49,10 @@ def test_good_requests() -> None:
         ({"width": 0}, "width=0"),
         ({"num_frames": 10}, "num_frames=10 must be positive, at most 9"),
         ({"num_frames": 0}, "num_frames=0"),
-        ({"num_frames": 5, "height": 128, "width": 128}, "5 frames of 128x128 are 81920 pixels, .* at most 65536"),
+        (
+            {"num_frames": 5, "height": 128, "width": 128},
+            "5 frames of 128x128 are 81920 pixels, .* at most 65536",
+        ),
         ({"guidance_scale_2": -1.0}, "guidance_scale_2=-1.0"),
         ({"num_inference_steps": 21}, "num_inference_steps=21 must be 1 to 20"),
         ({"sde_type": "euler"}, "sde_type='euler' is not one of"),
@@ -65,7 +74,10 @@ def test_a_first_frame_has_the_samplings_size() -> None:
     given = replace(GOOD, sampling=replace(GOOD.sampling, first_frame=True, num_frames=5))
     check_request(replace(given, first_frame=bytes(64 * 64 * 3)), LIMITS, model_rule)
     for bad, match in (
-        (given, "the first frame has 0 bytes, a sampling of 64x64 with first_frame=True needs 12288"),
+        (
+            given,
+            "the first frame has 0 bytes, a sampling of 64x64 with first_frame=True needs 12288",
+        ),
         (replace(given, first_frame=bytes(12289)), "has 12289 bytes"),
         (replace(GOOD, first_frame=bytes(12288)), "12288 bytes, .* first_frame=False needs 0"),
     ):
@@ -74,14 +86,17 @@ def test_a_first_frame_has_the_samplings_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("indices", "match"), [((), "0 sample_indices"), ((0, 1, 2, 3, 4), "5 sample_indices"), ((2, 2), "twice")]
+    ("indices", "match"),
+    [((), "0 sample_indices"), ((0, 1, 2, 3, 4), "5 sample_indices"), ((2, 2), "twice")],
 )
 def test_bad_groups(indices: tuple[int, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         check_request(replace(GOOD, sample_indices=indices), LIMITS, model_rule)
 
 
-@pytest.mark.parametrize(("text", "match"), [("x" * 51, "51 characters, at most 50"), ("a\ud800", "surrogate")])
+@pytest.mark.parametrize(
+    ("text", "match"), [("x" * 51, "51 characters, at most 50"), ("a\ud800", "surrogate")]
+)
 def test_bad_texts(text: str, match: str) -> None:
     for prompt in (replace(GOOD.prompt, text=text), replace(GOOD.prompt, negative_text=text)):
         with pytest.raises(ValueError, match=match):
@@ -94,7 +109,9 @@ def other(place: int, **changes: object) -> RolloutRequest:
 
 def test_a_batch_may_differ_in_all_but_the_sampling() -> None:
     check_requests([GOOD], LIMITS, model_rule)
-    check_requests([GOOD, other(1, seed=5), other(2, step=-1, sample_indices=(7, 8, 9))], LIMITS, model_rule)
+    check_requests(
+        [GOOD, other(1, seed=5), other(2, step=-1, sample_indices=(7, 8, 9))], LIMITS, model_rule
+    )
 
 
 def test_a_fault_in_a_batch_names_the_request() -> None:
@@ -105,7 +122,9 @@ def test_a_fault_in_a_batch_names_the_request() -> None:
         "surrogate": replace(GOOD, prompt=replace(GOOD.prompt, id="0" * 15 + "1", text="\ud800")),
     }
     for text, bad in cases.items():
-        with pytest.raises(ValueError, match=rf"^requests\[1\] \(prompt 0000000000000001\): .*{text}"):
+        with pytest.raises(
+            ValueError, match=rf"^requests\[1\] \(prompt 0000000000000001\): .*{text}"
+        ):
             check_requests([GOOD, bad, GOOD], LIMITS, model_rule)
 
 
@@ -113,6 +132,8 @@ def test_batches_that_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         check_requests([], LIMITS, model_rule)
     with pytest.raises(ValueError, match=r"requests\[1\] has eta=0.5, requests\[0\] has eta=0.7"):
-        check_requests([GOOD, other(1, sampling=replace(GOOD.sampling, eta=0.5))], LIMITS, model_rule)
+        check_requests(
+            [GOOD, other(1, sampling=replace(GOOD.sampling, eta=0.5))], LIMITS, model_rule
+        )
     with pytest.raises(ValueError, match="4 requests ask for 8 samples, a call takes 7"):
         check_requests([other(place) for place in range(4)], LIMITS, model_rule)

@@ -17,12 +17,20 @@ from megadiff.rollout.wire import (
 )
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
 
-PROMPT = Prompt(text="猫 “quoted” \n", id="0123456789abcdef", fields={"color": "red", "weights": [1, 2.5, None]})
+PROMPT = Prompt(
+    text="猫 “quoted” \n", id="0123456789abcdef", fields={"color": "red", "weights": [1, 2.5, None]}
+)
 SAMPLING = Sampling(height=64, width=48, num_inference_steps=6, sde_window_range=(1, 4))
 
 
 def make_request(**changes: object) -> RolloutRequest:
-    values = {"prompt": PROMPT, "sampling": SAMPLING, "sample_indices": (4, 7), "seed": 1, "step": 2}
+    values = {
+        "prompt": PROMPT,
+        "sampling": SAMPLING,
+        "sample_indices": (4, 7),
+        "seed": 1,
+        "step": 2,
+    }
     return RolloutRequest(**(values | changes))
 
 
@@ -46,7 +54,10 @@ def make_group(*, sample_indices: tuple[int, ...] = (4, 7)) -> RolloutGroup:
         )
         for index in sample_indices
     )
-    conditioning = {"prompt_embeds": torch.randn(1, 9, 8).bfloat16(), "prompt_mask": torch.ones(1, 9, dtype=torch.bool)}
+    conditioning = {
+        "prompt_embeds": torch.randn(1, 9, 8).bfloat16(),
+        "prompt_mask": torch.ones(1, 9, dtype=torch.bool),
+    }
     return RolloutGroup(
         prompt=PROMPT,
         sampling=SAMPLING,
@@ -64,16 +75,26 @@ def assert_same(arrived: RolloutGroup, group: RolloutGroup) -> None:
     assert torch.equal(arrived.schedule, group.schedule)
     assert arrived.conditioning.keys() == group.conditioning.keys()
     for name, tensor in group.conditioning.items():
-        assert arrived.conditioning[name].dtype == tensor.dtype and torch.equal(arrived.conditioning[name], tensor)
+        assert arrived.conditioning[name].dtype == tensor.dtype and torch.equal(
+            arrived.conditioning[name], tensor
+        )
     for one, other in zip(arrived.trajectories, group.trajectories, strict=True):
         for name, value in vars(other).items():
             found = getattr(one, name)
-            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+            assert (
+                torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+            ), name
 
 
 def test_requests_round_trip() -> None:
-    requests = [make_request(), make_request(policy_version=3), make_request(sample_indices=(1,), seed=9)]
-    requests.append(make_request(first_frame=bytes(range(256)), sampling=replace(SAMPLING, first_frame=True)))
+    requests = [
+        make_request(),
+        make_request(policy_version=3),
+        make_request(sample_indices=(1,), seed=9),
+    ]
+    requests.append(
+        make_request(first_frame=bytes(range(256)), sampling=replace(SAMPLING, first_frame=True))
+    )
     assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
 
 
@@ -93,7 +114,9 @@ def test_requests_round_trip() -> None:
         (("first_frame",), [1], "request.first_frame is .1], not bytes in base64"),
     ],
 )
-def test_bad_request_names_its_place_and_key(path: tuple[str, ...], value: object, message: str) -> None:
+def test_bad_request_names_its_place_and_key(
+    path: tuple[str, ...], value: object, message: str
+) -> None:
     body = json.loads(json.dumps(requests_to_json([make_request()] * 3)))
     parent = body[1]
     for key in path[:-1]:
@@ -130,10 +153,14 @@ def test_more_than_ten_groups_keep_their_places() -> None:
 def test_group_without_window() -> None:
     group = make_group()
     without = [
-        Trajectory(**(vars(trajectory) | {"log_probs": torch.zeros(0), "timesteps": torch.zeros(0)}))
+        Trajectory(
+            **(vars(trajectory) | {"log_probs": torch.zeros(0), "timesteps": torch.zeros(0)})
+        )
         for trajectory in group.trajectories
     ]
-    (arrived,) = decode_groups(encode_groups([RolloutGroup(**(vars(group) | {"trajectories": tuple(without)}))]))
+    (arrived,) = decode_groups(
+        encode_groups([RolloutGroup(**(vars(group) | {"trajectories": tuple(without)}))])
+    )
     assert arrived.trajectories[1].log_probs.shape == (0,)
 
 

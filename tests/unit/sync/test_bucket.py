@@ -17,7 +17,11 @@ from megadiff.sync.bucket import (
 
 def test_bucket_round_trip(tmp_path) -> None:
     fused = torch.randn(6, 4)
-    tensors = [("a.q", fused[:2]), ("a.k", fused[2:4]), ("b", torch.randn(3).bfloat16())]  # views of one storage
+    tensors = [
+        ("a.q", fused[:2]),
+        ("a.k", fused[2:4]),
+        ("b", torch.randn(3).bfloat16()),
+    ]  # views of one storage
     path = tmp_path / "bucket"
     encode_bucket(tensors).write(path)
     assert file_manifest(path) == {

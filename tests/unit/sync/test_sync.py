@@ -19,7 +19,8 @@ from megadiff.tensors.lora_names import lora_manifest, lora_modules, used_tensor
 from megadiff.types import LoraSpec
 
 WEIGHTS = {
-    f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)
+    f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
+    for i in range(5)
 }
 MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in WEIGHTS}
 LORA = LoraSpec(rank=2, alpha=4.0, modules=("layer1", "layer3"))
@@ -28,7 +29,9 @@ NAME = "transformer.layer0.weight"
 
 def lora_tensors(factor):
     shapes = {
-        f"transformer.{module}.lora_{side}.weight": shape for module in LORA.modules for side, shape in SIDES.items()
+        f"transformer.{module}.lora_{side}.weight": shape
+        for module in LORA.modules
+        for side, shape in SIDES.items()
     }
     return {name: torch.full(shape, factor) for name, shape in shapes.items()}
 
@@ -53,7 +56,11 @@ class Source:
         self.finished = True
 
     def named_lora(self, bucket_bytes, components):
-        yield [item for item in lora_tensors(self.factor).items() if item[0].partition(".")[0] in components]
+        yield [
+            item
+            for item in lora_tensors(self.factor).items()
+            if item[0].partition(".")[0] in components
+        ]
 
 
 class Target:
@@ -97,7 +104,9 @@ def cpu_group():
 
 def _sync(cpu_group, source, *targets, manifest=MANIFEST):
     places = {target.name: target.boxes for target in targets}
-    return WeightSync(source, HttpTransport(targets), manifest, places=places, bucket_bytes=1, cpu_group=cpu_group)
+    return WeightSync(
+        source, HttpTransport(targets), manifest, places=places, bucket_bytes=1, cpu_group=cpu_group
+    )
 
 
 def _push(cpu_group, *targets, weights=WEIGHTS):
@@ -105,7 +114,9 @@ def _push(cpu_group, *targets, weights=WEIGHTS):
     try:
         return _sync(cpu_group, source, *targets).push(7)
     finally:
-        assert source.finished  # other ranks are in the same gathers: an error must not leave them there
+        assert (
+            source.finished
+        )  # other ranks are in the same gathers: an error must not leave them there
 
 
 def test_a_whole_push(cpu_group):
@@ -131,8 +142,14 @@ def _break(bucket):
     ("fault", "text"),
     [
         (lambda bucket: bucket[1:], r"replica_1 .* 3 missing: transformer.layer0.weight"),
-        (_flip, r"replica_1 .* holds 3 of 5 tensors with other bits.*transformer.layer0.weight \(sent"),
-        (lambda bucket: [*bucket, ("transformer.extra", torch.zeros(1))], r"1 extra: transformer.extra"),
+        (
+            _flip,
+            r"replica_1 .* holds 3 of 5 tensors with other bits.*transformer.layer0.weight \(sent",
+        ),
+        (
+            lambda bucket: [*bucket, ("transformer.extra", torch.zeros(1))],
+            r"1 extra: transformer.extra",
+        ),
         (_break, r"ConnectionError: connection reset"),
     ],
 )
@@ -164,7 +181,9 @@ def test_the_base_travels_once_and_then_lora_alone(cpu_group):
     with pytest.raises(AgreedError, match=f"holds 1 of 9 tensors with other bits.*{NAME}"):
         sync.push(2)
     sync.push(2)  # after a failure: everything
-    assert target.begun[-1] == set(MANIFEST) | set(lora_tensors(1)) and torch.equal(target.held[NAME], WEIGHTS[NAME])
+    assert target.begun[-1] == set(MANIFEST) | set(lora_tensors(1)) and torch.equal(
+        target.held[NAME], WEIGHTS[NAME]
+    )
     sync.push(3)
     assert target.begun[-1] == set()  # nothing was trained
 
@@ -177,7 +196,9 @@ def test_lora_that_is_bound_to_fewer_modules(cpu_group):
         _sync(cpu_group, Source(WEIGHTS, LORA), target).push(0)
 
 
-PAIR = WEIGHTS | {name.replace("transformer", "transformer_2"): tensor + 1 for name, tensor in WEIGHTS.items()}
+PAIR = WEIGHTS | {
+    name.replace("transformer", "transformer_2"): tensor + 1 for name, tensor in WEIGHTS.items()
+}
 PAIR_MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in PAIR}
 
 
@@ -192,10 +213,14 @@ def test_only_the_component_that_was_trained_travels(cpu_group):
     assert sync.push(1)["sync/gib"] == pytest.approx(5 * 128 / 2**30)
     for target in targets:
         assert target.begun == [set(PAIR), second]
-        assert all(torch.equal(target.held[name], tensor) for name, tensor in source.weights.items())
+        assert all(
+            torch.equal(target.held[name], tensor) for name, tensor in source.weights.items()
+        )
     targets[1].held[NAME] = targets[1].held[NAME] + 1  # of the component that stays
     source.changed = {"transformer_2"}
-    with pytest.raises(AgreedError, match=f"replica_1 at version 2 holds 1 of 10 tensors with other bits.*{NAME}"):
+    with pytest.raises(
+        AgreedError, match=f"replica_1 at version 2 holds 1 of 10 tensors with other bits.*{NAME}"
+    ):
         sync.push(2)
     sync.push(2)
     assert targets[1].begun[-1] == set(PAIR)
@@ -216,16 +241,27 @@ def test_what_was_forgotten_travels_again(cpu_group):
 
 def test_a_lora_is_of_every_component_that_has_its_modules():
     lora = LoraSpec(rank=2, alpha=4.0, modules=("layer1",))
-    fewer = {name: row for name, row in PAIR_MANIFEST.items() if name != "transformer_2.layer3.weight"}
-    assert lora_modules(lora_manifest(lora, fewer)) == {"transformer.layer1", "transformer_2.layer1"}
+    fewer = {
+        name: row for name, row in PAIR_MANIFEST.items() if name != "transformer_2.layer3.weight"
+    }
+    assert lora_modules(lora_manifest(lora, fewer)) == {
+        "transformer.layer1",
+        "transformer_2.layer1",
+    }
     assert lora_modules(lora_manifest(LORA, fewer)) == {
         "transformer.layer1", "transformer_2.layer1", "transformer.layer3",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="'layer9' is a matrix of none of the components transformer, transformer_2"):
+    with pytest.raises(
+        ValueError,
+        match="'layer9' is a matrix of none of the components transformer, transformer_2",
+    ):
         lora_manifest(LoraSpec(rank=2, alpha=4.0, modules=("layer9",)), fewer)
 
 
-BOXES = [{NAME: ((0, 4), (0, 4)), "transformer.layer1.weight": ((2 * rank, 2 * rank + 2), (0, 8))} for rank in range(2)]
+BOXES = [
+    {NAME: ((0, 4), (0, 4)), "transformer.layer1.weight": ((2 * rank, 2 * rank + 2), (0, 8))}
+    for rank in range(2)
+]
 BOXES[1][NAME] = ((0, 4), (4, 8))
 
 
@@ -236,14 +272,20 @@ def test_every_worker_answers_for_its_part(cpu_group):
     sync = _sync(cpu_group, source, swapped)
     swapped.boxes = BOXES[::-1]
     with pytest.raises(
-        AgreedError, match=r"replica_0 at version 7 \(worker 0 of 2\) holds 2 of 5 tensors with other bits"
+        AgreedError,
+        match=r"replica_0 at version 7 \(worker 0 of 2\) holds 2 of 5 tensors with other bits",
     ):
         sync.push(7)
 
 
 def test_lora_follows_the_part_of_the_base_weight(cpu_group):
     """Rows of the base are rows of B, its columns are columns of A; the other of the two is there whole."""
-    boxes = [{"transformer.layer1.weight": ((0, 2), (0, 8)), "transformer.layer3.weight": ((0, 4), (4, 8))}]
+    boxes = [
+        {
+            "transformer.layer1.weight": ((0, 2), (0, 8)),
+            "transformer.layer3.weight": ((0, 4), (4, 8)),
+        }
+    ]
     held_boxes = boxes[0] | {
         "transformer.layer1.lora_B.weight": ((0, 2), (0, 2)),
         "transformer.layer3.lora_A.weight": ((0, 2), (4, 8)),

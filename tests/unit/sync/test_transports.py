@@ -32,8 +32,13 @@ MANIFEST = {
     "transformer.b": {"dtype": "float32", "shape": [4]},
 }
 LORA = LoraSpec(rank=1, alpha=1.0, modules=("m",))
-LORA_BUCKET = [("transformer.m.lora_A.weight", torch.ones(1, 2)), ("transformer.m.lora_B.weight", torch.zeros(2, 1))]
-LORA_MANIFEST = {name: {"dtype": "float32", "shape": list(tensor.shape)} for name, tensor in LORA_BUCKET}
+LORA_BUCKET = [
+    ("transformer.m.lora_A.weight", torch.ones(1, 2)),
+    ("transformer.m.lora_B.weight", torch.zeros(2, 1)),
+]
+LORA_MANIFEST = {
+    name: {"dtype": "float32", "shape": list(tensor.shape)} for name, tensor in LORA_BUCKET
+}
 
 
 class Target:
@@ -105,19 +110,30 @@ def test_shared_memory_holds_a_bucket_only_while_it_travels(memory):
 def test_buckets_from_a_gpu_travel_from_one_piece_of_host_memory(memory, monkeypatch, tmp_path):
     """What is copied there is what travels; the memory grows to the largest bucket and is used again."""
     held = HostMemory()
-    small, large = BUCKETS[1], [("transformer.c", torch.randn(40, 5).t()), ("transformer.d", torch.ones(3).bfloat16())]
+    small, large = (
+        BUCKETS[1],
+        [("transformer.c", torch.randn(40, 5).t()), ("transformer.d", torch.ones(3).bfloat16())],
+    )
     places = []
     for bucket in (small, large, small):
         laid_out = held.laid_out(bucket, pinned=False)
         assert [name for name, _ in laid_out] == [name for name, _ in bucket]
-        assert all(torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(laid_out, bucket, strict=True))
+        assert all(
+            torch.equal(copy, tensor)
+            for (_, copy), (_, tensor) in zip(laid_out, bucket, strict=True)
+        )
         assert len({tensor.untyped_storage().data_ptr() for _, tensor in laid_out}) == 1
         places.append(laid_out[0][1].data_ptr())
     assert places[1] == places[2] and held.tensors(small) is small  # already on the host
-    monkeypatch.setattr(HostMemory, "tensors", lambda self, bucket: self.laid_out(bucket, pinned=False))
+    monkeypatch.setattr(
+        HostMemory, "tensors", lambda self, bucket: self.laid_out(bucket, pinned=False)
+    )
     folder = tmp_path / "weights"
     targets = [Target(), Target(folder=folder)]
-    for transport in (SharedMemoryTransport(targets[:1]), DiskTransport(targets[1:], folder=folder)):
+    for transport in (
+        SharedMemoryTransport(targets[:1]),
+        DiskTransport(targets[1:], folder=folder),
+    ):
         push(transport)
     for target in targets:
         assert_held(target)
@@ -146,7 +162,8 @@ def test_shared_memory_that_is_full(memory, monkeypatch):
 
     monkeypatch.setattr(BucketBody, "write", full)
     with pytest.raises(
-        SyncError, match=r"no room for a bucket of \d+ bytes .*smaller sync.bucket_mib, or sync.transport=http"
+        SyncError,
+        match=r"no room for a bucket of \d+ bytes .*smaller sync.bucket_mib, or sync.transport=http",
     ):
         push(SharedMemoryTransport([Target()]))
     assert not list(memory.iterdir())
@@ -161,15 +178,24 @@ def test_shared_memory_that_is_full(memory, monkeypatch):
         ({"transport": "shm", "file": "/etc/passwd"}, "is not the name of a bucket"),
         ({"transport": "shm", "file": None}, "is not the name of a bucket"),
         ({"transport": "shm", "file": "megadiff-bucket-1-2-3"}, "does not exist for this replica"),
-        ({"transport": "shm", "file": "megadiff-bucket-1-2-4"}, "is no file of this replica's user"),
+        (
+            {"transport": "shm", "file": "megadiff-bucket-1-2-4"},
+            "is no file of this replica's user",
+        ),
         ({"transport": "shm", "file": "megadiff-bucket-1-2-5"}, "not a whole safetensors file"),
         ({"transport": "disk", "file": "../x.safetensors"}, "is not the name of a bucket"),
         (
             {"transport": "disk", "file": "version_00000001/bucket_00000.safetensors"},
             "does not exist; --weights must be",
         ),
-        ({"transport": "nccl", "tensors": {"a": {"dtype": "int8", "shape": [1]}}}, "a of the bucket is"),
-        ({"transport": "nccl", "tensors": {"a": {"dtype": "float32", "shape": [-1]}}}, "a of the bucket is"),
+        (
+            {"transport": "nccl", "tensors": {"a": {"dtype": "int8", "shape": [1]}}},
+            "a of the bucket is",
+        ),
+        (
+            {"transport": "nccl", "tensors": {"a": {"dtype": "float32", "shape": [-1]}}},
+            "a of the bucket is",
+        ),
         ({"transport": "cuda_ipc"}, "tensors of the bucket is None"),
     ],
 )
@@ -182,7 +208,10 @@ def test_sources_that_a_replica_refuses(memory, source, text):
 
 def test_a_disk_bucket_for_a_replica_without_a_folder():
     with pytest.raises(ValueError, match="started without --weights"):
-        resolve({"transport": "disk", "file": "version_00000001/bucket_00000.safetensors"}, weights_folder=None)
+        resolve(
+            {"transport": "disk", "file": "version_00000001/bucket_00000.safetensors"},
+            weights_folder=None,
+        )
 
 
 def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
@@ -195,7 +224,9 @@ def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
         push(transport, version, [changed], LORA_MANIFEST, LORA)
     assert disk.versions(tmp_path) == [3, 5, 6]
     stored = disk.newest(tmp_path)
-    assert stored.version == 6 and stored.lora == LORA and stored.manifest == MANIFEST | LORA_MANIFEST
+    assert (
+        stored.version == 6 and stored.lora == LORA and stored.manifest == MANIFEST | LORA_MANIFEST
+    )
     held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
     assert torch.equal(held["transformer.a"], BUCKETS[0][0][1])
     assert torch.equal(held["transformer.m.lora_B.weight"], torch.full((2, 1), 6.0))
@@ -206,7 +237,13 @@ def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
     pair = {f"{part}.a": torch.zeros(4) for part in ("one", "two")}
     pair |= {f"{part}.m.lora_A.weight": torch.zeros(1, 2) for part in ("one", "two")}
     transport = DiskTransport([], folder=tmp_path)
-    pushes = ((1, list(pair)), (2, ["two.m.lora_A.weight"]), (3, ["one.m.lora_A.weight"]), (4, ["one.a"]), (5, []))
+    pushes = (
+        (1, list(pair)),
+        (2, ["two.m.lora_A.weight"]),
+        (3, ["one.m.lora_A.weight"]),
+        (4, ["one.a"]),
+        (5, []),
+    )
     for version, names in pushes:
         tensors = [(name, pair[name] + version) for name in names]
         push(transport, version, [tensors] if tensors else [], bucket_manifest(tensors), LORA)
@@ -221,7 +258,11 @@ def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
     for version in (6, 7):  # without LoRA from now on
         push(transport, version, [plain], bucket_manifest(plain))
     stored = disk.newest(tmp_path)
-    assert disk.versions(tmp_path) == [6, 7] and stored.lora is None and stored.manifest.keys() == {"one.a", "two.a"}
+    assert (
+        disk.versions(tmp_path) == [6, 7]
+        and stored.lora is None
+        and stored.manifest.keys() == {"one.a", "two.a"}
+    )
 
 
 def test_disk_never_shows_half_a_version(tmp_path):

@@ -18,7 +18,12 @@ def place(device: str, host: str = "h") -> dict:
 @pytest.mark.parametrize(
     ("name", "replicas", "ranks", "text"),
     [
-        ("shm", [[place("cpu", "other")]], [place("cpu")], "replica_0 runs on other and the trainer on h"),
+        (
+            "shm",
+            [[place("cpu", "other")]],
+            [place("cpu")],
+            "replica_0 runs on other and the trainer on h",
+        ),
         (
             "shm",
             [[place("cuda:b")]],
@@ -41,10 +46,21 @@ def place(device: str, host: str = "h") -> dict:
     ],
 )
 def test_places_that_a_transport_cannot_serve(name, replicas, ranks, text):
-    targets = [SimpleNamespace(name=f"replica_{number}", url="http://127.0.0.1:1") for number in range(len(replicas))]
+    targets = [
+        SimpleNamespace(name=f"replica_{number}", url="http://127.0.0.1:1")
+        for number in range(len(replicas))
+    ]
     workers = {target.name: many for target, many in zip(targets, replicas, strict=True)}
     with pytest.raises(ValueError, match=text):
-        build_transport(name, targets, workers, ranks=ranks, rank=0, device=torch.device("cpu"), folder=Path("x"))
+        build_transport(
+            name,
+            targets,
+            workers,
+            ranks=ranks,
+            rank=0,
+            device=torch.device("cpu"),
+            folder=Path("x"),
+        )
 
 
 @pytest.mark.parametrize(
@@ -52,9 +68,21 @@ def test_places_that_a_transport_cannot_serve(name, replicas, ranks, text):
     [
         ([[place("cpu")]], [place("cpu")], "http"),
         ([[place("cuda:a")], [place("cuda:b")]], [place("cuda:a"), place("cuda:b")], "shm"),
-        ([[place("cuda:c")], [place("cuda:d", "other")]], [place("cuda:a"), place("cuda:b")], "nccl"),
-        ([[place("cuda:b"), place("cuda:c")]], [place("cuda:a")], "nccl"),  # a TP replica on GPUs of its own
-        ([[place("cuda:a"), place("cuda:b")]], [place("cuda:a"), place("cuda:b")], "http"),  # NCCL takes a GPU once
+        (
+            [[place("cuda:c")], [place("cuda:d", "other")]],
+            [place("cuda:a"), place("cuda:b")],
+            "nccl",
+        ),
+        (
+            [[place("cuda:b"), place("cuda:c")]],
+            [place("cuda:a")],
+            "nccl",
+        ),  # a TP replica on GPUs of its own
+        (
+            [[place("cuda:a"), place("cuda:b")]],
+            [place("cuda:a"), place("cuda:b")],
+            "http",
+        ),  # NCCL takes a GPU once
         ([[place("cpu")]], [place("cuda:a")], "http"),
     ],
 )

@@ -9,7 +9,9 @@ from megadiff.tensors import fingerprint as module
 from megadiff.tensors.fingerprint import StreamingFingerprint, fingerprint, fingerprints
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
 def test_one_bit(dtype):
     tensor = (torch.arange(1000) % 97).to(dtype).reshape(10, 100)
     value = fingerprint(tensor)
@@ -24,16 +26,30 @@ def test_order_dtype_shape_and_layout():
     tensor = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     swapped = tensor.clone()
     swapped[0, 0], swapped[0, 1] = tensor[0, 1], tensor[0, 0]
-    others = [swapped, tensor.reshape(6, 8), tensor.view(torch.int32), -tensor, tensor.t().contiguous()]
+    others = [
+        swapped,
+        tensor.reshape(6, 8),
+        tensor.view(torch.int32),
+        -tensor,
+        tensor.t().contiguous(),
+    ]
     assert len({fingerprint(other) for other in [tensor, *others]}) == 6
-    assert fingerprint(tensor.t().contiguous().t()) == fingerprint(tensor)  # values count, not strides
+    assert fingerprint(tensor.t().contiguous().t()) == fingerprint(
+        tensor
+    )  # values count, not strides
     assert fingerprint(torch.tensor(0.0)) != fingerprint(torch.tensor(-0.0))
 
 
 def test_chunks_do_not_matter(monkeypatch):
     tensor = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
     whole = fingerprint(tensor)
-    several = {"whole": tensor, "none": tensor[:0], "few": tensor[:3], "odd": tensor[1:], "half": tensor.half()}
+    several = {
+        "whole": tensor,
+        "none": tensor[:0],
+        "few": tensor[:3],
+        "odd": tensor[1:],
+        "half": tensor.half(),
+    }
     values = fingerprints(several)
     assert values == {name: fingerprint(each) for name, each in several.items()}
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
@@ -54,7 +70,9 @@ def test_streaming_gives_the_same_digits(sizes):
         streaming.update(rest[:piece])
         rest = rest[piece:]
     assert streaming.digits() == fingerprint(tensor)
-    assert StreamingFingerprint(torch.int8, (0,)).digits() == fingerprint(torch.empty(0, dtype=torch.int8))
+    assert StreamingFingerprint(torch.int8, (0,)).digits() == fingerprint(
+        torch.empty(0, dtype=torch.int8)
+    )
 
 
 @pytest.mark.parametrize("byte", [0x80, 0x7F, 0xFF])
@@ -72,7 +90,10 @@ def test_rows_and_signs():
     swapped = tensor[torch.tensor([1, 0, *range(2, 64)])]
     two_signs = tensor.clone()
     two_signs[3, 7], two_signs[5, 9] = -tensor[3, 7], -tensor[5, 9]
-    assert len({fingerprint(each) for each in (tensor, swapped, two_signs, -tensor, tensor.flip(0))}) == 5
+    assert (
+        len({fingerprint(each) for each in (tensor, swapped, two_signs, -tensor, tensor.flip(0))})
+        == 5
+    )
 
 
 def test_golden():

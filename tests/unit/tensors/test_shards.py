@@ -15,7 +15,14 @@ from torch import Tensor
 
 from megadiff.tensors import shards
 from megadiff.tensors.covering import cover
-from megadiff.tensors.shards import Shard, ShardFolder, SourceFolder, flat_shards, shard_file, write_shards
+from megadiff.tensors.shards import (
+    Shard,
+    ShardFolder,
+    SourceFolder,
+    flat_shards,
+    shard_file,
+    write_shards,
+)
 
 FULL = {
     "a": torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3,
@@ -26,13 +33,20 @@ FULL = {
 
 def _rows(full: Tensor, bounds: list[int], rank: int) -> Shard:
     begin, end = bounds[rank], bounds[rank + 1]
-    return Shard(local=full[begin:end].clone(), offsets=(begin, *[0] * (full.ndim - 1)), shape=tuple(full.shape))
+    return Shard(
+        local=full[begin:end].clone(),
+        offsets=(begin, *[0] * (full.ndim - 1)),
+        shape=tuple(full.shape),
+    )
 
 
 def _write(folder: Path) -> None:
     """Two ranks with uneven rows; the second holds none of the scalar's."""
     for rank in range(2):
-        shards = {"a": [_rows(FULL["a"], [0, 4, 7], rank)], "b": [_rows(FULL["b"], [0, 6, 6], rank)]}
+        shards = {
+            "a": [_rows(FULL["a"], [0, 4, 7], rank)],
+            "b": [_rows(FULL["b"], [0, 6, 6], rank)],
+        }
         if rank == 0:
             shards["scalar"] = [Shard(local=FULL["scalar"], offsets=(), shape=())]
         write_shards(folder, shards, rank=rank, num_files=2, values={"step": 3})
@@ -57,7 +71,9 @@ def test_columns_and_scalars_and_other_dtypes(tmp_path):
     scalar, wide = Shard(local=torch.zeros(()), offsets=(), shape=()), torch.zeros(6)
     source.read_into("a", columns)
     source.read_into("scalar", scalar)
-    source.read_into("b", Shard(local=wide, offsets=(0,), shape=(6,)))  # held in bfloat16, and written as all is
+    source.read_into(
+        "b", Shard(local=wide, offsets=(0,), shape=(6,))
+    )  # held in bfloat16, and written as all is
     assert torch.equal(columns.local, FULL["a"][:, 3:])
     assert scalar.local == 2.5
     assert torch.equal(wide, FULL["b"].float())
@@ -67,21 +83,31 @@ CUBE = torch.arange(3 * 4 * 5, dtype=torch.float32).reshape(3, 4, 5) + 0.5
 
 
 @pytest.mark.parametrize("shape", [(60,), (12, 5), (3, 4, 5), (1, 60), (60, 1)])
-@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 5), (7, 9), (7, 13), (20, 40), (19, 58), (59, 60), (30, 30)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 60), (0, 5), (7, 9), (7, 13), (20, 40), (19, 58), (59, 60), (30, 30)]
+)
 def test_flat_range_of_a_box_is_cut_into_few_pieces_that_share_its_memory(shape, start, stop):
     offsets = tuple(range(1, len(shape) + 1))
-    box = Shard(local=torch.empty(shape, device="meta"), offsets=offsets, shape=tuple(size + 7 for size in shape))
+    box = Shard(
+        local=torch.empty(shape, device="meta"),
+        offsets=offsets,
+        shape=tuple(size + 7 for size in shape),
+    )
     flat = torch.arange(start, stop, dtype=torch.float32)
     pieces = flat_shards(flat, start, box)
     assert len(pieces) <= 2 * len(shape) - 1
     full = torch.full(box.shape, -1.0)
     for piece in pieces:
         assert piece.shape == box.shape
-        place = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True))
+        place = tuple(
+            slice(at, at + size) for at, size in zip(piece.offsets, piece.local.shape, strict=True)
+        )
         assert bool((full[place] == -1).all())
         full[place] = piece.local
         piece.local.zero_()
-    in_box = full[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))].reshape(-1)
+    in_box = full[
+        tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+    ].reshape(-1)
     assert torch.equal(in_box[start:stop], torch.arange(start, stop, dtype=torch.float32))
     assert int((full != -1).sum()) == stop - start
     assert not flat.any()
@@ -93,7 +119,9 @@ def test_ranges_written_by_some_ranks_are_read_by_others(tmp_path, cuts, wanted)
     box = Shard(local=CUBE.to("meta"), offsets=(0, 0, 0), shape=(3, 4, 5))
     ranges = [(begin, CUBE.reshape(-1)[begin:end]) for begin, end in pairwise(cuts)]
     for rank, (begin, flat) in enumerate(ranges):
-        write_shards(tmp_path, {"cube": flat_shards(flat, begin, box)}, rank=rank, num_files=len(ranges))
+        write_shards(
+            tmp_path, {"cube": flat_shards(flat, begin, box)}, rank=rank, num_files=len(ranges)
+        )
     source = ShardFolder(tmp_path)
     assert source.shapes == {"cube": (3, 4, 5)}
     for begin, end in pairwise(wanted):
@@ -112,7 +140,10 @@ def test_files_of_another_format_are_refused(tmp_path, monkeypatch):
     _write(tmp_path)
     file = shard_file(tmp_path, 1)
     save_file({"a": FULL["a"]}, file)
-    with pytest.raises(ValueError, match="rank_00001.safetensors is a safetensors file, but not one of a checkpoint"):
+    with pytest.raises(
+        ValueError,
+        match="rank_00001.safetensors is a safetensors file, but not one of a checkpoint",
+    ):
         _read_all(tmp_path)
 
 
@@ -124,7 +155,10 @@ def test_files_are_plain_safetensors(tmp_path):
 def _read_all(folder: Path) -> None:
     source = ShardFolder(folder)
     for name, full in FULL.items():
-        source.read_into(name, Shard(local=torch.zeros(full.shape), offsets=(0,) * full.ndim, shape=tuple(full.shape)))
+        source.read_into(
+            name,
+            Shard(local=torch.zeros(full.shape), offsets=(0,) * full.ndim, shape=tuple(full.shape)),
+        )
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
@@ -150,7 +184,9 @@ def test_flipped_bit_is_named(tmp_path):
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"rank_00001.safetensors: tensor 'a' does not match its fingerprint"):
+    with pytest.raises(
+        ValueError, match=r"rank_00001.safetensors: tensor 'a' does not match its fingerprint"
+    ):
         _read_all(tmp_path)
 
 
@@ -238,7 +274,9 @@ def test_unknown_and_misshapen_tensors_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"'a' has shape \(7, 5\), but this model's is \(5, 5\)"):
         source.read_into("a", Shard(local=torch.zeros(5, 5), offsets=(0, 0), shape=(5, 5)))
     with pytest.raises(ValueError, match="float32, but this engine holds it as torch.bfloat16"):
-        source.read_into("a", Shard(local=torch.zeros(2, 5, dtype=torch.bfloat16), offsets=(0, 0), shape=(7, 5)))
+        source.read_into(
+            "a", Shard(local=torch.zeros(2, 5, dtype=torch.bfloat16), offsets=(0, 0), shape=(7, 5))
+        )
 
 
 @pytest.mark.parametrize("num_files", [1, 2])

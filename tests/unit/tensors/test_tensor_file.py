@@ -32,7 +32,9 @@ TENSORS = {
 
 
 def metas(tensors: dict[str, Tensor]) -> dict[str, TensorMeta]:
-    return canonical_order({n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in tensors.items()})
+    return canonical_order(
+        {n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in tensors.items()}
+    )
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -55,7 +57,9 @@ def test_a_file_is_the_one_that_the_library_writes(file: Path, tmp_path: Path) -
 
 
 def test_parts_are_written_and_read_anywhere(tmp_path: Path) -> None:
-    writer = TensorWriter(tmp_path / "f", metas({"z": TENSORS["z.weight"]}), metadata={"key": "0000"})
+    writer = TensorWriter(
+        tmp_path / "f", metas({"z": TENSORS["z.weight"]}), metadata={"key": "0000"}
+    )
     writer.write("z", TENSORS["z.weight"][2], offset=32)
     writer.write("z", TENSORS["z.weight"][:2])
     writer.close(metadata={"key": "1234"})
@@ -70,7 +74,9 @@ def test_everything_is_read_back(file: Path) -> None:
     assert opened.tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         found = opened.tensor(name)
-        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and torch.equal(bits(found), bits(tensor))
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and torch.equal(
+            bits(found), bits(tensor)
+        )
 
 
 @pytest.mark.parametrize("kept", [0, 3, 8, 100, -1])
@@ -83,7 +89,10 @@ def test_a_file_cut_short_is_named(file: Path, kept: int) -> None:
 def test_a_file_cut_short_while_it_is_read_is_named(file: Path) -> None:
     opened = TensorFile(file)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"file.safetensors is truncated: tensor '.*' was cut short while it was read"):
+    with pytest.raises(
+        ValueError,
+        match=r"file.safetensors is truncated: tensor '.*' was cut short while it was read",
+    ):
         for name in opened.tensors:
             opened.tensor(name)
 
@@ -103,7 +112,10 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
         ({"a": entry(dtype="F3")}, "tensor 'a' has dtype F3, of I64,"),
         ({"a": entry(offsets=(0, 4))}, "is corrupt: tensor 'a' lies at bytes 0 to 4"),
         ({"a": entry(offsets=(4, 12))}, "is corrupt: tensor 'a' lies at bytes 4 to 12"),
-        ({"a": entry(), "b": entry(offsets=(4, 12))}, "is corrupt: tensor 'b' lies at bytes 4 to 12"),
+        (
+            {"a": entry(), "b": entry(offsets=(4, 12))},
+            "is corrupt: tensor 'b' lies at bytes 4 to 12",
+        ),
         ({"a": entry(shape=(-2,), offsets=(0, -8))}, "is corrupt: tensor 'a'"),
         ({"a": entry(shape=(1,), offsets=(0, 4))}, "is corrupt: its tensors end at byte"),
         ({"a": entry(shape=(4,), offsets=(0, 16))}, "is truncated: tensor 'a' ends at byte"),

@@ -25,5 +25,9 @@ def test_both_directions_are_timed_and_compared(tiny_model, tmp_path, capsys, mo
     assert "diffusers → megatron tp 4" in text and "what came back is the same file" in text
     assert figures["same"] and 9e6 < figures["num_bytes"] < 13e6
     for run in (figures["runs"]["to_tp4"][0], figures["runs"]["to_diffusers"][0]):
-        assert 0 < run["convert_s"] < run["process_s"] and run["cp_s"] > 0 and 1e8 < run["peak_rss"] < 1.1e9
+        assert (
+            0 < run["convert_s"] < run["process_s"]
+            and run["cp_s"] > 0
+            and 1e8 < run["peak_rss"] < 1.1e9
+        )
     assert not list((tmp_path / "scratch").iterdir())

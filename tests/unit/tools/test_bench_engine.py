@@ -18,11 +18,26 @@ CONFIG = str(ROOT / "configs/quickstart.yaml")
 
 
 def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
-    options = ["--model", str(tiny_model), "--gpus", "1", "--size", "64", "--rows", "4", "--repeat", "1"]
+    options = [
+        "--model",
+        str(tiny_model),
+        "--gpus",
+        "1",
+        "--size",
+        "64",
+        "--rows",
+        "4",
+        "--repeat",
+        "1",
+    ]
     layouts = ["engine.backend=megatron", "parallel.sp=3"]
     arguments = [CONFIG, "run.device=cpu", *options, "--scratch", str(tmp_path)]
-    code = bench_engine.main([*arguments, *(part for layout in layouts for part in ("--layout", layout))])
-    done, failed = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
+    code = bench_engine.main(
+        [*arguments, *(part for layout in layouts for part in ("--layout", layout))]
+    )
+    done, failed = (
+        json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")
+    )
     assert code == 1
     assert [each["layout"] for each in (done, failed)] == layouts
     assert done["update_s"] > 0 and done["grad_norm"] > 0 and done["rows"] == 4
@@ -32,16 +47,24 @@ def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
 def test_one_rank_of_many(tiny_model, tmp_path, capfd):
     options = f"--model {tiny_model} --gpus 1 --size 64 --rows 8 --repeat 1 --rank-of 4".split()
     layout = ["--layout", "engine.backend=veomni parallel.dp_replicate=2"]
-    assert not bench_engine.main([CONFIG, "run.device=cpu", *options, "--scratch", str(tmp_path), *layout])
-    (done,) = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
-    assert (done["ranks"], done["rows"]) == (4, 8) and done["grad_norm"] > 0 and done["update_s"] > 0
+    assert not bench_engine.main(
+        [CONFIG, "run.device=cpu", *options, "--scratch", str(tmp_path), *layout]
+    )
+    (done,) = (
+        json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")
+    )
+    assert (
+        (done["ranks"], done["rows"]) == (4, 8) and done["grad_norm"] > 0 and done["update_s"] > 0
+    )
 
 
 @pytest.mark.parametrize("override", ["parallel.sp=2", "parallel.tp=2", "engine.backend=megatron"])
 def test_what_more_than_fsdp2_splits_is_no_single_ranks(override, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = load_config([CONFIG, "engine.backend=veomni", override])
-    with pytest.raises(ValueError, match=f"{override.partition('.')[2]}.*use engine.backend=veomni"):
+    with pytest.raises(
+        ValueError, match=f"{override.partition('.')[2]}.*use engine.backend=veomni"
+    ):
         bench_engine._pretend(4, config)
 
 

@@ -32,16 +32,41 @@ LOG = """\
 ROWS = [
     {"step": 0, "eval/shapes_strict": 0.5, "eval/colour_entropy_bit": 1.5},
     {"step": 1, "reward/mean": 0.5, "time/step_s": 2.0, "time/train_s": 1.0},
-    {"step": 2, "reward/mean": 0.6, "time/step_s": 1.0, "eval/shapes_strict": 0.7, "eval/colour_entropy_bit": 1.2},
+    {
+        "step": 2,
+        "reward/mean": 0.6,
+        "time/step_s": 1.0,
+        "eval/shapes_strict": 0.7,
+        "eval/colour_entropy_bit": 1.2,
+    },
     {"step": 3, "reward/mean": 0.7, "time/step_s": 1.0, "time/train_s": 0.5},
-    {"step": 4, "reward/mean": 0.8, "time/step_s": 1.0, "eval/shapes_strict": 0.9, "eval/colour_entropy_bit": 0.9},
+    {
+        "step": 4,
+        "reward/mean": 0.8,
+        "time/step_s": 1.0,
+        "eval/shapes_strict": 0.9,
+        "eval/colour_entropy_bit": 0.9,
+    },
 ]
 STAMPS_S = {0: 20.0, 1: 22.5, 2: 27.0, 3: 28.5, 4: 34.0}
 
 
-def result(*, setting: str = "base", seed: int = 0, scores: tuple[float, ...] = (0.5, 0.7, 0.9), **changes: object):
+def result(
+    *,
+    setting: str = "base",
+    seed: int = 0,
+    scores: tuple[float, ...] = (0.5, 0.7, 0.9),
+    **changes: object,
+):
     points = [
-        Point(step=100 * n, seconds=60.0 * n, train_s=50.0 * n, score=score, colour_entropy_bit=1.5 - n / 2, reward=0.5)
+        Point(
+            step=100 * n,
+            seconds=60.0 * n,
+            train_s=50.0 * n,
+            score=score,
+            colour_entropy_bit=1.5 - n / 2,
+            reward=0.5,
+        )
         for n, score in enumerate(scores)
     ]
     plain = RunResult(
@@ -76,14 +101,18 @@ def test_settings_are_the_product_and_lists_are_one_value() -> None:
     assert bench_gain.settings_of([]) == [[]]
 
 
-@pytest.mark.parametrize("varied", [["optim.lr"], ["optim.lr="], ["=1"], ["optim.lr=1", "optim.lr=2"]])
+@pytest.mark.parametrize(
+    "varied", [["optim.lr"], ["optim.lr="], ["=1"], ["optim.lr=1", "optim.lr=2"]]
+)
 def test_a_bad_vary_is_refused(varied: list[str]) -> None:
     with pytest.raises(ValueError, match="--vary"):
         bench_gain.settings_of(varied)
 
 
 def test_jobs_are_settings_times_seeds_and_overrides_may_stand_anywhere(tmp_path: Path) -> None:
-    arguments = options(tmp_path, "--vary", "algorithm.kl_coef=0,0.04", "--seeds", "3", "5", "train.num_steps=7")
+    arguments = options(
+        tmp_path, "--vary", "algorithm.kl_coef=0,0.04", "--seeds", "3", "5", "train.num_steps=7"
+    )
     jobs = bench_gain.jobs_of(arguments)
     assert [(job.setting, job.seed) for job in jobs] == [
         ("kl_coef=0", 3),
@@ -92,7 +121,11 @@ def test_jobs_are_settings_times_seeds_and_overrides_may_stand_anywhere(tmp_path
         ("kl_coef=0.04", 5),
     ]
     assert jobs[3].arguments == [CONFIG, "train.num_steps=7", "algorithm.kl_coef=0.04"]
-    assert jobs[3].command[-3:] == [f"run.dir={tmp_path}/runs", "run.name=kl_coef=0.04_seed5", "seed=5"]
+    assert jobs[3].command[-3:] == [
+        f"run.dir={tmp_path}/runs",
+        "run.name=kl_coef=0.04_seed5",
+        "seed=5",
+    ]
     assert {job.metric for job in jobs} == {"eval/shapes_strict"}
     assert len({job.folder for job in jobs}) == 4
 
@@ -118,14 +151,22 @@ def test_what_cannot_be_measured_is_refused_before_a_run_starts(
 def test_the_clock_starts_with_the_first_step_and_stands_still_while_evaluating() -> None:
     points = gain_curves.points_of(ROWS, STAMPS_S, LOG, "eval/shapes_strict")
     assert [point.seconds for point in points] == [0.0, 2.5, 7.0, 8.5, 14.0]
-    assert [point.train_s for point in points] == [0.0, 2.5, 4.0, 5.5, 7.0]  # 3 s of evaluation after step 2, 4 after 4
+    assert [point.train_s for point in points] == [
+        0.0,
+        2.5,
+        4.0,
+        5.5,
+        7.0,
+    ]  # 3 s of evaluation after step 2, 4 after 4
     assert [point.score for point in points] == [0.5, None, 0.7, None, 0.9]
     assert [point.reward for point in points] == [None, 0.5, 0.6, 0.7, 0.8]
     assert gain_curves.points_of([], {}, "", "eval/shapes_strict") == []
 
 
 def test_alarms_and_errors_are_read_from_the_log() -> None:
-    assert gain_curves.alarms_of(LOG) == [(3, "Reward rose by 0.2 while the colours fell. Look at the samples.")]
+    assert gain_curves.alarms_of(LOG) == [
+        (3, "Reward rose by 0.2 while the colours fell. Look at the samples.")
+    ]
     assert gain_curves.error_of("a\nerror: no such file\nlast words\n") == "error: no such file"
     assert gain_curves.error_of("a\nlast words\n\n") == "last words"
     assert gain_curves.error_of("") == ""
@@ -133,11 +174,16 @@ def test_alarms_and_errors_are_read_from_the_log() -> None:
 
 def test_figures() -> None:
     run = result(points=gain_curves.points_of(ROWS, STAMPS_S, LOG, "eval/shapes_strict"))
-    run = replace(run, stages_s=gain_curves.stage_medians(ROWS), inside_s=gain_curves.mean_step_s(ROWS))
+    run = replace(
+        run, stages_s=gain_curves.stage_medians(ROWS), inside_s=gain_curves.mean_step_s(ROWS)
+    )
     found = gain_curves.figures_of(run, 0.7)
     assert found is not None
     assert (found.start, found.end, found.entropy) == (0.5, 0.9, (1.5, 0.9))
-    assert found.to_target is not None and (found.to_target.step, found.to_target.train_s) == (2, 4.0)
+    assert found.to_target is not None and (found.to_target.step, found.to_target.train_s) == (
+        2,
+        4.0,
+    )
     assert found.step_s == 7.0 / 4
     assert found.between_s == 7.0 / 4 - 5.0 / 4
     assert run.stages_s == {"time/step_s": 1.0, "time/train_s": 0.75}
@@ -174,7 +220,11 @@ def test_the_table_has_a_row_a_setting_and_names_failures_and_alarms() -> None:
 
 
 def test_curves_are_mean_and_range_over_the_finished_seeds() -> None:
-    runs = [result(), result(seed=1, scores=(0.4, 0.6)), result(seed=2, scores=(0.0, 0.0), exit_code=1)]
+    runs = [
+        result(),
+        result(seed=1, scores=(0.4, 0.6)),
+        result(seed=2, scores=(0.0, 0.0), exit_code=1),
+    ]
     (found,) = gain_curves.curves(runs)
     assert found.steps == [0, 100] and found.seconds == [0.0, 50.0]  # what both have
     assert found.mean == pytest.approx([0.45, 0.65])
@@ -182,7 +232,8 @@ def test_curves_are_mean_and_range_over_the_finished_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    "runs", [[], [result()], [result(), result(setting="a<b & c"), result(seed=1, scores=(0.1,) * 5)]]
+    "runs",
+    [[], [result()], [result(), result(setting="a<b & c"), result(seed=1, scores=(0.1,) * 5)]],
 )
 def test_the_plot_is_an_image_for_any_number_of_curves(runs: list[RunResult]) -> None:
     found = gain_curves.curves(runs)
@@ -217,7 +268,11 @@ def with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     real = bench_gain.Job.command.fget
-    monkeypatch.setattr(bench_gain.Job, "command", property(lambda job: [sys.executable, str(script), *real(job)[4:]]))
+    monkeypatch.setattr(
+        bench_gain.Job,
+        "command",
+        property(lambda job: [sys.executable, str(script), *real(job)[4:]]),
+    )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
@@ -225,15 +280,29 @@ def with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.usefixtures("with_stand_ins")
-def test_a_failed_run_is_recorded_and_only_it_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [CONFIG, "--out", str(tmp_path / "out"), "--vary", "optim.lr=1,2", "--seeds", "0", "--parallel", "2"]
+def test_a_failed_run_is_recorded_and_only_it_is_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        CONFIG,
+        "--out",
+        str(tmp_path / "out"),
+        "--vary",
+        "optim.lr=1,2",
+        "--seeds",
+        "0",
+        "--parallel",
+        "2",
+    ]
     arguments.append("run.device=cpu")
     assert bench_gain.main(arguments) == 1
     record = json.loads((tmp_path / "out/gain.json").read_text())
     good, bad = record["runs"]
     assert (good["exit_code"], bad["exit_code"], bad["error"]) == (0, 1, "error: learning rate")
     assert [point["score"] for point in good["points"]] == [0.0, 0.25, 0.5]
-    assert 0.3 < good["points"][2]["train_s"] < 5.0  # two steps of 0.2 s, on a machine that may be busy
+    assert (
+        0.3 < good["points"][2]["train_s"] < 5.0
+    )  # two steps of 0.2 s, on a machine that may be busy
     assert bad["figures"] is None and good["figures"]["end"] == 0.5
     assert "lr=2 (1 of 1 failed)" in capsys.readouterr().out
 
@@ -247,7 +316,16 @@ def test_a_failed_run_is_recorded_and_only_it_is_repeated(tmp_path: Path, capsys
 
 @pytest.mark.usefixtures("with_stand_ins")
 def test_an_interrupt_stops_the_run_and_the_same_command_continues(tmp_path: Path) -> None:
-    arguments = [CONFIG, "--out", str(tmp_path / "out"), "--vary", "optim.lr=1,3", "--seeds", "0", "run.device=cpu"]
+    arguments = [
+        CONFIG,
+        "--out",
+        str(tmp_path / "out"),
+        "--vary",
+        "optim.lr=1,3",
+        "--seeds",
+        "0",
+        "run.device=cpu",
+    ]
     runs = tmp_path / "out/runs"
 
     def interrupt_when_stuck() -> None:
@@ -265,7 +343,9 @@ def test_an_interrupt_stops_the_run_and_the_same_command_continues(tmp_path: Pat
         signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int((runs / "pid").read_text()), 0)
-    assert [run["setting"] for run in json.loads((tmp_path / "out/gain.json").read_text())["runs"]] == ["lr=1"]
+    assert [
+        run["setting"] for run in json.loads((tmp_path / "out/gain.json").read_text())["runs"]
+    ] == ["lr=1"]
 
     (runs / "healthy").touch()
     assert bench_gain.main(arguments) == 0

@@ -53,28 +53,60 @@ sys.exit(bench_step.main(sys.argv[1:]))
 
 
 def test_figures_are_medians_and_rates(tiny_model):
-    overrides = ["run.name=x", f"model.path={tiny_model}", "train.prompts_per_step=4", "algorithm.group_size=8"]
+    overrides = [
+        "run.name=x",
+        f"model.path={tiny_model}",
+        "train.prompts_per_step=4",
+        "algorithm.group_size=8",
+    ]
     config = load_config([str(ROOT / "configs/quickstart.yaml"), *overrides])
-    slow = ROW | {"time/step_s": 9.0, "time/sample_s": 8.0, "memory/peak_gib": 5.0, "reward/zero_std_ratio": 0.75}
+    slow = ROW | {
+        "time/step_s": 9.0,
+        "time/sample_s": 8.0,
+        "memory/peak_gib": 5.0,
+        "reward/zero_std_ratio": 0.75,
+    }
     options = Namespace(gpus=2, text_tokens=8, peak_tflops=0.5)
-    found = bench_step.figures([ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options)
-    assert found["seconds"]["time/step_s"] == 4.0 and found["samples_per_s"] == 8.0 and found["peak_gib"] == 5.0
+    found = bench_step.figures(
+        [ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options
+    )
+    assert (
+        found["seconds"]["time/step_s"] == 4.0
+        and found["samples_per_s"] == 8.0
+        and found["peak_gib"] == 5.0
+    )
     assert found["zero_std_ratio"] == 0.25  # a mean: a median would hide one step
     rollout, train = found["tflops_per_gpu"]["rollout"], found["tflops_per_gpu"]["train"]
-    assert train / rollout == pytest.approx((2 * 3 / 1.0) / (10 / 2.0))  # 2 of 10 steps, forward and backward
+    assert train / rollout == pytest.approx(
+        (2 * 3 / 1.0) / (10 / 2.0)
+    )  # 2 of 10 steps, forward and backward
     assert found["mfu"] == {"rollout": rollout / 0.5, "train": train / 0.5}
 
 
 def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
-    config = load_config([str(ROOT / "configs/quickstart.yaml"), "run.name=x", f"model.path={tiny_model}"])
+    config = load_config(
+        [str(ROOT / "configs/quickstart.yaml"), "run.name=x", f"model.path={tiny_model}"]
+    )
     planned = bench_step.planned_gib(config, Namespace(gpu="h200", gpus=1, text_tokens=8))
-    assert planned.keys() == {"log_probs", "rollout", "sync", "update"} and all(gib > 0 for gib in planned.values())
-    rows = [{"memory/parity_gib": 7.0, "memory/train_gib": 9.0}, {"memory/train_gib": 4.0}, {"memory/train_gib": 5.0}]
+    assert planned.keys() == {"log_probs", "rollout", "sync", "update"} and all(
+        gib > 0 for gib in planned.values()
+    )
+    rows = [
+        {"memory/parity_gib": 7.0, "memory/train_gib": 9.0},
+        {"memory/train_gib": 4.0},
+        {"memory/train_gib": 5.0},
+    ]
     found = bench_step.memory_gib(rows, {"update": 4.0, "rollout": 1.0}, warmup=1)
     assert found == {"parity": {"measured": 7.0}, "train": {"measured": 5.0, "planned": 4.0}}
     seconds = {"time/step_s": 2.0}
     rates = {"tflops_per_gpu": {"train": 380.0}, "mfu": {"train": 0.5}, "peak_tflops": 761.0}
-    sizes = {"samples": 8, "samples_per_s": 4.0, "peak_gib": 3.0, "start_s": 9.0, "zero_std_ratio": 0.0}
+    sizes = {
+        "samples": 8,
+        "samples_per_s": 4.0,
+        "peak_gib": 3.0,
+        "start_s": 9.0,
+        "zero_std_ratio": 0.0,
+    }
     text = bench_step.table({"seconds": seconds, "memory_gib": found, **rates, **sizes})
     assert "| train | 5.0 | 4.0 | 1.25 |" in text and "| parity | 7.0 | – | – |" in text
     assert "MFU of 761): train 380 (50%)" in text and "equal rewards" not in text
@@ -82,7 +114,9 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     assert "25 % of the groups have equal rewards" in bench_step.table(
         {"seconds": seconds, "memory_gib": found, **rates, **unequal}
     )
-    other_world = load_config([str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"])
+    other_world = load_config(
+        [str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"]
+    )
     assert bench_step.planned_gib(other_world, Namespace(gpu="h200", gpus=1, text_tokens=8)) == {}
 
 
@@ -109,14 +143,32 @@ def test_a_run(tiny_model, tmp_path, capsys):
         "rollout.num_replicas=1",
         "rollout.num_inference_steps=4",
     ]
-    options = ["--steps=1", "--warmup=1", "--layers=1", "--text-layers=1", f"--scratch={tmp_path}", f"--out={out}"]
-    sizes += ["rollout.sde_window_range=[0,3]", f"model.path={tiny_model}", "run.device=cpu", "parity.mode=warn"]
+    options = [
+        "--steps=1",
+        "--warmup=1",
+        "--layers=1",
+        "--text-layers=1",
+        f"--scratch={tmp_path}",
+        f"--out={out}",
+    ]
+    sizes += [
+        "rollout.sde_window_range=[0,3]",
+        f"model.path={tiny_model}",
+        "run.device=cpu",
+        "parity.mode=warn",
+    ]
     assert bench_step.main([str(ROOT / "configs/quickstart.yaml"), *options, *sizes]) == 0
     printed = capsys.readouterr().out
     report = json.loads(out.read_text())
     assert "| step | " in printed and json.loads(printed.splitlines()[-1]) == report
-    assert report["samples"] == 8 and report["seconds"]["time/step_s"] > 0 and report["tflops_per_gpu"]["train"] > 0
-    assert report["random_weights"]["parameters"] > 0 and "parity/log_prob_gap_max" in report["parity"]
+    assert (
+        report["samples"] == 8
+        and report["seconds"]["time/step_s"] > 0
+        and report["tflops_per_gpu"]["train"] > 0
+    )
+    assert (
+        report["random_weights"]["parameters"] > 0 and "parity/log_prob_gap_max" in report["parity"]
+    )
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -129,7 +181,13 @@ def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
     run, pids = tmp_path / "bench.py", tmp_path / "pids"
     run.write_text(BENCH.format(tools=str(ROOT / "tools"), trainer=str(trainer), pids=str(pids)))
     timeout = ["--timeout-s=2"] if way == "--timeout-s" else []
-    command = [sys.executable, str(run), str(ROOT / "configs/quickstart.yaml"), f"--scratch={tmp_path}", *timeout]
+    command = [
+        sys.executable,
+        str(run),
+        str(ROOT / "configs/quickstart.yaml"),
+        f"--scratch={tmp_path}",
+        *timeout,
+    ]
     bench = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     if way == "SIGTERM":
         deadline = time.monotonic() + 120
@@ -139,7 +197,11 @@ def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
     error = bench.communicate(timeout=120)[1]
     assert bench.returncode == (1 if timeout else 143), error
     assert ("not done after 2 s" if timeout else "stopped by SIGTERM") in error
-    assert "step 1: memory/train_gib 5" in error and "the last thing it said" in error and "of a replica" in error
+    assert (
+        "step 1: memory/train_gib 5" in error
+        and "the last thing it said" in error
+        and "of a replica" in error
+    )
     assert not any(_runs(int(pid)) for pid in pids.read_text().split())
     assert not list(tmp_path.glob("bench_step_*"))
 

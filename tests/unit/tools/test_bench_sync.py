@@ -22,7 +22,16 @@ def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd, mo
         "--repeat",
         "1",
     ]
-    arguments = [*options, "--scratch", str(tmp_path), "--lora-rank", "4", "--transport", "shm", "pipe"]
+    arguments = [
+        *options,
+        "--scratch",
+        str(tmp_path),
+        "--lora-rank",
+        "4",
+        "--transport",
+        "shm",
+        "pipe",
+    ]
     assert bench_sync.main(arguments) == 1
     printed = capfd.readouterr().out
     machine, *rows = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))

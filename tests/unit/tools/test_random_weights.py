@@ -14,20 +14,38 @@ def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
     import random_weights
 
     out = tmp_path / "random"
-    arguments = [str(out), "--model", str(tiny_model), "--layers", "3", "--text-layers", "1", "--device", "cpu"]
+    arguments = [
+        str(out),
+        "--model",
+        str(tiny_model),
+        "--layers",
+        "3",
+        "--text-layers",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert random_weights.main(arguments) == 0 and '"parameters": ' in capsys.readouterr().out
     check_model_folder(out)
     pipeline = QwenImagePipeline.from_pretrained(out, torch_dtype=torch.bfloat16)
     assert len(pipeline.transformer.transformer_blocks) == 3
     assert len(pipeline.text_encoder.model.language_model.layers) == 1
-    sampling = {"height": 64, "width": 64, "num_inference_steps": 2, "true_cfg_scale": 1.0, "output_type": "latent"}
+    sampling = {
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 2,
+        "true_cfg_scale": 1.0,
+        "output_type": "latent",
+    }
     latents = pipeline("a red star", **sampling).images
     assert torch.isfinite(latents).all() and latents.std() > 0
     with pytest.raises(SystemExit):
         random_weights.main(arguments)
 
 
-def test_the_tool_for_tiny_models_makes_full_sizes_as_well(tiny_model, tmp_path, monkeypatch, capsys):
+def test_the_tool_for_tiny_models_makes_full_sizes_as_well(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.syspath_prepend("tools")
     import make_tiny_model
 
@@ -54,11 +72,21 @@ def test_two_experts(tmp_path, monkeypatch):
 
     write_tiny_pipeline(tmp_path / "tiny", kind="t2v_a14b")
     out = tmp_path / "random"
-    random_weights.write_random_pipeline(tmp_path / "tiny", out, device="cpu", num_layers=1, text_layers=1)
+    random_weights.write_random_pipeline(
+        tmp_path / "tiny", out, device="cpu", num_layers=1, text_layers=1
+    )
     check_model_folder(out)
     pipeline = WanPipeline.from_pretrained(out, torch_dtype=torch.bfloat16)
-    first, second = (dict(each.named_parameters()) for each in (pipeline.transformer, pipeline.transformer_2))
+    first, second = (
+        dict(each.named_parameters()) for each in (pipeline.transformer, pipeline.transformer_2)
+    )
     assert all(not torch.equal(weight, second[name]) for name, weight in first.items())
-    sampling = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "latent"}
+    sampling = {
+        "height": 32,
+        "width": 32,
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+    }
     latents = pipeline("a red star", guidance_scale=1.0, **sampling).frames
     assert torch.isfinite(latents).all() and latents.std() > 0

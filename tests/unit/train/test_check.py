@@ -32,9 +32,7 @@ class Counted(Reward):
 
 
 @pytest.fixture
-def arguments(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
+def arguments(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     Counted.calls.clear()
     (tmp_path / "prompts.txt").write_text("a red cup\na blue cup\n")

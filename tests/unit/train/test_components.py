@@ -14,7 +14,10 @@ from megadiff.planner import command as plan_command
 from megadiff.train.components import check_experts, describe_experts, step_samplings, window_pairs
 from megadiff.train.sampling import sampling_of
 
-HIGH, LOW = "transformer", "transformer_2"  # of 10 steps with shift 5 each has 5: sigma 0.833 is below 0.875
+HIGH, LOW = (
+    "transformer",
+    "transformer_2",
+)  # of 10 steps with shift 5 each has 5: sigma 0.833 is below 0.875
 
 
 def _config(**rollout: object) -> Config:
@@ -35,7 +38,10 @@ def test_a_window_that_misses_an_expert_is_said_with_the_range_that_does_not(pai
     config = _config(sde_window_range=[0, 5])
     (warning,) = check_experts(config, pair, on_policy=True)
     assert "ONLY transformer LEARNS" in warning and "transformer_2, which has steps 5-9" in warning
-    assert "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] to mean it" in warning
+    assert (
+        "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] to mean it"
+        in warning
+    )
     proposed = _config(sde_window_range=[3, 7])
     assert check_experts(proposed, pair, on_policy=True) == []
     assert window_pairs(pair, sampling_of(proposed.rollout)) == {HIGH: 3, LOW: 3}
@@ -48,7 +54,10 @@ def test_what_is_meant_is_not_warned_of(pair, tiny_model):
     config.train.components = [HIGH]
     assert check_experts(config, pair, on_policy=True) == []
     assert check_experts(_config(sde_window_range=[0, 5]), pair, on_policy=False) == []
-    assert check_experts(_config(sde_window_range=[0, 5]), build_adapter(tiny_model), on_policy=True) == []
+    assert (
+        check_experts(_config(sde_window_range=[0, 5]), build_adapter(tiny_model), on_policy=True)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,11 @@ def test_what_is_meant_is_not_warned_of(pair, tiny_model):
         ),
         ([], {"low": 1e-5}, "optim.component_lr names low, but"),
         ([], {LOW: 0.0}, "optim.component_lr={'transformer_2': 0.0} is not positive"),
-        ([LOW], {}, r"sde_window_range=\[0,5\] reaches none of train.components=\['transformer_2'\]; set .*=\[3,7\]"),
+        (
+            [LOW],
+            {},
+            r"sde_window_range=\[0,5\] reaches none of train.components=\['transformer_2'\]; set .*=\[3,7\]",
+        ),
     ],
 )
 def test_refusals(components, rates, message, pair):
@@ -82,7 +95,8 @@ def test_balanced_windows_take_turns(pair, tiny_model):
     ]
     narrow = _config(sde_window_range=[0, 6], expert_windows="balanced")
     with pytest.raises(
-        ValueError, match=r"has 1 of transformer_2's steps \(5-9\), a window has rollout.sde_window_size=2"
+        ValueError,
+        match=r"has 1 of transformer_2's steps \(5-9\), a window has rollout.sde_window_size=2",
     ):
         step_samplings(narrow, pair)
 

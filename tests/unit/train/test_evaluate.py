@@ -28,7 +28,9 @@ def prompt(text: str, task: str | None = None) -> Prompt:
 def tasked(**counts: int) -> list[Prompt]:
     """`count` prompts a task, the tasks in turn."""
     numbered = [(number, task) for task, count in counts.items() for number in range(count)]
-    return [prompt(f"a {COLORS[number % 6]} {task} {number}", task) for number, task in sorted(numbered)]
+    return [
+        prompt(f"a {COLORS[number % 6]} {task} {number}", task) for number, task in sorted(numbered)
+    ]
 
 
 def counts_by_task(plan):
@@ -43,7 +45,9 @@ def test_every_task_gets_the_same_number_whatever_its_prompts():
     assert counts_by_task(plan) == {"few": 34, "many": 33, "one": 33}
     by_text = {each.text: len(indices) for each, indices in plan}
     assert sorted(n for text, n in by_text.items() if "few" in text) == [11, 11, 12]
-    assert sorted(n for text, n in by_text.items() if "many" in text) == [1] * 33  # the last seven of 40 get none
+    assert (
+        sorted(n for text, n in by_text.items() if "many" in text) == [1] * 33
+    )  # the last seven of 40 get none
     assert all(indices == range(len(indices)) for _, indices in plan)
 
 
@@ -56,7 +60,11 @@ def test_within_a_task_the_first_prompts_of_the_file_get_one_more():
 
 def test_more_samples_keep_those_of_a_smaller_evaluation():
     def identities(count):
-        return {(each.id, index) for each, indices in spread(tasked(a=5, b=7), count) for index in indices}
+        return {
+            (each.id, index)
+            for each, indices in spread(tasked(a=5, b=7), count)
+            for index in indices
+        }
 
     assert identities(40) < identities(90) and len(identities(90)) == 90
 
@@ -70,7 +78,10 @@ def test_prompts_without_tasks_share_evenly_and_zero_is_one_each():
 
 def test_a_repeated_prompt_draws_no_noise_twice():
     plan = spread([prompt("a red wall"), prompt("a blue wall"), prompt("a red wall")], 4)
-    assert [(each.text, len(indices)) for each, indices in plan] == [("a red wall", 2), ("a blue wall", 2)]
+    assert [(each.text, len(indices)) for each, indices in plan] == [
+        ("a red wall", 2),
+        ("a blue wall", 2),
+    ]
 
 
 def test_fewer_samples_than_tasks_are_refused_with_both_numbers():
@@ -82,9 +93,16 @@ def test_pictures_are_balanced_over_tasks_and_prefer_different_prompts():
     plan = spread(tasked(few=2, many=40, one=1), 300)
     wanted = pictured(plan, 12)
     texts = {each.id: each for each, _ in plan}
-    assert Counter(texts[key].fields["task"] for key, _ in wanted) == {"few": 4, "many": 4, "one": 4}
-    assert sorted((texts[key].text, index) for key, index in wanted if "many" in texts[key].text) == [
-        (f"a {COLORS[number]} many {number}", 0) for number in sorted(range(4), key=lambda n: COLORS[n])
+    assert Counter(texts[key].fields["task"] for key, _ in wanted) == {
+        "few": 4,
+        "many": 4,
+        "one": 4,
+    }
+    assert sorted(
+        (texts[key].text, index) for key, index in wanted if "many" in texts[key].text
+    ) == [
+        (f"a {COLORS[number]} many {number}", 0)
+        for number in sorted(range(4), key=lambda n: COLORS[n])
     ]
     assert sorted(index for key, index in wanted if "one" in texts[key].text) == [0, 1, 2, 3]
     assert wanted == pictured(plan, 12) and len(pictured(spread(tasked(a=1), 3), 12)) == 3
@@ -99,7 +117,10 @@ def mesh():
 
 def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
     fleet = fleet or StubFleet()
-    rewards = {"color": RewardConfig(type="color"), "size": RewardConfig(type="jpeg_size", weight=0.5)}
+    rewards = {
+        "color": RewardConfig(type="color"),
+        "size": RewardConfig(type="jpeg_size", weight=0.5),
+    }
     counted = []
     with closing(Scorer(rewards, num_workers=2)) as scorer:
         outcome = evaluate(
@@ -116,13 +137,21 @@ def test_every_sample_is_drawn_once_and_scored_as_its_own(mesh):
     fleet = StubFleet()
     outcome, metrics = run(mesh, plan, fleet=fleet, version=7)
     found = outcome.evaluation
-    assert [s.identity for s in found.samples] == [(each.id, index) for each, indices in plan for index in indices]
-    assert {(r.seed, r.step, r.policy_version) for r in fleet.requests} == {(0, EVAL_STEP, 7)} and found.step == 7
-    assert all(not request.prompt.fields for request in fleet.requests)  # a reward's matter, not the replica's
+    assert [s.identity for s in found.samples] == [
+        (each.id, index) for each, indices in plan for index in indices
+    ]
+    assert {(r.seed, r.step, r.policy_version) for r in fleet.requests} == {
+        (0, EVAL_STEP, 7)
+    } and found.step == 7
+    assert all(
+        not request.prompt.fields for request in fleet.requests
+    )  # a reward's matter, not the replica's
     for sample in found.samples:
         if sample.file:
             color = sample.caption.split()[1]  # its own prompt's, and its own pixels
-            assert sample.rewards["color"] == pytest.approx(closeness(outcome.images[sample.file].numpy(), color))
+            assert sample.rewards["color"] == pytest.approx(
+                closeness(outcome.images[sample.file].numpy(), color)
+            )
     assert len(outcome.images) == 28
     means = {name: found.estimate(name).mean for name in ("color", "size")}
     assert metrics["eval/color"] == means["color"] and metrics["eval/size"] == means["size"]
@@ -151,7 +180,11 @@ def test_few_long_videos_are_held_at_once(monkeypatch, num_frames, runs):
     sampling = Sampling(height=64, width=64, num_frames=num_frames, num_inference_steps=4)
     requests = [
         RolloutRequest(
-            prompt=prompt(f"a red {index}"), sampling=sampling, sample_indices=(0, 1), seed=0, step=EVAL_STEP
+            prompt=prompt(f"a red {index}"),
+            sampling=sampling,
+            sample_indices=(0, 1),
+            seed=0,
+            step=EVAL_STEP,
         )
         for index in range(8)
     ]
@@ -166,7 +199,10 @@ def test_another_seed_draws_other_noise(mesh):
 
 def test_diversity_of_colour_is_that_of_prompts_that_name_none(mesh):
     named, free = prompt("a red wall"), prompt("a wall that is white")
-    alone, both = (run(mesh, spread(prompts, 4 * len(prompts)))[0].evaluation for prompts in ([free], [named, free]))
+    alone, both = (
+        run(mesh, spread(prompts, 4 * len(prompts)))[0].evaluation
+        for prompts in ([free], [named, free])
+    )
     assert both.diversity["colour_entropy_bit"] == alone.diversity["colour_entropy_bit"] > 0
     assert run(mesh, spread([named], 4))[0].evaluation.diversity["colour_entropy_bit"] is None
     assert both.diversity["latent_spread"] != alone.diversity["latent_spread"]

@@ -16,8 +16,14 @@ SIZE = ["rollout.height=64", "rollout.width=64"]
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"a {color} wall", "task": task} for task in ("a", "b", "c") for color in ("red", "blue")]
-    path.write_text("\n".join(json.dumps({**row, "prompt": f"{row['prompt']} {row['task']}"}) for row in rows))
+    rows = [
+        {"prompt": f"a {color} wall", "task": task}
+        for task in ("a", "b", "c")
+        for color in ("red", "blue")
+    ]
+    path.write_text(
+        "\n".join(json.dumps({**row, "prompt": f"{row['prompt']} {row['task']}"}) for row in rows)
+    )
     return str(path)
 
 
@@ -38,9 +44,15 @@ def test_what_is_missing_is_named(capsys, tmp_path, tiny_model, prompts):
     (tmp_path / "empty").mkdir()
     asked = ["--prompts", prompts, "--reward", "color"]
     assert "model_index.json" in refusal(capsys, tmp_path / "empty", *asked)
-    assert "no prompts to sample; give --prompts FILE" in refusal(capsys, tiny_model, "--reward", "color")
-    assert "gone.jsonl: no such file" in refusal(capsys, tiny_model, "--prompts", "gone.jsonl", "--reward", "color")
-    assert "no reward to score with; give --reward" in refusal(capsys, tiny_model, "--prompts", prompts)
+    assert "no prompts to sample; give --prompts FILE" in refusal(
+        capsys, tiny_model, "--reward", "color"
+    )
+    assert "gone.jsonl: no such file" in refusal(
+        capsys, tiny_model, "--prompts", "gone.jsonl", "--reward", "color"
+    )
+    assert "no reward to score with; give --reward" in refusal(
+        capsys, tiny_model, "--prompts", prompts
+    )
 
 
 def test_a_run_without_a_checkpoint_is_refused(capsys, tiny_model, tmp_path, prompts):
@@ -50,18 +62,28 @@ def test_a_run_without_a_checkpoint_is_refused(capsys, tiny_model, tmp_path, pro
     (run / "config.yaml").write_text(keys + f"model: {{path: {tiny_model}}}\n")
     text = refusal(capsys, run, "--prompts", prompts, "--reward", "color")
     assert f"{run} holds no checkpoint; evaluate the model it started from, {tiny_model}" in text
-    text = refusal(capsys, tiny_model, "--prompts", prompts, "--reward", "color", *SIZE, "--baseline", run)
+    text = refusal(
+        capsys, tiny_model, "--prompts", prompts, "--reward", "color", *SIZE, "--baseline", run
+    )
     assert f"{run} holds no checkpoint" in text
 
 
 def test_numbers_and_names_that_cannot_be_are_refused(capsys, tiny_model, prompts):
     asked = [tiny_model, "--prompts", prompts, "--reward", "color", *SIZE]
     assert "--num-samples=0 < 1" in refusal(capsys, *asked, "--num-samples", "0")
-    assert "2 samples < 3 tasks of the prompts (a, b, c)" in refusal(capsys, *asked, "--num-samples", "2")
-    assert "unknown key rollout.hieght; did you mean" in refusal(capsys, *asked, "rollout.hieght=64")
+    assert "2 samples < 3 tasks of the prompts (a, b, c)" in refusal(
+        capsys, *asked, "--num-samples", "2"
+    )
+    assert "unknown key rollout.hieght; did you mean" in refusal(
+        capsys, *asked, "rollout.hieght=64"
+    )
     assert "no config file --nmu-samples" in refusal(capsys, *asked, "--nmu-samples", "3")
-    assert "rollout.num_inference_steps=1 < 2" in refusal(capsys, *asked, "rollout.num_inference_steps=1")
-    assert "did you mean 'color'?" in refusal(capsys, tiny_model, "--prompts", prompts, "--reward", "colour", *SIZE)
+    assert "rollout.num_inference_steps=1 < 2" in refusal(
+        capsys, *asked, "rollout.num_inference_steps=1"
+    )
+    assert "did you mean 'color'?" in refusal(
+        capsys, tiny_model, "--prompts", prompts, "--reward", "colour", *SIZE
+    )
     assert "height" in refusal(capsys, *asked, "rollout.height=63")
 
 
@@ -76,7 +98,9 @@ def test_a_baseline_of_another_size_is_refused_with_both(capsys, tiny_model, tmp
     other = link(tiny_model, tmp_path / "other", {"rollout": {"height": 128, "width": 128}})
     asked = [tiny_model, "--prompts", prompts, "--reward", "color", "--baseline", other]
     text = refusal(capsys, *asked, "--out", tmp_path / "out")
-    assert "512x512" in text and "128x128" in text and "set rollout.height and rollout.width" in text
+    assert (
+        "512x512" in text and "128x128" in text and "set rollout.height and rollout.width" in text
+    )
 
 
 def link(model: Path, folder: Path, config: dict) -> Path:
@@ -91,7 +115,12 @@ def link(model: Path, folder: Path, config: dict) -> Path:
 def subject_of(*arguments, prompts=None, reward=(), num_samples=None, out=None, baseline=None):
     target, *overrides = map(str, arguments)
     options = argparse.Namespace(
-        target=Path(target), prompts=prompts, reward=list(reward), num_samples=num_samples, out=out, baseline=baseline
+        target=Path(target),
+        prompts=prompts,
+        reward=list(reward),
+        num_samples=num_samples,
+        out=out,
+        baseline=baseline,
     )
     return command._subject(options, overrides)
 
@@ -108,16 +137,31 @@ def test_a_model_may_say_how_it_is_evaluated(tiny_model, tmp_path, prompts):
     (model / "held_out.txt").write_text("a red wall\na blue wall\n")
     subject, plan = subject_of(model)
     assert (subject.config.rollout.height, subject.config.model.dtype) == (64, "float32")
-    assert [(prompt.text, len(indices)) for prompt, indices in plan] == [("a red wall", 2), ("a blue wall", 2)]
-    assert list(subject.config.reward) == ["color", "size"] and subject.folder == Path("runs/evaluate_own")
+    assert [(prompt.text, len(indices)) for prompt, indices in plan] == [
+        ("a red wall", 2),
+        ("a blue wall", 2),
+    ]
+    assert list(subject.config.reward) == ["color", "size"] and subject.folder == Path(
+        "runs/evaluate_own"
+    )
     # and the command line has the last word
-    subject, plan = subject_of(model, "rollout.width=128", prompts=prompts, reward=["jpeg_size"], num_samples=3)
-    assert (subject.config.rollout.width, list(subject.config.reward), len(plan)) == (128, ["jpeg_size"], 3)
+    subject, plan = subject_of(
+        model, "rollout.width=128", prompts=prompts, reward=["jpeg_size"], num_samples=3
+    )
+    assert (subject.config.rollout.width, list(subject.config.reward), len(plan)) == (
+        128,
+        ["jpeg_size"],
+        3,
+    )
 
 
-def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(tiny_model, tmp_path, prompts):
+def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(
+    tiny_model, tmp_path, prompts
+):
     reward = {"size": {"type": "jpeg_size", "args": {"quality": 30}}, "color": {"type": "color"}}
-    model = link(tiny_model, tmp_path / "own", {"reward": reward, "rollout": {"height": 64, "width": 64}})
+    model = link(
+        tiny_model, tmp_path / "own", {"reward": reward, "rollout": {"height": 64, "width": 64}}
+    )
     own_class = "megadiff.rewards.color:ColorReward"
     subject, _ = subject_of(model, prompts=prompts, reward=["size", own_class])
     assert subject.config.reward["size"].args == {"quality": 30}

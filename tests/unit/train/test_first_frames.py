@@ -28,7 +28,10 @@ def test_pixels_travel_and_the_path_stays(tmp_path: Path) -> None:
     pixels_HWC = np.random.default_rng(0).integers(0, 256, (16, 32, 3), dtype=np.uint8)
     Image.fromarray(pixels_HWC).save(tmp_path / "a.png")
     sent = for_replica(request_of(tmp_path / "a.png"))
-    assert sent.first_frame == pixels_HWC.tobytes() and (sent.prompt.image, sent.prompt.fields) == ("", {})
+    assert sent.first_frame == pixels_HWC.tobytes() and (sent.prompt.image, sent.prompt.fields) == (
+        "",
+        {},
+    )
     assert first_frame_size(SAMPLING) == (16, 32)
 
 
@@ -39,11 +42,15 @@ def test_without_first_frames_nothing_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("side", "most"), [((704, 1280), 18), ((480, 832), 40)])
-def test_a_call_holds_as_many_first_frames_as_a_replica_takes(side: tuple[int, int], most: int) -> None:
+def test_a_call_holds_as_many_first_frames_as_a_replica_takes(
+    side: tuple[int, int], most: int
+) -> None:
     sampling = replace(SAMPLING, height=side[0], width=side[1])
     check_call(sampling, most, what="a step")
     check_call(replace(sampling, first_frame=False), 1000, what="a step")
-    with pytest.raises(ValueError, match=rf"a step ask for {most + 1} groups .* set rollout.batch_size<={most}$"):
+    with pytest.raises(
+        ValueError, match=rf"a step ask for {most + 1} groups .* set rollout.batch_size<={most}$"
+    ):
         check_call(sampling, most + 1, what="a step")
     longest = Prompt(text="🧱" * 2000, negative_text="🧱" * 2000, id="0" * 16)
     request = RolloutRequest(
@@ -61,7 +68,9 @@ def test_how_many_groups_an_evaluation_asks_for_at_once(num_samples: int, expect
 
 
 def test_a_file_that_changed_since_the_start_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"prompt 0{16} \('a'\): the image cannot be read .*gone.png"):
+    with pytest.raises(
+        ValueError, match=r"prompt 0{16} \('a'\): the image cannot be read .*gone.png"
+    ):
         for_replica(request_of(tmp_path / "gone.png"))
     Image.new("RGB", (32, 32)).save(tmp_path / "other.png")
     with pytest.raises(ValueError, match=r"other.png has 32x32 pixels, .* video's 32x16"):

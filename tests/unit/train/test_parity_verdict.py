@@ -8,7 +8,12 @@ import pytest
 from megadiff.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, RolloutConfig
 from megadiff.train.parity import LOG_PROB_GAP, recomputes, verdict
 
-KEYS = ("parity/schedule_gap_max", "parity/embedding_gap_max", "parity/latents_gap_max", LOG_PROB_GAP)
+KEYS = (
+    "parity/schedule_gap_max",
+    "parity/embedding_gap_max",
+    "parity/latents_gap_max",
+    LOG_PROB_GAP,
+)
 
 
 def config(
@@ -29,7 +34,9 @@ def config(
 
 
 def gaps(**changed: float) -> dict[str, float]:
-    return dict.fromkeys(KEYS, 0.0) | {f"parity/{name}_gap_max": value for name, value in changed.items()}
+    return dict.fromkeys(KEYS, 0.0) | {
+        f"parity/{name}_gap_max": value for name, value in changed.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,17 +68,25 @@ def test_how_far_log_probs_may_be_apart(old_log_prob, gap, settings, words):
 @pytest.mark.parametrize("old_log_prob", ["rollout", "recompute", "auto"])
 @pytest.mark.parametrize("name, gap", [("schedule", 1e-5), ("embedding", 1e-3), ("latents", 1.0)])
 def test_other_gaps_are_never_let_pass(old_log_prob, name, gap):
-    assert f"parity/{name}_gap_max" in verdict(gaps(**{name: gap}), config(old_log_prob, clip_range=1.0))
+    assert f"parity/{name}_gap_max" in verdict(
+        gaps(**{name: gap}), config(old_log_prob, clip_range=1.0)
+    )
 
 
 def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
     caplog.set_level(logging.INFO)
-    for gap, anew, level in ((4.9e-6, False, "INFO"), (5e-6, True, "WARNING"), (float("inf"), True, "WARNING")):
+    for gap, anew, level in (
+        (4.9e-6, False, "INFO"),
+        (5e-6, True, "WARNING"),
+        (float("inf"), True, "WARNING"),
+    ):
         caplog.clear()
         assert recomputes(gaps(log_prob=gap), config("auto").algorithm, before=False) == anew
         assert [record.levelname for record in caplog.records] == [level]
         assert f"{gap:.2e}" in caplog.text and "5.00e-06" in caplog.text
-    assert recomputes(gaps(log_prob=0.0), config("auto").algorithm, before=True)  # a resumed run goes on as it began
+    assert recomputes(
+        gaps(log_prob=0.0), config("auto").algorithm, before=True
+    )  # a resumed run goes on as it began
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -29,7 +29,12 @@ def test_texts_differ_in_length_script_and_negative_text():
 
 def test_images_of_the_step_are_asked_for_in_turn():
     step = [Prompt(text=f"cat {name}", id=name * 16, image=f"{name}.png") for name in "ab"]
-    assert [prompt.image for prompt in unlike_prompts(step, 4)] == ["a.png", "b.png", "a.png", "b.png"]
+    assert [prompt.image for prompt in unlike_prompts(step, 4)] == [
+        "a.png",
+        "b.png",
+        "a.png",
+        "b.png",
+    ]
 
 
 @pytest.mark.parametrize(

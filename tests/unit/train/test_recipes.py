@@ -36,7 +36,9 @@ def test_the_model_draws_at_the_recipes_size_and_no_expert_is_forgotten(recipe: 
     adapter, sampling = build_adapter(Path(recipe.model.path)), sampling_of(recipe.rollout)
     adapter.validate(sampling)
     check_window(
-        sampling.num_inference_steps, window_size=sampling.sde_window_size, window_range=sampling.sde_window_range
+        sampling.num_inference_steps,
+        window_size=sampling.sde_window_size,
+        window_range=sampling.sde_window_range,
     )
     assert check_experts(recipe, adapter, on_policy=True) == []
     experts = describe_experts(recipe, adapter)
@@ -46,7 +48,11 @@ def test_the_model_draws_at_the_recipes_size_and_no_expert_is_forgotten(recipe: 
 
 def test_the_rewards_can_score_the_prompts(recipe: Config) -> None:
     files = [recipe.data.prompts, *([recipe.eval.prompts] if recipe.eval.prompts else [])]
-    prompts = [prompt for file in files for prompt in load_prompts(Path(file), max_chars=recipe.data.max_prompt_chars)]
+    prompts = [
+        prompt
+        for file in files
+        for prompt in load_prompts(Path(file), max_chars=recipe.data.max_prompt_chars)
+    ]
     with closing(Scorer(recipe.reward, num_workers=1)) as scorer:
         scorer.validate(prompts)
     assert len({prompt.id for prompt in prompts}) == len(prompts)
@@ -66,7 +72,9 @@ def test_the_header_says_what_the_planner_does(
     header = re.sub(r"\n# ", " ", path.read_text().partition("\nrun:")[0])
     (world_size,) = re.findall(r"--world-size (\d+)", header)
     figures = header.partition("stay")[2].partition("Measured")[0]
-    said = {name: float(gib) for name, gib in re.findall(rf"({'|'.join(PHASES)}) (\d+\.\d)", figures)}
+    said = {
+        name: float(gib) for name, gib in re.findall(rf"({'|'.join(PHASES)}) (\d+\.\d)", figures)
+    }
     assert main(["plan", str(path), "--world-size", world_size, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     phases = found["layouts"][found["pick"]]["phases"]

@@ -37,7 +37,9 @@ def four_threads(monkeypatch):
 
 @pytest.mark.parametrize(("count", "num_threads"), [(1, 4), (2, 2), (3, 1), (8, 1)])
 def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, num_threads):
-    assert [spec.num_threads for spec in _specs(_config(count), MESH, Path("run"))] == [num_threads] * count
+    assert [spec.num_threads for spec in _specs(_config(count), MESH, Path("run"))] == [
+        num_threads
+    ] * count
 
 
 def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
@@ -59,7 +61,9 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     config.rollout.fp8, config.rollout.sleep = fp8, sleep
     (spec,) = _specs(config, MESH, Path("run"))
     command = serve_command(spec, Path("registry"))
-    assert ("--fp8" in command) == fp8 and ("--fp8-in-place" in command) == (fp8 and sleep == "always")
+    assert ("--fp8" in command) == fp8 and ("--fp8-in-place" in command) == (
+        fp8 and sleep == "always"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +81,16 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     ],
 )
 def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
-    replica = {"name": "r", "url": "http://h:1", "health": {"arithmetic": arithmetic} if arithmetic else {}}
+    replica = {
+        "name": "r",
+        "url": "http://h:1",
+        "health": {"arithmetic": arithmetic} if arithmetic else {},
+    }
     with pytest.raises(ValueError, match=told):
         check_arithmetic(replica, _config(1))
-    check_arithmetic(replica | {"health": {"arithmetic": {"fp8": False, "float32_streams": False}}}, _config(1))
+    check_arithmetic(
+        replica | {"health": {"arithmetic": {"fp8": False, "float32_streams": False}}}, _config(1)
+    )
 
 
 def test_a_run_keeps_its_id_and_a_copy_has_another(tmp_path):

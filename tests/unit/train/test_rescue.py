@@ -161,9 +161,7 @@ def test_ranks_of_two_policies_are_not_saved_together():
     first = RankState(rank=0, host="a", phase="settled", steps=4)
     assert disagreement([first, replace(first, rank=1)]) == ""
     text = disagreement([first, replace(first, rank=1, steps=5)])
-    assert text == (
-        "rank 0 is at optimizer step 4, rank 1 at 5: their weights are of two policies"
-    )
+    assert text == ("rank 0 is at optimizer step 4, rank 1 at 5: their weights are of two policies")
     assert "rank 1 does not answer" in disagreement([first, replace(first, rank=1, phase="closed")])
 
 

@@ -49,7 +49,10 @@ def hold():
 def test_a_working_holder_is_named_at_once(tmp_path, hold):
     holder = hold(tmp_path, 60)
     began = time.monotonic()
-    with ExitStack() as stack, pytest.raises(ValueError, match=f"in use by.*pid {holder.pid} on") as refused:
+    with (
+        ExitStack() as stack,
+        pytest.raises(ValueError, match=f"in use by.*pid {holder.pid} on") as refused,
+    ):
         lock(tmp_path, stack)
     assert time.monotonic() - began < 5
     assert "since 20" in str(refused.value) and "another run.name" in str(refused.value)

@@ -17,7 +17,11 @@ STUBBED = ("torchvision", "torchaudio")
 
 def install_stubs() -> None:
     """Make `import torchvision` and `import torchaudio` work where they are not installed; again: does nothing."""
-    missing = {name for name in STUBBED if name not in sys.modules and importlib.util.find_spec(name) is None}
+    missing = {
+        name
+        for name in STUBBED
+        if name not in sys.modules and importlib.util.find_spec(name) is None
+    }
     if not missing:
         return
     # transformers caches its answers to "is it installed": let it look before the stubs make it believe so
@@ -60,7 +64,11 @@ class _StubFinder:
         self._roots = roots
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, loader=self, is_package=True) if name.partition(".")[0] in self._roots else None
+        return (
+            ModuleSpec(name, loader=self, is_package=True)
+            if name.partition(".")[0] in self._roots
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StubModule(spec.name)

@@ -29,7 +29,11 @@ def _keep_linear_weight(layer: nn.Module, remove_weight: bool = False) -> None:
 
 
 def _sdpa_forward(
-    self: SDPAImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: object = None
+    self: SDPAImpl,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_metadata: object = None,
 ) -> torch.Tensor:
     """AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself because vllm-omni's float32
     fallback creates one directly, past the platform's choice of backend."""
@@ -45,7 +49,12 @@ def _rotate_pairs(
 ) -> torch.Tensor:
     """Rotary embedding of neighbouring pairs as one complex product, as diffusers has it: the same bits as the stock one,
     which takes half as long as all else in a small model's forward. cos, sin: [T, D/2], or the stock path."""
-    if not self.interleaved or cos.ndim != 2 or x_BTHD.dtype != torch.float32 or 2 * cos.shape[-1] != x_BTHD.shape[-1]:
+    if (
+        not self.interleaved
+        or cos.ndim != 2
+        or x_BTHD.dtype != torch.float32
+        or 2 * cos.shape[-1] != x_BTHD.shape[-1]
+    ):
         return stock(self, x_BTHD, cos, sin)
     pairs_BTHP = torch.view_as_complex(x_BTHD.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs_BTHP * torch.complex(cos, sin).unsqueeze(1)).flatten(-2)
@@ -61,13 +70,19 @@ def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
         try:
             omni_worker.pack_diffusion_output_shm(output)
             result = {"output": output}
-        except (OSError, ValueError, TypeError) as error:  # shared memory is full, or something in it cannot be packed
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+        ) as error:  # shared memory is full, or something in it cannot be packed
             logger.exception("packing an output failed")
             result = {"error": str(error)}
         message = omni_worker.AsyncDiffusionOutput(
             kind=omni_worker.AsyncOutputKind.OUTPUT_READY, async_output_id=async_output_id, **result
         )
-        send = getattr(self, "_enqueue_result", None) or self.result_mq.enqueue  # 0.28 serialises its writers
+        send = (
+            getattr(self, "_enqueue_result", None) or self.result_mq.enqueue
+        )  # 0.28 serialises its writers
         send(message)
         if hasattr(self, "_async_output_done"):
             with self._async_output_done:

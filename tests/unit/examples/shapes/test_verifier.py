@@ -57,7 +57,11 @@ def fulfils(scene: Scene, caption: Caption) -> bool | None:
         dx, dy = ordered[0].x - ordered[1].x, ordered[0].y - ordered[1].y
         if abs(abs(dx) - abs(dy)) < 4:
             return None
-        direction = ("left of" if dx < 0 else "right of") if abs(dx) > abs(dy) else ("above" if dy < 0 else "below")
+        direction = (
+            ("left of" if dx < 0 else "right of")
+            if abs(dx) > abs(dy)
+            else ("above" if dy < 0 else "below")
+        )
         answers.append(direction == caption.relation)
     return any(answers)
 
@@ -87,7 +91,9 @@ def test_every_render_of_every_caption_is_accepted() -> None:
     few = [each for each in captions() if each.task != "pos_attr"]
     asked = [*captions(), *few, *few]
     assert len(asked) >= 2800
-    refused = [caption.text for caption in asked if not verify(render(caption, rng), caption).strict]
+    refused = [
+        caption.text for caption in asked if not verify(render(caption, rng), caption).strict
+    ]
     assert refused == []
 
 
@@ -164,7 +170,9 @@ def test_the_best_matching_is_found_where_a_greedy_one_fails() -> None:
     ]
     expected = 0.5 * (0.4 + 0.6) / 2
     for order in (found, found[::-1]):
-        assert judge(order, parse("a red circle and a blue square")).dense == pytest.approx(expected)
+        assert judge(order, parse("a red circle and a blue square")).dense == pytest.approx(
+            expected
+        )
 
 
 @pytest.mark.parametrize("color", COLORS)
@@ -192,7 +200,9 @@ def test_a_picture_that_is_not_square() -> None:
     wide = np.full((SIZE, 2 * SIZE, 3), 215, np.uint8)
     wide[:, SIZE:] = put(("green", "triangle", 32, 32, 14))
     (found,) = detect(wide)
-    assert (found.color, found.shape) == ("green", "triangle") and found.x == pytest.approx(96, abs=1)
+    assert (found.color, found.shape) == ("green", "triangle") and found.x == pytest.approx(
+        96, abs=1
+    )
     assert detect(np.ascontiguousarray(wide.transpose(1, 0, 2)))[0].y == pytest.approx(96, abs=1)
 
 
@@ -206,7 +216,9 @@ def rotated(degrees: float, *, aspect: float = 1.0) -> np.ndarray:
 def polygon(corners: int) -> np.ndarray:
     angle = 2 * np.pi * np.arange(corners) / corners - np.pi / 2
     points = (32 + 13 * np.stack([np.cos(angle), np.sin(angle)], 1)).round().astype(np.int32)
-    return cv2.fillPoly(np.full((SIZE, SIZE, 3), GRAY, np.uint8), [points], COLORS["red"], cv2.LINE_AA)
+    return cv2.fillPoly(
+        np.full((SIZE, SIZE, 3), GRAY, np.uint8), [points], COLORS["red"], cv2.LINE_AA
+    )
 
 
 def ring() -> np.ndarray:
@@ -215,7 +227,9 @@ def ring() -> np.ndarray:
 
 def ellipse() -> np.ndarray:
     pixels = np.full((SIZE, SIZE, 3), GRAY, np.uint8)
-    return cv2.ellipse(pixels, (32, 32), (14, 10), 0, 0, 360, COLORS["red"], cv2.FILLED, cv2.LINE_AA)
+    return cv2.ellipse(
+        pixels, (32, 32), (14, 10), 0, 0, 360, COLORS["red"], cv2.FILLED, cv2.LINE_AA
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +262,11 @@ def test_something_gray_is_something_else(rgb: tuple[int, int, int]) -> None:
 def test_a_shape_in_two_colours_is_refused() -> None:
     pixels = put(("red", "square", 32, 32, 14))
     pixels[:, 32:][pixels[:, 32:, 2] < 100] = COLORS["blue"]
-    assert not any(verify(pixels, caption).strict for caption in captions() if caption.task in ("single", "colors"))
+    assert not any(
+        verify(pixels, caption).strict
+        for caption in captions()
+        if caption.task in ("single", "colors")
+    )
 
 
 @pytest.mark.parametrize("std", [0, 8])
@@ -265,7 +283,19 @@ def test_blur_and_noise_are_forgiven(std: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [(1, 1), (1, 2), (3, 1), (2, 64), (64, 2), (1, 5000), (5000, 1), (63, 65), (300, 17), (4096, 4096)]
+    "size",
+    [
+        (1, 1),
+        (1, 2),
+        (3, 1),
+        (2, 64),
+        (64, 2),
+        (1, 5000),
+        (5000, 1),
+        (63, 65),
+        (300, 17),
+        (4096, 4096),
+    ],
 )
 @pytest.mark.parametrize("kind", ["black", "white", "red", "random", "saturated"])
 def test_never_an_exception(size: tuple[int, int], kind: str) -> None:
@@ -287,7 +317,11 @@ def test_many_random_small_pictures() -> None:
     rng = np.random.default_rng(6)
     for _ in range(300):
         coarse = rng.integers(0, 256, (rng.integers(1, 12), rng.integers(1, 12), 3), dtype=np.uint8)
-        pixels = cv2.resize(coarse, (SIZE, SIZE), interpolation=int(rng.choice([cv2.INTER_NEAREST, cv2.INTER_CUBIC])))
+        pixels = cv2.resize(
+            coarse,
+            (SIZE, SIZE),
+            interpolation=int(rng.choice([cv2.INTER_NEAREST, cv2.INTER_CUBIC])),
+        )
         verdict = verify(pixels, captions()[rng.integers(len(captions()))])
         assert (verdict.dense == 1) == verdict.strict
 

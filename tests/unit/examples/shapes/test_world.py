@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from examples.shapes import world
-from examples.shapes.world import SIZE, TASK_SHARES, TASKS, captions, parse, render, sample_images, sample_scene
+from examples.shapes.world import (
+    SIZE,
+    TASK_SHARES,
+    TASKS,
+    captions,
+    parse,
+    render,
+    sample_images,
+    sample_scene,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,12 +47,22 @@ def test_the_split_is_this_and_stays_this() -> None:
         ("a star and a circle", "two", ((None, "star"), (None, "circle")), None),
         ("a star left of a circle", "position", ((None, "star"), (None, "circle")), "left of"),
         ("a red star and a blue circle", "attr", (("red", "star"), ("blue", "circle")), None),
-        ("a red star below a blue circle", "pos_attr", (("red", "star"), ("blue", "circle")), "below"),
+        (
+            "a red star below a blue circle",
+            "pos_attr",
+            (("red", "star"), ("blue", "circle")),
+            "below",
+        ),
     ],
 )
 def test_parse(text: str, task: str, objects: tuple, relation: str | None) -> None:
     caption = parse(text)
-    assert (caption.text, caption.task, caption.objects, caption.relation) == (text, task, objects, relation)
+    assert (caption.text, caption.task, caption.objects, caption.relation) == (
+        text,
+        task,
+        objects,
+        relation,
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +93,9 @@ def test_scenes_obey_their_captions(task: str) -> None:
             assert 1 <= each.y - 1.2 * each.radius and each.y + 1.2 * each.radius <= SIZE - 1
         if caption.relation is not None:
             first, second = scene.objects
-            angle = np.degrees(np.arctan2(second.y - first.y, first.x - second.x)) % 360  # y is down
+            angle = (
+                np.degrees(np.arctan2(second.y - first.y, first.x - second.x)) % 360
+            )  # y is down
             nearest = {0: "right of", 1: "above", 2: "left of", 3: "below"}[round(angle / 90) % 4]
             assert nearest == caption.relation
 
@@ -99,7 +120,9 @@ def test_render_is_seeded_and_antialiased() -> None:
     assert (first == again).all() and (first != other).any()
     background = np.abs(first.astype(int) - first[0, 0]).max(2) == 0
     colors = Counter(map(tuple, first[~background].tolist()))
-    assert sum(colors.values()) - sum(count for _, count in colors.most_common(2)) > 30  # blended edge pixels
+    assert (
+        sum(colors.values()) - sum(count for _, count in colors.most_common(2)) > 30
+    )  # blended edge pixels
 
 
 def test_sample_images_does_not_depend_on_workers_or_count() -> None:
@@ -135,9 +158,16 @@ def test_the_prompt_files_are_what_the_world_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", world.__name__, str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=60)
     for path in tmp_path.iterdir():
-        assert path.read_bytes() == (ROOT / "assets/prompts" / path.name).read_bytes(), f"run: {' '.join(command)}"
-    rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()}
-    train, held_out = ({row["prompt"] for row in rows[f"shapes_{half}"]} for half in ("train", "heldout"))
+        assert path.read_bytes() == (ROOT / "assets/prompts" / path.name).read_bytes(), (
+            f"run: {' '.join(command)}"
+        )
+    rows = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.iterdir()
+    }
+    train, held_out = (
+        {row["prompt"] for row in rows[f"shapes_{half}"]} for half in ("train", "heldout")
+    )
     assert train | held_out == {each.text for each in captions()}
     assert {parse(text).task for text in train & held_out} == {"single", "two"}
     assert all(row["task"] == parse(row["prompt"]).task for half in rows.values() for row in half)
