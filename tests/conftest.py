@@ -5,9 +5,15 @@ Heavy libraries are imported in functions: the process that only tells the worke
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell that starts tests in the background makes them ignore SIGINT, and what they start inherits
+# that. Tests that press Ctrl-C would wait for an end that never comes.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

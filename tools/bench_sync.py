@@ -150,7 +150,7 @@ def _measured(
     }
     row |= {key: round(value, 4) for key, value in later.items()}
     return row | {
-        "gib_per_s": round(later["gib"] / later["seconds"], 3),
+        "gib_per_s": float(f"{later['gib'] / later['seconds']:.3g}"),
         "commit_share": round(later["commit"] / later["seconds"], 4),
     }
 

@@ -327,6 +327,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, help="keep the run and the logs there")
     options = parser.parse_args(argv)
+    # Started in the background it would ignore SIGINT, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if MARK not in os.environ:
         # Only what a process was executed with shows in /proc: forks have this process's mark.
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

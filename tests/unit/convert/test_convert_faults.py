@@ -335,7 +335,7 @@ def test_more_ranks_than_rows_are_refused(model: Path, tmp_path: Path, capsys) -
 
 FEW_FILES = (  # the converter where few files may be open; with "late", only once it writes
     "import os, resource, sys; from megadiff.convert.command import main\n"
-    "from megadiff.weights import streaming\n"
+    "from megadiff.tensors import streaming\n"
     "def limit():\n"
     "    most = len(os.listdir('/proc/self/fd')) + 30\n"
     "    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
