@@ -291,6 +291,9 @@ def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) ->
             break
         time.sleep(0.05)
     seconds = time.monotonic() - signalled
+    if target == storm.replica.pid:
+        # After SIGTERM it takes a second to stop; the next trial must not take it for a live one.
+        storm.replica.wait(storm.limit_s)
     # Whoever serves a rank sees by a pidfd that it is gone, and ends with it.
     deadline = time.monotonic() + LEFT_S
     while marked() and time.monotonic() < deadline:
