@@ -71,7 +71,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How samples are drawn. Equal for all groups of a step.
+    """The settings by which samples are drawn. Equal for all groups of a step.
 
     height, width: pixels. The other fields are as in the config's rollout section.
     first_frame: the request brings it; the other frames are drawn, recorded and trained on.
@@ -278,7 +278,7 @@ class LogProbs:
 
 @dataclass
 class Progress:
-    """Where a run stands. The only mutable record.
+    """The state of a run beside its weights. The only mutable record.
 
     step: finished steps. prompts: the sampler's position, and in which prompts.
     recomputes: whether old log_probs are the trainer's.

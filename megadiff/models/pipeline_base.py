@@ -120,6 +120,7 @@ class BatchSampler:
         self._record_window_start(latents_NLC)
         sigma = self.schedule[self.step_index]
         sigma_next = self.schedule[self.step_index + 1]
+        # every row takes the ODE step; stochastic rows are overwritten
         next_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
         offset_N = self.step_index - self._starts_N
         rows_B = ((offset_N >= 0) & (offset_N < self.window_size)).nonzero().squeeze(1)
@@ -131,7 +132,7 @@ class BatchSampler:
         return next_NLC
 
     def result(self, pixels_NFHWC: Tensor) -> dict[str, Tensor]:
-        """Return the batch's tensors on the CPU, as `split_groups` reads them. pixels_NFHWC: uint8."""
+        """Return the batch's tensors on the CPU for `split_groups`. pixels_NFHWC: uint8."""
         tensors = {
             "latents": self._states_NSLC,
             "log_probs": self._log_probs_NW,
@@ -156,7 +157,7 @@ class BatchSampler:
         latents_NLC: Tensor,
         next_NLC: Tensor,
     ) -> None:
-        """Overwrite rows_B of next_NLC and record them. offset_B: steps since their windows began."""
+        """Overwrite rows_B of next_NLC and record them. offset_B: their steps within the window."""
         index = self.step_index
         identities = [self.identities[row] for row in rows_B.tolist()]
         noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index)
@@ -202,7 +203,7 @@ class RolloutPipelineMixin:
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
     def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
-        """Make the sampler of requests of equal sampling: this model's schedule and latent shape."""
+        """Make a sampler for requests of one sampling: this model's schedule, latent shape."""
         raise NotImplementedError
 
     def to_pixels(self, images: Tensor) -> Tensor:
@@ -239,7 +240,7 @@ class RolloutPipelineMixin:
             return [_refusal(error)]
         finally:
             self._sampler = None
-        # vllm-omni makes images or videos of a payload, so the tensors travel in the metadata
+        # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return [dataclasses.replace(output, output=envelope)]
 
@@ -247,6 +248,7 @@ class RolloutPipelineMixin:
         if self._sampler is not None:
             latents_NLC = kwargs["hidden_states"]
             dtype = next(self.transformer.parameters()).dtype
+            # latents are float32 between steps; the model computes in its own dtype
             kwargs["hidden_states"] = latents_NLC.to(dtype)
             kwargs["timestep"] = self._sampler.model_sigma(latents_NLC, dtype)
         return super().predict_noise(*args, **kwargs)
@@ -266,14 +268,14 @@ def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:
 
 
 def _refusal(error: ValueError) -> Any:
-    """Return what vllm-omni's front end answers as a client error, so that the replica lives on."""
+    """Return an output that vllm-omni answers as a client error, so that the replica lives on."""
     from vllm_omni.diffusion.data import DiffusionOutput
 
     return DiffusionOutput(error=str(error), error_status_code=400, error_type="BadRequestError")
 
 
 def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:
-    """Return the RolloutRequests that a vllm-omni request batch carries, none for a plain request."""
+    """Return the RolloutRequests of a vllm-omni request batch, none for a plain request."""
     values = [params.extra_args.get(REQUESTS_KEY) for params in batch.sampling_params_list]
     # OpenAI clients can set the key too, but never to a RolloutRequest: they send JSON
     ours = [

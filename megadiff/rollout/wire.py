@@ -35,7 +35,7 @@ def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]
 def requests_from_json(value: object) -> list[RolloutRequest]:
     """Read RolloutRequests back.
 
-    Raises ValueError that names the request and its key that is missing, unknown or of a wrong type.
+    Raises ValueError that names the request, and its key that is missing, unknown or of wrong type.
     """
     if not isinstance(value, list):
         raise ValueError(
@@ -56,8 +56,9 @@ def encode_groups(groups: Sequence[RolloutGroup]) -> bytes:
     A column is one tensor over all groups: writing hundreds of small tensors takes longer than
     writing their bytes. Conditioning differs in width, so each group's is `<index>.<name>`.
     """
-    tensors = {name: torch.cat([getattr(group, name) for group in groups]) for name in COLUMNS}
-    tensors["schedule"] = groups[0].schedule
+    tensors = {"schedule": groups[0].schedule}
+    for name in COLUMNS:
+        tensors[name] = torch.cat([getattr(group, name) for group in groups])
     for index, group in enumerate(groups):
         for name, tensor in group.conditioning.items():
             tensors[f"{index}.{name}"] = tensor
@@ -154,7 +155,7 @@ _TYPES = {
 
 
 def _fields(value: object, record: type, where: str) -> dict[str, Any]:
-    """Return a record's keyword arguments, their names and the types of plain fields checked."""
+    """Return a record's keyword arguments, with checked names and types of plain fields."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
     fields = {field.name: field for field in dataclasses.fields(record)}
@@ -168,12 +169,13 @@ def _fields(value: object, record: type, where: str) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, item in value.items():
-        types = _TYPES.get(str(fields[name].type))
+        wanted = str(fields[name].type)
+        types = _TYPES.get(wanted)
         # True is an int to Python, but no number to us
         is_wrong_bool = isinstance(item, bool) and types is not bool
         if types and (is_wrong_bool or not isinstance(item, types)):
             raise ValueError(
-                f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {fields[name].type}"
+                f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {wanted}"
             )
     return dict(value)
 

@@ -153,8 +153,8 @@ def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBat
         replace(part, old_log_probs_NW=None, rollout_log_probs_NW=part.old_log_probs_NW)
         for part in parts
     ]
-    # The first update trains the very policy that is asked for: its forwards answer themselves. The
-    # others take a forward more in the microbatches of their update: padded alike, they round alike.
+    # The first update trains the very policy that is asked for: its forwards answer themselves.
+    # The others take one more forward in the microbatches of their update, to round alike.
     return own[:1] + [
         replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW) for part in own[1:]
     ]
