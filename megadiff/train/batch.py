@@ -15,9 +15,10 @@ from megadiff.types import RolloutGroup, TrainBatch
 def to_train_batch(
     groups: Sequence[RolloutGroup], advantages_PG: Tensor, weights_P: Tensor
 ) -> TrainBatch:
-    """Join groups to one batch, group by group. denominator is this rank's alone.
+    """Join groups to one batch, group by group.
 
-    It stays on the CPU: the engine moves a microbatch at a time.
+    It stays on the CPU: the engine moves a microbatch at a time. denominator is this rank's alone;
+    `update.with_denominator` makes it global.
     Raises ValueError for groups of unequal schedules.
     """
     first = groups[0]
