@@ -1,7 +1,16 @@
 """The records that flow through a step. Frozen, keyword-only, complete per stage.
 
-Shape letters: G samples of a group, P prompts (groups), N samples of this data-parallel rank, W stochastic steps of
-the window, T inference steps, L latent tokens, C latent channels, B a microbatch.
+Shape letters
+  G   samples of a group
+  P   prompts (groups)
+  N   samples of this data-parallel rank
+  T   inference steps
+  W   stochastic steps of the window
+  S   states around them, W + 1
+  L   latent tokens
+  C   latent channels
+  B   rows of a microbatch
+  FHWC   frames, height, width, colours: of pixels only
 """
 
 from __future__ import annotations
@@ -17,9 +26,10 @@ from torch import Tensor
 class Prompt:
     """One row of the prompt source.
 
-    text: what the model is asked for. id: 16 hex digits, a hash of (text, negative_text) and of how the row names its
-    image, so that it is the same in every run and layout. image: the file that is the video's first frame, "" without one;
-    it is read where requests are made. fields: the row's other columns (JSON values), read by rewards.
+    id: 16 hex digits, a hash of (text, negative_text) and of how the row names its image. It is the
+    same in every run and layout.
+    image: the file of the video's first frame, "" without one. It is read where requests are made.
+    fields: the row's other columns (JSON values), read by rewards.
     """
 
     text: str
@@ -31,10 +41,11 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """A low-rank adapter of each trained component: y = W x + (alpha / rank) · B (A x) in each module of `modules`.
+    """Say which modules of each trained component have LoRA: y = W x + (alpha / rank) · B (A x).
 
-    modules: full diffusers module names, sorted, without the component (`transformer_blocks.0.attn.to_q`). A is the
-    tensor `<component>.<module>.lora_A.weight` [rank, in], B `<component>.<module>.lora_B.weight` [out, rank].
+    modules: full diffusers module names, sorted, without the component
+    (`transformer_blocks.0.attn.to_q`). A is the tensor `<component>.<module>.lora_A.weight`
+    [rank, in], B is `<component>.<module>.lora_B.weight` [out, rank].
     """
 
     rank: int
@@ -48,8 +59,11 @@ class LoraSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """The whole groups of one data-parallel rank for one step. repeats: how many groups of the step, over all ranks, have the
-    same prompt and come before."""
+    """The whole groups of one data-parallel rank for one step.
+
+    repeats: for each group, how many groups of the same prompt come before it in the step, counted
+    over all ranks.
+    """
 
     prompts: tuple[Prompt, ...]
     repeats: tuple[int, ...]
@@ -57,10 +71,14 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How samples are drawn; equal for all groups of a run. height, width in pixels; sde_window_range is [low, high)
-    in step indices; the other fields are as in the config's rollout section. window_size 0 means a pure ODE rollout.
-    first_frame: it is given by the request; what is drawn, recorded and trained are the other frames' latents.
-    guidance_scale_2: of a model's second component (Wan2.2's low-noise expert); 0: guidance_scale."""
+    """The settings by which samples are drawn. Equal for all groups of a step.
+
+    height, width: pixels. The other fields are as in the config's rollout section.
+    first_frame: the request brings it; the other frames are drawn, recorded and trained on.
+    guidance_scale_2: for the second component (Wan2.2's low-noise expert); 0 takes guidance_scale.
+    sde_window_size: 0 makes every step an ODE step.
+    sde_window_range: [low, high) in step indices.
+    """
 
     height: int
     width: int
@@ -79,11 +97,12 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """One prompt group to be sampled. (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise.
+    """One prompt group to be sampled.
 
-    first_frame: RGB, height · width · 3 bytes row by row, where the sampling has one; else empty. It is in no identity, so
-    prompts of equal text with other images need other ids. policy_version: the version the replica must hold, or None to
-    take any.
+    (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise.
+    first_frame: RGB, height · width · 3 bytes row by row, b"" where the sampling has none. It is in
+    no identity, so prompts of equal text and other images need other ids.
+    policy_version: the version that the replica must hold; None takes any.
     """
 
     prompt: Prompt
@@ -96,56 +115,55 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trajectory:
-    """One sample: its stochastic window and its pixels.
-
-    latents_SLC: [W+1, L, C] in the declared storage dtype, the states before, between and after the window's steps.
-    sigmas: [W+1] float32. timesteps: [W] float32, 1000·sigma. log_probs: [W] float64, mean over L·C.
-    window_start: index of the window's first step in the schedule. pixels: [F, H, W, 3] uint8, F = 1 for an image.
-    prompt_id, sample_index: its identity. policy_version: weights that sampled it.
-    """
-
-    latents_SLC: Tensor
-    sigmas: Tensor
-    timesteps: Tensor
-    log_probs: Tensor
-    window_start: int
-    pixels: Tensor
-    prompt_id: str
-    sample_index: int
-    policy_version: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
-    """The samples of one prompt, with what they share.
+    """The samples of one prompt as columns, row g of each being sample_indices[g].
 
-    schedule: [T+1] float32 sigmas, 1 falling to 0. conditioning: name → tensor with a leading axis of 1, e.g.
-    prompt_embeds [1, tokens, D], prompt_mask [1, tokens] bool, negative_* when guidance is on, and first_frame
-    [1, tokens, C] float32, the clean latents of a given first frame.
-    replica: name of the replica that sampled it.
+    sample_indices: with the prompt's id, the identity of each sample.
+    window_start: index in the schedule of the window's first step, T without a window.
+    latents_GSLC: the states around the window's steps, in the declared storage dtype.
+    log_probs_GW: float64, means over L · C.
+    pixels_GFHWC: uint8, F = 1 for images.
+    schedule: [T+1] float32 sigmas, 1 falling to 0.
+    conditioning: name → [1, tokens, …], e.g. prompt_embeds [1, tokens, D], prompt_mask [1, tokens]
+    bool, negative_* under guidance, and first_frame [1, tokens, C] float32, its clean latents.
+    policy_version: the weights that sampled it. replica: the name of who sampled it.
     """
 
     prompt: Prompt
     sampling: Sampling
+    sample_indices: tuple[int, ...]
+    window_start: int
+    latents_GSLC: Tensor
+    log_probs_GW: Tensor
+    pixels_GFHWC: Tensor
     schedule: Tensor
     conditioning: Mapping[str, Tensor]
-    trajectories: tuple[Trajectory, ...]
     policy_version: int
     replica: str
+
+    @property
+    def middle_frames_GHWC(self) -> Tensor:
+        """Return the middle frame of each video, of an image itself."""
+        return self.pixels_GFHWC[:, self.pixels_GFHWC.shape[1] // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Samples of this data-parallel rank, ready for `Engine.update`.
 
-    latents_NSLC: [N, W+1, L, C]. old_log_probs_NW: float64, of the policy that updates are relative to; None: those of the
-    forward that trains, right while the policy is still that one. window_start_N: int64. advantages_N, weights_N: float32; a
-    weight of 0 keeps a sample's place without its gradient. conditioning: name → [P, …], row group_index_N[n] belongs to
-    sample n. ref_means_NWLC: the reference policy's step means, only with a KL term. rollout_log_probs_NW: float64, of the
-    replicas that drew the samples, by which the policy gradient is weighed; None where they are the old ones. sampling:
-    height, width, guidance, SDE.
-    schedule: [T+1] float32. denominator: global number of weighted (sample, step) pairs that the loss sum is divided by.
+    Each row is a sample, in all tensors whose shape letters begin with N.
+
+    latents_NSLC: the states around the window's steps.
+    old_log_probs_NW: float64, of the policy that the ratio compares with. None takes those of the
+    forward that trains, which is right while the policy is still that one.
+    rollout_log_probs_NW: float64, of the replicas that drew the samples; they weigh the policy
+    gradient. None where they are the old ones.
+    window_start_N, group_index_N: int64. The latter is the sample's row of the conditioning.
+    advantages_N, weights_N: float32. A weight of 0 keeps a sample's row without its gradient.
+    conditioning: name → [P, …].
+    schedule: [T+1] float32. sampling: height, width, guidance, SDE.
+    ref_means_NWLC: the reference policy's step means, only with a KL term.
+    denominator: global number of weighted (sample, step) pairs; the loss sum is divided by it.
     """
 
     latents_NSLC: Tensor
@@ -171,16 +189,16 @@ class TrainBatch:
 
     @property
     def num_rows(self) -> int:
-        """(sample, window step) pairs."""
+        """The number of (sample, window step) pairs."""
         return self.num_samples * self.num_window_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBatch:
-    """Clean samples of this data-parallel rank with the noise drawn for them: what flow matching trains on.
+    """Clean samples of this data-parallel rank and the noise drawn for them, for flow matching.
 
-    latents_NLC: clean, noise_NLC: standard normal, both float32. sigma_N: float32 in (0, 1]. weights_N, conditioning,
-    group_index_N, sampling and denominator (global weighted samples) as in TrainBatch.
+    latents_NLC: clean, float32. noise_NLC: standard normal, float32. sigma_N: float32 in (0, 1].
+    denominator: global number of weighted samples. The other fields are as in TrainBatch.
     """
 
     latents_NLC: Tensor
@@ -199,8 +217,10 @@ class FlowBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowInputs:
-    """What a flow-matching loss sees of B samples; float32. velocity_BLC: the policy's at sigma_B, with gradient.
-    target_BLC: noise − clean latents."""
+    """The arguments of a flow-matching loss for B samples; float32.
+
+    velocity_BLC: the policy's at sigma_B, with gradient. target_BLC: noise − clean latents.
+    """
 
     velocity_BLC: Tensor
     target_BLC: Tensor
@@ -210,11 +230,12 @@ class FlowInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What a loss sees of B (sample, window step) pairs; float32, log_probs float64. A loss is a sum over rows.
+    """The arguments of a loss for B (sample, window step) pairs. A loss is a sum over rows.
 
-    latents_BLC, prev_sample_BLC: the state at sigma_B and the stored, less noisy one at sigma_next_B.
-    velocity_BLC: the policy's, with gradient. schedule: [T+1]. ref_mean_BLC: the reference policy's mean or None.
-    old_log_prob_B, rollout_log_prob_B: or None, as in TrainBatch.
+    float32, log_probs float64.
+    latents_BLC: the state at sigma_B. prev_sample_BLC: the stored, less noisy one at sigma_next_B.
+    velocity_BLC: the policy's, with gradient. ref_mean_BLC: the reference policy's, or None.
+    schedule: [T+1]. old_log_prob_B, rollout_log_prob_B: or None, as in TrainBatch.
     """
 
     latents_BLC: Tensor
@@ -233,9 +254,12 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """loss_sum: weighted sum over the microbatch (a scalar with gradient). sums: metric name → detached scalar, the
-    weighted sum over the microbatch, the loss under its own name among them (`loss/policy`); the engine divides all by
-    the batch's global denominator."""
+    """A loss over a microbatch. The engine divides all sums by the batch's global denominator.
+
+    loss_sum: weighted sum, a scalar with gradient.
+    sums: metric name → weighted sum, a detached scalar. The loss is among them under its own name
+    (`loss/policy`).
+    """
 
     loss_sum: Tensor
     sums: Mapping[str, Tensor]
@@ -243,7 +267,10 @@ class LossOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbs:
-    """log_probs_NW: float64. means_NWLC: float32 means of p(prev_sample | latents)."""
+    """The log_probs of a batch's steps.
+
+    log_probs_NW: float64. means_NWLC: float32, the means of p(prev_sample | latents).
+    """
 
     log_probs_NW: Tensor
     means_NWLC: Tensor
@@ -251,12 +278,13 @@ class LogProbs:
 
 @dataclass
 class Progress:
-    """Where a run stands; the only mutable record.
+    """The state of a run beside its weights. The only mutable record.
 
-    step: finished steps. prompts: the sampler's position, and of which prompts. recomputes: whether
-    old log_probs are the trainer's. skipped: batches that were stepped over (optim.skip_nonfinite).
-    base: path and fingerprint of the model folder whose weights
-    the run needs beside the checkpoint's, under LoRA or as KL reference; empty where it needs none.
+    step: finished steps. prompts: the sampler's position, and in which prompts.
+    recomputes: whether old log_probs are the trainer's.
+    skipped: batches that were stepped over (optim.skip_nonfinite).
+    base: path and fingerprint of the model folder whose weights the run needs beside the
+    checkpoint's, under LoRA or as KL reference; empty where it needs none.
     """
 
     step: int = 0
@@ -267,5 +295,5 @@ class Progress:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# How far two computations of one log_prob may be apart; beyond, they compute different things.
+# Two computations of one log_prob may differ by this much. Beyond it they compute different things.
 LOG_PROB_ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3, "fp8": 5e-2}

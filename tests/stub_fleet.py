@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megadiff.diffusion.noise import initial_latents
-from megadiff.types import RolloutGroup, RolloutRequest, Trajectory
+from megadiff.types import RolloutGroup, RolloutRequest
 
 TOKENS, CHANNELS, SIDE = 4, 6, 8
 
@@ -25,34 +25,26 @@ class StubFleet:
 
 
 def _group(request: RolloutRequest) -> RolloutGroup:
+    identity = {"seed": request.seed, "step": request.step, "prompt_id": request.prompt.id}
+    latents_GLC = torch.stack(
+        [
+            initial_latents((TOKENS, CHANNELS), **identity, sample_index=index)
+            for index in request.sample_indices
+        ]
+    )
+    num_samples = len(latents_GLC)
+    colours_G3 = (latents_GLC[:, 0, :3].sigmoid() * 255).to(torch.uint8)
+    pixels_GFHWC = colours_G3.view(num_samples, 1, 1, 1, 3).expand(-1, 1, SIDE, SIDE, -1)
     return RolloutGroup(
         prompt=request.prompt,
         sampling=request.sampling,
+        sample_indices=request.sample_indices,
+        window_start=1,
+        latents_GSLC=latents_GLC[:, None],
+        log_probs_GW=torch.zeros(num_samples, 0),
+        pixels_GFHWC=pixels_GFHWC.contiguous(),
         schedule=torch.tensor([1.0, 0.0]),
         conditioning={},
-        trajectories=tuple(_trajectory(request, index) for index in request.sample_indices),
         policy_version=request.policy_version or 0,
         replica="stub",
-    )
-
-
-def _trajectory(request: RolloutRequest, index: int) -> Trajectory:
-    identity = {
-        "seed": request.seed,
-        "step": request.step,
-        "prompt_id": request.prompt.id,
-        "sample_index": index,
-    }
-    latents_LC = initial_latents((TOKENS, CHANNELS), **identity)
-    pixel = (latents_LC[0, :3].sigmoid() * 255).to(torch.uint8)
-    return Trajectory(
-        latents_SLC=latents_LC[None],
-        sigmas=torch.zeros(1),
-        timesteps=torch.zeros(0),
-        log_probs=torch.zeros(0),
-        window_start=1,
-        pixels=pixel.expand(1, SIDE, SIDE, 3).contiguous(),
-        prompt_id=request.prompt.id,
-        sample_index=index,
-        policy_version=request.policy_version or 0,
     )

@@ -6,7 +6,7 @@
 The same images by every way: `diffusers` (its own pipeline, eager, all images in one call),
 `images` (the replica's OpenAI route, as many images a request as it takes),
 `images, one a request` (as many requests at once as it takes), and `rollout` (what training
-uses: one call, with trajectories, log_probs and pixels back in this process). --replicas: one that is eager, one with
+uses: one call, with latents, log_probs and pixels back in this process). --replicas: one that is eager, one with
 compiled blocks, one that is compiled and multiplies in FP8. --ways: some of them only. Medians of --repeat calls after a
 first one that is told apart. Prints a line of JSON for each, a table with ratios to `images`, and writes all to --out. A
 model folder that holds configs only is filled with random weights in --scratch.
@@ -224,13 +224,9 @@ def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> N
         step=call,
     )
     group = client.generate(request)
-    if (
-        len(group.trajectories) != options.images
-        or group.trajectories[0].pixels.shape[-3] != options.size
-    ):
-        raise RuntimeError(
-            f"the replica answered {len(group.trajectories)} of {options.images} samples"
-        )
+    num_samples, _, height, *_ = group.pixels_GFHWC.shape
+    if num_samples != options.images or height != options.size:
+        raise RuntimeError(f"the replica answered {num_samples} of {options.images} samples")
 
 
 def _timed(call: Callable[[int], object], repeat: int) -> list[float]:

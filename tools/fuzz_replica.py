@@ -170,7 +170,7 @@ class Beside:
     def draw(self) -> list[torch.Tensor]:
         answer = self.http.post("/rl/generate", json=requests_to_json([SAMPLE]))
         (group,) = decode_groups(answer.raise_for_status().content)
-        return [trajectory.latents_SLC for trajectory in group.trajectories]
+        return list(group.latents_GSLC)
 
     def draws_the_same(self) -> bool:
         return all(map(torch.equal, self.draw(), self.expected))

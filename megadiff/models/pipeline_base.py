@@ -1,14 +1,15 @@
-"""What every model's rollout pipeline shares: drawing prompt groups with a recorded stochastic window.
+"""Share what all rollout pipelines need: draw prompt groups and record a stochastic window.
 
-A model's pipeline subclasses vllm-omni's, with RolloutPipelineMixin in front. Requests that carry RolloutRequests are
-sampled here; all others (the OpenAI routes, vllm-omni's warm-up) take the stock path untouched. The replica runs one
-request per engine step (max_num_seqs=1): the samples of its groups are the batch, and depend on nothing else that runs.
+A model's pipeline subclasses vllm-omni's, with RolloutPipelineMixin in front. Requests that carry
+RolloutRequests are sampled here. All others (the OpenAI routes, vllm-omni's warm-up) take the stock
+path untouched. The replica runs one request per engine step (max_num_seqs=1): the samples of its
+groups are the batch, and depend on nothing else that runs.
 
 Rules that the trainer's adapter follows too:
-- latents live in `sampling.latents_dtype` (float32) between steps; all step arithmetic is float32;
+- latents live in `sampling.latents_dtype` (float32) between steps; step arithmetic is float32;
 - the transformer's input is `latents` cast to the model's dtype;
-- the transformer's timestep is made of `sigma`, from the float32 schedule: Qwen-Image's is sigma cast once to the model's
-  dtype, Wan's is 1000·sigma and stays float32.
+- the transformer's timestep is made of `sigma`, from the float32 schedule: Qwen-Image's is sigma
+  cast once to the model's dtype, Wan's is 1000·sigma and stays float32.
 """
 
 from __future__ import annotations
@@ -23,26 +24,31 @@ from torch import Tensor
 from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
 from megadiff.diffusion.sde import ode_step, sde_step
 from megadiff.models.pipeline_stop import Stopped, stop_path
-from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Trajectory
+from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
 
 T = TypeVar("T", str, bytes)
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
 CONDITIONING_PREFIX = "conditioning."
-NO_LORA_REQUESTS = "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA of its own"
+NO_LORA_REQUESTS = (
+    "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA "
+    "of its own"
+)
 
 
 class BatchSampler:
-    """Draws the groups of one or more requests together, step by step, and keeps each row's window.
+    """Draw the groups of one or more requests together, step by step, and record each row's window.
 
-    requests: of equal sampling; their seed, step, prompt and number of samples may differ. schedule: [T+1] float32.
-    token_shape: (L, C) of one sample's packed latents. A row of the batch is one sample, groups follow one another. Noise
-    comes from a row's identity and is the same in any batch, order or replica. Each group has a window of its own, so that
-    a step is stochastic for some rows and ODE for the others. Without a window (size 0, or sde_type "ode") only the final,
-    clean latents are kept: window_start is then T, sigmas is [0] and log_probs is [N, 0].
+    A row of the batch is one sample; groups follow one another. Noise comes from a row's identity
+    and is the same in any batch, order or replica. Each group has a window of its own, so that a
+    step is stochastic for some rows and ODE for the others.
+    Without a window (size 0, or sde_type "ode") only the clean latents are recorded, window_start
+    is T and log_probs is [N, 0].
 
-    conditioning: name → [P, tokens, …], one row per group, padded; the pipeline sets it.
+    requests: of equal sampling; their seed, step, prompt and number of samples may differ.
+    schedule: [T+1] float32. token_shape: (L, C) of one sample's packed latents.
+    conditioning: name → [P, tokens, …], padded, a row for each group; the pipeline sets it.
     """
 
     def __init__(
@@ -53,12 +59,16 @@ class BatchSampler:
         token_shape: tuple[int, int],
         device: torch.device,
     ) -> None:
-        self.requests, self.token_shape, self.device = requests, token_shape, device
-        self.sampling = sampling = requests[0].sampling
+        self.requests = requests
+        self.token_shape = token_shape
+        self.device = device
+        self.sampling = requests[0].sampling
         self.schedule = schedule.to(device)
         self.num_steps = len(schedule) - 1
-        self.storage_dtype = DTYPES[sampling.latents_dtype]
-        self.window_size = 0 if sampling.sde_type == "ode" else sampling.sde_window_size
+        self.storage_dtype = DTYPES[self.sampling.latents_dtype]
+        self.window_size = self.sampling.sde_window_size
+        if self.sampling.sde_type == "ode":
+            self.window_size = 0
         self.window_starts = [self._window_start(request) for request in requests]
         self.identities = [
             {
@@ -74,39 +84,43 @@ class BatchSampler:
         self.conditioning: dict[str, Tensor] = {}
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
+        # on the CPU: which rows a step records is known without waiting for the GPU
         self._starts_N = self.per_row(torch.tensor(self.window_starts))
-        num_rows, shape = len(self.identities), token_shape
+        num_rows = len(self.identities)
         self._states_NSLC = torch.empty(
-            num_rows, self.window_size + 1, *shape, dtype=self.storage_dtype, device=device
+            (num_rows, self.window_size + 1, *token_shape), dtype=self.storage_dtype, device=device
         )
         self._log_probs_NW = torch.empty(
-            num_rows, self.window_size, dtype=torch.float64, device=device
+            (num_rows, self.window_size), dtype=torch.float64, device=device
         )
 
     @property
     def timesteps(self) -> Tensor:
-        """[T] float32, 1000·sigma."""
+        """Return 1000·sigma, [T] float32."""
         return 1000 * self.schedule[:-1]
 
     def per_row(self, value_P: Tensor) -> Tensor:
-        """[P, …], one row per group → [N, …], one per sample."""
+        """Spread [P, …], a row for each group, to [N, …], a row for each sample."""
         return value_P[self._group_N.to(value_P.device)]
 
     def initial_latents(self) -> Tensor:
-        """[N, L, C] in the storage dtype, at sigma 1."""
-        return initial_latents_rows(self.token_shape, self.identities).to(
-            self.device, self.storage_dtype
-        )
+        """Return the noise at sigma 1, [N, L, C] in the storage dtype."""
+        latents_NLC = initial_latents_rows(self.token_shape, self.identities)
+        return latents_NLC.to(self.device, self.storage_dtype)
 
     def model_sigma(self, latents_NLC: Tensor, dtype: torch.dtype) -> Tensor:
-        """[N] the current sigma as the transformer gets it: float32, cast once to its dtype."""
+        """Return the current sigma as the transformer takes it, [N] in its dtype."""
         return self.schedule[self.step_index].to(dtype).expand(latents_NLC.shape[0])
 
     def step(self, velocity_NLC: Tensor, latents_NLC: Tensor) -> Tensor:
-        """The next, less noisy latents in the storage dtype. Stochastic and recorded for the rows whose window the step is
-        in, ODE for the others."""
-        self._keep_window_start(latents_NLC)
-        sigma, sigma_next = self.schedule[self.step_index], self.schedule[self.step_index + 1]
+        """Return the next, less noisy latents in the storage dtype.
+
+        The step is stochastic and recorded for rows whose window it is in, ODE for the others.
+        """
+        self._record_window_start(latents_NLC)
+        sigma = self.schedule[self.step_index]
+        sigma_next = self.schedule[self.step_index + 1]
+        # every row takes the ODE step; stochastic rows are overwritten
         next_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
         offset_N = self.step_index - self._starts_N
         rows_B = ((offset_N >= 0) & (offset_N < self.window_size)).nonzero().squeeze(1)
@@ -114,11 +128,11 @@ class BatchSampler:
             self._stochastic_step(rows_B, offset_N[rows_B], velocity_NLC, latents_NLC, next_NLC)
         self.step_index += 1
         if self.step_index == self.num_steps:
-            self._keep_window_start(next_NLC)  # of rows without a window
+            self._record_window_start(next_NLC)  # without a window it "starts" at T
         return next_NLC
 
     def result(self, pixels_NFHWC: Tensor) -> dict[str, Tensor]:
-        """The batch's tensors on the CPU, in the layout that `assemble_groups` reads. pixels_NFHWC: uint8."""
+        """Return the batch's tensors on the CPU for `split_groups`. pixels_NFHWC: uint8."""
         tensors = {
             "latents": self._states_NSLC,
             "log_probs": self._log_probs_NW,
@@ -129,14 +143,10 @@ class BatchSampler:
         }
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
-    def _keep_window_start(self, latents_NLC: Tensor) -> None:
-        rows_B = (
-            (self._starts_N == self.step_index)
-            .nonzero()
-            .squeeze(1)
-            .to(self.device, non_blocking=True)
-        )
+    def _record_window_start(self, latents_NLC: Tensor) -> None:
+        rows_B = (self._starts_N == self.step_index).nonzero().squeeze(1)
         if len(rows_B):
+            rows_B = rows_B.to(self.device, non_blocking=True)
             self._states_NSLC[rows_B, 0] = latents_NLC[rows_B]
 
     def _stochastic_step(
@@ -147,22 +157,20 @@ class BatchSampler:
         latents_NLC: Tensor,
         next_NLC: Tensor,
     ) -> None:
-        """Overwrites rows_B of next_NLC and records them; offset_B: steps since each row's window began."""
-        index, num_rows = self.step_index, len(rows_B)
+        """Overwrite rows_B of next_NLC and record them. offset_B: their steps within the window."""
+        index = self.step_index
         identities = [self.identities[row] for row in rows_B.tolist()]
-        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index).to(
-            self.device, non_blocking=True
-        )
-        rows_B, offset_B = (
-            value.to(self.device, non_blocking=True) for value in (rows_B, offset_B)
-        )
+        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index)
+        noise_BLC = noise_BLC.to(self.device, non_blocking=True)
+        rows_B = rows_B.to(self.device, non_blocking=True)
+        offset_B = offset_B.to(self.device, non_blocking=True)
         prev_sample_BLC, log_prob_B, _ = sde_step(
             self.sampling.sde_type,
             latents_NLC[rows_B],
             velocity_NLC[rows_B],
             noise_BLC,
-            self.schedule[index].expand(num_rows),
-            self.schedule[index + 1].expand(num_rows),
+            self.schedule[index].expand(len(rows_B)),
+            self.schedule[index + 1].expand(len(rows_B)),
             schedule=self.schedule,
             eta=self.sampling.eta,
             storage_dtype=self.storage_dtype,
@@ -184,24 +192,29 @@ class BatchSampler:
 
 
 class RolloutPipelineMixin:
-    """In front of a vllm-omni pipeline class. The model's subclass implements `new_sampler` and `to_pixels`, and hands
-    the sampler's latents, timesteps and conditioning to the stock denoising loop."""
+    """Stand in front of a vllm-omni pipeline class and draw our requests through it.
+
+    The model's subclass implements `new_sampler` and `to_pixels`, and hands the sampler's latents,
+    timesteps and conditioning to the stock denoising loop.
+    """
 
     policy_components = ("transformer",)  # whose weights the trainer pushes
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
     def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
-        """The sampler of requests of equal sampling, with this model's schedule and latent shape."""
+        """Make a sampler for requests of one sampling: this model's schedule, latent shape."""
         raise NotImplementedError
 
     def to_pixels(self, images: Tensor) -> Tensor:
-        """Decoder output → [N, F, H, W, 3] uint8."""
+        """Turn the decoder's output into [N, F, H, W, 3] uint8."""
         raise NotImplementedError
 
     def draw(self, req: Any) -> Any:
-        """vllm-omni's output of our requests, with what to_pixels takes as its `output`. By the stock forward, unless the
-        model's subclass draws by itself."""
+        """Return vllm-omni's output for our requests, whose `output` to_pixels takes.
+
+        It is the stock forward's, unless the model's subclass draws by itself.
+        """
         (output,) = super().forward(req)
         return output
 
@@ -222,13 +235,12 @@ class RolloutPipelineMixin:
             self._sampler = self.new_sampler(requests)
             output = self.draw(req)
             result = self._sampler.result(self.to_pixels(output.output))
-        except (
-            ValueError
-        ) as error:  # the request's fault, e.g. more tokens than the text encoder takes
+        except ValueError as error:
+            # the request's fault, e.g. more tokens than the text encoder takes
             return [_refusal(error)]
         finally:
             self._sampler = None
-        # the pixels travel in the metadata: a payload is made into images or videos
+        # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return [dataclasses.replace(output, output=envelope)]
 
@@ -236,6 +248,7 @@ class RolloutPipelineMixin:
         if self._sampler is not None:
             latents_NLC = kwargs["hidden_states"]
             dtype = next(self.transformer.parameters()).dtype
+            # latents are float32 between steps; the model computes in its own dtype
             kwargs["hidden_states"] = latents_NLC.to(dtype)
             kwargs["timestep"] = self._sampler.model_sigma(latents_NLC, dtype)
         return super().predict_noise(*args, **kwargs)
@@ -249,92 +262,77 @@ class RolloutPipelineMixin:
 
 
 def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:
-    """(each value once, place of values[i] in it as int64)."""
-    places = {value: place for place, value in enumerate(dict.fromkeys(values))}
-    return list(places), torch.tensor([places[value] for value in values])
+    """Return (each value once, the index in it of every values[i] as int64)."""
+    indices = {value: index for index, value in enumerate(dict.fromkeys(values))}
+    return list(indices), torch.tensor([indices[value] for value in values])
 
 
 def _refusal(error: ValueError) -> Any:
-    """An output that vllm-omni's front end turns into a client error: a 4xx, and the replica lives on."""
+    """Return an output that vllm-omni answers as a client error, so that the replica lives on."""
     from vllm_omni.diffusion.data import DiffusionOutput
 
     return DiffusionOutput(error=str(error), error_status_code=400, error_type="BadRequestError")
 
 
 def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:
-    """The RolloutRequests that a vllm-omni request batch carries, none for a plain request.
-
-    Only the replica's own code can put the records there: OpenAI clients send JSON, which never makes a RolloutRequest.
-    """
-    found = [params.extra_args.get(REQUESTS_KEY) for params in batch.sampling_params_list]
+    """Return the RolloutRequests of a vllm-omni request batch, none for a plain request."""
+    values = [params.extra_args.get(REQUESTS_KEY) for params in batch.sampling_params_list]
+    # OpenAI clients can set the key too, but never to a RolloutRequest: they send JSON
     ours = [
         requests
-        for requests in found
+        for requests in values
         if isinstance(requests, tuple) and isinstance(requests[0], RolloutRequest)
     ]
-    if ours and len(found) > 1:
+    if ours and len(values) > 1:
         raise ValueError(
-            f"{len(found)} requests in one engine step; a replica runs with max_num_seqs=1"
+            f"{len(values)} requests in one engine step; a replica runs with max_num_seqs=1"
         )
     return ours[0] if ours else ()
 
 
-def assemble_groups(
+def split_groups(
     requests: Sequence[RolloutRequest],
     result: Mapping[str, Tensor],
     *,
     policy_version: int,
     replica: str,
 ) -> list[RolloutGroup]:
-    """The group records out of what BatchSampler.result returned, in the order of the requests."""
-    schedule, groups, first = result["schedule"], [], 0
-    for place, request in enumerate(requests):
-        start, num_states = int(result["window_starts"][place]), result["latents"].shape[1]
-        sigmas = schedule[start : start + num_states]
-        timesteps = 1000 * sigmas[:-1]
-        rows = slice(first, first + len(request.sample_indices))
-        columns = (result[name][rows].unbind() for name in ("latents", "log_probs", "pixels"))
-        trajectories = tuple(
-            Trajectory(
-                latents_SLC=latents_SLC,
-                sigmas=sigmas,
-                timesteps=timesteps,
-                log_probs=log_probs,
-                window_start=start,
-                pixels=pixels,
-                prompt_id=request.prompt.id,
-                sample_index=sample_index,
-                policy_version=policy_version,
-            )
-            for sample_index, latents_SLC, log_probs, pixels in zip(
-                request.sample_indices, *columns, strict=True
-            )
-        )
-        group = RolloutGroup(
+    """Cut what BatchSampler.result returned into groups, in the order of the requests."""
+    sizes = [len(request.sample_indices) for request in requests]
+    window_starts = result["window_starts"].tolist()
+    columns = (result[name].split(sizes) for name in ("latents", "log_probs", "pixels"))
+    return [
+        RolloutGroup(
             prompt=request.prompt,
             sampling=request.sampling,
-            schedule=schedule,
-            conditioning=_conditioning_row(result, place),
-            trajectories=trajectories,
+            sample_indices=request.sample_indices,
+            window_start=window_starts[index],
+            latents_GSLC=latents_GSLC,
+            log_probs_GW=log_probs_GW,
+            pixels_GFHWC=pixels_GFHWC,
+            schedule=result["schedule"],
+            conditioning=_conditioning_row(result, index),
             policy_version=policy_version,
             replica=replica,
         )
-        groups.append(group)
-        first = rows.stop
-    return groups
+        for index, (request, latents_GSLC, log_probs_GW, pixels_GFHWC) in enumerate(
+            zip(requests, *columns, strict=True)
+        )
+    ]
 
 
-def _conditioning_row(result: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-    """One group's conditioning, cut to its own tokens where there is a mask of them: what it is does not depend on the
-    prompts it was batched with."""
+def _conditioning_row(result: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Return one group's conditioning, each tensor cut to the tokens of its mask if it has one.
+
+    So a group's record does not depend on the prompts that it was batched with.
+    """
     row = {
-        name.removeprefix(CONDITIONING_PREFIX): tensor[place : place + 1]
+        name.removeprefix(CONDITIONING_PREFIX): tensor[index : index + 1]
         for name, tensor in result.items()
         if name.startswith(CONDITIONING_PREFIX)
     }
     widths = {
         name.removesuffix("_mask"): int(row[name].sum()) for name in row if name.endswith("_mask")
     }
-    return {
-        name: tensor[:, : widths.get(name.rpartition("_")[0])] for name, tensor in row.items()
-    }  # None: whole
+    # `prompt_embeds` and `prompt_mask` are as wide as `prompt`; None leaves a tensor whole
+    return {name: tensor[:, : widths.get(name.rpartition("_")[0])] for name, tensor in row.items()}

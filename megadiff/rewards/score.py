@@ -97,10 +97,10 @@ class Scorer:
         if self._workers is None:
             self._workers = Workers(self._num_workers, gil_limit_s=self.timeout_s + GRACE_S)
         samples = [
-            RewardSample(
-                pixels=each.pixels.numpy(), prompt=group.prompt, sample_index=each.sample_index
+            RewardSample(pixels=pixels_FHWC, prompt=group.prompt, sample_index=index)
+            for index, pixels_FHWC in zip(
+                group.sample_indices, group.pixels_GFHWC.numpy(), strict=True
             )
-            for each in group.trajectories
         ]
         for name, reward in self.rewards.items():
             chunk = reward.samples_per_call or len(samples)

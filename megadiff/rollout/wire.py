@@ -1,11 +1,14 @@
-"""Requests and groups as bytes: JSON, and safetensors with a JSON header. Pure functions, never pickle."""
+"""Write requests as JSON, and groups as safetensors with a JSON header. Pure functions, no pickle.
+
+The header is the entry `megadiff` of the safetensors metadata.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,18 +17,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from megadiff.sync.bucket import own_host_tensor
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
-_COLUMNS = {
-    "latents": "latents_SLC",
-    "log_probs": "log_probs",
-    "pixels": "pixels",
-}  # tensor → field of a Trajectory
+COLUMNS = ("latents_GSLC", "log_probs_GW", "pixels_GFHWC")  # of a group, a row for each sample
 
 
 def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
-    """RolloutRequests as a JSON list; a first frame in base64."""
+    """Return RolloutRequests as a JSON list, a first frame in base64."""
     return [
         dataclasses.asdict(request)
         | {"first_frame": base64.b64encode(request.first_frame).decode()}
@@ -34,128 +33,101 @@ def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]
 
 
 def requests_from_json(value: object) -> list[RolloutRequest]:
-    """The inverse. Raises ValueError that names the request, and its key which is missing, unknown or of a wrong type."""
+    """Read RolloutRequests back.
+
+    Raises ValueError that names the request, and its key that is missing, unknown or of wrong type.
+    """
     if not isinstance(value, list):
         raise ValueError(
             f"the body is a {type(value).__name__}; it must be a JSON list of requests"
         )
     requests = []
-    for place, item in enumerate(value):
+    for index, item in enumerate(value):
         try:
             requests.append(_request_from_json(item))
         except ValueError as error:
-            raise ValueError(f"requests[{place}]: {error}") from None
+            raise ValueError(f"requests[{index}]: {error}") from None
     return requests
 
 
 def encode_groups(groups: Sequence[RolloutGroup]) -> bytes:
-    """safetensors bytes of groups that share one sampling, and a JSON header.
+    """Write groups that share one sampling and schedule as safetensors bytes.
 
-    What every sample has is one tensor over the samples of all groups: hundreds of small ones would take longer to write
-    than their bytes do. Conditioning, whose width is a group's own, is called `<place>.<name>`.
+    A column is one tensor over all groups: writing hundreds of small tensors takes longer than
+    writing their bytes. Conditioning differs in width, so each group's is `<index>.<name>`.
     """
-    samples = [sample for group in groups for sample in group.trajectories]
-    columns = {
-        field: torch.stack([getattr(sample, name) for sample in samples])
-        for field, name in _COLUMNS.items()
-    }
-    conditioning = {
-        f"{place}.{name}": tensor
-        for place, group in enumerate(groups)
-        for name, tensor in group.conditioning.items()
-    }
-    schedule = {"schedule": groups[0].schedule}
-    return _save(
-        {**columns, **schedule, **conditioning}, {"groups": [_header(group) for group in groups]}
+    tensors = {"schedule": groups[0].schedule}
+    for name in COLUMNS:
+        tensors[name] = torch.cat([getattr(group, name) for group in groups])
+    for index, group in enumerate(groups):
+        for name, tensor in group.conditioning.items():
+            tensors[f"{index}.{name}"] = tensor
+    header = {"groups": [_header(group) for group in groups]}
+    return save(
+        {name: own_host_tensor(tensor) for name, tensor in tensors.items()},
+        metadata={HEADER_KEY: json.dumps(header)},
     )
 
 
 def decode_groups(body: bytes) -> list[RolloutGroup]:
-    """The inverse of encode_groups. Raises ValueError when the body does not hold groups."""
+    """Read groups back. Raises ValueError when the body does not hold groups."""
     tensors, header = _load(body)
-    columns = {field: tensors.pop(field).unbind() for field in _COLUMNS}
-    schedule = tensors.pop("schedule")
-    conditioning: list[dict[str, Tensor]] = [{} for _ in header["groups"]]
-    for key, tensor in tensors.items():
-        place, _, name = key.partition(".")
-        conditioning[int(place)][name] = tensor
-    groups, first = [], 0
-    for own, of_group in zip(conditioning, header["groups"], strict=True):
-        rows = slice(first, first + len(of_group["sample_indices"]))
-        groups.append(
-            _group(
-                {field: column[rows] for field, column in columns.items()}, schedule, own, of_group
-            )
+    missing = [name for name in (*COLUMNS, "schedule") if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"the groups lack {', '.join(missing)}; trainer and replica must run the same megadiff"
         )
-        first = rows.stop
+    headers = header["groups"]
+    sizes = [len(group["sample_indices"]) for group in headers]
+    columns = {name: tensors.pop(name).split(sizes) for name in COLUMNS}
+    schedule = tensors.pop("schedule")
+    conditioning: list[dict[str, Tensor]] = [{} for _ in headers]
+    for key, tensor in tensors.items():
+        index, _, name = key.partition(".")
+        conditioning[int(index)][name] = tensor
+    groups = []
+    for index, fields in enumerate(headers):
+        group = RolloutGroup(
+            prompt=Prompt(**_fields(fields["prompt"], Prompt, "prompt")),
+            sampling=_sampling(fields["sampling"]),
+            sample_indices=tuple(fields["sample_indices"]),
+            window_start=fields["window_start"],
+            schedule=schedule,
+            conditioning=conditioning[index],
+            policy_version=fields["policy_version"],
+            replica=fields["replica"],
+            **{name: column[index] for name, column in columns.items()},
+        )
+        groups.append(group)
     return groups
 
 
 def _request_from_json(value: object) -> RolloutRequest:
     fields = _fields(value, RolloutRequest, "request")
     fields["prompt"] = Prompt(**_fields(fields["prompt"], Prompt, "prompt"))
-    sampling = _fields(fields["sampling"], Sampling, "sampling")
-    if "sde_window_range" in sampling:
-        sampling["sde_window_range"] = _integers(
-            sampling["sde_window_range"], "sampling.sde_window_range", length=2
-        )
-    fields["sampling"] = Sampling(**sampling)
+    fields["sampling"] = _sampling(fields["sampling"])
     fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
     fields["first_frame"] = _bytes(fields.get("first_frame", ""), "request.first_frame")
     return RolloutRequest(**fields)
+
+
+def _sampling(value: object) -> Sampling:
+    fields = _fields(value, Sampling, "sampling")
+    if "sde_window_range" in fields:
+        where = "sampling.sde_window_range"
+        fields["sde_window_range"] = _integers(fields["sde_window_range"], where, length=2)
+    return Sampling(**fields)
 
 
 def _header(group: RolloutGroup) -> dict[str, Any]:
     return {
         "prompt": dataclasses.asdict(group.prompt),
         "sampling": dataclasses.asdict(group.sampling),
-        "sample_indices": [trajectory.sample_index for trajectory in group.trajectories],
-        "window_start": group.trajectories[0].window_start,
+        "sample_indices": group.sample_indices,
+        "window_start": group.window_start,
         "policy_version": group.policy_version,
         "replica": group.replica,
     }
-
-
-def _group(
-    columns: Mapping[str, Sequence[Tensor]],
-    schedule: Tensor,
-    conditioning: dict[str, Tensor],
-    header: Mapping[str, Any],
-) -> RolloutGroup:
-    prompt = Prompt(**_fields(header["prompt"], Prompt, "prompt"))
-    sampling = _fields(header["sampling"], Sampling, "sampling")
-    sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
-    window = slice(header["window_start"], header["window_start"] + len(columns["latents"][0]))
-    sigmas = schedule[window]
-    shared = {
-        "sigmas": sigmas,
-        "timesteps": 1000 * sigmas[:-1],
-        "window_start": window.start,
-        "prompt_id": prompt.id,
-        "policy_version": header["policy_version"],
-    }
-    rows = zip(header["sample_indices"], *columns.values(), strict=True)
-    return RolloutGroup(
-        prompt=prompt,
-        sampling=Sampling(**sampling),
-        schedule=schedule,
-        conditioning=conditioning,
-        trajectories=tuple(
-            Trajectory(
-                sample_index=index, **shared, **dict(zip(_COLUMNS.values(), row, strict=True))
-            )
-            for index, *row in rows
-        ),
-        policy_version=header["policy_version"],
-        replica=header["replica"],
-    )
-
-
-def _save(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
-    return save(
-        {name: own_host_tensor(tensor) for name, tensor in tensors.items()},
-        metadata={HEADER_KEY: json.dumps(header)},
-    )
 
 
 def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -163,6 +135,7 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = load(body)
     except SafetensorError as error:
         raise ValueError(f"the body of {len(body)} bytes is not safetensors: {error}") from error
+    # `load` drops the metadata; the file begins with its header's length in 8 bytes
     length = int.from_bytes(body[:8], "little")
     metadata = json.loads(body[8 : 8 + length]).get("__metadata__", {})
     if HEADER_KEY not in metadata:
@@ -182,7 +155,7 @@ _TYPES = {
 
 
 def _fields(value: object, record: type, where: str) -> dict[str, Any]:
-    """The keyword arguments of a record, checked for names and for the types of its plain fields."""
+    """Return a record's keyword arguments, with checked names and types of plain fields."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
     fields = {field.name: field for field in dataclasses.fields(record)}
@@ -196,12 +169,13 @@ def _fields(value: object, record: type, where: str) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, item in value.items():
-        types = _TYPES.get(str(fields[name].type))
-        if types and (
-            not isinstance(item, types) or (isinstance(item, bool) and types is not bool)
-        ):
+        wanted = str(fields[name].type)
+        types = _TYPES.get(wanted)
+        # True is an int to Python, but no number to us
+        is_wrong_bool = isinstance(item, bool) and types is not bool
+        if types and (is_wrong_bool or not isinstance(item, types)):
             raise ValueError(
-                f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {fields[name].type}"
+                f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {wanted}"
             )
     return dict(value)
 
@@ -211,11 +185,10 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def _integers(value: object, where: str, *, length: int | None = None) -> tuple[int, ...]:
-    good = isinstance(value, list | tuple) and all(type(item) is int for item in value)
-    if not good or length not in (None, len(value)):
-        raise ValueError(
-            f"{where}={value!r} must be a list of {'' if length is None else f'{length} '}integers"
-        )
+    is_list = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    if not is_list or length not in (None, len(value)):
+        count = "" if length is None else f"{length} "
+        raise ValueError(f"{where}={value!r} must be a list of {count}integers")
     return tuple(value)
 
 

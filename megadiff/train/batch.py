@@ -15,74 +15,68 @@ from megadiff.types import RolloutGroup, TrainBatch
 def to_train_batch(
     groups: Sequence[RolloutGroup], advantages_PG: Tensor, weights_P: Tensor
 ) -> TrainBatch:
-    """Flattens groups to samples (group by group), on the CPU: the engine moves a microbatch at a time.
+    """Join groups to one batch, group by group.
 
-    denominator is that of this rank alone; `update.with_denominator` makes it global.
+    It stays on the CPU: the engine moves a microbatch at a time. denominator is this rank's alone;
+    `update.with_denominator` makes it global.
+    Raises ValueError for groups of unequal schedules.
     """
+    first = groups[0]
     for group in groups[1:]:
-        if not torch.equal(group.schedule, groups[0].schedule):
-            raise ValueError(
-                f"{group.replica} sampled with another schedule than {groups[0].replica}"
-            )
-    samples = [trajectory for group in groups for trajectory in group.trajectories]
-    group_size = len(groups[0].trajectories)
+        if not torch.equal(group.schedule, first.schedule):
+            raise ValueError(f"{group.replica} sampled with another schedule than {first.replica}")
+    group_size, num_steps = first.log_probs_GW.shape
+    starts_P = torch.tensor([group.window_start for group in groups])
     weights_N = weights_P.repeat_interleave(group_size)
-    conditioning = stack_conditioning([group.conditioning for group in groups])
-    old_log_probs_NW = torch.stack([sample.log_probs for sample in samples])
     return TrainBatch(
-        latents_NSLC=torch.stack([sample.latents_SLC for sample in samples]),
-        old_log_probs_NW=old_log_probs_NW,
-        window_start_N=torch.tensor([sample.window_start for sample in samples]),
+        latents_NSLC=torch.cat([group.latents_GSLC for group in groups]),
+        old_log_probs_NW=torch.cat([group.log_probs_GW for group in groups]),
+        window_start_N=starts_P.repeat_interleave(group_size),
         advantages_N=advantages_PG.reshape(-1),
         weights_N=weights_N,
         group_index_N=torch.arange(len(groups)).repeat_interleave(group_size),
-        conditioning=conditioning,
-        schedule=groups[0].schedule,
-        sampling=groups[0].sampling,
-        denominator=max(float(weights_N.sum()), 1.0) * old_log_probs_NW.shape[1],
+        conditioning=stack_conditioning([group.conditioning for group in groups]),
+        schedule=first.schedule,
+        sampling=first.sampling,
+        denominator=max(float(weights_N.sum()), 1.0) * num_steps,
     )
 
 
 def stack_conditioning(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """[1, tokens, …] tensors of several groups as one [P, max tokens, …] each, padded with zeros (False in masks)."""
-    return {
-        name: torch.cat(
-            [_pad_tokens(row[name], max(other[name].shape[1] for other in rows)) for row in rows]
-        )
-        for name in rows[0]
-    }
+    """Join [1, tokens, …] tensors of several groups to one [P, max tokens, …] tensor a name.
+
+    Shorter ones are padded with zeros (False in masks).
+    """
+    stacked = {}
+    for name in rows[0]:
+        tensors = [row[name] for row in rows]
+        width = max(tensor.shape[1] for tensor in tensors)
+        stacked[name] = torch.cat([_pad_tokens(tensor, width) for tensor in tensors])
+    return stacked
 
 
-def _pad_tokens(value: Tensor, tokens: int) -> Tensor:
-    return F.pad(value, (*[0] * (2 * (value.ndim - 2)), 0, tokens - value.shape[1]))
+def _pad_tokens(tensor: Tensor, width: int) -> Tensor:
+    # F.pad takes (before, after) pairs from the last dimension on; tokens are the second one
+    after_tokens = [0, 0] * (tensor.ndim - 2)
+    return F.pad(tensor, (*after_tokens, 0, width - tensor.shape[1]))
 
 
 def select(batch: TrainBatch, index_N: Tensor) -> TrainBatch:
-    """The samples of index_N [n] int64; conditioning and denominator stay."""
-    old, rollout, ref_means = (
-        None if value_N is None else value_N[index_N]
-        for value_N in (batch.old_log_probs_NW, batch.rollout_log_probs_NW, batch.ref_means_NWLC)
-    )
-    return replace(
-        batch,
-        latents_NSLC=batch.latents_NSLC[index_N],
-        old_log_probs_NW=old,
-        window_start_N=batch.window_start_N[index_N],
-        advantages_N=batch.advantages_N[index_N],
-        weights_N=batch.weights_N[index_N],
-        group_index_N=batch.group_index_N[index_N],
-        ref_means_NWLC=ref_means,
-        rollout_log_probs_NW=rollout,
-    )
+    """Return the samples of index_N, int64. Conditioning and denominator stay."""
+    rows = {
+        name: value[index_N]
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and name.rpartition("_")[2].startswith("N")
+    }
+    return replace(batch, **rows)
 
 
 def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> list[TrainBatch]:
-    """The samples in num_updates equal parts, each with an equal share of every group.
+    """Return the batches of num_updates updates, each with equally many samples of every group.
 
-    By sample index, so that a part holds the same samples under every layout. group_size % num_updates == 0.
+    The split is by sample index, so that an update has the same samples under every layout.
+    group_size must be divisible by num_updates.
     """
-    sample_N = torch.arange(batch.num_samples) % group_size
-    share = group_size // num_updates
-    return [
-        select(batch, torch.nonzero(sample_N // share == part)[:, 0]) for part in range(num_updates)
-    ]
+    # [groups, updates, samples of a group in an update]
+    index_PUG = torch.arange(batch.num_samples).view(-1, num_updates, group_size // num_updates)
+    return [select(batch, index_PG.reshape(-1)) for index_PG in index_PUG.unbind(1)]

@@ -217,7 +217,7 @@ def _sample_and_score(
         for index, group in fleet.generate([for_replica(request) for request in chunk]):
             groups.append(replace(group, prompt=chunk[index].prompt))
             scorer.submit(groups[-1])
-            on_samples(len(group.trajectories))
+            on_samples(len(group.sample_indices))
         for group, rewards_G in zip(groups, _by_sample(scorer.collect()), strict=True):
             _keep(share, group, rewards_G, wanted)
             pending.setdefault(group.prompt.id, []).append(group)
@@ -248,14 +248,15 @@ def _keep(
     share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]
 ) -> None:
     prompt = group.prompt
-    for sample, rewards in zip(group.trajectories, rewards_G, strict=True):
-        is_wanted = (prompt.id, sample.sample_index) in wanted
-        suffix = picture_suffix(sample.pixels)
-        file = image_name(prompt.id, sample.sample_index, suffix=suffix) if is_wanted else None
+    rows = zip(group.sample_indices, group.pixels_GFHWC, rewards_G, strict=True)
+    for sample_index, pixels_FHWC, rewards in rows:
+        is_wanted = (prompt.id, sample_index) in wanted
+        suffix = picture_suffix(pixels_FHWC)
+        file = image_name(prompt.id, sample_index, suffix=suffix) if is_wanted else None
         share.samples.append(
             EvaluatedSample(
                 prompt_id=prompt.id,
-                sample_index=sample.sample_index,
+                sample_index=sample_index,
                 caption=prompt.text,
                 task=task_of(prompt),
                 rewards=rewards,
@@ -263,25 +264,21 @@ def _keep(
             )
         )
         if file:
-            share.images[file] = (
-                sample.pixels.clone()
-            )  # not a view, which would keep the pixels of its whole group
+            # not a view, which would keep the pixels of its whole group
+            share.images[file] = pixels_FHWC.clone()
 
 
 def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
     """Diversity of all samples of one prompt, of colour where it names none. Of a video, its middle frame is looked at."""
-    samples = sorted(
-        (sample for group in groups for sample in group.trajectories),
-        key=lambda each: each.sample_index,
-    )
-    frames = torch.stack([sample.pixels[len(sample.pixels) // 2] for sample in samples])
+    indices = torch.tensor([index for group in groups for index in group.sample_indices])
+    order = indices.argsort(stable=True)
+    frames = torch.cat([group.middle_frames_GHWC for group in groups])[order]
+    clean_latents = torch.cat([group.latents_GSLC[:, -1] for group in groups])[order]
     small: np.ndarray = diversity.thumbnails(frames)
     is_named = diversity.names_a_colour(groups[0].prompt.text)
     figures = {
         "colour_entropy_bit": math.nan if is_named else diversity.colour_entropy_bit([small]),
-        "latent_spread": diversity.latent_spread(
-            torch.stack([sample.latents_SLC[-1] for sample in samples])
-        ),
+        "latent_spread": diversity.latent_spread(clean_latents),
         "saturation": diversity.saturation(small),
     }
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}

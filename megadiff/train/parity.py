@@ -254,7 +254,7 @@ def _gaps(
 
 
 def _batch(groups: Sequence[RolloutGroup]) -> TrainBatch:
-    shape = (len(groups), len(groups[0].trajectories))
+    shape = (len(groups), len(groups[0].sample_indices))
     return to_train_batch(groups, torch.zeros(shape), torch.ones(len(groups)))
 
 
@@ -275,9 +275,9 @@ def _replay(
             "seed": seed,
             "step": step,
             "prompt_id": group.prompt.id,
-            "sample_index": sample.sample_index,
+            "sample_index": sample_index,
         }
-        for sample in group.trajectories
+        for sample_index in group.sample_indices
     ]
     latents_NLC = torch.stack([noise.initial_latents(shape, **identity) for identity in identities])
     latents_NLC = latents_NLC.to(batch.latents_NSLC)

@@ -1,4 +1,4 @@
-"""What a run leaves behind of each step: metrics, sample images, evaluations, the progress line."""
+"""Record each step of a run: metrics, sample images, evaluations, the progress line."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
+from megadiff.rewards.score import TOTAL
 from megadiff.train.sampling import Rewards
 from megadiff.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
-SAMPLE_PROMPTS, SAMPLES_PER_PROMPT = 8, 2  # saved when samples are due
+# saved when samples are due
+SAMPLE_PROMPTS = 8
+SAMPLES_PER_PROMPT = 2
 
 
 class Recorder:
-    """Reduces figures over the ranks and hands them to the trackers of rank 0. start() and step() are collective.
+    """Reduce figures over the ranks and hand them to the trackers of rank 0.
 
-    timers: of the loop's stages. memory: what watches this rank's GPU meanwhile, None on CPU."""
+    start() and step() are collective.
+    timers: of the loop's stages. memory: watches this rank's GPU meanwhile, None on CPU.
+    """
 
     def __init__(
         self,
@@ -44,17 +49,17 @@ class Recorder:
         timers: Timers,
         memory: DeviceMemory | None = None,
     ) -> None:
-        self.trackers, self.progress_bar, self.config, self.mesh = (
-            trackers,
-            progress_bar,
-            config,
-            mesh,
-        )
-        self.evaluate, self.timers, self.memory = evaluate, timers, memory
+        self.trackers = trackers
+        self.progress_bar = progress_bar
+        self.config = config
+        self.mesh = mesh
+        self.evaluate = evaluate
+        self.timers = timers
+        self.memory = memory
         self._recorded_step = 0
 
     def is_due(self, every: int, step: int) -> bool:
-        """Every `every` steps (0: never), and at the end of the run."""
+        """Say whether step is a multiple of `every` (0: never) or the last of the run."""
         return step == self.config.train.num_steps or bool(every and step % every == 0)
 
     def recorded_step(self) -> int:
@@ -62,8 +67,10 @@ class Recorder:
         return self._recorded_step
 
     def start(self, step: int) -> None:
-        """Before the first step of a run that evaluates: the figures of the untrained policy, as step 0. A resumed run,
-        step > 0, has them."""
+        """Log the figures of the untrained policy as step 0, before a run that evaluates.
+
+        A resumed run, step > 0, has them.
+        """
         if step or not self.evaluate:
             return
         metrics = self._evaluated(step)
@@ -77,8 +84,10 @@ class Recorder:
         figures: dict[str, float],
         samples: Callable[[], list[SampleRecord]] | None = None,
     ) -> None:
-        """Log the finished step `step` (from 1), with the timers' seconds. figures: equal on every rank but for seconds.
-        samples: called where images are due."""
+        """Log the finished step `step` (from 1), with the timers' seconds.
+
+        figures: equal on every rank but for seconds. samples: called where images are due.
+        """
         metrics = {**figures, **self.timers.pop(), **self._memory()}
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
@@ -86,13 +95,11 @@ class Recorder:
         if self.evaluate and self.is_due(self.config.eval.every, step):
             try:
                 metrics |= self._evaluated(step)
-            except (
-                AgreedError
-            ) as error:  # the step itself is finished, and its line must not be lost
+            except AgreedError as error:
+                # the step itself is finished, and its line must not be lost
                 failure = error
-            except (
-                SystemExit
-            ):  # stopped meanwhile: other ranks may be gone, so nothing is agreed on
+            except SystemExit:
+                # stopped meanwhile: other ranks may be gone, so nothing is agreed on
                 if self.mesh.rank == 0:
                     self._write(step, metrics, None)
                 raise
@@ -105,11 +112,10 @@ class Recorder:
             raise failure
 
     def _memory(self) -> dict[str, float]:
-        """The fullest rank's; without phases that none has seen."""
+        """Return the peaks of the fullest rank, without phases that no rank has seen."""
         peaks = memory_metrics(self.mesh.device) | (self.memory.pop() if self.memory else {})
-        return {
-            key: peak for key, peak in all_reduce_max(peaks, self.mesh.cpu_group).items() if peak
-        }
+        peaks = all_reduce_max(peaks, self.mesh.cpu_group)
+        return {key: peak for key, peak in peaks.items() if peak}
 
     def _evaluated(self, step: int) -> dict[str, float]:
         start_s = time.monotonic()
@@ -133,7 +139,7 @@ class Recorder:
 def rollout_metrics(
     groups: list[RolloutGroup], rewards: Rewards, *, step: int, mesh: Mesh
 ) -> dict[str, float]:
-    """Rewards, diversity and staleness of what step `step` (from 1) sampled. Collective."""
+    """Return rewards, diversity and staleness of what step `step` (from 1) sampled. Collective."""
     return {
         **reward_metrics(rewards, mesh),
         **diversity_metrics(groups, mesh),
@@ -142,13 +148,16 @@ def rollout_metrics(
 
 
 def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
-    """Global mean of every reward; of the total also std, extremes' spread within groups, and the share without signal."""
-    total_PG = rewards["total"].double()
+    """Return the global mean of every reward, and how the total spreads. Collective.
+
+    Of the total: its std, the mean std within groups, and the share of groups without signal.
+    """
+    total_PG = rewards[TOTAL].double()
     group_std_P = total_PG.std(dim=1, correction=0)
     sums = {
         f"reward/{name}": float(value.double().sum())
         for name, value in rewards.items()
-        if name != "total"
+        if name != TOTAL
     }
     sums |= {
         "reward/mean": float(total_PG.sum()),
@@ -158,22 +167,25 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
         "reward/group_std": float(group_std_P.sum()),
         "reward/zero_std_ratio": float((group_std_P <= ZERO_STD).sum()),
     }
-    sums = all_reduce_sums(
-        sums, mesh.cpu_group
-    )  # model-parallel peers count alike: numerators and counts scale together
-    squares, count, groups = sums.pop("squares"), sums.pop("count"), sums.pop("groups")
+    # model-parallel peers count alike, so numerators and counts scale together
+    sums = all_reduce_sums(sums, mesh.cpu_group)
+    squares = sums.pop("squares")
+    count = sums.pop("count")
+    num_groups = sums.pop("groups")
     per_group = {
-        key: sums.pop(key) / groups for key in ("reward/group_std", "reward/zero_std_ratio")
+        key: sums.pop(key) / num_groups for key in ("reward/group_std", "reward/zero_std_ratio")
     }
     means = {key: value / count for key, value in sums.items()}
-    spread = max(squares / count - means["reward/mean"] ** 2, 0.0) ** 0.5
-    return {**means, "reward/std": spread, **per_group}
+    variance = squares / count - means["reward/mean"] ** 2  # by rounding it may be below zero
+    return {**means, "reward/std": max(variance, 0.0) ** 0.5, **per_group}
 
 
 def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float]:
-    """Means over the groups of all ranks: how different the samples of one prompt are, and the looks of a hacked reward.
-    Of a video, its middle frame, and how much it moves. Diversity of colour is that of prompts that name none, and missing
-    without one."""
+    """Return means over all ranks' groups: how unlike samples are, and signs of hacked rewards.
+
+    Collective. Of videos the middle frame is looked at, and how much they move. Diversity of colour
+    is that of prompts that name none, and missing without one.
+    """
     keys = (
         "pixel_spread",
         "saturation",
@@ -185,40 +197,38 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float
     )
     sums = dict.fromkeys(keys, 0.0)
     for group in groups:
-        pixels = torch.stack(
-            [sample.pixels[len(sample.pixels) // 2] for sample in group.trajectories]
-        )
-        small = diversity.thumbnails(pixels)  # three of four figures look at these: shrunk once
+        frames_GHWC = group.middle_frames_GHWC
+        small = diversity.thumbnails(frames_GHWC)  # shrunk once for three of four figures
         sums["pixel_spread"] += diversity.pixel_spread(small)
         sums["saturation"] += diversity.saturation(small)
-        sums["clipped_share"] += diversity.clipped_share(pixels)
+        sums["clipped_share"] += diversity.clipped_share(frames_GHWC)
         sums["count"] += 1
         if not diversity.names_a_colour(group.prompt.text):
             sums["colour_entropy_bit"] += diversity.colour_entropy_bit([small])
             sums["open_count"] += 1
         if _has_videos(group):
-            sums["motion"] += fmean(
-                diversity.motion(sample.pixels) for sample in group.trajectories
-            )
+            sums["motion"] += fmean(map(diversity.motion, group.pixels_GFHWC))
     sums = all_reduce_sums(sums, mesh.cpu_group)
-    count, open_count, bits = (
-        sums.pop("count"),
-        sums.pop("open_count"),
-        sums.pop("colour_entropy_bit"),
-    )
+    count = sums.pop("count")
+    open_count = sums.pop("open_count")
+    bits = sums.pop("colour_entropy_bit")
     means = {name: value / count for name, value in sums.items()}
-    means |= {"colour_entropy_bit": bits / open_count} if open_count else {}
+    if open_count:
+        means["colour_entropy_bit"] = bits / open_count
     if not any(map(_has_videos, groups)):
         del means["motion"]
     return {f"diversity/{name}": value for name, value in means.items()}
 
 
 def _has_videos(group: RolloutGroup) -> bool:
-    return len(group.trajectories[0].pixels) > 1
+    return group.pixels_GFHWC.shape[1] > 1
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peak memory of this rank since the last call: allocated on the GPU, or the process's resident set on CPU."""
+    """Return this rank's peak memory since the last call: allocated on the GPU.
+
+    On CPU it is the process's resident set, over its whole life.
+    """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -227,7 +237,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Of a GPU's memory, by all processes."""
+    """Return the bytes of a GPU's memory that all processes use."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
@@ -235,23 +245,25 @@ def used_bytes(device: torch.device) -> int:
 def sample_records(
     groups: list[RolloutGroup], rewards: Rewards, *, frames_per_s: int
 ) -> list[SampleRecord]:
-    """The first samples of this rank's first groups (by prompt text, so that the same prompts come again)."""
-    order = sorted(range(len(groups)), key=lambda index: groups[index].prompt.text)[:SAMPLE_PROMPTS]
-    return [
-        SampleRecord(
-            pixels=sample.pixels,
-            caption=groups[index].prompt.text,
-            rewards={
-                name: float(value[index, place])
-                for name, value in rewards.items()
-                if name != "total"
-            },
-            reward=float(rewards["total"][index, place]),
-            prompt_id=groups[index].prompt.id,
-            sample_index=sample.sample_index,
-            policy_version=sample.policy_version,
-            frames_per_s=frames_per_s,
-        )
-        for index in order
-        for place, sample in enumerate(groups[index].trajectories[:SAMPLES_PER_PROMPT])
-    ]
+    """Return the first samples of this rank's first groups, by prompt text.
+
+    So the same prompts come again.
+    """
+    records = []
+    order = sorted(range(len(groups)), key=lambda index: groups[index].prompt.text)
+    for index in order[:SAMPLE_PROMPTS]:
+        group = groups[index]
+        for row, sample_index in enumerate(group.sample_indices[:SAMPLES_PER_PROMPT]):
+            scores = {name: float(value_PG[index, row]) for name, value_PG in rewards.items()}
+            record = SampleRecord(
+                pixels=group.pixels_GFHWC[row],
+                caption=group.prompt.text,
+                reward=scores.pop(TOTAL),
+                rewards=scores,
+                prompt_id=group.prompt.id,
+                sample_index=sample_index,
+                policy_version=group.policy_version,
+                frames_per_s=frames_per_s,
+            )
+            records.append(record)
+    return records

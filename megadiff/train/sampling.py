@@ -1,4 +1,4 @@
-"""One step's samples: from prompts to scored groups, on every rank of a data-parallel rank's model group."""
+"""Get a step's samples: from prompts to scored groups, on every rank of each model group."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ Rewards = dict[str, Tensor]  # reward name, and "total" → [P, G] float32
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
-    """How every group of the run is sampled."""
-    low, high = config.sde_window_range
+    """Return how every group of the run is sampled."""
     return Sampling(
         height=config.height,
         width=config.width,
@@ -39,12 +38,12 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         sde_type=config.sde_type,
         eta=config.eta,
         sde_window_size=config.sde_window_size,
-        sde_window_range=(low, high),
+        sde_window_range=tuple(config.sde_window_range),
     )
 
 
 def sft_sampling(config: RolloutConfig) -> Sampling:
-    """Of a supervised run's forwards: images without guidance, whatever its evaluations sample."""
+    """Return the sampling of a supervised run's forwards: images without guidance."""
     return replace(
         sampling_of(config),
         num_frames=1,
@@ -63,7 +62,10 @@ def group_requests(
     step: int,
     policy_version: int | None,
 ) -> list[RolloutRequest]:
-    """One request per prompt group. Groups of one prompt have different samples, as noise follows from their indices."""
+    """Return one request for each prompt group.
+
+    Groups of one prompt differ in their sample indices, from which the noise follows.
+    """
     return [
         RolloutRequest(
             prompt=prompt,
@@ -80,14 +82,15 @@ def group_requests(
 def sample_and_score(
     fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, mesh: Mesh, timers: Timers
 ) -> tuple[list[RolloutGroup], Rewards]:
-    """Collective. The model group's first rank fetches and scores (scoring starts as groups arrive), its peers receive.
+    """Get the groups and their rewards. Collective.
 
-    Timer `sample`: until every source rank has its samples and scores; `rollout` and `reward` are this rank's own within it.
+    The model group's first rank fetches and scores (scoring starts as groups arrive); its peers
+    receive. Timer `sample` runs until every source rank has its samples and scores; `rollout` and
+    `reward` are this rank's own within it.
     Raises AgreedError on every rank of the world when any replica or reward fails.
     """
-    waiting = (
-        nullcontext() if mesh.is_model_group_source else timers("rollout")
-    )  # the peers' GPUs hold replicas too
+    # the peers' GPUs hold replicas too, so their waiting is time of the rollout
+    waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
     with timers("sample"), waiting:
         fetched = agreed(
             lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
@@ -112,74 +115,79 @@ def _fetch_and_score(
     with timers("reward"):
         scored = scorer.collect()
     order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
-    return [arrived[index] for index in range(len(requests))], {
-        name: value[order] for name, value in scored.items()
-    }
+    rewards = {name: value[order] for name, value in scored.items()}
+    return [arrived[index] for index in range(len(requests))], rewards
 
 
 def for_replica(request: RolloutRequest) -> RolloutRequest:
-    """With the first frame's pixels, where there is one, in place of its file. Rewards read a prompt's fields, replicas do
-    not: they may be large, or no JSON values (a parquet file's dates). Raises ValueError for an image that has changed."""
-    prompt, sampling = request.prompt, request.sampling
-    plain = replace(request, prompt=replace(prompt, fields={}, image=""))
-    if not sampling.first_frame:
-        return plain
-    return replace(plain, first_frame=first_frame_of(prompt, sampling).tobytes())
+    """Return the request as a replica gets it: a first frame's pixels in place of its file.
+
+    Columns of the prompt stay here. Only rewards read them, and they may be large, or no JSON
+    values (a parquet file's dates). Raises ValueError for an image that has changed.
+    """
+    first_frame = b""
+    if request.sampling.first_frame:
+        first_frame = first_frame_of(request.prompt, request.sampling).tobytes()
+    prompt = replace(request.prompt, fields={}, image="")
+    return replace(request, prompt=prompt, first_frame=first_frame)
 
 
 def first_frame_size(sampling: Sampling) -> tuple[int, int] | None:
-    """(height, width) that the prompts' images must have; None where no image is given to the model."""
+    """Return the prompts' image size (height, width), None where the model is given no image."""
     return (sampling.height, sampling.width) if sampling.first_frame else None
 
 
 def check_call(sampling: Sampling, num_groups: int, *, what: str) -> None:
-    """Raises ValueError when so many groups' first frames are more than a replica takes in a call. what: that makes it."""
-    size = dict(height=sampling.height, width=sampling.width)
-    most = max(1, Limits().num_first_frames(**size))
+    """Check the number of groups in a call against what a replica takes. what: makes the call.
+
+    Raises ValueError when their first frames are too many.
+    """
+    limits = Limits()
+    most = max(1, limits.num_first_frames(height=sampling.height, width=sampling.width))
     if sampling.first_frame and num_groups > most:
         raise ValueError(
-            f"rollout.batch_size makes {what} ask for {num_groups} groups in a call, each with a first frame of "
-            f"{sampling.width}x{sampling.height}; a replica takes {most} of them ({Limits().json_bytes >> 20} MiB): set "
-            f"rollout.batch_size<={most}"
+            f"rollout.batch_size makes {what} ask for {num_groups} groups in a call, each with a "
+            f"first frame of {sampling.width}x{sampling.height}; a replica takes {most} of them "
+            f"({limits.json_bytes >> 20} MiB): set rollout.batch_size<={most}"
         )
 
 
 def first_frame_of(prompt: Prompt, sampling: Sampling) -> np.ndarray:
-    """uint8 [H, W, 3]. Raises ValueError as read_first_frame does."""
+    """Read uint8 [H, W, 3]. Raises ValueError as read_first_frame does."""
     where = f"prompt {prompt.id} ({prompt.text[:60]!r})"
     return read_first_frame(prompt.image, height=sampling.height, width=sampling.width, where=where)
 
 
 def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
-    """Groups of the model group's first rank on all its peers, there with the middle frame alone of a video."""
+    """Return the groups of the model group's first rank on all its peers. Collective.
+
+    Peers get no columns of prompts, and of a video the middle frame: all that they read.
+    count: the number of groups, known to peers too.
+    """
     if mesh.sp * mesh.tp == 1:
         return groups
-    plain = [_for_peers(group) for group in groups]
-    payloads = (
-        [encode_groups([group]) for group in plain]
-        if mesh.is_model_group_source
-        else [None] * count
-    )
-    source, peers = mesh.model_group_source, mesh.cpu_model_group
-    received = [broadcast_bytes(payload, source=source, group=peers) for payload in payloads]
-    return (
-        groups
-        if mesh.is_model_group_source
-        else [decode_groups(payload)[0] for payload in received]
-    )
-
-
-def _for_peers(group: RolloutGroup) -> RolloutGroup:
-    """Less what only rewards and samples read: columns of the prompt, and all frames but that of the diversity figures."""
-    middle = len(group.trajectories[0].pixels) // 2
-    trajectories = tuple(
-        replace(one, pixels=one.pixels[middle : middle + 1]) for one in group.trajectories
-    )
-    return replace(group, prompt=replace(group.prompt, fields={}), trajectories=trajectories)
+    received = []
+    # one broadcast for each group: its schedule is its own, and one body bounds the memory
+    for index in range(count):
+        payload = None
+        if mesh.is_model_group_source:
+            group = groups[index]
+            prompt = replace(group.prompt, fields={})
+            frames = group.middle_frames_GHWC[:, None]
+            payload = encode_groups([replace(group, prompt=prompt, pixels_GFHWC=frames)])
+        payload = broadcast_bytes(
+            payload, source=mesh.model_group_source, group=mesh.cpu_model_group
+        )
+        if not mesh.is_model_group_source:
+            received += decode_groups(payload)
+    return groups if mesh.is_model_group_source else received
 
 
 def share_rewards(rewards: Rewards, *, mesh: Mesh) -> Rewards:
-    """Rewards of the model group's first rank on all its peers, bit for bit (JSON carries a float exactly)."""
+    """Return the rewards of the model group's first rank on all its peers, bit for bit.
+
+    JSON carries a float exactly.
+    """
     plain = {name: value.tolist() for name, value in rewards.items()}
     plain = broadcast_json(plain, source=mesh.model_group_source, group=mesh.cpu_model_group)
     return {name: torch.tensor(value) for name, value in plain.items()}  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The policy update of one step: reference means, then the optimizer steps over the rollout batch."""
+"""Run a step's policy update: reference means, then optimizer steps over the rollout batch."""
 
 from __future__ import annotations
 
@@ -35,27 +35,30 @@ def update(
     recompute: bool,
     progress: Progress,
 ) -> dict[str, float]:
-    """Collective. train.updates_per_step optimizer steps; returns the engine's figures, averaged over them.
+    """Take train.updates_per_step optimizer steps. Collective.
 
-    recompute: old log_probs are this engine's, from before the first of them, and not the replicas', which drew the samples.
+    Returns the engine's figures, averaged over them.
+    recompute: old log_probs are this engine's, from before the first of them, and not those of the
+    replicas, which drew the samples.
     progress: its skipped counts batches that are stepped over, at most optim.skip_nonfinite.
     Raises NonFiniteError that names the step, and the prompts with the largest rewards.
     """
-    rewards_PG = rewards["total"]
     advantages_PG, weights_P = group_advantages(
-        rewards_PG,
+        rewards[TOTAL],
         global_std=config.algorithm.global_std,
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
-    kept = groups_to_train(groups, weights_P, config=config, mesh=mesh)
-    batch = to_train_batch([groups[index] for index in kept], advantages_PG[kept], weights_P[kept])
+    indices = groups_to_train(groups, weights_P, config=config, mesh=mesh)
+    batch = to_train_batch(
+        [groups[index] for index in indices], advantages_PG[indices], weights_P[indices]
+    )
     if algorithm.needs_reference:
         with engine.reference():
             batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
     parts = update_parts(
         batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step
     )
-    del batch  # parts are copies
+    del batch  # parts are copies, and two of all latents need not stay
     if recompute:
         parts = with_own_log_probs(engine, parts)
     stats = []
@@ -126,14 +129,14 @@ def _largest_rewards(
 def groups_to_train(
     groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh
 ) -> list[int]:
-    """Collective. Indices, rising, of this rank's groups that an update computes: those with a weight, and of the others, which
-    add nothing to a gradient or a figure, as many as give every rank equally many and, where there are enough, full
-    microbatches; one microbatch where no rank has a weight."""
-    rows = (
-        len(groups[0].trajectories)
-        // config.train.updates_per_step
-        * len(groups[0].trajectories[0].log_probs)
-    )
+    """Return the indices, rising, of this rank's groups that an update computes. Collective.
+
+    Groups without a weight add nothing to a gradient or a figure and are dropped. Some of them stay
+    so that every rank has equally many groups and, where there are enough, full microbatches. One
+    microbatch stays where no rank has a weight.
+    """
+    group_size, num_steps = groups[0].log_probs_GW.shape
+    rows = group_size // config.train.updates_per_step * num_steps
     most = all_reduce_max({"groups": float((weights_P > 0).sum())}, mesh.cpu_group)["groups"]
     size = config.train.microbatch_size
     step = size // math.gcd(size, rows)  # groups whose rows fill whole microbatches
@@ -142,24 +145,24 @@ def groups_to_train(
 
 
 def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBatch]:
-    """Collective. The parts of a rollout batch with the engine's log_probs as the old ones; the replicas' weigh the policy
-    gradient.
+    """Return the parts with the engine's log_probs as the old ones. Collective.
 
-    The first part is trained by the very policy that is asked for, so its forwards answer themselves. Each of the others takes
-    one more, in the microbatches of its update: padded as there, they round alike.
+    The replicas' then weigh the policy gradient.
     """
     own = [
         replace(part, old_log_probs_NW=None, rollout_log_probs_NW=part.old_log_probs_NW)
         for part in parts
     ]
+    # The first update trains the very policy that is asked for: its forwards answer themselves.
+    # The others take one more forward in the microbatches of their update, to round alike.
     return own[:1] + [
         replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW) for part in own[1:]
     ]
 
 
 def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
-    """denominator = weighted samples over all dp ranks × window steps. A mean of per-rank means would be wrong."""
-    weight = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)["weight"] / (
-        mesh.sp * mesh.tp
-    )
+    """Set the denominator: weighted samples over all dp ranks × window steps. Collective."""
+    # a mean of the ranks' means would be wrong where their weights differ
+    weights = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)
+    weight = weights["weight"] / (mesh.sp * mesh.tp)  # model-parallel peers have the same samples
     return replace(batch, denominator=max(weight, 1.0) * batch.num_window_steps)

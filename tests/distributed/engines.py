@@ -26,7 +26,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
 from megadiff.tensors.shards import Shard, ShardFolder
-from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch, Trajectory
+from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch
 
 # 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
 SAMPLING = Sampling(height=48, width=48, num_inference_steps=6, sde_window_range=(0, 5))
@@ -134,30 +134,19 @@ def mine(engine: Engine, scale: float = 1.0) -> TrainBatch:
 def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGroup:
     """The group that the batch has at this index, as it came from a replica that recorded these log_probs."""
     prompt = Prompt(text=f"prompt {index}", id=f"{index:016x}")
-    trajectories = []
-    for sample in torch.nonzero(batch.group_index_N == index)[:, 0].tolist():
-        start = int(batch.window_start_N[sample])
-        sigmas = batch.schedule[start : start + 3]
-        trajectory = Trajectory(
-            latents_SLC=batch.latents_NSLC[sample],
-            sigmas=sigmas,
-            timesteps=1000 * sigmas[:-1],
-            log_probs=log_probs_NW[sample],
-            window_start=start,
-            pixels=torch.empty(0, dtype=torch.uint8),
-            prompt_id=prompt.id,
-            sample_index=len(trajectories),
-            policy_version=0,
-        )
-        trajectories.append(trajectory)
+    rows_G = torch.nonzero(batch.group_index_N == index)[:, 0]
     return RolloutGroup(
         prompt=prompt,
         sampling=batch.sampling,
+        sample_indices=tuple(range(len(rows_G))),
+        window_start=int(batch.window_start_N[rows_G[0]]),
+        latents_GSLC=batch.latents_NSLC[rows_G],
+        log_probs_GW=log_probs_NW[rows_G],
+        pixels_GFHWC=torch.empty(len(rows_G), 0, dtype=torch.uint8),
         schedule=batch.schedule,
         conditioning={
             name: value_P[index : index + 1] for name, value_P in batch.conditioning.items()
         },
-        trajectories=tuple(trajectories),
         policy_version=0,
         replica="replica_0",
     )

@@ -166,8 +166,7 @@ def test_microbatches_stay_full_and_equally_many(
         "all_reduce_max",
         lambda values, _: {key: max(value, elsewhere) for key, value in values.items()},
     )
-    trajectory = SimpleNamespace(log_probs=torch.zeros(2))
-    groups = [SimpleNamespace(trajectories=[trajectory] * 4)] * 4
+    groups = [SimpleNamespace(log_probs_GW=torch.zeros(4, 2))] * 4
     config = SimpleNamespace(train=SimpleNamespace(updates_per_step=2, microbatch_size=microbatch))
     mesh = SimpleNamespace(cpu_group=None)
     assert (

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from megadiff.observe import diversity
 from megadiff.parallel.mesh import init_mesh, resolve_layout
@@ -44,10 +43,7 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("world_size, sp", [(1, 1), (2, 1), (2, 2)])
 def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
     run_ranks(_worker, world_size, str(tmp_path), world_size, sp, TEXTS)
-    pixels = {
-        group.prompt.text: torch.cat([s.pixels for s in group.trajectories])
-        for group in groups(TEXTS)
-    }
+    pixels = {group.prompt.text: group.pixels_GFHWC[:, 0] for group in groups(TEXTS)}
     open_prompts = [pixels[text] for text in TEXTS if "red" not in text and "blue" not in text]
     expected = {
         "diversity/pixel_spread": sum(map(diversity.pixel_spread, pixels.values())) / 5,

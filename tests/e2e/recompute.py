@@ -21,8 +21,9 @@ def float32_transformer(model: Path) -> nn.Module:
 def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
     """[N, W] log_probs of the recorded steps. transformer: of diffusers."""
     sampling, grid = group.sampling, (1, group.sampling.height // 16, group.sampling.width // 16)
-    latents_NSLC = torch.stack([trajectory.latents_SLC for trajectory in group.trajectories])
-    num_samples, sigmas = len(latents_NSLC), group.trajectories[0].sigmas
+    latents_NSLC = group.latents_GSLC
+    num_samples, num_states, *_ = latents_NSLC.shape
+    sigmas = group.schedule[group.window_start :][:num_states]
 
     def velocity(prefix: str, latents_NLC: Tensor, sigma: Tensor) -> Tensor:
         return transformer(
@@ -65,10 +66,5 @@ def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
 
 def gap(model: Path, group: RolloutGroup, transformer: nn.Module | None = None) -> float:
     """The largest. transformer: in place of the folder's in float32."""
-    rollout = torch.stack([trajectory.log_probs for trajectory in group.trajectories])
-    return (
-        (recomputed_log_probs(transformer or float32_transformer(model), group) - rollout)
-        .abs()
-        .max()
-        .item()
-    )
+    recomputed_GW = recomputed_log_probs(transformer or float32_transformer(model), group)
+    return (recomputed_GW - group.log_probs_GW).abs().max().item()

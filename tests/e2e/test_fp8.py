@@ -54,14 +54,12 @@ def test_the_copies_follow_pushes_and_sleep(
     states = []
     for version, pushed in enumerate([weights, changed, weights]):
         _push(client, pushed, version=version, model=tiny_model)
-        states.append(client.generate(REQUEST).trajectories[0].latents_SLC)
+        states.append(client.generate(REQUEST).latents_GSLC)
         client.sleep()
-    assert torch.equal(states[0], loaded.trajectories[0].latents_SLC) and torch.equal(
-        states[0], states[2]
-    )
-    assert not torch.equal(
-        states[0], states[1]
-    )  # the only weights that changed are those that FP8 copies
+    assert torch.equal(states[0], loaded.latents_GSLC)
+    assert torch.equal(states[0], states[2])
+    # the only weights that changed are those that FP8 copies
+    assert not torch.equal(states[0], states[1])
     _push(client, weights, version=3, model=tiny_model)
     spec = LoraSpec(rank=2, alpha=4.0, modules=("transformer_blocks.0.attn.to_q",))
     base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
@@ -72,4 +70,4 @@ def test_the_copies_follow_pushes_and_sleep(
         ReplicaError, match="leaves out transformer, which this replica does not hold"
     ):
         client.weights_begin(4, lora_manifest(spec, base), lora=spec)
-    assert torch.equal(client.generate(REQUEST).trajectories[0].latents_SLC, states[0])
+    assert torch.equal(client.generate(REQUEST).latents_GSLC, states[0])

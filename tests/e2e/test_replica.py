@@ -70,17 +70,15 @@ def test_group_is_complete(client: ReplicaClient) -> None:
     }
     assert group.conditioning["prompt_mask"].dtype == torch.bool
     assert group.conditioning["prompt_embeds"].shape[:2] == group.conditioning["prompt_mask"].shape
-    assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
-    for trajectory in group.trajectories:
-        assert (
-            trajectory.latents_SLC.shape == (3, 16, 64)
-            and trajectory.latents_SLC.dtype == torch.float32
-        )
-        assert trajectory.log_probs.shape == (2,) and trajectory.log_probs.dtype == torch.float64
-        assert trajectory.pixels.shape == (1, 64, 64, 3) and trajectory.pixels.dtype == torch.uint8
-        start = trajectory.window_start
-        assert 0 <= start <= 3 and torch.equal(trajectory.sigmas, group.schedule[start : start + 3])
-        assert torch.equal(trajectory.timesteps, 1000 * trajectory.sigmas[:2])
+    assert group.sample_indices == (0, 1, 2, 3)
+    assert group.latents_GSLC.shape == (4, 3, 16, 64)
+    assert group.latents_GSLC.dtype == torch.float32
+    assert group.log_probs_GW.shape == (4, 2)
+    assert group.log_probs_GW.dtype == torch.float64
+    assert group.pixels_GFHWC.shape == (4, 1, 64, 64, 3)
+    assert group.pixels_GFHWC.dtype == torch.uint8
+    assert group.schedule.shape == (7,)
+    assert 0 <= group.window_start <= 3
 
 
 def test_sample_depends_on_its_identity_only(client: ReplicaClient) -> None:
@@ -103,23 +101,19 @@ def test_sample_depends_on_its_identity_only(client: ReplicaClient) -> None:
         (group, 2, mixed, 1),
         (group, 0, mixed, 3),
     ):
-        left, right = one.trajectories[row], same.trajectories[same_row]
-        assert torch.equal(left.latents_SLC, right.latents_SLC) and torch.equal(
-            left.log_probs, right.log_probs
-        )
-        assert left.window_start == right.window_start
+        assert torch.equal(one.latents_GSLC[row], same.latents_GSLC[same_row])
+        assert torch.equal(one.log_probs_GW[row], same.log_probs_GW[same_row])
+        assert one.window_start == same.window_start
+    latents_SLC = group.latents_GSLC[2]
     for sample_indices in ((2,), (9, 2)):
-        left = group.trajectories[2]
-        right = client.generate(replace(REQUEST, sample_indices=sample_indices)).trajectories[-1]
-        scale = left.latents_SLC.abs().max()
-        assert (left.latents_SLC - right.latents_SLC).abs().max() <= 1e-6 * scale
-        assert (left.log_probs - right.log_probs).abs().max() <= 1e-6
-    differences = [
-        (group.trajectories[0].latents_SLC - trajectory.latents_SLC).abs().max()
-        for trajectory in (*group.trajectories[1:], first.trajectories[0], second.trajectories[0])
-    ]
+        right = client.generate(replace(REQUEST, sample_indices=sample_indices))
+        gap_SLC = (latents_SLC - right.latents_GSLC[-1]).abs()
+        assert gap_SLC.max() <= 1e-6 * latents_SLC.abs().max()
+        assert (group.log_probs_GW[2] - right.log_probs_GW[-1]).abs().max() <= 1e-6
+    others = (*group.latents_GSLC[1:], first.latents_GSLC[0], second.latents_GSLC[0])
+    differences = [(group.latents_GSLC[0] - latents_SLC).abs().max() for latents_SLC in others]
     assert min(differences) > 0.1
-    assert not torch.equal(first.trajectories[0].latents_SLC, second.trajectories[0].latents_SLC)
+    assert not torch.equal(first.latents_GSLC[0], second.latents_GSLC[0])
 
 
 @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "flow_cps"])
@@ -145,9 +139,10 @@ def test_ode_pixels_are_the_decoded_final_latents(client: ReplicaClient, tiny_mo
 
     for sampling in (replace(SAMPLING, sde_type="ode"), replace(SAMPLING, sde_window_size=0)):
         group = client.generate(replace(REQUEST, sampling=sampling, sample_indices=(0, 1)))
-        final_NLC = torch.cat([trajectory.latents_SLC for trajectory in group.trajectories])
-        assert [trajectory.window_start for trajectory in group.trajectories] == [6, 6]
-        assert all(trajectory.log_probs.shape == (0,) for trajectory in group.trajectories)
+        assert group.window_start == 6
+        assert group.latents_GSLC.shape[:2] == (2, 1)
+        assert group.log_probs_GW.shape == (2, 0)
+        final_NLC = group.latents_GSLC[:, 0]
         vae = AutoencoderKLQwenImage.from_pretrained(tiny_model / "vae", torch_dtype=torch.float32)
         latents = QwenImagePipeline._unpack_latents(final_NLC, 64, 64, 8)
         mean, std = (
@@ -159,10 +154,9 @@ def test_ode_pixels_are_the_decoded_final_latents(client: ReplicaClient, tiny_mo
         expected = (
             ((decoded * 0.5 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
         )
-        pixels = torch.cat([trajectory.pixels for trajectory in group.trajectories])
-        assert (
-            pixels.int() - expected.int()
-        ).abs().max() <= 1  # of 255: rounding of one float32 ulp
+        pixels = group.pixels_GFHWC[:, 0]
+        # of 255: rounding of one float32 ulp
+        assert (pixels.int() - expected.int()).abs().max() <= 1
 
 
 def test_push_changes_the_policy_bit_by_bit(
@@ -175,10 +169,8 @@ def test_push_changes_the_policy_bit_by_bit(
     assert held == {name: fingerprint(tensor) for name, tensor in changed.items()}
     assert image(client) != before
     group = client.generate(replace(REQUEST, policy_version=1))
-    assert group.policy_version == 1 and group.trajectories[0].policy_version == 1
-    assert not torch.equal(
-        group.trajectories[0].latents_SLC, before_group.trajectories[0].latents_SLC
-    )
+    assert group.policy_version == 1
+    assert not torch.equal(group.latents_GSLC[0], before_group.latents_GSLC[0])
     with pytest.raises(
         ReplicaError, match="policy_version 0 was asked for, this replica holds 1"
     ) as error:
@@ -188,7 +180,7 @@ def test_push_changes_the_policy_bit_by_bit(
     push(client, weights, version=2, model=tiny_model)
     assert image(client) == before
     after = client.generate(REQUEST)
-    assert torch.equal(after.trajectories[3].latents_SLC, before_group.trajectories[3].latents_SLC)
+    assert torch.equal(after.latents_GSLC, before_group.latents_GSLC)
 
 
 def test_a_flipped_bit_shows(
@@ -301,7 +293,7 @@ def test_a_replica_asleep_holds_no_weights_until_a_push_brings_all(
     held = push(client, weights, version=4, model=tiny_model)
     assert held == {name: fingerprint(tensor) for name, tensor in weights.items()}
     after = client.generate(REQUEST)
-    assert torch.equal(before.trajectories[0].latents_SLC, after.trajectories[0].latents_SLC)
+    assert torch.equal(before.latents_GSLC, after.latents_GSLC)
 
 
 def test_lora_outlives_sleep_and_gives_way_to_a_push_without(

@@ -76,7 +76,7 @@ def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
             for path in ("/rl/generate", "/v1/images/generations", "/metrics"):
                 assert httpx.post(f"{url}{path}", headers=headers, json={}).status_code == 401
         client = ReplicaClient(url, "replica-7", token="a-secret-of-20-chars")
-        assert len(client.generate(REQUEST).trajectories) == 4
+        assert len(client.generate(REQUEST).latents_GSLC) == 4
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert not list(server.registry.iterdir())

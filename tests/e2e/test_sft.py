@@ -125,7 +125,7 @@ def sample(client, version):
         step=0,
         policy_version=version,
     )
-    return torch.stack([each.latents_SLC[-1] for each in client.generate(request).trajectories])
+    return client.generate(request).latents_GSLC[:, -1]
 
 
 def _deterministic(row):

@@ -74,10 +74,8 @@ def test_a_late_joiner_has_the_newest_version(sync_to, urls):
     """It verified that before it announced itself; the other two hold what was pushed."""
     with sync_to("http", urls) as (_, fleet):
         assert [client.health()["policy_version"] for client in fleet.replicas] == [5, 5, 5]
-        one, _, late = (
-            fleet.generate_on(place, [REQUEST])[0].trajectories[0] for place in range(3)
-        )
-        assert (one.latents_SLC - late.latents_SLC).abs().max() <= 1e-5
+        one, _, late = (fleet.generate_on(place, [REQUEST])[0] for place in range(3))
+        assert (one.latents_GSLC - late.latents_GSLC).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -92,15 +90,10 @@ def test_a_push_by_every_transport(sync_to, urls, source, transport):
             groups[version] = [fleet.generate_on(place, [REQUEST])[0] for place in range(3)]
             assert {group.policy_version for group in groups[version]} == {version}
     for one, same, two_workers in groups.values():
-        for left, right, cut in zip(
-            one.trajectories, same.trajectories, two_workers.trajectories, strict=True
-        ):
-            assert torch.equal(left.latents_SLC, right.latents_SLC)
-            assert (left.latents_SLC - cut.latents_SLC).abs().max() <= 1e-5
-            assert (left.log_probs - cut.log_probs).abs().max() <= 1e-5
-    assert not torch.equal(
-        groups[1][0].trajectories[0].latents_SLC, groups[2][0].trajectories[0].latents_SLC
-    )
+        assert torch.equal(one.latents_GSLC, same.latents_GSLC)
+        assert (one.latents_GSLC - two_workers.latents_GSLC).abs().max() <= 1e-5
+        assert (one.log_probs_GW - two_workers.log_probs_GW).abs().max() <= 1e-5
+    assert not torch.equal(groups[1][0].latents_GSLC[0], groups[2][0].latents_GSLC[0])
     assert not buckets_left()
 
 
@@ -138,12 +131,10 @@ def test_lora_by_every_transport(sync_to, urls, source, adapter, transport):
         sync.push(3)
         whole = fleet.generate_on(0, [REQUEST])[0]
     for group in live:
-        for one, other in zip(group.trajectories, whole.trajectories, strict=True):
-            assert (one.latents_SLC - other.latents_SLC).abs().max() <= 1e-5
-            assert (one.log_probs - other.log_probs).abs().max() <= 1e-5
-            assert (
-                one.pixels.int() - other.pixels.int()
-            ).abs().max() <= 1  # of 255, where it rounds
+        assert (group.latents_GSLC - whole.latents_GSLC).abs().max() <= 1e-5
+        assert (group.log_probs_GW - whole.log_probs_GW).abs().max() <= 1e-5
+        # of 255, where it rounds
+        assert (group.pixels_GFHWC.int() - whole.pixels_GFHWC.int()).abs().max() <= 1
 
 
 def test_a_replica_that_lost_its_base_gets_it_again(sync_to, urls, source, adapter):
@@ -217,9 +208,7 @@ def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
         proxy.left = 1000
         sync.push(3)  # by the same sync, which builds its group anew
         groups = [fleet.generate_on(place, [REQUEST])[0] for place in (0, 1)]
-        assert torch.equal(
-            groups[0].trajectories[1].latents_SLC, groups[1].trajectories[1].latents_SLC
-        )
+        assert torch.equal(groups[0].latents_GSLC, groups[1].latents_GSLC)
     proxy.listener.close()
     assert not buckets_left()
 

@@ -65,9 +65,7 @@ class Drawn:
     groups: Mapping[str, Sequence[RolloutGroup]]
 
     def column(self, name: str, field: str) -> Tensor:
-        return torch.stack(
-            [getattr(row, field) for group in self.groups[name] for row in group.trajectories]
-        )
+        return torch.cat([getattr(group, field) for group in self.groups[name]])
 
     def conditioning(self, name: str) -> dict[str, Tensor]:
         return stack_conditioning([group.conditioning for group in self.groups[name]])
@@ -105,7 +103,7 @@ def drawn(tiny_wan: dict[str, Path], wan_registries: dict[str, Path]) -> dict[st
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_those_of_diffusers(drawn: dict[str, Drawn], kind: str, name: str) -> None:
     one = drawn[kind]
-    transformers, log_probs_NW = _transformers(one.adapter), one.column(name, "log_probs")
+    transformers, log_probs_NW = _transformers(one.adapter), one.column(name, "log_probs_GW")
     recomputed_NW, used = _log_probs(one, transformers, name)
     assert (recomputed_NW - log_probs_NW).abs().max() <= GAP[name]
     assert used == set(one.adapter.components)
@@ -134,8 +132,8 @@ def test_text_is_encoded_as_by_the_adapter(drawn: dict[str, Drawn], kind: str) -
 def test_pixels_are_the_decoded_latents(drawn: dict[str, Drawn], kind: str) -> None:
     adapter = drawn[kind].adapter
     latents_NLC, pixels = (
-        drawn[kind].column("ode", "latents_SLC")[:, 0],
-        drawn[kind].column("ode", "pixels"),
+        drawn[kind].column("ode", "latents_GSLC")[:, 0],
+        drawn[kind].column("ode", "pixels_GFHWC"),
     )
     vae = AutoencoderKLWan.from_pretrained(adapter.model_folder / "vae")
     mean, std = (
@@ -185,9 +183,8 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     for group, request, image in zip(groups, requests, image_of_group, strict=True):
         given_1LC = group.conditioning[FIRST_FRAME]
         assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
-        sample = group.trajectories[-1]
         identity = dict(
-            seed=0, step=0, prompt_id=request.prompt.id, sample_index=sample.sample_index
+            seed=0, step=0, prompt_id=request.prompt.id, sample_index=group.sample_indices[-1]
         )
         noise_LC = initial_latents(one.adapter.latents_shape(sampling), **identity)
         expected = pipeline(
@@ -202,12 +199,13 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
             num_frames=5,
             output_type="latent",
         ).frames
-        found = unpack(torch.cat([given_1LC, sample.latents_SLC[-1:]], dim=1), grid)
+        found = unpack(torch.cat([given_1LC, group.latents_GSLC[-1, -1:]], dim=1), grid)
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
         mean, std = latent_statistics(pipeline.vae, torch.device("cpu"))
         frames = (pipeline.vae.decode(found * std + mean).sample[0].clamp(-1, 1) + 1) * 127.5
-        assert sample.pixels.shape == (5, 64, 96, 3)
-        assert (frames.permute(1, 2, 3, 0) - sample.pixels.float()).abs().max() <= 0.51
+        pixels_FHWC = group.pixels_GFHWC[-1]
+        assert pixels_FHWC.shape == (5, 64, 96, 3)
+        assert (frames.permute(1, 2, 3, 0) - pixels_FHWC.float()).abs().max() <= 0.51
 
 
 def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> None:
@@ -218,12 +216,12 @@ def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> Non
     ]
     found = dataclasses.replace(one, groups={"image": one.client.generate_batch(requests)})
     assert (
-        found.column("image", "latents_SLC").shape[2:]
+        found.column("image", "latents_GSLC").shape[2:]
         == one.adapter.latents_shape(FROM_IMAGE)
         == (6, 192)
     )
     recomputed_NW, _ = _log_probs(found, transformers, "image")
-    assert (recomputed_NW - found.column("image", "log_probs")).abs().max() <= 1e-5
+    assert (recomputed_NW - found.column("image", "log_probs_GW")).abs().max() <= 1e-5
     other = {FIRST_FRAME: -found.conditioning("image")[FIRST_FRAME]}
     others = [
         dataclasses.replace(each, conditioning={**each.conditioning, **other})
@@ -296,7 +294,7 @@ def _log_probs(
 ) -> tuple[Tensor, set[str]]:
     """([N, W] of the recorded steps, the experts in charge of them)."""
     adapter, sampling = one.adapter, sampling_of(name, one.adapter)
-    schedule, latents_NSLC = one.groups[name][0].schedule, one.column(name, "latents_SLC")
+    schedule, latents_NSLC = one.groups[name][0].schedule, one.column(name, "latents_GSLC")
     assert torch.equal(schedule, adapter.schedule(sampling))
     conditioning = {key: value[GROUP_OF_ROW] for key, value in one.conditioning(name).items()}
     columns, used, num_rows = [], set(), len(GROUP_OF_ROW)

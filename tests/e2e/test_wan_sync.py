@@ -81,10 +81,7 @@ def draw(fleet, place: int) -> RolloutGroup:
 
 def gap(one: RolloutGroup, other: RolloutGroup, *, steps: slice = slice(None)) -> float:
     """Largest difference of the states before, between and after the window's steps."""
-    pairs = zip(one.trajectories, other.trajectories, strict=True)
-    return max(
-        float((left.latents_SLC - right.latents_SLC)[steps].abs().max()) for left, right in pairs
-    )
+    return float((one.latents_GSLC - other.latents_GSLC)[:, steps].abs().max())
 
 
 def gib(tensors: dict[str, torch.Tensor], component: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY, assemble_groups
+from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY, split_groups
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import chunks, left
@@ -132,7 +132,7 @@ class Replica:
                 start = time.perf_counter()
                 result = await self._sample(requests, stop)
                 engine_s = time.perf_counter() - start
-            groups = assemble_groups(requests, result, policy_version=version, replica=self.name)
+            groups = split_groups(requests, result, policy_version=version, replica=self.name)
             return await asyncio.to_thread(encode_groups, groups), engine_s
 
     async def weights_begin(

@@ -8,7 +8,7 @@ import torch
 
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.base import RewardSample
-from megadiff.types import Prompt, RolloutGroup, Sampling, Trajectory
+from megadiff.types import Prompt, RolloutGroup, Sampling
 
 
 def _prompt(text: str, /, **fields: object) -> Prompt:
@@ -32,26 +32,17 @@ def make_group() -> Callable[..., RolloutGroup]:
 
     def make(values: list[int], text: str = "a red circle") -> RolloutGroup:
         prompt = _prompt(text)
-        trajectories = tuple(
-            Trajectory(
-                latents_SLC=torch.zeros(1, 4, 2),
-                sigmas=torch.zeros(1),
-                timesteps=torch.zeros(0),
-                log_probs=torch.zeros(0),
-                window_start=0,
-                pixels=torch.full((1, 8, 8, 3), value, dtype=torch.uint8),
-                prompt_id=prompt.id,
-                sample_index=index,
-                policy_version=0,
-            )
-            for index, value in enumerate(values)
-        )
+        pixels = torch.tensor(values, dtype=torch.uint8).view(-1, 1, 1, 1, 1)
         return RolloutGroup(
             prompt=prompt,
             sampling=Sampling(height=8, width=8, num_inference_steps=2),
+            sample_indices=tuple(range(len(values))),
+            window_start=0,
+            latents_GSLC=torch.zeros(len(values), 1, 4, 2),
+            log_probs_GW=torch.zeros(len(values), 0),
+            pixels_GFHWC=pixels.expand(-1, 1, 8, 8, 3).contiguous(),
             schedule=torch.tensor([1.0, 0.5, 0.0]),
             conditioning={},
-            trajectories=trajectories,
             policy_version=0,
             replica="r0",
         )

@@ -13,7 +13,7 @@ import torch
 from megadiff.config.schema import RewardConfig
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.rewards.score import Scorer
-from megadiff.types import Prompt, RolloutGroup, Sampling, Trajectory
+from megadiff.types import Prompt, RolloutGroup, Sampling
 
 RUNNING = threading.Event()
 
@@ -91,26 +91,16 @@ def main() -> None:
 
 
 def group() -> RolloutGroup:
-    trajectories = tuple(
-        Trajectory(
-            latents_SLC=torch.zeros(1, 1, 1),
-            sigmas=torch.zeros(1),
-            timesteps=torch.zeros(0),
-            log_probs=torch.zeros(0),
-            window_start=0,
-            pixels=torch.zeros(1, 4, 4, 3, dtype=torch.uint8),
-            prompt_id="0",
-            sample_index=index,
-            policy_version=0,
-        )
-        for index in range(4)
-    )
     return RolloutGroup(
         prompt=Prompt(text="a red fox", id="0"),
         sampling=Sampling(height=16, width=16, num_inference_steps=2),
+        sample_indices=(0, 1, 2, 3),
+        window_start=0,
+        latents_GSLC=torch.zeros(4, 1, 1, 1),
+        log_probs_GW=torch.zeros(4, 0),
+        pixels_GFHWC=torch.zeros(4, 1, 4, 4, 3, dtype=torch.uint8),
         schedule=torch.zeros(2),
         conditioning={},
-        trajectories=trajectories,
         policy_version=0,
         replica="r",
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from megadiff.rollout.wire import (
     decode_groups,
@@ -15,7 +15,7 @@ from megadiff.rollout.wire import (
     requests_from_json,
     requests_to_json,
 )
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Trajectory
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 PROMPT = Prompt(
     text="猫 “quoted” \n", id="0123456789abcdef", fields={"color": "red", "weights": [1, 2.5, None]}
@@ -39,21 +39,8 @@ SCHEDULE = torch.linspace(1, 0, 7)  # the groups of a batch share one tensor
 
 def make_group(*, sample_indices: tuple[int, ...] = (4, 7)) -> RolloutGroup:
     generator = torch.Generator().manual_seed(len(sample_indices))
-    schedule = SCHEDULE
-    trajectories = tuple(
-        Trajectory(
-            latents_SLC=torch.randn(3, 12, 64, generator=generator),
-            sigmas=schedule[2:5],  # a view, which safetensors alone would refuse
-            timesteps=1000 * schedule[2:4],
-            log_probs=torch.randn(2, generator=generator),
-            window_start=2,
-            pixels=torch.randint(0, 256, (1, 64, 48, 3), generator=generator, dtype=torch.uint8),
-            prompt_id=PROMPT.id,
-            sample_index=index,
-            policy_version=5,
-        )
-        for index in sample_indices
-    )
+    count = len(sample_indices)
+    pixels_NFHWC = torch.randint(0, 256, (count + 1, 1, 64, 48, 3), generator=generator)
     conditioning = {
         "prompt_embeds": torch.randn(1, 9, 8).bfloat16(),
         "prompt_mask": torch.ones(1, 9, dtype=torch.bool),
@@ -61,29 +48,29 @@ def make_group(*, sample_indices: tuple[int, ...] = (4, 7)) -> RolloutGroup:
     return RolloutGroup(
         prompt=PROMPT,
         sampling=SAMPLING,
-        schedule=schedule,
+        sample_indices=sample_indices,
+        window_start=2,
+        latents_GSLC=torch.randn(count, 3, 12, 64, generator=generator),
+        log_probs_GW=torch.randn(count, 2, generator=generator, dtype=torch.float64),
+        pixels_GFHWC=pixels_NFHWC.byte()[1:],  # a view, which safetensors alone would refuse
+        schedule=SCHEDULE,
         conditioning=conditioning,
-        trajectories=trajectories,
         policy_version=5,
         replica="replica-1",
     )
 
 
 def assert_same(arrived: RolloutGroup, group: RolloutGroup) -> None:
-    assert (arrived.prompt, arrived.sampling) == (group.prompt, group.sampling)
-    assert (arrived.policy_version, arrived.replica) == (group.policy_version, group.replica)
-    assert torch.equal(arrived.schedule, group.schedule)
     assert arrived.conditioning.keys() == group.conditioning.keys()
-    for name, tensor in group.conditioning.items():
-        assert arrived.conditioning[name].dtype == tensor.dtype and torch.equal(
-            arrived.conditioning[name], tensor
-        )
-    for one, other in zip(arrived.trajectories, group.trajectories, strict=True):
-        for name, value in vars(other).items():
-            found = getattr(one, name)
-            assert (
-                torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
-            ), name
+    pairs = [(arrived.conditioning[name], value) for name, value in group.conditioning.items()]
+    for name, value in vars(group).items():
+        if isinstance(value, torch.Tensor):
+            pairs.append((getattr(arrived, name), value))
+        elif name != "conditioning":
+            assert getattr(arrived, name) == value, name
+    for tensor, expected in pairs:
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
 
 
 def test_requests_round_trip() -> None:
@@ -146,22 +133,29 @@ def test_groups_round_trip() -> None:
 def test_more_than_ten_groups_keep_their_places() -> None:
     groups = [make_group(sample_indices=tuple(range(count))) for count in range(1, 13)]
     arrived = decode_groups(encode_groups(groups))
-    assert [len(group.trajectories) for group in arrived] == list(range(1, 13))
+    assert [len(group.latents_GSLC) for group in arrived] == list(range(1, 13))
     assert_same(arrived[11], groups[11])
 
 
 def test_group_without_window() -> None:
-    group = make_group()
-    without = [
-        Trajectory(
-            **(vars(trajectory) | {"log_probs": torch.zeros(0), "timesteps": torch.zeros(0)})
-        )
-        for trajectory in group.trajectories
-    ]
-    (arrived,) = decode_groups(
-        encode_groups([RolloutGroup(**(vars(group) | {"trajectories": tuple(without)}))])
+    group = replace(
+        make_group(),
+        window_start=6,
+        latents_GSLC=torch.zeros(2, 1, 12, 64),
+        log_probs_GW=torch.zeros(2, 0, dtype=torch.float64),
     )
-    assert arrived.trajectories[1].log_probs.shape == (0,)
+    (arrived,) = decode_groups(encode_groups([group]))
+    assert_same(arrived, group)
+
+
+def test_columns_of_another_version_are_named() -> None:
+    body = encode_groups([make_group()])
+    length = int.from_bytes(body[:8], "little")
+    metadata = json.loads(body[8 : 8 + length])["__metadata__"]
+    tensors = load(body)
+    tensors["latents"] = tensors.pop("latents_GSLC")
+    with pytest.raises(ValueError, match="lack latents_GSLC; .* the same megadiff"):
+        decode_groups(save(tensors, metadata=metadata))
 
 
 def test_bytes_that_are_no_group() -> None:

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Usage: launch/check.sh      Sets up .venv; lints, checks types, and builds the docs so that no link rots.
+# `.venv/bin/ruff format` mends the layout, `.venv/bin/ruff check --fix` what it can.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+launch/setup.sh
+bin=.venv/bin
+$bin/ruff check .
+$bin/ruff format --check --quiet . || { $bin/ruff format --check . && exit 1; }
+$bin/mypy megadiff
+site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
+trap 'rm -rf "$site"' EXIT
+NO_MKDOCS_2_WARNING=1 $bin/mkdocs build --strict --quiet --site-dir "$site"
+echo "check: lint, layout, types and docs are right"
