@@ -12,7 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megadiff.sync.bucket import file_manifest, read_flat
-from megadiff.sync.transports import cuda_ipc, disk, group, shared_memory
+from megadiff.sync.transports import cuda_ipc, group
+from megadiff.sync.transports.table import TRANSPORTS
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import DTYPES
 
@@ -28,18 +29,17 @@ def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, d
         raise ValueError(
             f"the bucket's source is a {type(source).__name__}; it must be a JSON object"
         )
-    transport = source.get("transport")
-    if transport in ("shm", "disk"):
-        name = source.get("file")
-        path = (
-            shared_memory.locate(name) if transport == "shm" else disk.locate(name, weights_folder)
-        )
+    name = source.get("transport")
+    row = TRANSPORTS.get(name) if isinstance(name, str) else None
+    if row is not None and row.locate is not None:
+        path = row.locate(source.get("file"), weights_folder)
         return file_manifest(path), {"transport": "file", "path": str(path)}
-    if transport in ("cuda_ipc", "nccl"):
+    if row is not None and row.is_described:
         manifest = source.get("tensors")
         _check_rows(manifest)
         return manifest, source
-    raise ValueError(f"transport={transport!r} of the bucket is none of shm, cuda_ipc, nccl, disk")
+    named = [name for name, row in TRANSPORTS.items() if row.locate or row.is_described]
+    raise ValueError(f"transport={name!r} of the bucket is none of {', '.join(named)}")
 
 
 class Receiver:
