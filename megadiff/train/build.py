@@ -310,7 +310,7 @@ def build_recorder(
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
-    trackers, bar = recording or (Trackers(()), None)
+    trackers, bar = recording if recording else (Trackers(()), None)
     timers = Timers()
     memory = None
     if mesh.device.type == "cuda":

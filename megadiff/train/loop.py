@@ -42,15 +42,20 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Train until config.train.num_steps steps are finished.
-
-    When it raises, run.progress tells how far it came.
-    """
+    """Train until num_steps steps are finished; run.progress tells how far it came."""
     config = run.config
     progress = run.progress
     timers = run.recorder.timers
     samplings = step_samplings(config, run.adapter)
     gate = pass_gate(run)
+    train_on = partial(
+        update,
+        run.engine,
+        run.algorithm,
+        config=config,
+        mesh=run.mesh,
+        recompute=progress.recomputes,
+    )
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
@@ -67,16 +72,7 @@ def train(run: Run) -> None:
                     run.replicas.fleet, run.scorer, requests, mesh=run.mesh, timers=timers
                 )
             with timers("train"):
-                stats |= update(
-                    run.engine,
-                    run.algorithm,
-                    groups,
-                    rewards,
-                    config=config,
-                    mesh=run.mesh,
-                    recompute=progress.recomputes,
-                    progress=progress,
-                )
+                stats |= train_on(groups, rewards, progress=progress)
             run.rescue.finish_step(progress, run.prompts.state())
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)

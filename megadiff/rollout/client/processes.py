@@ -47,7 +47,8 @@ class ReplicaProcess:
         self.token = token
         log.parent.mkdir(parents=True, exist_ok=True)
         spec_file = log.with_suffix(".json")
-        spec.write(spec_file)
+        spec_file.unlink(missing_ok=True)  # an earlier start's
+        write_private(spec_file, spec.to_json())
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 serve_command(spec_file),
@@ -98,10 +99,15 @@ def write_token(registry: Path) -> str:
     """
     token = secrets.token_hex(32)
     registry.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(registry / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(f"{token}\n")
+    write_private(registry / TOKEN_FILE, f"{token}\n")
     return token
+
+
+def write_private(file: Path, text: str) -> None:
+    """Write a new file that its user alone can read. Raises FileExistsError where there is one."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def replica_environment(

@@ -63,7 +63,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """What came of asking an address. health: None where it does not count, for this reason.
+    """The outcome of asking an address. health: None where it does not count, for this reason.
 
     is_odd: a running replica of this run would not answer so.
     """

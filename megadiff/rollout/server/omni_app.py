@@ -5,6 +5,7 @@ Tested with vllm-omni 0.26 (CPU and GPU) and 0.28 (CPU).
 
 from __future__ import annotations
 
+import json
 import logging
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,7 +78,7 @@ def build_engine(
         parallel_config={"tensor_parallel_size": spec.tp},
         # Workers read the spec's fields from here, by their names.
         custom_pipeline_args={
-            **spec.to_json(),
+            **json.loads(spec.to_json()),
             "pipeline_class": pipeline,
             "private_folder": str(private_folder or ""),
         },

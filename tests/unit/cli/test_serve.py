@@ -19,7 +19,7 @@ def test_a_spec_file_and_flags_serve_the_same(served, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGADIFF_TOKEN", "a-secret-of-20-chars")
     spec = ReplicaSpec(model=tmp_path, port=0, dtype="float32", fp8_in_place=True)
     file = tmp_path / "a.json"
-    spec.write(file)
+    file.write_text(spec.to_json())
     assert command.main(["--spec", str(file)]) == 0
     assert command.main([str(tmp_path), *"--port 0 --dtype float32 --fp8-in-place".split()]) == 0
     assert served == [(spec, "a-secret-of-20-chars")] * 2

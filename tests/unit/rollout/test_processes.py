@@ -62,6 +62,7 @@ def test_the_token_is_in_the_environment_and_on_no_command_line(tmp_path, monkey
     monkeypatch.setattr(processes, "serve_command", lambda _: [sys.executable, "-c", report])
     spec = ReplicaSpec(name="a", model=tmp_path, dtype="float32", registry=tmp_path)
     log = tmp_path / "a.log"
+    (tmp_path / "a.json").write_text("an earlier start's, which others can read")
     process = ReplicaProcess(spec, log=log, num_threads=1, token="drawn")
     assert process.process.wait(30) == 0
     assert log.read_text() == "drawn\n"
