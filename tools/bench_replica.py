@@ -10,8 +10,9 @@ import torch
 from random_weights import write_random_pipeline
 
 from megadiff.rollout.client.client import ReplicaClient
-from megadiff.rollout.client.processes import ReplicaProcess, ReplicaSpec, environment_token
+from megadiff.rollout.client.processes import ReplicaProcess, environment_token
 from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.rollout.spec import ReplicaSpec
 
 START_TIMEOUT_S = 900.0
 
@@ -40,21 +41,24 @@ def start_replica(
     device: cpu or cuda. It has the token of MEGADIFF_TOKEN, where that is set.
     """
     token = environment_token()
+    spec = ReplicaSpec(
+        model=model,
+        name="replica",
+        port=0,
+        device=device,
+        dtype=dtype,
+        registry=scratch / "registry",
+        weights=weights,
+        tp=tp,
+        parent_pid=os.getpid(),
+        compile=compile,
+        fp8=fp8,
+    )
     process = ReplicaProcess(
-        ReplicaSpec(
-            name="replica",
-            model=model,
-            dtype=dtype,
-            device=device,
-            gpus=gpus if device == "cuda" else (),
-            log=scratch / "replica.log",
-            num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
-            compile=compile,
-            fp8=fp8,
-            tp=tp,
-            weights=weights,
-        ),
-        scratch / "registry",
+        spec,
+        log=scratch / "replica.log",
+        num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+        gpus=gpus if device == "cuda" else (),
         token=token,
     )
     stack.callback(process.stop)

@@ -1,4 +1,4 @@
-"""What the commands share: their log and their way out."""
+"""The commands' log and their way out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megadiff.process.lifeline import kill_children
 
 
 def log_to_stderr(rank: int = 0) -> None:
-    """INFO of rank 0, warnings of the others; stdout stays free for data."""
+    """Log INFO of rank 0 and warnings of the others; stdout stays free for data."""
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
@@ -24,17 +24,15 @@ def log_to_stderr(rank: int = 0) -> None:
 
 
 def show_crashes() -> None:
-    """A crash below Python (SIGSEGV, SIGABRT …) shows on stderr what every thread was doing; of child processes as well."""
+    """Show on stderr, at a crash below Python, what every thread was doing; also of children."""
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     faulthandler.enable()
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once: everything is closed by now, and interpreter shutdown would wait for threads whose requests hang.
-
-    Child processes that are left, such as a reward's, end with this one. Those that got a session
-    of their own, such as the browser that shows a report, were meant to stay.
-    """
+    """Exit at once with the children that are left; everything is closed by now."""
+    # The interpreter's own way out would wait for threads whose requests hang. A child with a
+    # session of its own, such as the browser that shows a report, was meant to stay.
     kill_children(session=os.getsid(0))
     sys.stdout.flush()
     sys.stderr.flush()

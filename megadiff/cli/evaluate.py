@@ -236,9 +236,9 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     engine = build_engine(config, mesh, subject.adapter)
     base = base_weights(config, subject.adapter, mesh)
     progress = Checkpoints(folder, config, mesh, base=base).load(engine, lambda _: None)
-    replicas.make_room(config, mesh)
     with engine.averaged():
-        build_sync(config, mesh, subject.adapter, engine, fleet).push(progress.step)
+        sync = build_sync(config, mesh, subject.adapter, engine, fleet)
+        replicas.RunReplicas(fleet, sync, config, mesh).wake(progress.step)
     return progress.step
 
 

@@ -1,4 +1,4 @@
-"""megadiff COMMAND …: train, serve, evaluate, plan, convert or report. `megadiff COMMAND --help` explains each."""
+"""megadiff COMMAND …: `megadiff COMMAND --help` explains each command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ COMMANDS = {  # name → (module that has its main(), what it does)
     "evaluate": ("megadiff.cli.evaluate", "score a model or a checkpoint on a prompt set"),
     "plan": (
         "megadiff.planner.command",
-        "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … --world-size N",
+        "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … "
+        "--world-size N",
     ),
     "convert": (
         "megadiff.convert.command",
@@ -27,7 +28,7 @@ COMMANDS = {  # name → (module that has its main(), what it does)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the command; 2 for an unknown one. Only the named command is imported."""
+    """Return the exit code of the command; 2 for an unknown one."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(_usage())
@@ -41,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
         return 2
-    return importlib.import_module(COMMANDS[command][0]).main(rest)
+    module, _ = COMMANDS[command]  # no other is imported: most take seconds
+    return importlib.import_module(module).main(rest)
 
 
 def entry() -> NoReturn:
-    """The console command."""
+    """Run the console command."""
     show_crashes()
     leave(main())
 

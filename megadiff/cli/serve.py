@@ -12,24 +12,39 @@ from pathlib import Path
 
 from megadiff.cli.console import show_crashes
 from megadiff.rollout.proof import check_token
-from megadiff.rollout.server.server import ServeConfig, serve
+from megadiff.rollout.server.server import serve
+from megadiff.rollout.spec import ReplicaSpec, add_flags, flag_of, read_spec
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after SIGTERM or SIGINT, 2 for settings that cannot work, with one line on stderr that says why."""
+    """Return 0 after SIGTERM or SIGINT, 2 for settings that cannot work, told on stderr."""
     arguments = vars(_parser().parse_args(argv))
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        arguments["token"] = read_token(arguments.pop("token_file"))
-        serve(ServeConfig(**arguments))
+        token = read_token(arguments.pop("token_file"))
+        serve(spec_of(arguments), token=token)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         pass
     return 0
+
+
+def spec_of(arguments: dict[str, object]) -> ReplicaSpec:
+    """Return the spec of a file, or of the flags. Raises ValueError for both, and for none."""
+    given = {key: value for key, value in arguments.items() if value is not None}
+    file = given.pop("spec", None)
+    if file is None and "model" not in given:
+        raise ValueError("no model; give a diffusers pipeline folder, or --spec FILE")
+    if file is None:
+        return ReplicaSpec(**given)
+    if given:
+        flags = ", ".join("MODEL" if name == "model" else flag_of(name) for name in given)
+        raise ValueError(f"--spec {file} has every setting; leave out {flags}, or --spec")
+    return read_spec(file)
 
 
 def read_token(file: Path | None) -> str | None:
@@ -40,27 +55,22 @@ def read_token(file: Path | None) -> str | None:
     if file is None:
         token = os.environ.get("MEGADIFF_TOKEN", "")
         return check_token(token) if token else None
-    token = _read_private(file)
-    if not token:
-        raise ValueError(f"--token-file {file} is empty; write the token into it")
-    return check_token(token, source=f"--token-file {file}")
-
-
-def _read_private(file: Path) -> str:
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
-        text = file.read_text(encoding="ascii")
+        token = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--token-file {file} cannot be read: {error}") from None
     if mode & 0o077:
         raise ValueError(
             f"--token-file {file} has mode {mode:04o}: others may read the token; chmod 600 {file}"
         )
-    return text.strip()
+    if not token:
+        raise ValueError(f"--token-file {file} is empty; write the token into it")
+    return check_token(token, source=f"--token-file {file}")
 
 
 class _NoToken(argparse.Action):
-    """Refuses --token, and any value that follows it."""
+    """Refuse --token, and any value that follows it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.error(
@@ -71,15 +81,13 @@ class _NoToken(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megadiff serve", description=__doc__)
-    parser.add_argument("model", type=Path, help="a diffusers pipeline folder")
+    add_flags(parser)
     parser.add_argument(
-        "--name",
-        help="how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT",
+        "--spec",
+        type=Path,
+        metavar="FILE",
+        help="every setting as JSON, as a trainer writes it; in place of MODEL and flags",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any free one")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -87,33 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         help="holds the bearer token that clients must send; without it MEGADIFF_TOKEN does",
     )
     parser.add_argument("--token", action=_NoToken, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--registry", type=Path, metavar="DIR", help="announce DIR/<name>.json while serving"
-    )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="DIR",
-        help="sync.folder of a run with sync.transport=disk: serve its newest version",
-    )
-    parser.add_argument(
-        "--tp", type=int, default=1, help="workers (GPUs) that share the transformer's weights"
-    )
-    parser.add_argument("--parent-pid", type=int, metavar="PID", help="exit when this process does")
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile the transformer's blocks"
-    )
-    parser.add_argument(
-        "--fp8", action="store_true", help="matrix products of the blocks in FP8 (needs bfloat16)"
-    )
-    parser.add_argument(
-        "--fp8-in-place",
-        action="store_true",
-        help="keep FP8 weights in place of the bfloat16 ones: half the memory, but every push must bring all weights",
-    )
-    parser.add_argument(
-        "--float32-streams", action="store_true", help="as the run's model.float32_streams"
-    )
     return parser
 
 

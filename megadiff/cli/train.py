@@ -1,8 +1,10 @@
-"""megadiff train CONFIG.yaml … key=value …   (or: torchrun --nproc-per-node N -m megadiff.cli.main train …)
+"""megadiff train CONFIG.yaml … key=value …
 
-Config files are merged left to right, then key=value. --dry-run checks everything, prints the resolved config, the
-schedule with its stochastic window and the batch arithmetic, and stops. Exit codes: 0 done, 1 the run failed, 2 the
-config is wrong, 143 stopped by SIGTERM, 130 by Ctrl-C.
+On several GPUs: torchrun --nproc-per-node N -m megadiff.cli.main train …
+
+Config files are merged left to right, then key=value. --dry-run checks everything, prints the
+resolved config, the schedule with its stochastic window and the batch arithmetic, and stops.
+Exit codes: 0 done, 1 the run failed, 2 the config is wrong, 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code; errors of the user go to stderr as one text, without a traceback."""
+    """Return the exit code; errors of the user go to stderr as one text, without a traceback."""
     options, config_arguments = _parser().parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     log_to_stderr(rank)
@@ -68,9 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # once training has begun, a rescue answers Ctrl-C
         sys.stderr.write("stopped by Ctrl-C before training began\n" if rank == 0 else "")
         return 130
-    except (
-        Exception
-    ):  # a library's error, or one of ours: shown whole; what it left ends in leave()
+    except Exception:  # shown whole; what it left ends in leave()
         logger.exception("rank %d failed", rank)
         return 1
 
@@ -84,9 +84,8 @@ def _train(config: Config, *, world_size: int) -> int:
         if os.environ.get("RANK", "0") == "0":
             lock(run_folder(config), stack)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
-        if (
-            mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ
-        ):  # torchrun gives each rank one thread
+        if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
+            # torchrun gives each rank one thread.
             local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         on_policy = build_algorithm(config.algorithm).on_policy

@@ -145,7 +145,7 @@ class MegatronEngine(ShardedEngine):
             raise
         self._ddp.offload_grad_buffers(
             empty_cache=False
-        )  # train.replicas.make_room does that, where others want it
+        )  # train.replicas does that, where others want it
         return step
 
     def offload(self) -> None:

@@ -1,6 +1,4 @@
-"""A few words between ranks when collectives may hang and the launcher may be gone.
-
-They are files in the run's folder.
+"""A few words between ranks, in files, when collectives may hang and the launcher may be gone.
 
 All files exist from the start and are overwritten in place. Over NFS, opening a known file asks the
 server what is in it, while the name of a new one may stay unseen for a minute.
@@ -19,7 +17,7 @@ import psutil
 
 from megadiff.process.identity import process_home
 
-# closed: it begins no optimizer step. stepped: it has finished the step that it was in, if it could.
+# closed: it begins no optimizer step. stepped: it has finished its step, if it could.
 # settled: it will not step again. saved: it has written its part. done: the ranks may end.
 PHASES = ("running", "closed", "stepped", "settled", "saved", "done")
 POLL_S = 0.05
@@ -31,7 +29,7 @@ MOST_CHARS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What a rank says about itself.
+    """A rank's word about itself.
 
     phase: one of PHASES. steps: optimizer steps of this attempt. counted_steps: those that were
     done when finished_step, its newest finished step, was counted. saved_step: of the newest
@@ -70,7 +68,7 @@ class Board:
     def __init__(self, folder: Path, *, rank: int, world_size: int) -> None:
         self.folder = folder
         self.world_size = world_size
-        self.mine = RankState(rank=rank, host=process_home(), pid=os.getpid())
+        self.own_state = RankState(rank=rank, host=process_home(), pid=os.getpid())
 
     def lay_out(self) -> None:
         """Make all files, empty, and remove those of earlier attempts."""
@@ -82,8 +80,8 @@ class Board:
 
     def say(self, **changes: object) -> None:
         """Change this rank's state and show it to the others."""
-        self.mine = replace(self.mine, **changes)
-        _overwrite(self.folder / _name(self.mine.rank), asdict(self.mine))
+        self.own_state = replace(self.own_state, **changes)
+        _overwrite(self.folder / _name(self.own_state.rank), asdict(self.own_state))
 
     def states(self) -> list[RankState]:
         """Read what every rank says; one that is being written counts as running."""

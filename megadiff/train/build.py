@@ -1,4 +1,7 @@
-"""From a config to the parts of a run. What the user can get wrong is found before anything heavy starts."""
+"""Build the parts of a run from its config.
+
+What the user can get wrong is found before anything heavy starts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -34,18 +37,24 @@ from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
 from megadiff.process.identity import device_name, host_name
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.rollout.client.processes import stop_all
+from megadiff.rollout.client.processes import ReplicaProcess, stop_all
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.choose import build_transport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
-from megadiff.train import replicas
 from megadiff.train.board import FOLDER, Board
 from megadiff.train.components import check_experts
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.loop import Run
 from megadiff.train.probe import own_size
 from megadiff.train.record import Recorder, used_bytes
+from megadiff.train.replicas import (
+    RunReplicas,
+    check_placement,
+    connect,
+    launch,
+    weights_folder,
+)
 from megadiff.train.rescue import Rescue
 from megadiff.train.sampling import check_call, first_frame_size, sampling_of
 from megadiff.types import Progress, Prompt, Sampling
@@ -76,11 +85,15 @@ def check(
         raise ValueError(
             f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
         )
-    replicas.check_placement(config, world_size=world_size)
-    sampling, on_policy = sampling_of(config.rollout), build_algorithm(config.algorithm).on_policy
+    check_placement(config, world_size=world_size)
+    sampling = sampling_of(config.rollout)
+    on_policy = build_algorithm(config.algorithm).on_policy
     if on_policy:
-        window = dict(window_size=sampling.sde_window_size, window_range=sampling.sde_window_range)
-        check_window(sampling.num_inference_steps, **window)
+        check_window(
+            sampling.num_inference_steps,
+            window_size=sampling.sde_window_size,
+            window_range=sampling.sde_window_range,
+        )
     model = Path(config.model.path)
     try:
         check_model_folder(model)
@@ -96,8 +109,8 @@ def check(
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
     if adapter.num_heads % config.rollout.tp:
         raise ValueError(
-            f"rollout.tp={config.rollout.tp} does not divide the model's {adapter.num_heads} attention heads; "
-            f"set rollout.tp to a divisor of {adapter.num_heads}"
+            f"rollout.tp={config.rollout.tp} does not divide the model's {adapter.num_heads} "
+            f"attention heads; set rollout.tp to a divisor of {adapter.num_heads}"
         )
     prompts = read_prompts(config, config.data.prompts) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
@@ -113,12 +126,14 @@ def check(
 
 
 def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool) -> None:
-    """Raises ValueError where a call would bring more first frames than a replica takes."""
-    batch_size, here = config.rollout.batch_size, config.train.prompts_per_step // dp
+    """Raise ValueError where a call would bring more first frames than a replica takes."""
+    batch_size = config.rollout.batch_size
+    rank_groups = config.train.prompts_per_step // dp
     if on_policy:
-        check_call(sampling, min(here, batch_size // config.algorithm.group_size), what="a step")
+        call_groups = min(rank_groups, batch_size // config.algorithm.group_size)
+        check_call(sampling, call_groups, what="a step")
     if on_policy and config.parity.mode != "off":
-        check_call(sampling, min(here, own_size(config)[0]), what="the parity gate")
+        check_call(sampling, min(rank_groups, own_size(config)[0]), what="the parity gate")
     plan = spread(eval_prompts(config), config.eval.num_samples) if config.eval.every else []
     for rank in range(min(dp, len(plan))):
         most = groups_in_a_call(plan[rank::dp], eval_sampling(config), batch_size=batch_size)
@@ -126,13 +141,16 @@ def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool
 
 
 def read_prompts(config: Config, path: str) -> list[Prompt]:
-    """As load_prompts, by the config's limits and, where it asks for first frames, their size."""
+    """Load prompts by the config's limits and, where it asks for first frames, their size."""
     size = first_frame_size(sampling_of(config.rollout))
     return load_prompts(path, max_chars=config.data.max_prompt_chars, first_frame_size=size)
 
 
 def eval_prompts(config: Config) -> list[Prompt]:
-    """The prompts of eval.prompts, none where eval.every is 0. ValueError when eval.num_samples cannot cover their tasks."""
+    """Return the prompts of eval.prompts, none where eval.every is 0.
+
+    Raises ValueError when eval.num_samples cannot cover their tasks.
+    """
     if not config.eval.every:
         return []
     prompts = read_prompts(config, config.eval.prompts)
@@ -141,12 +159,13 @@ def eval_prompts(config: Config) -> list[Prompt]:
 
 
 def run_folder(config: Config) -> Path:
-    """runs/<name>."""
+    """Return runs/<name>."""
     return Path(config.run.dir) / config.run.name
 
 
 def collective_timeout_s(config: Config) -> float:
-    """Ranks wait in collectives for the slowest rank's rollout, and for replicas that start."""
+    """Return how long a rank may wait for the others."""
+    # For the slowest rank's rollout, or for replicas that start.
     return max(config.rollout.start_timeout_s, config.rollout.request_timeout_s) + 600
 
 
@@ -158,9 +177,9 @@ def build_run(
     scorer: Scorer,
     stack: ExitStack,
 ) -> Run:
-    """Collective. Replicas start while the engine loads; whatever is started is stopped when `stack` closes."""
+    """Build an RL run. Collective. What it starts is stopped when `stack` closes."""
     folder = run_folder(config)
-    processes = replicas.launch(config, mesh, folder)
+    processes = launch(config, mesh, folder)  # they load while the engine does
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
@@ -177,19 +196,45 @@ def build_run(
     checkpoints = Checkpoints(folder, config, mesh, base=base_weights(config, adapter, mesh))
     load_data = partial(sampler.load_state, accept_changes=config.checkpoint.accept_changes)
     progress = checkpoints.load(engine, load_data)
-    fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
-    sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-    evaluation = (
-        build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer)
-        if config.eval.every
-        else None
-    )
+    replicas = build_replicas(config, mesh, adapter, engine, processes, stack)
+    evaluation = None
+    if config.eval.every:
+        # The next step samples from the version that was evaluated.
+        evaluation = build_evaluation(
+            config, mesh, adapter, engine, replicas, scorer, rest_after=False
+        )
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return Run(
-        config=config, mesh=mesh, adapter=adapter, algorithm=build_algorithm(config.algorithm), engine=engine,
-        fleet=fleet, sync=sync, scorer=scorer, prompts=sampler, checkpoints=checkpoints, recorder=recorder,
-        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress), progress=progress,
-    )  # fmt: skip
+        config=config,
+        mesh=mesh,
+        adapter=adapter,
+        algorithm=build_algorithm(config.algorithm),
+        engine=engine,
+        replicas=replicas,
+        scorer=scorer,
+        prompts=sampler,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress),
+        progress=progress,
+    )
+
+
+def build_replicas(
+    config: Config,
+    mesh: Mesh,
+    adapter: ModelAdapter,
+    engine: Engine,
+    processes: Sequence[ReplicaProcess],
+    stack: ExitStack,
+) -> RunReplicas:
+    """Wait for the run's replicas and make the sync to them. Collective.
+
+    Raises AgreedError for replicas that end, differ from the run, or that no transport can serve.
+    """
+    fleet = stack.enter_context(connect(config, mesh, run_folder(config), processes))
+    sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
+    return RunReplicas(fleet, sync, config, mesh)
 
 
 def build_rescue(
@@ -211,12 +256,14 @@ def build_rescue(
 def build_sync(
     config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet
 ) -> WeightSync:
-    """Collective. The weight sync from this engine to all replicas. Raises AgreedError for places that the transport
-    cannot serve."""
+    """Return the weight sync from this engine to all replicas. Collective.
+
+    Raises AgreedError for devices that the transport cannot serve.
+    """
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
     targets = fleet.weight_targets()
     workers = agreed(
-        lambda: {one.name: one.weights_places() for one in targets},
+        lambda: {target.name: target.weights_places() for target in targets},
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
@@ -224,18 +271,24 @@ def build_sync(
     ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
     transport = agreed(
         lambda: build_transport(
-            config.sync.transport, targets, workers, ranks=ranks, rank=mesh.rank, device=mesh.device,
-            folder=replicas.weights_folder(config, run_folder(config)),
+            config.sync.transport,
+            targets,
+            workers,
+            ranks=ranks,
+            rank=mesh.rank,
+            device=mesh.device,
+            folder=weights_folder(config, run_folder(config)),
         ),
         mesh.cpu_group,
-    )  # fmt: skip
+    )
+    boxes = {}
+    for name, replica_workers in workers.items():
+        boxes[name] = [boxes_from_json(worker["boxes"]) for worker in replica_workers]
     return WeightSync(
         engine,
         transport,
         manifest,
-        places={
-            name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()
-        },
+        places=boxes,
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
     )
@@ -248,13 +301,16 @@ def build_recorder(
     step: int,
     stack: ExitStack,
 ) -> Recorder:
-    """Collective. Rank 0 writes the run's folder from step `step` on, the others nowhere. All watch their GPU's memory."""
+    """Return what records the run from step `step` on. Collective.
+
+    Rank 0 writes the run's folder, the others nowhere. All watch their GPU's memory.
+    """
     recording = agreed(
         lambda: _recording(config, run_folder(config), step, stack),
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
-    trackers, bar = recording or (Trackers(()), None)
+    trackers, bar = recording if recording else (Trackers(()), None)
     timers = Timers()
     memory = None
     if mesh.device.type == "cuda":
@@ -276,22 +332,33 @@ def build_evaluation(
     mesh: Mesh,
     adapter: ModelAdapter,
     engine: Engine,
-    fleet: Fleet,
-    sync: WeightSync,
+    replicas: RunReplicas,
     scorer: Scorer,
+    *,
+    rest_after: bool,
 ) -> Callable[[int], dict[str, float]]:
-    """step → eval/* metrics of the weights after that step, recorded in the run's evaluations/; of their running average
-    where there is one."""
-    plan, folder = spread(eval_prompts(config), config.eval.num_samples), run_folder(config)
+    """Return what evaluates the weights after a step: step → eval/* metrics. It is collective.
+
+    Where there is a running average of the weights, that is evaluated. The record is in the run's
+    evaluations/. rest_after: whether the trainer needs the GPUs as soon as that is written.
+    """
+    plan = spread(eval_prompts(config), config.eval.num_samples)
+    folder = run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
-        replicas.make_room(config, mesh)
         with engine.averaged():
-            sync.push(step)
+            replicas.wake(step)
         outcome = evaluate(
-            fleet, scorer, plan, sampling=eval_sampling(config), seed=config.seed, policy_version=step, mesh=mesh,
-            batch_size=config.rollout.batch_size, model=str(folder),
-        )  # fmt: skip
+            replicas.fleet,
+            scorer,
+            plan,
+            sampling=eval_sampling(config),
+            seed=config.seed,
+            batch_size=config.rollout.batch_size,
+            policy_version=step,
+            mesh=mesh,
+            model=str(folder),
+        )
         target = evaluation_folder(folder, step)
         agreed(
             lambda: write_evaluation(
@@ -300,6 +367,8 @@ def build_evaluation(
             mesh.cpu_group,
             here=mesh.rank == 0,
         )
+        if rest_after:
+            replicas.rest()
         return eval_metrics(outcome.evaluation, scorer.weights)
 
     return evaluate_step

@@ -1,9 +1,8 @@
-"""The parts of a supervised run. Replicas exist only where it evaluates."""
+"""Build the parts of a supervised run. Replicas exist only where it evaluates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -17,24 +16,20 @@ from megadiff.engines import build_engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import stop_all
-from megadiff.sync.sync import WeightSync
-from megadiff.train import replicas
 from megadiff.train.build import (
     build_evaluation,
     build_recorder,
+    build_replicas,
     build_rescue,
-    build_sync,
     run_folder,
 )
+from megadiff.train.replicas import launch
 from megadiff.train.sampling import sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES
 
-ENCODE_BATCH_TOKENS = (
-    16_384  # latent tokens per pass of the VAE: 1,024 images of 64×64, 16 of 512×512
-)
+ENCODE_BATCH_TOKENS = 16_384  # a pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
 def build_sft_run(
@@ -45,9 +40,10 @@ def build_sft_run(
     scorer: Scorer | None,
     stack: ExitStack,
 ) -> SftRun:
-    """Collective. Replicas start while data are encoded and the engine loads; `stack` stops whatever was started."""
+    """Build a supervised run. Collective. What it starts is stopped when `stack` closes."""
     folder = run_folder(config)
-    processes = replicas.launch(config, mesh, folder) if config.eval.every else []
+    # Replicas start while data are encoded and the engine loads.
+    processes = launch(config, mesh, folder) if config.eval.every else []
     stack.callback(stop_all, processes)
     dataset = _encoded(config, mesh, adapter, source)
     engine = build_engine(config, mesh, adapter)
@@ -71,23 +67,30 @@ def build_sft_run(
     progress = checkpoints.load(engine, load_data)
     evaluation = None
     if config.eval.every:
-        fleet = stack.enter_context(replicas.connect(config, mesh, folder, processes))
+        replicas = build_replicas(config, mesh, adapter, engine, processes, stack)
         assert scorer, "validate() refuses an evaluation without a reward"
-        sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-        evaluation = build_evaluation(config, mesh, adapter, engine, fleet, sync, scorer)
-        evaluation = _between_naps(evaluation, fleet, sync, config, mesh)
+        evaluation = build_evaluation(
+            config, mesh, adapter, engine, replicas, scorer, rest_after=True
+        )
+        replicas.rest()
     recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
     return SftRun(
-        config=config, mesh=mesh, algorithm=build_algorithm(config.algorithm), engine=engine, batches=batches,
-        checkpoints=checkpoints, recorder=recorder,
-        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress), progress=progress,
-    )  # fmt: skip
+        config=config,
+        mesh=mesh,
+        algorithm=build_algorithm(config.algorithm),
+        engine=engine,
+        batches=batches,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress),
+        progress=progress,
+    )
 
 
 def _encoded(
     config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource
 ) -> LatentDataset:
-    """The data as latents and embeddings, from run.dir/cache where they are there already."""
+    """Return the data as latents and embeddings, from run.dir/cache where they are there."""
     sampling = sft_sampling(config.rollout)
     num_tokens, _ = adapter.latents_shape(sampling)
     return encode_dataset(
@@ -102,21 +105,3 @@ def _encoded(
         mesh=mesh,
         batch=max(1, ENCODE_BATCH_TOKENS // num_tokens),
     )
-
-
-def _between_naps(
-    evaluation: Callable[[int], dict[str, float]],
-    fleet: Fleet,
-    sync: WeightSync,
-    config: Config,
-    mesh: Mesh,
-) -> Callable[[int], dict[str, float]]:
-    """The evaluation with replicas that are awake only meanwhile, where they share the trainer's GPUs."""
-    replicas.put_to_sleep(fleet, sync, config, mesh)
-
-    def evaluate(step: int) -> dict[str, float]:
-        figures = evaluation(step)
-        replicas.put_to_sleep(fleet, sync, config, mesh)
-        return figures
-
-    return evaluate

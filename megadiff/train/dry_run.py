@@ -1,8 +1,9 @@
-"""What a run would do, without doing it: schedule, window, batch arithmetic, layout, resolved config."""
+"""Tell what a run would do: schedule, window, batch arithmetic, layout, resolved config."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 
 import yaml
@@ -19,15 +20,19 @@ from megadiff.train.sampling import sampling_of, sft_sampling
 def describe(
     config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
 ) -> dict[str, object]:
-    """JSON values: sigmas, sde_window_range, experts, samples_per_step, …, layout, config. Microbatches are
-    those of groups that all have a signal."""
-    sampling, train = sampling_of(config.rollout), config.train
+    """Return the plan of a run as JSON values: sigmas, sde_window_range, …, layout, config.
+
+    Microbatches are counted as if every group had a signal.
+    """
+    sampling = sampling_of(config.rollout)
+    train = config.train
     on_policy = build_algorithm(config.algorithm).on_policy
     tokens, channels = adapter.latents_shape(
         sampling if on_policy else sft_sampling(config.rollout)
     )
     samples = train.prompts_per_step * config.algorithm.group_size
     rows_per_sample = sampling.sde_window_size if on_policy else 1
+    update_rows = samples // layout.dp // train.updates_per_step * rows_per_sample
     return {
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
         "sde_window_size": sampling.sde_window_size,
@@ -38,10 +43,7 @@ def describe(
         "samples_per_step": samples,
         "samples_per_step_and_rank": samples // layout.dp,
         "samples_per_update": samples // train.updates_per_step,
-        "microbatches_per_update_and_rank": -(
-            -(samples // layout.dp // train.updates_per_step * rows_per_sample)
-            // train.microbatch_size
-        ),
+        "microbatches_per_update_and_rank": math.ceil(update_rows / train.microbatch_size),
         "samples_total": samples * train.num_steps,
         "latents_shape": [tokens, channels],
         "layout": asdict(layout),
@@ -50,7 +52,7 @@ def describe(
 
 
 def to_text(plan: dict[str, object], *, as_json: bool) -> str:
-    """One JSON object, or the same for people with the stochastic window marked in the schedule."""
+    """Return one JSON object, or text with the stochastic window marked in the schedule."""
     if as_json:
         return json.dumps(plan) + "\n"
     low, high = plan["sde_window_range"]  # type: ignore[misc]

@@ -13,12 +13,10 @@ from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.client.fleet import Fleet
-from megadiff.sync.sync import WeightSync
 from megadiff.train import parity, probe
 from megadiff.train.components import step_samplings
 from megadiff.train.record import Recorder, rollout_metrics, sample_records
-from megadiff.train.replicas import make_room, put_to_sleep
+from megadiff.train.replicas import RunReplicas
 from megadiff.train.rescue import Rescue
 from megadiff.train.sampling import group_requests, sample_and_score
 from megadiff.train.update import update
@@ -34,8 +32,7 @@ class Run:
     adapter: ModelAdapter
     algorithm: Algorithm
     engine: Engine
-    fleet: Fleet
-    sync: WeightSync
+    replicas: RunReplicas
     scorer: Scorer
     prompts: PromptSampler
     checkpoints: Checkpoints
@@ -45,43 +42,35 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
-    config, engine, progress, timers = run.config, run.engine, run.progress, run.recorder.timers
+    """Train until num_steps steps are finished; run.progress tells how far it came."""
+    config = run.config
+    progress = run.progress
+    timers = run.recorder.timers
     samplings = step_samplings(config, run.adapter)
-    put_to_sleep(run.fleet, run.sync, config, run.mesh)
-    with timers("parity"):
-        calls = probe.prepare(run.adapter, run.prompts.peek().prompts, config=config, mesh=run.mesh)
-    make_room(config, run.mesh)
-    run.sync.push(progress.step)
-    with timers("parity"):
-        gate = parity.check(
-            engine, run.adapter, run.fleet, calls, config=config, mesh=run.mesh, step=progress.step
-        )
-    progress.recomputes = parity.recomputes(gate, config.algorithm, before=progress.recomputes)
+    gate = pass_gate(run)
     train_on = partial(
-        update, engine, run.algorithm, config=config, mesh=run.mesh, recompute=progress.recomputes
+        update,
+        run.engine,
+        run.algorithm,
+        config=config,
+        mesh=run.mesh,
+        recompute=progress.recomputes,
     )
-    gate = {} if progress.step else gate  # a resumed run logs what the uninterrupted one does
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
-            with timers("room"):
-                make_room(config, run.mesh)
-            with timers("sync"):
-                stats = run.sync.push(progress.step)
-            requests = group_requests(
-                next(run.prompts),
-                sampling=samplings[progress.step % len(samplings)],
-                group_size=config.algorithm.group_size,
-                seed=config.seed,
-                step=progress.step,
-                policy_version=progress.step,
-            )
-            groups, rewards = sample_and_score(
-                run.fleet, run.scorer, requests, mesh=run.mesh, timers=timers
-            )
-            with timers("room"):
-                put_to_sleep(run.fleet, run.sync, config, run.mesh)
+            with run.replicas.awake(progress.step, timers) as stats:
+                requests = group_requests(
+                    next(run.prompts),
+                    sampling=samplings[progress.step % len(samplings)],
+                    group_size=config.algorithm.group_size,
+                    seed=config.seed,
+                    step=progress.step,
+                    policy_version=progress.step,
+                )
+                groups, rewards = sample_and_score(
+                    run.replicas.fleet, run.scorer, requests, mesh=run.mesh, timers=timers
+                )
             with timers("train"):
                 stats |= train_on(groups, rewards, progress=progress)
             run.rescue.finish_step(progress, run.prompts.state())
@@ -89,8 +78,37 @@ def train(run: Run) -> None:
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=run.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
-        gate = {}
+        gate = {}  # its gaps belong to the first step
         if run.recorder.is_due(config.checkpoint.every, progress.step):
-            run.checkpoints.save(engine, progress)
-    make_room(config, run.mesh)
-    run.sync.push(progress.step)
+            run.checkpoints.save(run.engine, progress)
+    run.replicas.wake(progress.step)  # they serve the trained policy
+
+
+def pass_gate(run: Run) -> dict[str, float]:
+    """Compare trainer and replicas before the first step. Collective.
+
+    Returns the gaps to log; {} for a resumed run, which logs what the uninterrupted one does.
+    Decides whether steps recompute old log_probs. Raises AgreedError where a gap is too large.
+    """
+    config = run.config
+    mesh = run.mesh
+    progress = run.progress
+    timers = run.recorder.timers
+    run.replicas.rest()  # preparing the calls needs the GPU's memory
+    with timers("parity"):
+        prompts = run.prompts.peek().prompts
+        calls = probe.prepare(run.adapter, prompts, config=config, mesh=mesh)
+    run.replicas.wake(progress.step)
+    with timers("parity"):
+        gaps = parity.check(
+            run.engine,
+            run.adapter,
+            run.replicas,
+            calls,
+            config=config,
+            mesh=mesh,
+            step=progress.step,
+        )
+    before = progress.recomputes
+    progress.recomputes = parity.recomputes(gaps, config.algorithm, before=before)
+    return {} if progress.step else gaps

@@ -23,7 +23,7 @@ from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.components import component_steps
 from megadiff.train.probe import Call
-from megadiff.train.replicas import trim
+from megadiff.train.replicas import RunReplicas
 from megadiff.train.sampling import for_replica, sampling_of, share
 from megadiff.types import LOG_PROB_ROUNDING, RolloutGroup, RolloutRequest, Sampling, TrainBatch
 
@@ -43,7 +43,7 @@ class ParityError(RuntimeError):
 def check(
     engine: Engine,
     adapter: ModelAdapter,
-    fleet: Fleet,
+    replicas: RunReplicas,
     calls: Sequence[Call],
     *,
     config: Config,
@@ -62,6 +62,7 @@ def check(
     """
     if not calls:
         return {}
+    fleet = replicas.fleet
     samplings = component_samplings(adapter, sampling_of(config.rollout))
     gaps: dict[str, float] = {}
     problem = ""
@@ -72,7 +73,7 @@ def check(
                 groups = _sample(
                     fleet, replica, call, sampling, config=config, mesh=mesh, step=step
                 )
-                trim(fleet, config, mesh)
+                replicas.trim()
                 rows = _gaps(engine, adapter, groups, call, seed=config.seed, step=step)
                 for index, row in enumerate(rows):
                     if not problem and (text := verdict(row, config)):

@@ -1,4 +1,4 @@
-"""The run's replicas: launched on the trainer's own devices (colocated) or found in a registry (separate)."""
+"""The run's replicas: started on the trainer's own devices (colocated), or found in a registry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,17 +18,14 @@ import torch
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
+from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.rollout.client.processes import (
-    ReplicaProcess,
-    ReplicaSpec,
-    environment_token,
-    write_token,
-)
+from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
 from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.rollout.spec import ReplicaSpec, flag_of
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.disk import clear
 
@@ -36,61 +34,132 @@ RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.owner at most
 RUN_ID_FILE = "run_id"  # in the run's folder
 
 
+class RunReplicas:
+    """Decide who has the GPUs: the replicas, or the trainer. All methods are collective."""
+
+    def __init__(self, fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:
+        self.fleet = fleet
+        self.sync = sync
+        self._mesh = mesh
+        self._sleeps = sleeps(config, device_type=mesh.device.type)
+        self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
+
+    @contextmanager
+    def awake(self, version: int, timers: Timers) -> Iterator[dict[str, float]]:
+        """Let the replicas sample from a version of the weights, and then rest; timed.
+
+        Yields the sync's figures. Raises AgreedError when a replica refuses or differs.
+        """
+        with timers("room"):
+            self._make_room()
+        with timers("sync"):
+            figures = self.sync.push(version)
+        yield figures
+        # In no `finally`: after an error the other ranks may never come to this collective.
+        with timers("room"):
+            self.rest()
+
+    def wake(self, version: int) -> None:
+        """Bring all replicas to a version of the weights; they stay awake."""
+        self._make_room()
+        self.sync.push(version)
+
+    def rest(self) -> None:
+        """Let the replicas free their weights' memory where rollout.sleep says so.
+
+        The next push then brings every weight, and wakes them. Where they do not sleep, they give
+        back what sampling needed.
+        """
+        if self._sleeps:
+            agreed(self.fleet.sleep, self._mesh.cpu_group, here=self._mesh.rank == 0)
+            self.sync.forget()
+        else:
+            self.trim()
+
+    def trim(self) -> None:
+        """Give the trainer what the replicas' allocators keep of the last samples, on its GPUs."""
+        if self._share_gpus:
+            agreed(self.fleet.trim, self._mesh.cpu_group, here=self._mesh.rank == 0)
+
+    def _make_room(self) -> None:
+        """Give the replicas what this rank's allocator keeps, an update's peak at most."""
+        if self._share_gpus:
+            agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
+
+
 def check_placement(config: Config, *, world_size: int) -> None:
-    """Raises ValueError for a colocated run over several nodes: its replicas would all start on the first one."""
+    """Raise ValueError for a colocated run over several nodes.
+
+    Its replicas would all start on the first one.
+    """
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     if config.rollout.mode == "colocated" and local_world_size < world_size:
         raise ValueError(
-            f"rollout.mode=colocated starts replicas on one node, but {world_size} ranks run {local_world_size} a node; "
-            "start `megadiff serve MODEL --host ADDRESS --registry DIR` on every node and set rollout.mode=separate "
-            "rollout.registry=DIR rollout.num_replicas=N"
+            f"rollout.mode=colocated starts replicas on one node, but {world_size} ranks run "
+            f"{local_world_size} a node; start `megadiff serve MODEL --host ADDRESS "
+            "--registry DIR` on every node and set rollout.mode=separate rollout.registry=DIR "
+            "rollout.num_replicas=N"
         )
 
 
 def num_replicas(config: Config, mesh: Mesh) -> int:
-    """rollout.num_replicas; 0 means one per rollout.tp GPUs that the trainer uses, and one on CPU."""
+    """Return rollout.num_replicas; 0 means one per rollout.tp GPUs of the trainer, one on CPU."""
     on_gpus = max(1, mesh.world_size // config.rollout.tp)
     return config.rollout.num_replicas or (on_gpus if mesh.device.type == "cuda" else 1)
 
 
 def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
-    """On rank 0 of a colocated run: starts the processes and returns at once. Elsewhere: nothing. Collective."""
+    """Start the processes of a colocated run on rank 0, and return at once. Collective.
+
+    Returns [] on the other ranks.
+    """
     here = mesh.rank == 0 and config.rollout.mode == "colocated"
     return agreed(lambda: _launch(config, mesh, folder), mesh.cpu_group, here=here) or []
 
 
 def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[ReplicaProcess]) -> Fleet:
-    """Collective. Rank 0 waits until the replicas are healthy, then every rank gets clients to all of them. Raises
-    AgreedError for a separate replica that computes otherwise than the run says."""
+    """Wait on rank 0 until the replicas are healthy, and give every rank clients. Collective.
+
+    Raises AgreedError for a separate replica that computes otherwise than the run says.
+    """
     rollout = config.rollout
-    registry = registry_folder(folder) if rollout.mode == "colocated" else Path(rollout.registry)
+    is_colocated = rollout.mode == "colocated"
+    registry = registry_folder(folder) if is_colocated else Path(rollout.registry)
     here = mesh.rank == 0
     access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
     # Every rank gets rank 0's token: a run may have drawn its own, which no environment holds.
     access = broadcast_json(access, source=0, group=mesh.cpu_group)
-    found = agreed(
-        lambda: _found(registry, config, mesh, processes, access), mesh.cpu_group, here=here
-    )
-    found = broadcast_json(found, source=0, group=mesh.cpu_group)
-    clients = [
-        ReplicaClient(
-            replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
+
+    def announcements() -> list[dict[str, Any]]:
+        healthy = wait_until_announced(
+            registry,
+            count=num_replicas(config, mesh),
+            timeout_s=rollout.start_timeout_s,
+            processes=processes,
+            **access,
         )
-        for replica in found  # type: ignore[union-attr]  # rank 0's list
-    ]
-    logs = (
-        {client.name: log_file(folder, client.name) for client in clients}
-        if rollout.mode == "colocated"
-        else {}
-    )
+        for replica in healthy:
+            check_arithmetic(replica, config)
+        return healthy
+
+    replicas = agreed(announcements, mesh.cpu_group, here=here)
+    replicas = broadcast_json(replicas, source=0, group=mesh.cpu_group)
+    clients = []
+    for replica in replicas:  # type: ignore[union-attr]  # rank 0's list
+        clients.append(
+            ReplicaClient(
+                replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
+            )
+        )
+    logs = {client.name: log_file(folder, client.name) for client in clients}
     return Fleet(
         clients,
         batch_size=rollout.batch_size,
         processes=processes,
-        logs=logs,
+        logs=logs if is_colocated else {},
         rank=mesh.dp_rank,
         num_ranks=mesh.dp,
-        holds_replicas=mesh.rank == 0 and rollout.mode == "separate",  # others end with their run
+        holds_replicas=here and not is_colocated,  # colocated ones end with their run
     )
 
 
@@ -121,73 +190,33 @@ def _access(
     return {"run": run_id(config, folder), "token": token}
 
 
-def _found(
-    registry: Path,
-    config: Config,
-    mesh: Mesh,
-    processes: Sequence[ReplicaProcess],
-    access: Mapping[str, Any],
-) -> list[Mapping[str, Any]]:
-    count, timeout_s = num_replicas(config, mesh), config.rollout.start_timeout_s
-    found = wait_until_announced(
-        registry, count=count, timeout_s=timeout_s, processes=processes, **access
-    )
-    for one in found:
-        check_arithmetic(one, config)
-    return found
-
-
 def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
-    """replica: its name, url and health. Raises ValueError where it computes otherwise than the run says, which would show as
-    a parity gap without a cause."""
+    """Raise ValueError where a replica computes otherwise than the run says.
+
+    That would show as a parity gap without a cause. replica: its name, url and health.
+    """
     wanted = {
         "rollout.fp8": config.rollout.fp8,
         "model.float32_streams": config.model.float32_streams,
     }
-    who, found = f"{replica['name']} at {replica['url']}", replica["health"].get("arithmetic")
-    if not isinstance(found, dict):
+    who = f"{replica['name']} at {replica['url']}"
+    arithmetic = replica["health"].get("arithmetic")
+    if not isinstance(arithmetic, dict):
         raise ValueError(
             f"{who} does not say how it computes; start it with this version of megadiff"
         )
     for key, value in wanted.items():
         switch = key.partition(".")[2]
-        if found.get(switch) is not value:
-            flag = f"{'with' if value else 'without'} --{switch.replace('_', '-')}"
+        if arithmetic.get(switch) is not value:
+            flag = f"{'with' if value else 'without'} {flag_of(switch)}"
             raise ValueError(
-                f"{who} has {switch}={found.get(switch)}, the run {key}={value}; start it {flag}, or set "
-                f"{key}={str(not value).lower()}"
+                f"{who} has {switch}={arithmetic.get(switch)}, the run {key}={value}; "
+                f"start it {flag}, or set {key}={str(not value).lower()}"
             )
 
 
-def put_to_sleep(fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:
-    """Collective. Where rollout.sleep says so, replicas free their weights' memory; the next push, which then brings every
-    weight of the policy, wakes them. Elsewhere on shared GPUs they give back what sampling needed."""
-    if sleeps(config, device_type=mesh.device.type):
-        agreed(fleet.sleep, mesh.cpu_group, here=mesh.rank == 0)
-        sync.forget()
-    else:
-        trim(fleet, config, mesh)
-
-
-def trim(fleet: Fleet, config: Config, mesh: Mesh) -> None:
-    """Collective. Replicas on the trainer's GPUs give back what their allocators keep of the last samples."""
-    if _shares_gpus(config, mesh):
-        agreed(fleet.trim, mesh.cpu_group, here=mesh.rank == 0)
-
-
-def make_room(config: Config, mesh: Mesh) -> None:
-    """Collective. Before replicas on the same GPUs take memory for a push, every rank gives back what its allocator keeps of
-    what came before, an update's peak at most."""
-    if _shares_gpus(config, mesh):
-        agreed(torch.cuda.empty_cache, mesh.cpu_group)
-
-
-def _shares_gpus(config: Config, mesh: Mesh) -> bool:
-    return config.rollout.mode == "colocated" and mesh.device.type == "cuda"
-
-
 def weights_folder(config: Config, folder: Path) -> Path:
-    """Where sync.transport=disk writes: sync.folder, or weights/ in the run's folder."""
+    """Return where sync.transport=disk writes: sync.folder, or weights/ in the run's folder."""
     return Path(config.sync.folder) if config.sync.folder else folder / "weights"
 
 
@@ -203,49 +232,74 @@ def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
     registry = registry_folder(folder)
     shutil.rmtree(registry, ignore_errors=True)
     if config.sync.transport == "disk":
-        clear(
-            weights_folder(config, folder)
-        )  # else replicas would load an older state before they get this one
-    specs = _specs(config, mesh, folder)
+        # Else replicas would load an older state before they get this one.
+        clear(weights_folder(config, folder))
+    count = num_replicas(config, mesh)
+    gpus = _gpus(config, mesh, count)
+    num_threads = _num_threads(config, count)
     # Without a token anybody on this host could put the replicas to sleep, or push to them.
     token = environment_token() or write_token(registry)
-    return [ReplicaProcess(spec, registry, token=token) for spec in specs]
+    processes = []
+    for index in range(count):
+        spec = replica_spec(config, mesh, folder, name=f"replica_{index}")
+        process = ReplicaProcess(
+            spec,
+            log=log_file(folder, spec.name),
+            num_threads=num_threads,
+            gpus=gpus[index],
+            token=token,
+        )
+        processes.append(process)
+    return processes
 
 
-def _specs(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaSpec]:
-    """GPUs in turn; on CPU the threads of this node's ranks are divided among the replicas: they take turns, and threads
-    that wait for one another spin."""
-    count, tp = num_replicas(config, mesh), config.rollout.tp
-    num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> ReplicaSpec:
+    """Return how a replica of a colocated run is started."""
+    device_type = mesh.device.type
+    return ReplicaSpec(
+        model=Path(config.model.path),
+        name=name,
+        port=0,
+        device=device_type,
+        dtype=config.model.dtype,
+        registry=registry_folder(folder),
+        weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
+        tp=config.rollout.tp,
+        parent_pid=os.getpid(),
+        compile=config.rollout.compile,
+        fp8=config.rollout.fp8,
+        fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
+        float32_streams=config.model.float32_streams,
+    )
+
+
+def _gpus(config: Config, mesh: Mesh, count: int) -> list[list[int]]:
+    """Return each replica's GPUs, taken in turn; none on CPU. Raises ValueError for too few."""
     num_gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
-    if num_gpus and tp > num_gpus:
+    if not num_gpus:
+        return [[] for _ in range(count)]
+    tp = config.rollout.tp
+    if tp > num_gpus:
         raise ValueError(
             f"rollout.tp={tp} on {num_gpus} GPUs: each worker needs one; set rollout.tp<={num_gpus}"
         )
-    if num_gpus and count * tp > num_gpus:
+    if count * tp > num_gpus:
         logger.warning(
             "rollout.num_replicas*tp = %d*%d on %d GPUs: some GPUs hold several",
             count,
             tp,
             num_gpus,
         )
-    return [
-        ReplicaSpec(
-            name=f"replica_{index}",
-            model=Path(config.model.path),
-            dtype=config.model.dtype,
-            device=mesh.device.type,
-            gpus=tuple((index * tp + worker) % num_gpus for worker in range(tp))
-            if num_gpus
-            else (),
-            log=log_file(folder, f"replica_{index}"),
-            num_threads=max(1, num_threads // (count * tp)),
-            compile=config.rollout.compile,
-            fp8=config.rollout.fp8,
-            fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=mesh.device.type),
-            float32_streams=config.model.float32_streams,
-            tp=tp,
-            weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
-        )
-        for index in range(count)
-    ]
+    gpus = []
+    for first in range(0, count * tp, tp):
+        gpus.append([worker % num_gpus for worker in range(first, first + tp)])
+    return gpus
+
+
+def _num_threads(config: Config, count: int) -> int:
+    """Return the threads of each replica: those of this node's ranks, divided.
+
+    Trainer and replicas take turns. Threads beyond that spin while they wait for one another.
+    """
+    num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, num_threads // (count * config.rollout.tp))

@@ -191,7 +191,10 @@ class Rescue:
     def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
         threading.Thread(target=self._end_at_a_second_signal, daemon=True).start()
-        if self.board.mine.rank == 0 and self._finished.progress.step > self.checkpoints.saved_step:
+        if (
+            self.board.own_state.rank == 0
+            and self._finished.progress.step > self.checkpoints.saved_step
+        ):
             logger.warning("%s: saving; a second signal ends at once, without it", reason)
         states = self._settled()
         first = states[0]
@@ -201,9 +204,9 @@ class Rescue:
             problem = self._save(first)
         if not is_new and first.has_come("settled"):
             problem = ""  # whoever is missing takes nothing along that is not on disk
-        if self.board.mine.rank == _speaker(states):
+        if self.board.own_state.rank == _speaker(states):
             logger.error("%s: %s", reason, _outcome(self.checkpoints, first, problem))
-        if self.board.mine.rank == 0:
+        if self.board.own_state.rank == 0:
             self._wait_for_metrics()
             self.board.say(phase="done")
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
@@ -218,7 +221,7 @@ class Rescue:
         gate = self.engine.gate
         self._say_where("closed", gate.close())
         states = self._ranks_at("closed")
-        mine = self.board.mine
+        mine = self.board.own_state
         most = max(state.steps for state in states)
         is_between = mine.steps == most == mine.counted_steps
         if not is_between and not any(state.has_failed for state in states):
@@ -275,7 +278,7 @@ class Rescue:
         if failed:
             error = failed[0].error or "it is gone, or took too long"
             return f"rank {failed[0].rank} could not write its part: {error}"
-        if self.board.mine.rank == 0:
+        if self.board.own_state.rank == 0:
             try:
                 self.checkpoints.complete(aside, self._settled_at.progress)
             except (OSError, ValueError) as error:

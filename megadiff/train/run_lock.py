@@ -1,4 +1,4 @@
-"""One run a folder: the lock that a run takes, and whom it names to the next one."""
+"""Lock a run's folder, and name its holder to the next run that wants it."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context((folder / LOCK).open("a+", encoding="utf-8"))
     deadline = time.monotonic() + wait_s
-    said = False
+    has_warned = False
     while not _taken(file, folder):
         holder = _holder(file)
         who = f"{folder} is in use by another run ({holder or 'which does not say its name'})"
         if (holder and holder.is_working()) or time.monotonic() > deadline:
             raise ValueError(f"{who}; end it or wait for it, or give this one another run.name")
-        if not said:
+        if not has_warned:
             logger.warning("%s, which may be ending or gone; waiting %.0f s for it", who, wait_s)
-            said = True
+            has_warned = True
         time.sleep(RETRY_S)
     file.seek(0)
     file.truncate()
@@ -88,7 +88,8 @@ def _taken(file: IO[str], folder: Path) -> bool:
         if holder and holder.is_working() and holder.pid != os.getpid():
             return False
         logger.warning(
-            "%s is on a filesystem without locks (%s): see to it that no run of another host uses it",
+            "%s is on a filesystem without locks (%s): see to it that no run of another host uses "
+            "it",
             folder,
             error.strerror,
         )

@@ -1,4 +1,4 @@
-"""The supervised loop: captioned images → update → next step. A sibling of loop.py; every rank runs it."""
+"""The supervised loop: captioned images → update → next step. Every rank runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megadiff.parallel.collectives import agreed
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
-from megadiff.types import FlowBatch, Progress
+from megadiff.types import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +32,25 @@ class SftRun:
 
 
 def train_sft(run: SftRun) -> None:
-    """Trains until config.train.num_steps steps are finished; run.progress tells how far it came when it raises."""
-    config, engine, progress, timers = run.config, run.engine, run.progress, run.recorder.timers
+    """Train until config.train.num_steps steps are finished.
+
+    When it raises, run.progress tells how far it came.
+    """
+    config = run.config
+    progress = run.progress
+    timers = run.recorder.timers
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
             with timers("data"):
                 batch = agreed(lambda: next(run.batches), run.mesh.cpu_group)
             with timers("train"):
-                stats = _update(run, batch)
+                try:
+                    stats = run.engine.update(batch, run.algorithm.loss)
+                except NonFiniteError as error:
+                    number = progress.step + 1
+                    raise NonFiniteError(f"step {number}: {error}; lower optim.lr") from error
             run.rescue.finish_step(progress, run.batches.state())
         run.recorder.step(progress.step, stats)
         if run.recorder.is_due(config.checkpoint.every, progress.step):
-            run.checkpoints.save(engine, progress)
-
-
-def _update(run: SftRun, batch: FlowBatch) -> dict[str, float]:
-    try:
-        return run.engine.update(batch, run.algorithm.loss)
-    except NonFiniteError as error:
-        raise NonFiniteError(f"step {run.progress.step + 1}: {error}; lower optim.lr") from error
+            run.checkpoints.save(run.engine, progress)

@@ -15,12 +15,12 @@ import torch
 
 from megadiff.parallel.collectives import AgreedError
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.sync.transports.table import OPTIONS
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, buckets_left, folder_weights, sync_between, urls_of
 from tests.e2e.servers import start_replicas, stop
 from tests.lora_tensors import merged, random_lora
 
-TRANSPORTS = ("http", "shm", "nccl", "disk")
 REQUEST = RolloutRequest(
     prompt=Prompt(text="a red cat", id="ab" * 8),
     sampling=Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5)),
@@ -78,7 +78,7 @@ def test_a_late_joiner_has_the_newest_version(sync_to, urls):
         assert (one.latents_GSLC - late.latents_GSLC).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", OPTIONS)
 def test_a_push_by_every_transport(sync_to, urls, source, transport):
     """Two pushes; what is held is compared in WeightSync itself. The replica of two workers samples what the others do."""
     with sync_to(transport, urls) as (sync, fleet):
@@ -116,7 +116,7 @@ def adapter(source) -> Iterator[LoraSpec]:
     source.lora, source.adapter, source.factor = None, {}, 1.0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", OPTIONS)
 def test_lora_by_every_transport(sync_to, urls, source, adapter, transport):
     """The base once, then the adapter alone; live adapters sample as merged weights do, on two workers too."""
     with sync_to(transport, urls) as (sync, fleet):
@@ -190,7 +190,7 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", OPTIONS)
 def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
     """A clear error within seconds; no replica generates from a mixture; the next whole push heals."""
     source.factor = 1.25

@@ -12,12 +12,12 @@ from megadiff.config.schema import LoraConfig
 from megadiff.models.wan22.plan import PLAN
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.lora import lora_spec
+from megadiff.sync.transports.table import OPTIONS
 from megadiff.types import LoraSpec, Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, buckets_left, folder_weights, sync_between, urls_of
 from tests.e2e.servers import start_replicas, stop
 from tests.lora_tensors import merged, random_lora
 
-TRANSPORTS = ("http", "shm", "nccl", "disk")
 EXPERTS = ("transformer", "transformer_2")
 REQUEST = RolloutRequest(  # steps 0 to 2 are the high-noise expert's, 3 to 5 the low-noise one's
     prompt=Prompt(text="a red circle", id="ab" * 8),
@@ -100,7 +100,7 @@ def test_a_late_joiner_takes_each_part_from_the_version_that_holds_it(
         assert gap(draw(fleet, 0), draw(fleet, 1)) <= 1e-5
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", OPTIONS)
 def test_only_the_expert_that_changed_travels(urls, source, model, folder, transport: str) -> None:
     """Whole, then one expert, then the other; WeightSync compares the fingerprints of both after each push. The expert in
     charge of a step is the one that shows in it."""
@@ -131,7 +131,7 @@ def lora(source: Source) -> LoraSpec:
     return source.lora
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", OPTIONS)
 def test_lora_of_both_experts(urls, source, lora: LoraSpec, model, folder, transport: str) -> None:
     """The base once, then the adapters of the expert that changed; live ones sample as merged weights do."""
     with sync_between(source, urls, transport, model=model, folder=folder) as (sync, fleet):

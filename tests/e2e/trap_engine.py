@@ -165,13 +165,14 @@ def _main(connection: Connection, model: Path) -> None:
 
 
 async def _serve(connection: Connection, model: Path) -> None:
-    from megadiff.rollout.server.omni_app import EngineConfig, build_engine, call_worker
+    from megadiff.rollout.server.omni_app import build_engine, call_worker
+    from megadiff.rollout.spec import ReplicaSpec
 
-    config = EngineConfig(
-        model=model, name="traps", dtype="float32", pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
+    engine = build_engine(
+        ReplicaSpec(model=model, name="traps", dtype="float32"),
+        pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
         worker_extension="tests.e2e.trap_engine.TrapExtension",
-    )  # fmt: skip
-    engine = build_engine(config)
+    )
     try:
         while True:
             kind, method, arguments = await asyncio.to_thread(connection.recv)

@@ -52,10 +52,11 @@ class ReplicaError(RuntimeError):
     """A replica refused a request (status: its HTTP status), or did not answer (status None)."""
 
     def __init__(self, name: str, status: int | None, message: str) -> None:
-        super().__init__(
-            f"{name}: {message}" if status is None else f"{name} answered {status}: {message}"
-        )
-        self.name, self.status, self.message = name, status, message
+        answered = "" if status is None else f" answered {status}"
+        super().__init__(f"{name}{answered}: {message}")
+        self.name = name
+        self.status = status
+        self.message = message
 
 
 class NotProven(ReplicaError):
@@ -82,7 +83,8 @@ class ReplicaClient:
         timeout_s: float = 1800.0,
         run: str = "",
     ) -> None:
-        self.url, self.name = url, name
+        self.url = url
+        self.name = name
         self.timeout_s = timeout_s
         self._token = check_token(token) if token else None
         self._run_header = {RUN_HEADER: run} if run else {}
@@ -96,7 +98,11 @@ class ReplicaClient:
         self._proven.close()
 
     def health(self) -> dict[str, Any]:
-        """name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8, float32_streams), vllm_omni."""
+        """Return what /health says, to anybody.
+
+        name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8,
+        float32_streams), vllm_omni.
+        """
         answer = self._send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES)
         return self._json_object(answer, "GET /health")
 
@@ -142,7 +148,7 @@ class ReplicaClient:
             )
 
     def say_alive(self) -> None:
-        """Let the replica know that this run still works with it, through an update of any length."""
+        """Let the replica know, through an update of any length, that this run works with it."""
         self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES)
 
     def release(self) -> None:
@@ -150,18 +156,21 @@ class ReplicaClient:
         self._call("POST", "/rl/release", timeout_s=RELEASE_TIMEOUT_S)
 
     def generate(self, request: RolloutRequest) -> RolloutGroup:
-        """The group of one request. A 409 tells that the replica holds another policy version than asked."""
+        """Return the group of one request. A 409 tells of another policy version than asked."""
         return self.generate_batch([request])[0]
 
     def generate_batch(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
-        """The groups of requests of equal sampling, drawn as one batch, in the order of the requests."""
+        """Return the groups of requests of equal sampling, drawn as one batch, in order."""
         value = requests_to_json(requests)
         limit = groups_bytes(requests)
         return decode_groups(self._call("POST", "/rl/generate", value=value, max_bytes=limit).body)
 
     def weights_places(self) -> list[dict[str, Any]]:
-        """Of each worker: host, device, and boxes, the part [begin, end) per dimension that it has of a base tensor; a
-        tensor that boxes does not name is there whole."""
+        """Return each worker's host, device and boxes.
+
+        boxes: the part [begin, end) per dimension that it has of a base tensor. A tensor that boxes
+        does not name is there whole.
+        """
         return self._workers("GET", "/rl/weights/places")
 
     def weights_begin(
@@ -172,14 +181,16 @@ class ReplicaClient:
         lora: LoraSpec | None = None,
         transport: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens a push; from here to the commit the replica does not generate. transport: how buckets come, if not as the
-        bodies of requests."""
+        """Open a push; from here to the commit the replica does not generate.
+
+        transport: how buckets come, if not as the bodies of requests.
+        """
         value = {
             "version": version,
             "manifest": manifest,
             "lora": dataclasses.asdict(lora) if lora else None,
+            "transport": transport or {"name": "http"},
         }
-        value["transport"] = transport or {"name": "http"}
         self._call("POST", "/rl/weights/begin", value=value)
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
@@ -188,7 +199,10 @@ class ReplicaClient:
         self._call("POST", "/rl/weights/bucket", **body)
 
     def weights_commit(self, version: int) -> list[dict[str, Any]]:
-        """Of each worker: fingerprints (name → digits, of all that it now uses) and bound_modules (of the LoRA)."""
+        """Close a push and return what each worker holds.
+
+        fingerprints: name → digits, of all that it now uses. bound_modules: of the LoRA.
+        """
         return self._workers("POST", "/rl/weights/commit", value={"version": version})
 
     def sleep(self) -> None:
@@ -307,7 +321,7 @@ def _json(answer: Answer) -> object:
 
 
 def _message(answer: Answer) -> str:
-    """The text of the replica's {"error": text}, else the beginning of the body."""
+    """Return the text of the replica's {"error": text}, else the beginning of the body."""
     body = _json(answer) if answer.content_type.startswith("application/json") else None
     if isinstance(body, dict) and isinstance(body.get("error"), str):
         return body["error"]

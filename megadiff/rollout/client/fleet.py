@@ -1,4 +1,4 @@
-"""The replicas of a run, as one: start, wait, route each group to the least loaded, report a dead one at once."""
+"""The replicas of a run as one: route groups to the least loaded, report a dead one at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ T = TypeVar("T")
 POLL_S = 0.2
 GIVE_UP_S = 10.0  # after an owner's silence is over
 ALIVE_S = 15.0  # between two signs of life; rollout.owner has OWNER_SILENT_S
-CALLS_PER_REPLICA = (
-    2  # one samples, the next waits at the replica, so that it never idles between calls
-)
+CALLS_PER_REPLICA = 2  # the next one waits at the replica, so that it never idles between calls
 
 
 class ReplicaDied(RuntimeError):
@@ -36,9 +34,10 @@ class ReplicaDied(RuntimeError):
 class Fleet:
     """All replicas of the run seen from one trainer rank; a context manager.
 
-    batch_size: samples of one call to a replica. processes: the replicas that this very rank started and watches (empty
-    on the other ranks). logs: name → log file. rank, num_ranks: of those that share the replicas, each with its own Fleet.
-    holds_replicas: for one rank only. It tells the replicas that the run is alive, and at the end that it is over.
+    batch_size: samples of one call to a replica. processes: those that this very rank started and
+    watches. logs: name → log file. rank, num_ranks: of the Fleets that share the replicas.
+    holds_replicas: for one rank only, which tells the replicas that the run is alive, and when it
+    is over.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class Fleet:
         self.batch_size = batch_size
         self._holds_replicas = holds_replicas
         self._closed = threading.Event()
-        self.replicas, self.processes, self.logs = list(clients), list(processes), logs or {}
+        self.replicas = list(clients)
+        self.processes = list(processes)
+        self.logs = logs or {}
         self._load = {client.name: 0 for client in clients}
         self._lock = threading.Lock()
-        self._share = max(
-            1, len(self.replicas) // num_ranks
-        )  # of the replicas: what this rank would have alone
-        self._first_choice = (
-            rank * self._share % len(self.replicas)
-        )  # equal loads: ranks begin with different replicas
+        # As many as this rank would have for itself.
+        self._num_replicas = max(1, len(self.replicas) // num_ranks)
+        # Where loads are equal, ranks begin with different replicas.
+        self._first_choice = rank * self._num_replicas % len(self.replicas)
         self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
         if holds_replicas:
             threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
@@ -75,7 +74,7 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        """Drops what is still in flight; the processes are stopped by who started them."""
+        """Drop what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._closed.set()
         if self._holds_replicas:
@@ -103,19 +102,20 @@ class Fleet:
                 logger.debug("%s did not hear that the run is over", futures[future].name)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
-        """Yields (index of the request, group) as groups arrive. Raises ReplicaDied or ReplicaError at the first failure.
+        """Yield (index of the request, group) as groups arrive, for requests of equal sampling.
 
-        Requests of equal sampling. Prompts of similar length go into one call, since a batch is as wide as its longest one.
+        Raises ReplicaDied or ReplicaError at the first failure.
         """
+        # A batch is as wide as its longest prompt: those of similar length go into one call.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
         sizes = [len(requests[index].sample_indices) for index in order]
-        cuts = calls(sizes, batch_size=self.batch_size, num_replicas=self._share)
-        batches = [[order[place] for place in cut] for cut in cuts]
-        futures = {
-            self._pool.submit(self._one, [requests[index] for index in batch]): batch
-            for batch in batches
-        }
-        pending: set[Future[list[RolloutGroup]]] = set(futures)
+        cuts = calls(sizes, batch_size=self.batch_size, num_replicas=self._num_replicas)
+        futures: dict[Future[list[RolloutGroup]], list[int]] = {}
+        for cut in cuts:
+            batch = order[cut.start : cut.stop]
+            call = self._pool.submit(self._sample, [requests[index] for index in batch])
+            futures[call] = batch
+        pending = set(futures)
         try:
             while pending:
                 done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
@@ -127,31 +127,32 @@ class Fleet:
                 future.cancel()
 
     def generate_on(self, replica: int, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
-        """Groups of equal sampling in one call on a given replica, in the order of the requests."""
+        """Return groups of equal sampling from one call on a given replica, in order."""
         return self.call(self.replicas[replica], lambda client: client.generate_batch(requests))
 
     def weight_targets(self) -> list[WeightTarget]:
-        """The replicas as the weight sync sees them; one that dies in the middle of a push is reported as any other."""
+        """Return the replicas as the weight sync sees them."""
         return [WeightTarget(self, client) for client in self.replicas]
 
     def check_alive(self) -> None:
-        """Raises ReplicaDied when a process that this rank started has ended."""
+        """Raise ReplicaDied when a process that this rank started has ended."""
         for process in self.processes:
             raise_if_dead(process)
 
     def sleep(self) -> None:
-        """Every replica frees its weights, until a push brings all of the policy's."""
+        """Let every replica free its weights, until a push brings all of the policy's."""
         self._for_all(ReplicaClient.sleep)
 
     def trim(self) -> None:
-        """Every replica gives memory back that it does not need at the moment."""
+        """Let every replica give back memory that it does not need at the moment."""
         self._for_all(ReplicaClient.trim)
 
     def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
         for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
             future.result()
 
-    def _one(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+    def _sample(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+        """Return the groups of one call on the least loaded replica."""
         with self._lock:
             order = self.replicas[self._first_choice :] + self.replicas[: self._first_choice]
             client = min(order, key=lambda replica: self._load[replica.name])
@@ -163,15 +164,13 @@ class Fleet:
                 self._load[client.name] -= 1
 
     def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
-        """call(client), with ReplicaDied and the end of its log in place of a connection that broke."""
+        """Return call(client). Raises ReplicaDied, with its log's end, for a broken connection."""
         try:
             return call(client)
         except ReplicaError as error:
             if error.status is not None:
                 raise
-            time.sleep(
-                POLL_S
-            )  # the connection broke: give a dying process the moment it needs to be seen dead
+            time.sleep(POLL_S)  # a dying process needs a moment to be seen dead
             self.check_alive()
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
             raise ReplicaDied(
@@ -180,15 +179,17 @@ class Fleet:
 
 
 def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> list[range]:
-    """Cuts groups of these numbers of samples into calls: ranges of consecutive groups, each group whole.
+    """Cut groups of these numbers of samples into calls: ranges of consecutive whole groups.
 
-    A call holds at most batch_size samples, but at least one group, and all calls but the last hold equally many groups: as
-    many as leave no replica idle in a last round. It depends on nothing that varies between two runs, such as which replica
-    is faster: a batch's composition changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
+    A call holds at most batch_size samples, but at least one group. All calls but the last hold
+    equally many groups, so that no replica is idle in the last round.
     """
+    # Nothing here may vary between two runs, such as which replica is faster: a batch's composition
+    # changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
     if not group_sizes:
         return []
-    num_groups, most = len(group_sizes), max(1, batch_size // max(group_sizes))
+    num_groups = len(group_sizes)
+    most = max(1, batch_size // max(group_sizes))
     rounds = math.ceil(num_groups / (most * num_replicas))
     per_call = math.ceil(num_groups / (rounds * num_replicas))
     return [
@@ -197,10 +198,16 @@ def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> 
 
 
 class WeightTarget:
-    """Fulfils weights.transports.WeightTarget for one replica of a fleet."""
+    """One replica of a fleet as sync.transports.base.WeightTarget.
+
+    A replica that dies in the middle of a push is reported as any other.
+    """
 
     def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
-        self.name, self.url, self._client, self._call = client.name, client.url, client, fleet.call
+        self.name = client.name
+        self.url = client.url
+        self._client = client
+        self._call = fleet.call
 
     def weights_places(self) -> list[dict[str, Any]]:
         return self._call(self._client, ReplicaClient.weights_places)

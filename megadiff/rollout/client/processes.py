@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.rollout.proof import check_token
+from megadiff.rollout.spec import ReplicaSpec
 
 logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
@@ -25,65 +25,53 @@ TOKEN_FILE = "token"  # in the registry of a run that drew one; announcements en
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaSpec:
-    """How one replica is started. device: cpu or cuda; gpus: which of the node's, one for each of its tp workers, none on CPU.
-
-    compile: torch.compile of its blocks. fp8, fp8_in_place: see megadiff.rollout.worker.fp8. float32_streams: of the config's model.
-    weights: the folder of sync.transport=disk.
-    """
-
-    name: str
-    model: Path
-    dtype: str
-    device: str
-    gpus: tuple[int, ...]
-    log: Path
-    num_threads: int
-    compile: bool = False
-    fp8: bool = False
-    fp8_in_place: bool = False
-    float32_streams: bool = False
-    tp: int = 1
-    weights: Path | None = None
-
-
 class ReplicaProcess:
-    """A `megadiff serve` child in its own process group; it also dies when its parent does, however that dies.
+    """A `megadiff serve` child in its own process group; it also dies when its parent does.
 
-    It takes a free port itself and announces its address in the registry folder when it is ready.
-    token: None leaves it with this process's, if that has one.
+    It takes a free port itself and announces its address in the spec's registry when it is ready.
+    log: the spec is written beside it. num_threads: of its CPU work. gpus: which of this process's,
+    one for each of its tp workers. token: None leaves it with this process's, if that has one.
     """
 
-    def __init__(self, spec: ReplicaSpec, registry: Path, *, token: str | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        *,
+        log: Path,
+        num_threads: int,
+        gpus: Sequence[int] = (),
+        token: str | None = None,
+    ) -> None:
+        self.name = spec.name
+        self.log = log
         self.token = token
-        environment = replica_environment(spec, token=token)
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log.open("wb") as log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        spec_file = log.with_suffix(".json")
+        spec_file.unlink(missing_ok=True)  # an earlier start's
+        write_private(spec_file, spec.to_json())
+        with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                serve_command(spec, registry),
+                serve_command(spec_file),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=replica_environment(num_threads=num_threads, gpus=gpus, token=token),
                 start_new_session=True,
             )
 
     def exit_text(self) -> str | None:
-        """None while it runs; else its exit code and the end of its log."""
+        """Return None while it runs, else its exit code and the end of its log."""
         code = self.process.poll()
         if code is None:
             return None
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
-        return f"{self.spec.name} (pid {self.process.pid}) {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}"
+        how = f"exited with code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        who = f"{self.name} (pid {self.process.pid})"
+        return f"{who} {how}; the end of {self.log}:\n{log_tail(self.log)}"
 
     def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL after a grace period; returns when it is gone."""
+        """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             _signal_group(self.process.pid, signal_number)
             try:
@@ -91,9 +79,8 @@ class ReplicaProcess:
             except subprocess.TimeoutExpired:
                 continue
             break
-        _signal_group(
-            self.process.pid, signal.SIGKILL
-        )  # what the leader may have left in its group
+        # For what the leader may have left in its group.
+        _signal_group(self.process.pid, signal.SIGKILL)
 
 
 def environment_token() -> str | None:
@@ -112,57 +99,56 @@ def write_token(registry: Path) -> str:
     """
     token = secrets.token_hex(32)
     registry.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(registry / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(f"{token}\n")
+    write_private(registry / TOKEN_FILE, f"{token}\n")
     return token
 
 
-def replica_environment(spec: ReplicaSpec, *, token: str | None = None) -> dict[str, str]:
-    """This process's environment without torchrun's variables: the replica is a world of its own.
+def write_private(file: Path, text: str) -> None:
+    """Write a new file that its user alone can read. Raises FileExistsError where there is one."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
 
-    With TORCHELASTIC_USE_AGENT_STORE left in it, its process group would wait for torchrun's store for ever.
 
-    The token travels here and not as an argument: every user of the machine can read those.
-    """
-    kept = {
+def replica_environment(
+    *, num_threads: int, gpus: Sequence[int] = (), token: str | None = None
+) -> dict[str, str]:
+    """Return the environment of a replica: this process's without torchrun's variables."""
+    # With torchrun's agent store among them, its process group would wait for that store for ever.
+    environment = {
         name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)
     }
-    gpu = {"CUDA_VISIBLE_DEVICES": ",".join(map(visible_gpu, spec.gpus))} if spec.gpus else {}
-    secret = {TOKEN_VARIABLE: token} if token else {}
-    return {**kept, "OMP_NUM_THREADS": str(spec.num_threads), **gpu, **secret}
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    if gpus:
+        # The GPUs are counted among those that this process sees.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else None
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+            names[index] if names else str(index) for index in gpus
+        )
+    if token:  # here and in no file or argument, which others may read
+        environment[TOKEN_VARIABLE] = token
+    return environment
 
 
-def serve_command(spec: ReplicaSpec, registry: Path) -> list[str]:
-    """The command line of one replica."""
-    return [
-        *(sys.executable, "-m", "megadiff.cli.serve", str(spec.model)),
-        *("--name", spec.name, "--port", "0", "--dtype", spec.dtype, "--device", spec.device),
-        *("--registry", str(registry), "--parent-pid", str(os.getpid())),
-        *(["--compile"] if spec.compile else []),
-        *(["--fp8"] if spec.fp8 else []),
-        *(["--fp8-in-place"] if spec.fp8_in_place else []),
-        *(["--float32-streams"] if spec.float32_streams else []),
-        *(["--tp", str(spec.tp)] if spec.tp > 1 else []),
-        *(["--weights", str(spec.weights)] if spec.weights else []),
-    ]
+def serve_command(spec_file: Path) -> list[str]:
+    """Return the command line of one replica."""
+    return [sys.executable, "-m", "megadiff.cli.serve", "--spec", str(spec_file)]
 
 
-def visible_gpu(index: int) -> str:
-    """The index-th GPU of those that this process sees, as CUDA_VISIBLE_DEVICES names it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[index] if visible else str(index)
-
-
-def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log file, or those around a crash below Python, which says so at length; '' when there is none."""
+def log_tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+    """Return the last lines of a log file, or those around a crash below Python; '' without one."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-        found = file.read().decode("utf-8", errors="replace").splitlines()
-    crash = next((place for place, line in enumerate(found) if line.startswith(CRASH)), None)
-    shown = found[-lines:] if crash is None else found[max(0, crash - lines) : crash + lines]
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    shown = lines[-num_lines:]
+    for index, line in enumerate(lines):
+        # A crash is followed by all threads' stacks and the names of all extension modules.
+        if line.startswith(CRASH):
+            shown = lines[max(0, index - num_lines) : index + num_lines]
+            break
     return "\n".join(f"  | {line}" for line in shown)
 
 

@@ -63,7 +63,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """What came of asking an address. health: None where it does not count, for this reason.
+    """The outcome of asking an address. health: None where it does not count, for this reason.
 
     is_odd: a running replica of this run would not answer so.
     """
@@ -106,7 +106,7 @@ def wait_until_announced(
                     )
                 return healthy[:count]
             if elapsed > timeout_s:
-                tails = "\n".join(log_tail(process.spec.log) for process in processes)
+                tails = "\n".join(log_tail(process.log) for process in processes)
                 raise ReplicaDied(
                     f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in "
                     f"{registry} after {elapsed:.0f} s, rollout.start_timeout_s={timeout_s:.0f}; "

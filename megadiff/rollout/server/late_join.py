@@ -1,4 +1,4 @@
-"""A replica that comes after the push takes the newest version from the folder of sync.transport=disk, and verifies it."""
+"""Bring a replica that comes after the push to the newest version on disk, verified."""
 
 from __future__ import annotations
 
@@ -22,40 +22,44 @@ ATTEMPTS = 3
 
 
 async def load_newest(replica: Replica, folder: Path) -> None:
-    """Brings the replica to the newest whole version in the folder; an empty one leaves it at the model folder's weights.
+    """Bring the replica to the newest whole version in the folder of sync.transport=disk.
 
-    A version that goes while it is read, because newer ones came, is given up for the newest. Raises ValueError for a
-    version that is torn, belongs to another model, or arrives with other bits.
+    An empty folder leaves it at the model folder's weights.
+    Raises ValueError for a version that is torn, of another model, or arrives with other bits.
     """
     for attempt in range(ATTEMPTS):
-        held = versions(folder)
-        if not held:
+        whole_versions = versions(folder)
+        if not whole_versions:
             logger.info("%s holds no version yet; serving the weights of the model folder", folder)
             return
         try:
             return await _load(replica, newest(folder))
         except (OSError, ValueError, SafetensorError, SyncError, Refused) as error:
-            if attempt == ATTEMPTS - 1 or held[-1] in versions(folder):
-                raise ValueError(f"--weights {folder}, version {held[-1]}: {error}") from error
+            # A version may go while it is read, because newer ones came: then they are read.
+            version = whole_versions[-1]
+            if attempt == ATTEMPTS - 1 or version in versions(folder):
+                raise ValueError(f"--weights {folder}, version {version}: {error}") from error
 
 
 async def _load(replica: Replica, stored: StoredVersion) -> None:
-    places = {replica.name: [boxes_from_json(one["boxes"]) for one in replica.places]}
-    ledger = Ledger(places, lora=stored.lora)
-    found: dict[str, str] = {}
+    boxes = [boxes_from_json(worker["boxes"]) for worker in replica.places]
+    ledger = Ledger({replica.name: boxes}, lora=stored.lora)
+    read: dict[str, str] = {}
     await replica.weights_begin(stored.version, stored.manifest, stored.lora, {"name": "disk"})
     for path in stored.files:
+        # A later version may have brought some of the file's tensors again.
         tensors = {
             name: tensor for name, tensor in load_file(path).items() if name in stored.manifest
         }
-        found |= await asyncio.to_thread(fingerprints, tensors)
+        read |= await asyncio.to_thread(fingerprints, tensors)
         await asyncio.to_thread(ledger.add, list(tensors.items()))
         await replica.weights_bucket_at(
             {"transport": "disk", "file": f"{path.parent.name}/{path.name}"}
         )
-    torn = sorted(name for name, value in stored.fingerprints.items() if found.get(name) != value)
+    torn = sorted(name for name, value in stored.fingerprints.items() if read.get(name) != value)
     if torn:
         raise ValueError(
-            f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; the folder is torn"
+            f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; "
+            "the folder is torn"
         )
     CommitCheck(stored.version, ledger)(replica, await replica.weights_commit(stored.version))

@@ -1,12 +1,12 @@
-"""Everything of vllm-omni's server that depends on its version: the engine, and its FastAPI app around it.
+"""Hold all of vllm-omni's server that depends on its version: the engine and its FastAPI app.
 
 Tested with vllm-omni 0.26 (CPU and GPU) and 0.28 (CPU).
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,43 +15,30 @@ from fastapi import APIRouter, FastAPI
 
 from megadiff.rollout.server.late_outputs import deliver_late_outputs
 from megadiff.rollout.server.raw_results import pass_results_untouched
+from megadiff.rollout.spec import ReplicaSpec
 
 logger = logging.getLogger(__name__)
 TESTED = ("0.26", "0.28")
+WORKER_EXTENSION = "megadiff.rollout.worker.extension.RolloutWorkerExtension"
 KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.rollout.server.images
     "/v1/images/generations": {"POST"},
     "/v1/models": {"GET"},
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """dtype: float32 or bfloat16. compile: torch.compile. fp8, fp8_in_place: see megadiff.rollout.worker.fp8. float32_streams:
-    the config's model.float32_streams. tp: workers that share the transformer's weights.
-    private_folder: of the replica's processes alone, where its workers meet; None: by TCP."""
-
-    model: Path
-    name: str
-    dtype: str
-    pipeline: str
-    worker_extension: str = "megadiff.rollout.worker.extension.RolloutWorkerExtension"
-    compile: bool = False
-    fp8: bool = False
-    fp8_in_place: bool = False
-    float32_streams: bool = False
-    tp: int = 1
-    private_folder: Path | None = None
-
-
 def check_versions() -> str:
-    """vllm-omni's version. Raises ValueError when it is absent or none of TESTED, or when vLLM's minor differs."""
+    """Return vllm-omni's version.
+
+    Raises ValueError when it is absent or none of TESTED, or when vLLM's minor version differs.
+    """
     try:
         omni = version("vllm-omni")
     except PackageNotFoundError:
         raise ValueError("vllm-omni is not installed; run ./launch/setup.sh") from None
     if _minor(omni) not in TESTED:
         raise ValueError(
-            f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; run ./launch/setup.sh"
+            f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; "
+            "run ./launch/setup.sh"
         )
     import vllm
 
@@ -62,11 +49,16 @@ def check_versions() -> str:
     return omni
 
 
-def build_engine(config: EngineConfig) -> Any:
-    """An AsyncOmni with our pipeline and worker extension; blocks until the weights are loaded.
+def build_engine(
+    spec: ReplicaSpec,
+    *,
+    pipeline: str,
+    private_folder: Path | None = None,
+    worker_extension: str = WORKER_EXTENSION,
+) -> Any:
+    """Return an AsyncOmni with our pipeline and worker extension, its weights loaded.
 
-    max_num_seqs=1: an engine step runs one request. The samples of a group already fill the batch, and a group's result
-    then cannot depend on what else is running.
+    private_folder: of the replica's processes alone, where its workers meet; None: by TCP.
     """
     from vllm_omni.diffusion import diffusion_engine
     from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -77,23 +69,24 @@ def build_engine(config: EngineConfig) -> Any:
 
         deliver_late_outputs(MultiprocDiffusionExecutor)
     return AsyncOmni(
-        model=str(config.model),
-        dtype=config.dtype,
-        enforce_eager=not config.compile,
+        model=str(spec.model),
+        dtype=spec.dtype,
+        enforce_eager=not spec.compile,
+        # An engine step runs one request: a call's groups already fill the batch, and their
+        # result then cannot depend on what else is running.
         max_num_seqs=1,
-        parallel_config={"tensor_parallel_size": config.tp},
+        parallel_config={"tensor_parallel_size": spec.tp},
+        # Workers read the spec's fields from here, by their names.
         custom_pipeline_args={
-            "pipeline_class": config.pipeline,
-            "fp8": config.fp8,
-            "fp8_in_place": config.fp8_in_place,
-            "float32_streams": config.float32_streams,
-            "private_folder": str(config.private_folder or ""),
+            **json.loads(spec.to_json()),
+            "pipeline_class": pipeline,
+            "private_folder": str(private_folder or ""),
         },
-        worker_extension_cls=config.worker_extension,
+        worker_extension_cls=worker_extension,
     )
 
 
-async def build_app(engine: Any, config: EngineConfig) -> FastAPI:
+async def build_app(engine: Any, spec: ReplicaSpec) -> FastAPI:
     """Return a new app with KEPT_ROUTES of vllm-omni's.
 
     vLLM's app has dozens of routes more, pages, and lets scripts of any web site in (CORS).
@@ -106,7 +99,7 @@ async def build_app(engine: Any, config: EngineConfig) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(APIRouter(routes=routes))
     api_server._register_omni_exception_handlers(app)
-    await api_server.omni_init_app_state(engine, app.state, _server_arguments(config))
+    await api_server.omni_init_app_state(engine, app.state, _server_arguments(spec))
     return app
 
 
@@ -116,20 +109,21 @@ def _is_kept(route: Any) -> bool:
 
 
 async def call_worker(engine: Any, method: str, *arguments: object) -> Any:
-    """The result of a worker extension's method on the first worker; all run it, and the executor drops the others'.
+    """Run a worker extension's method on all workers and return the first one's result.
 
-    Raises RuntimeError with a worker's message: collective_rpc itself never raises, it returns {"supported": False, …}.
+    Raises RuntimeError with a worker's message.
     """
     result = await engine.collective_rpc(method, args=arguments)
     while isinstance(result, list) and len(result) == 1:  # per stage, and per worker
         result = result[0]
+    # collective_rpc itself never raises.
     if isinstance(result, dict) and result.get("supported") is False:
         raise RuntimeError(f"worker call {method} failed: {result.get('error') or result}")
     return result
 
 
-def _server_arguments(config: EngineConfig) -> Any:
-    """The namespace that vLLM's app builder reads, from vllm-omni's own command line parser."""
+def _server_arguments(spec: ReplicaSpec) -> Any:
+    """Return what vLLM's app builder reads, made by vllm-omni's own command line parser."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm_omni.entrypoints.cli.serve import cmd_init
 
@@ -138,9 +132,9 @@ def _server_arguments(config: EngineConfig) -> Any:
     for command in cmd_init():
         command.subparser_init(subparsers).set_defaults(dispatch_function=command.cmd)
     arguments = parser.parse_args(
-        ["serve", str(config.model), "--omni", "--served-model-name", config.name]
+        ["serve", str(spec.model), "--omni", "--served-model-name", spec.name]
     )
-    arguments.model = str(config.model)
+    arguments.model = str(spec.model)
     return arguments
 
 

@@ -27,11 +27,11 @@ from megadiff.rollout.wire import encode_groups
 from megadiff.sync.bucket import file_manifest
 from megadiff.sync.transports.receive import resolve
 from megadiff.sync.transports.shared_memory import bucket_file
+from megadiff.sync.transports.table import TRANSPORTS
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec, RolloutRequest
 
 logger = logging.getLogger(__name__)
-TRANSPORTS = ("http", "shm", "cuda_ipc", "nccl", "disk")
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Replica:
         run: str | None = None,
     ) -> None:
         """Refuse new generation, wait until the requests in flight are done, and make ready for how buckets come."""
-        if transport.get("name") not in TRANSPORTS:
+        if transport.get("name") not in tuple(TRANSPORTS):  # what is asked may have no hash
             raise ValueError(
                 f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}"
             )

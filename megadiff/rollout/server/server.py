@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,84 +20,60 @@ from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.proof import is_loopback
+from megadiff.rollout.spec import ReplicaSpec
 
 if TYPE_CHECKING:  # imports torch
     from megadiff.types import Sampling
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight
-KEEP_ALIVE_S = (
-    600  # longer than any client keeps an idle connection, or a request may meet one that closes
-)
+KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes
 ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
 EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """name: None takes the host's name and the port, so that no two replicas of a registry share one. port 0: any free one.
-    device: auto, cpu or cuda, a check against the vLLM build, which decides. token: needed from clients when given, and must
-    be given for a host that is not loopback. registry: folder to announce `<name>.json` in. weights: the folder of
-    sync.transport=disk, whose newest version is served. tp: workers (GPUs) that share the transformer's weights. parent_pid:
-    exit when that process does."""
+def serve(spec: ReplicaSpec, *, token: str | None) -> None:
+    """Run until SIGTERM or SIGINT, and then raise KeyboardInterrupt.
 
-    model: Path
-    name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    device: str = "auto"
-    dtype: str = "bfloat16"
-    token: str | None = None
-    registry: Path | None = None
-    weights: Path | None = None
-    parent_pid: int | None = None
-    compile: bool = False
-    fp8: bool = False
-    fp8_in_place: bool = False
-    float32_streams: bool = False
-    tp: int = 1
-    limits: Limits = field(default_factory=Limits)
-
-
-def serve(config: ServeConfig) -> None:
-    """Runs until SIGTERM or SIGINT, and then raises KeyboardInterrupt.
-
+    token: needed from clients when given, and must be given for a host that is not loopback.
     Raises ValueError, before anything is loaded, for a setting that cannot work.
     """
-    if config.parent_pid is not None:
-        exit_with(config.parent_pid)
+    if spec.parent_pid is not None:
+        exit_with(spec.parent_pid)
     signal.signal(signal.SIGTERM, _on_sigterm)
-    check_host(config.host, config.token)
-    listener = bind(config.host, config.port)
-    config = replace(
-        config, name=config.name or f"{socket.gethostname()}-{listener.getsockname()[1]}"
-    )
-    from megadiff.models.registry import (
-        build_adapter,
-        check_model_folder,
-    )  # imports torch: a taken port is told before
+    check_host(spec.host, token)
+    listener = bind(spec.host, spec.port)
+    if not spec.name:  # no two replicas of a registry may share a name
+        spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
+    # These import torch, which takes seconds: a port that is taken is told before.
+    from megadiff.models.registry import build_adapter, check_model_folder
     from megadiff.process.allocator import grow_segments
 
     grow_segments()
     try:
-        family = check_model_folder(config.model)
-        adapter = build_adapter(config.model)
-        check_device(config.device)
-        check_tensor_parallel(config, num_heads=adapter.num_heads)
-        check_fp8(config)
-        if config.float32_streams:
+        family = check_model_folder(spec.model)
+        adapter = build_adapter(spec.model)
+        check_device(spec.device)
+        check_tensor_parallel(spec, num_heads=adapter.num_heads)
+        check_fp8(spec)
+        if spec.float32_streams:
             adapter.check_float32_streams()
-        stay_on_loopback(config.host)
+        stay_on_loopback(spec.host)
         with tempfile.TemporaryDirectory(prefix="megadiff-replica-") as folder:
-            pipeline = family.rollout_pipeline
-            asyncio.run(_serve(config, pipeline, adapter.validate, listener, Path(folder)))
+            serving = _serve(
+                spec, token, family.rollout_pipeline, adapter.validate, listener, Path(folder)
+            )
+            asyncio.run(serving)
     finally:
         listener.close()
         kill_children()  # vllm-omni's workers, when its own shutdown did not end them
 
 
 def _on_sigterm(signal_number: int, frame: object) -> None:
-    """Leaves through every `finally`. uvicorn holds the signal while it serves, and raises it again when it is done."""
+    """Leave through every `finally`.
+
+    uvicorn holds the signal while it serves, and raises it again when it is done.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     last_resort = threading.Timer(EXIT_S, _leave)
     last_resort.daemon = True
@@ -111,7 +87,7 @@ def _leave() -> None:
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Raises ValueError for an address that others can reach, without a token."""
+    """Raise ValueError for an address that others can reach, without a token."""
     if not is_loopback(host) and not token:
         raise ValueError(
             f"--host {host} can be reached from other machines: set MEGADIFF_TOKEN or give "
@@ -131,7 +107,7 @@ def stay_on_loopback(host: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError when the installed vLLM is built for another device."""
+    """Raise ValueError when the installed vLLM is built for another device."""
     from vllm.platforms import current_platform
 
     built_for = current_platform.device_type or "no device that it found"
@@ -141,35 +117,38 @@ def check_device(device: str) -> None:
         )
 
 
-def check_tensor_parallel(config: ServeConfig, *, num_heads: int) -> None:
-    """Raises ValueError when --tp does not divide the model's attention heads, or there are fewer GPUs."""
+def check_tensor_parallel(spec: ReplicaSpec, *, num_heads: int) -> None:
+    """Raise ValueError for a --tp that does not divide the heads, or is more than the GPUs."""
     import torch
 
-    if config.tp < 1 or num_heads % config.tp:
+    if spec.tp < 1 or num_heads % spec.tp:
         raise ValueError(
-            f"--tp {config.tp} does not divide the model's {num_heads} attention heads; give a divisor of {num_heads}"
+            f"--tp {spec.tp} does not divide the model's {num_heads} attention heads; "
+            f"give a divisor of {num_heads}"
         )
-    if torch.cuda.is_available() and config.tp > torch.cuda.device_count():
+    if torch.cuda.is_available() and spec.tp > torch.cuda.device_count():
         raise ValueError(
-            f"--tp {config.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
+            f"--tp {spec.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
         )
 
 
-def check_fp8(config: ServeConfig) -> None:
-    """Raises ValueError for --fp8 beside weights that are not bfloat16, and for --fp8-in-place alone."""
-    if config.fp8_in_place and not config.fp8:
+def check_fp8(spec: ReplicaSpec) -> None:
+    """Raise ValueError for --fp8 without bfloat16 weights, and for --fp8-in-place alone."""
+    if spec.fp8_in_place and not spec.fp8:
         raise ValueError(
             "--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither"
         )
-    if config.fp8 and config.dtype != "bfloat16":
+    if spec.fp8 and spec.dtype != "bfloat16":
         raise ValueError(
-            f"--fp8 multiplies copies of bfloat16 weights, but --dtype is {config.dtype}; give --dtype bfloat16"
+            f"--fp8 multiplies copies of bfloat16 weights, but --dtype is {spec.dtype}; "
+            "give --dtype bfloat16"
         )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket bound before anything is loaded; it refuses connections until the server listens on it.
+    """Return a TCP socket, bound before anything is loaded.
 
+    It refuses connections until the server listens on it.
     Raises ValueError when the port is taken or the address is not this machine's.
     """
     try:
@@ -194,13 +173,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def reachable_url(host: str, port: int) -> str:
-    """The address that others use: a host that means "every interface" is announced by this machine's name."""
+    """Return the address that others use."""
+    # "Every interface" is no address to connect to; this machine's name is.
     host = socket.getfqdn() if host in ("0.0.0.0", "::") else host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _serve(
-    config: ServeConfig,
+    spec: ReplicaSpec,
+    token: str | None,
     pipeline: str,
     model_rule: Callable[[Sampling], None],
     listener: socket.socket,
@@ -210,7 +191,6 @@ async def _serve(
 
     from megadiff.rollout.server.late_join import load_newest
     from megadiff.rollout.server.omni_app import (
-        EngineConfig,
         build_app,
         build_engine,
         call_worker,
@@ -223,38 +203,27 @@ async def _serve(
 
     omni_version = check_versions()
     sweep()
-    engine_config = EngineConfig(
-        model=config.model,
-        name=config.name,
-        dtype=config.dtype,
-        pipeline=pipeline,
-        compile=config.compile,
-        fp8=config.fp8,
-        fp8_in_place=config.fp8_in_place,
-        float32_streams=config.float32_streams,
-        tp=config.tp,
-        private_folder=private_folder,
-    )
-    engine = build_engine(engine_config)
+    engine = build_engine(spec, pipeline=pipeline, private_folder=private_folder)
     try:
+        places = await call_worker(engine, "policy_places")
         replica = Replica(
             engine,
-            name=config.name,
+            name=spec.name,
             expected=await call_worker(engine, "policy_manifest"),
-            places=(await call_worker(engine, "policy_places"))["workers"],
-            limits=config.limits,
+            places=places["workers"],
+            limits=Limits(),
             model_rule=model_rule,
-            arithmetic={"fp8": config.fp8, "float32_streams": config.float32_streams},
-            weights_folder=config.weights,
+            arithmetic={"fp8": spec.fp8, "float32_streams": spec.float32_streams},
+            weights_folder=spec.weights,
             private_folder=private_folder,
         )
-        if config.weights is not None:
-            await load_newest(replica, config.weights)
-        app = await build_app(engine, engine_config)
-        url = reachable_url(config.host, listener.getsockname()[1])
+        if spec.weights is not None:
+            await load_newest(replica, spec.weights)
+        app = await build_app(engine, spec)
+        url = reachable_url(spec.host, listener.getsockname()[1])
         server = uvicorn.Server(
             uvicorn.Config(
-                replica_app(app, replica, token=config.token, url=url),
+                replica_app(app, replica, token=token, url=url),
                 http=PunctualProtocol,
                 ws="none",
                 log_level="warning",
@@ -264,20 +233,22 @@ async def _serve(
             )
         )
         freeze_startup_objects()
-        logger.info(
-            "%s serves %s on %s (vllm-omni %s)", config.name, config.model, url, omni_version
-        )
+        logger.info("%s serves %s on %s (vllm-omni %s)", spec.name, spec.model, url, omni_version)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        # A replica is announced only once it listens: who finds it asks it at once.
         while not (server.started or serving.done()):
             await asyncio.sleep(0.02)
-        with Announcement(config.registry, name=config.name, url=url):
+        with Announcement(spec.registry, name=spec.name, url=url):
             await serving
     finally:
         _stop_engine(engine)
 
 
 def _stop_engine(engine: Any) -> None:
-    """Within ENGINE_STOP_S; a shutdown that hangs is left behind, and its processes are killed by the caller."""
+    """Stop the engine within ENGINE_STOP_S.
+
+    A shutdown that hangs is left behind, and its processes are killed by the caller.
+    """
     stopper = threading.Thread(target=engine.shutdown, name="engine-shutdown", daemon=True)
     stopper.start()
     stopper.join(ENGINE_STOP_S)
@@ -286,8 +257,11 @@ def _stop_engine(engine: Any) -> None:
 
 
 class Announcement:
-    """`registry/<name>.json` with name, url and pid, as long as the context lasts. Nothing when registry is None. Of two
-    replicas of one name the later one is announced, and stays so when the earlier one ends."""
+    """Keep `registry/<name>.json`, with name, url and pid, as long as the context lasts.
+
+    Nothing is written when registry is None. Of two replicas of one name the later one is
+    announced, and stays so when the earlier one ends.
+    """
 
     def __init__(self, registry: Path | None, *, name: str, url: str) -> None:
         self.path = registry / f"{name}.json" if registry is not None else None

@@ -45,6 +45,7 @@ class Transport(ABC):
     """From one trainer rank to its targets, which may be none: begin, send bucket after bucket, commit, end.
 
     Every method returns when all targets have answered, and raises the first of their errors. One thread calls at a time.
+    name: of the transport in a push, as table.TRANSPORTS has it.
     """
 
     name: str

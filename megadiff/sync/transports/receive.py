@@ -1,4 +1,4 @@
-"""The replica's side of all transports: what a bucket request may name, and the tensors that it names."""
+"""The replica's side of all transports: the tensors that a bucket request names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megadiff.sync.bucket import file_manifest, read_flat
 from megadiff.sync.transports import cuda_ipc, disk, group, shared_memory
+from megadiff.sync.transports.table import TRANSPORTS
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import DTYPES
 
@@ -20,33 +21,38 @@ Pairs = Iterator[tuple[str, Tensor]]
 
 
 def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, dict[str, Any]]:
-    """(manifest of the bucket, what `Receiver.tensors` takes) for the JSON body of a bucket request.
+    """Return a bucket's manifest and what `Receiver.tensors` takes, for a request's JSON body.
 
-    A file is named within a fixed folder, never by a path. Raises ValueError that says what is wrong.
+    A file is named within a fixed folder, never by a path. Raises ValueError for a wrong body.
     """
     if not isinstance(source, dict):
         raise ValueError(
             f"the bucket's source is a {type(source).__name__}; it must be a JSON object"
         )
     transport = source.get("transport")
-    if transport in ("shm", "disk"):
+    # A tuple: what is asked for may have no hash.
+    bucket = TRANSPORTS[transport].bucket if transport in tuple(TRANSPORTS) else "body"
+    if bucket == "file":
         name = source.get("file")
         path = (
             shared_memory.locate(name) if transport == "shm" else disk.locate(name, weights_folder)
         )
         return file_manifest(path), {"transport": "file", "path": str(path)}
-    if transport in ("cuda_ipc", "nccl"):
+    if bucket == "memory":
         manifest = source.get("tensors")
         _check_rows(manifest)
         return manifest, source
-    raise ValueError(f"transport={transport!r} of the bucket is none of shm, cuda_ipc, nccl, disk")
+    described = [name for name, row in TRANSPORTS.items() if row.bucket != "body"]
+    raise ValueError(f"transport={transport!r} of the bucket is none of {', '.join(described)}")
 
 
 class Receiver:
-    """What a worker keeps of a transport from one bucket to the next: a group, opened memory. device: of its weights."""
+    """Keep for a worker what outlives a bucket: the trainer's group, opened memory.
+
+    device: of its weights. worker: its number among those of its replica.
+    """
 
     def __init__(self, device: torch.device, *, worker: int) -> None:
-        """worker: this worker's place among those of its replica."""
         self.device = device
         self._group = group.Member(device, worker=worker)
         self._memory = cuda_ipc.Opened(device)
@@ -57,22 +63,25 @@ class Receiver:
         }
 
     def begin(self, transport: Mapping[str, Any]) -> None:
-        """Called when a push opens. Joins the trainer's group where the transport has one."""
+        """Open a push. Joins the trainer's group where the transport has one."""
         self._memory.close()
         if transport["name"] == "nccl":
             self._group.join(transport)
 
     def end(self) -> None:
-        """Called at the commit. Gives back what only one push needs."""
+        """Give back at the commit what only one push needs."""
         self._memory.close()
 
     def tensors(self, source: Mapping[str, Any]) -> AbstractContextManager[Pairs]:
-        """Names and full tensors of a bucket. They are the sender's memory: valid within the context, and only to read."""
+        """Yield names and full tensors of a bucket.
+
+        They are the sender's memory: valid within the context, and only to read.
+        """
         return self._readers[source["transport"]](source)
 
     @contextmanager
     def _file(self, source: Mapping[str, Any]) -> Iterator[Pairs]:
-        """Tensors of a mapped file: a reader that narrows them reads no more than its part."""
+        # The file is mapped: a reader that narrows a tensor reads no more than its part.
         with safe_open(Path(source["path"]), framework="pt") as file:
             yield ((name, file.get_tensor(name)) for name in file.keys())
 
@@ -88,14 +97,15 @@ class Receiver:
 
 
 def _finish_reading(device: torch.device) -> None:
-    """The sender overwrites its memory after the answer. What the device copies on other streams meanwhile (weights that come
-    back from host memory) goes on: a loader, in whatever thread, and this one read on these."""
+    """Wait until nothing reads the sender's memory, which it overwrites after the answer."""
+    # Loaders, in whatever thread, read on these two streams. Others may go on: they bring weights
+    # back from host memory.
     torch.cuda.default_stream(device).synchronize()
     torch.cuda.current_stream(device).synchronize()
 
 
 def _check_rows(manifest: object) -> None:
-    """Raises ValueError unless it is name → {"dtype", "shape"}, as a manifest has it."""
+    """Raise ValueError unless it is name → {"dtype", "shape"}, as a manifest has it."""
     rows = manifest.items() if isinstance(manifest, dict) else [("tensors", None)]
     for name, row in rows:
         good = (

@@ -8,15 +8,15 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.fleet import ReplicaDied
-from megadiff.rollout.client.processes import ReplicaProcess, ReplicaSpec
+from megadiff.rollout.client.processes import ReplicaProcess
 from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.server.server import Announcement
+from megadiff.rollout.spec import ReplicaSpec
 from tests.unit.rollout.addresses import Stranger, drip, flood, replica_routes, reply
 
 
@@ -153,9 +153,12 @@ def test_a_dead_process_ends_the_wait_at_once(tmp_path, monkeypatch):
     """Any of them, also while an address keeps those waiting who ask it."""
     codes = {"lives": "import time; time.sleep(60)", "dies": "import time; time.sleep(0.3); 1 / 0"}
     monkeypatch.setattr(
-        processes, "serve_command", lambda spec, _: [sys.executable, "-c", codes[spec.name]]
+        processes, "serve_command", lambda file: [sys.executable, "-c", codes[file.stem]]
     )
-    started = [ReplicaProcess(_spec(name, tmp_path), tmp_path) for name in codes]
+    started = []
+    for name in codes:
+        spec = ReplicaSpec(name=name, model=tmp_path)
+        started.append(ReplicaProcess(spec, log=tmp_path / "logs" / f"{name}.log", num_threads=1))
     try:
         with Stranger(drip) as stranger:
             announce(tmp_path, "a", stranger.url)
@@ -171,15 +174,3 @@ def test_a_folder_that_others_can_write_to_is_named(tmp_path, replica_a, caplog)
     tmp_path.chmod(0o777)
     wait_until_announced(tmp_path, count=1, timeout_s=5)
     assert f"registry: {tmp_path}: every user of this machine can write here" in caplog.text
-
-
-def _spec(name: str, folder: Path) -> ReplicaSpec:
-    return ReplicaSpec(
-        name=name,
-        model=folder,
-        dtype="float32",
-        device="cpu",
-        gpus=(),
-        log=folder / f"{name}.log",
-        num_threads=1,
-    )

@@ -14,13 +14,13 @@ from megadiff.rollout.client.processes import (
     LOG_TAIL_LINES,
     TOKEN_VARIABLE,
     ReplicaProcess,
-    ReplicaSpec,
     log_tail,
     replica_environment,
     serve_command,
     write_token,
 )
 from megadiff.rollout.client.registry import read_claims
+from megadiff.rollout.spec import ReplicaSpec, read_spec
 
 
 def test_the_end_of_a_log_is_shown(tmp_path: Path) -> None:
@@ -56,16 +56,30 @@ def test_of_a_crash_what_came_before_it_and_who_crashed(tmp_path: Path) -> None:
 def test_the_token_is_in_the_environment_and_on_no_command_line(tmp_path, monkeypatch):
     """Every user of the machine can read a command line, and nobody else's environment."""
     monkeypatch.setenv(TOKEN_VARIABLE, "the trainer's own")
-    spec = spec_in(tmp_path)
-    assert replica_environment(spec, token="drawn")[TOKEN_VARIABLE] == "drawn"
-    assert replica_environment(spec)[TOKEN_VARIABLE] == "the trainer's own"
+    assert replica_environment(num_threads=1, token="drawn")[TOKEN_VARIABLE] == "drawn"
+    assert replica_environment(num_threads=1)[TOKEN_VARIABLE] == "the trainer's own"
     report = "import os; print(os.environ['MEGADIFF_TOKEN'])"
-    monkeypatch.setattr(processes, "serve_command", lambda *_: [sys.executable, "-c", report])
-    process = ReplicaProcess(spec, tmp_path, token="drawn")
+    monkeypatch.setattr(processes, "serve_command", lambda _: [sys.executable, "-c", report])
+    spec = ReplicaSpec(name="a", model=tmp_path, dtype="float32", registry=tmp_path)
+    log = tmp_path / "a.log"
+    (tmp_path / "a.json").write_text("an earlier start's, which others can read")
+    process = ReplicaProcess(spec, log=log, num_threads=1, token="drawn")
     assert process.process.wait(30) == 0
-    assert spec.log.read_text() == "drawn\n"
+    assert log.read_text() == "drawn\n"
     monkeypatch.undo()
-    assert "drawn" not in " ".join(serve_command(spec, tmp_path)) and "drawn" not in repr(spec)
+    spec_file = tmp_path / "a.json"
+    assert serve_command(spec_file)[-2:] == ["--spec", str(spec_file)]
+    assert "drawn" not in " ".join(serve_command(spec_file)) + spec_file.read_text()
+    assert stat.S_IMODE(spec_file.stat().st_mode) == 0o600
+    assert read_spec(spec_file) == spec
+
+
+def test_gpus_are_those_that_the_trainer_sees(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert replica_environment(num_threads=1, gpus=[0, 2])["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert "CUDA_VISIBLE_DEVICES" not in replica_environment(num_threads=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a")
+    assert replica_environment(num_threads=1, gpus=[0, 2])["CUDA_VISIBLE_DEVICES"] == "4,GPU-a"
 
 
 def test_only_the_user_can_read_the_token(tmp_path):
@@ -88,15 +102,3 @@ def test_a_token_is_not_written_through_a_link(tmp_path):
     with pytest.raises(FileExistsError):
         write_token(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
-
-
-def spec_in(folder: Path) -> ReplicaSpec:
-    return ReplicaSpec(
-        name="a",
-        model=folder,
-        dtype="float32",
-        device="cpu",
-        gpus=(),
-        log=folder / "a.log",
-        num_threads=1,
-    )

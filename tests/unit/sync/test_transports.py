@@ -13,15 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megadiff.config.validate import CHOICES
 from megadiff.sync.bucket import BucketBody, bucket_manifest
 from megadiff.sync.transports import disk, group, shared_memory
-from megadiff.sync.transports.base import HttpTransport, SyncError
+from megadiff.sync.transports.base import HttpTransport, SyncError, Transport
 from megadiff.sync.transports.choose import build_transport
 from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.group import GroupTransport, Member
 from megadiff.sync.transports.host_memory import HostMemory
 from megadiff.sync.transports.receive import Receiver, resolve
 from megadiff.sync.transports.shared_memory import SharedMemoryTransport
+from megadiff.sync.transports.table import OPTIONS, TRANSPORTS
 from megadiff.tensors.fingerprint import fingerprints
 from megadiff.types import LoraSpec
 
@@ -372,13 +374,18 @@ def test_a_description_of_no_group(key):
         Member(CPU, worker=0).join(whole | {key: None})
 
 
+def test_the_table_names_its_senders_and_what_the_config_takes():
+    assert {sender.name for sender in Transport.__subclasses__()} == TRANSPORTS.keys()
+    assert {"auto", *OPTIONS} == set(CHOICES["sync.transport"])
+
+
 def test_only_rank_0_sends(memory, tmp_path):
     """The others write nothing and open nothing, though they run through every push."""
     target = Target()
     here = {"host": "h", "device": "cpu", "boxes": {}}
     shared = dict(ranks=[here] * 2, device=CPU, folder=tmp_path / "weights")
     for rank, count in ((0, 1), (1, 0)):
-        for name in ("http", "shm", "nccl", "disk"):
+        for name in OPTIONS:
             built = build_transport(name, [target], {"replica_0": [here]}, rank=rank, **shared)
             assert len(built.targets) == count
             if not count:

@@ -1,5 +1,7 @@
-"""How replicas are started. The threads of a CPU machine are divided: too many of them wait for one another instead of
-working."""
+"""How replicas are started, and when they are awake.
+
+The threads of a CPU machine are divided: too many of them wait for one another instead of working.
+"""
 
 import re
 import shutil
@@ -10,15 +12,18 @@ import pytest
 import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
+from megadiff.observe.timers import Timers
 from megadiff.rollout.client import processes
-from megadiff.rollout.client.processes import environment_token, serve_command
+from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.server.owner import RUN_CHARS
 from megadiff.train.replicas import (
+    RunReplicas,
     _access,
     _launch,
-    _specs,
+    _num_threads,
     check_arithmetic,
     registry_folder,
+    replica_spec,
     run_id,
 )
 
@@ -37,33 +42,57 @@ def four_threads(monkeypatch):
 
 @pytest.mark.parametrize(("count", "num_threads"), [(1, 4), (2, 2), (3, 1), (8, 1)])
 def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, num_threads):
-    assert [spec.num_threads for spec in _specs(_config(count), MESH, Path("run"))] == [
-        num_threads
-    ] * count
+    assert _num_threads(_config(count), count) == num_threads
 
 
 def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert [spec.num_threads for spec in _specs(_config(1), MESH, Path("run"))] == [8]
+    assert _num_threads(_config(1), 1) == 8
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_replicas_have_the_trainers_streams(streams):
     config = _config(1)
     config.model.float32_streams = streams
-    (spec,) = _specs(config, MESH, Path("run"))
-    assert ("--float32-streams" in serve_command(spec, Path("registry"))) == streams
+    assert replica_spec(config, MESH, Path("run"), name="a").float32_streams == streams
 
 
 @pytest.mark.parametrize(("fp8", "sleep"), [(True, "always"), (True, "never"), (False, "always")])
 def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, sleep):
     config = _config(1)
-    config.rollout.fp8, config.rollout.sleep = fp8, sleep
-    (spec,) = _specs(config, MESH, Path("run"))
-    command = serve_command(spec, Path("registry"))
-    assert ("--fp8" in command) == fp8 and ("--fp8-in-place" in command) == (
-        fp8 and sleep == "always"
+    config.rollout.fp8 = fp8
+    config.rollout.sleep = sleep
+    spec = replica_spec(config, MESH, Path("run"), name="a")
+    assert spec.fp8 == fp8
+    assert spec.fp8_in_place == (fp8 and sleep == "always")
+
+
+@pytest.mark.parametrize("sleep", ["always", "never"])
+def test_replicas_are_awake_to_sample_and_sleep_where_that_is_asked_for(monkeypatch, sleep):
+    """An error leaves them as they are: other ranks may never come to the next collective."""
+    calls = []
+    fleet = SimpleNamespace(sleep=lambda: calls.append("sleep"), trim=lambda: calls.append("trim"))
+    sync = SimpleNamespace(
+        push=lambda version: calls.append(version) or {"sync/gib": 1.0},
+        forget=lambda: calls.append("forget"),
     )
+    config = _config(1)
+    config.rollout.sleep = sleep
+    mesh = SimpleNamespace(device=torch.device("cpu"), rank=0, cpu_group=None)
+    monkeypatch.setattr("megadiff.train.replicas.agreed", lambda call, group, here: call())
+    replicas = RunReplicas(fleet, sync, config, mesh)
+    timers = Timers()
+    rest = ["sleep", "forget"] if sleep == "always" else []
+    with replicas.awake(3, timers) as stats:
+        assert stats == {"sync/gib": 1.0}
+        assert calls == [3]
+    assert calls == [3, *rest]
+    assert timers.pop().keys() == {"time/room_s", "time/sync_s"}
+    replicas.wake(4)
+    assert calls == [3, *rest, 4]
+    with pytest.raises(RuntimeError, match="a rank failed"), replicas.awake(5, timers):
+        raise RuntimeError("a rank failed")
+    assert calls == [3, *rest, 4, 5]
 
 
 @pytest.mark.parametrize(

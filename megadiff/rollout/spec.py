@@ -1,0 +1,94 @@
+"""How one replica runs: its flags for people, its file for the trainer, and what the server reads.
+
+A new flag is a field here, the place where the trainer sets it (train/replicas.py) and the place
+that uses it. Workers find every field in vllm-omni's custom_pipeline_args under the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+def _flag(help: str, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """Describe one replica. The token is no part of it: files and command lines can be read."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    model: Path = _flag("a diffusers pipeline folder")
+    name: str = _flag(
+        "how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT", ""
+    )
+    host: str = _flag("any but loopback needs a token", "127.0.0.1")
+    port: int = _flag("0 takes any free one", 8000)
+    device: Literal["auto", "cpu", "cuda"] = _flag(
+        "a check against the vLLM build, which decides", "auto"
+    )
+    dtype: Literal["float32", "bfloat16"] = _flag("of the weights", "bfloat16")
+    registry: Path | None = _flag("the folder to announce <name>.json in while serving", None)
+    weights: Path | None = _flag(
+        "sync.folder of a run with sync.transport=disk: serve its newest version", None
+    )
+    tp: int = _flag("workers (GPUs) that share the transformer's weights", 1)
+    parent_pid: int | None = _flag("exit when this process does", None)
+    compile: bool = _flag("torch.compile the transformer's blocks", False)
+    fp8: bool = _flag("matrix products of the blocks in FP8 (needs bfloat16)", False)
+    fp8_in_place: bool = _flag(
+        "keep FP8 weights in place of the bfloat16 ones: half the memory, but every push must "
+        "bring all weights",
+        False,
+    )
+    float32_streams: bool = _flag("as the run's model.float32_streams", False)
+
+    def to_json(self) -> str:
+        """Return what read_spec() reads."""
+        return json.dumps(asdict(self), default=str, indent=1)  # str: of paths
+
+
+def read_spec(file: Path) -> ReplicaSpec:
+    """Read a spec in JSON. Raises ValueError with the key, its value and the fix."""
+    from pydantic import TypeAdapter, ValidationError  # FastAPI's: only replicas need it
+
+    try:
+        # Strict: "2" is no number and 1 is no truth value.
+        return TypeAdapter(ReplicaSpec).validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise ValueError(f"--spec {file} cannot be read: {error}; give a JSON file") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(
+            f"--spec {file}: {key} is {first['input']!r:.100}. {first['msg']}; "
+            f"keys are {', '.join(row.name for row in fields(ReplicaSpec))}"
+        ) from None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser a flag for every field, and the model without one. Absent ones are None."""
+    hints = get_type_hints(ReplicaSpec)
+    for row in fields(ReplicaSpec):
+        hint = hints[row.name]
+        options: dict[str, Any] = {"help": row.metadata["help"], "default": None}
+        if hint is bool:
+            options["action"] = "store_true"
+        elif get_origin(hint) is Literal:
+            options["choices"] = get_args(hint)
+        else:
+            options["type"] = get_args(hint)[0] if get_args(hint) else hint  # Path of Path | None
+        if row.name == "model":
+            parser.add_argument("model", nargs="?", **options)
+        else:
+            parser.add_argument(flag_of(row.name), **options)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field: fp8_in_place → --fp8-in-place."""
+    return f"--{name.replace('_', '-')}"
