@@ -18,7 +18,8 @@ from megadiff.engines.components import ExpertsEngine
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.planner import engine_memory
-from megadiff.planner.engine_memory import Placing, kept_bytes, static_bytes
+from megadiff.planner.activation_memory import kept_bytes
+from megadiff.planner.engine_memory import Placing, static_bytes
 from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.distributed.engines import LOSS, only, train_batch
@@ -98,7 +99,7 @@ def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path,
         assert getattr(planned, part) == fullest, part
     assert all(measured["gradients before and after"] == [0, 0] for measured in ranks)
     kept = max(measured["kept"] for measured in ranks)
-    assert kept <= kept_bytes(model, placing, work) <= 1.2 * kept
+    assert 0.9 * kept <= kept_bytes(model, placing, work) <= 1.15 * kept
 
 
 def _measure(

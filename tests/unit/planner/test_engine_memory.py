@@ -17,13 +17,12 @@ from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
 from megadiff.parallel.mesh import resolve_layout
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.planner.activation_memory import activation_bytes, kept_bytes
 from megadiff.planner.engine_memory import (
     GIB,
     Placing,
     Work,
-    activation_bytes,
     gathered_bytes,
-    kept_bytes,
     megatron_buffer,
     static_bytes,
 )
@@ -104,11 +103,8 @@ def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, budget):
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train())
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget)
-    assert (
-        found
-        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
-        <= 1.2 * found
-    )
+    planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+    assert 0.95 * found <= planned <= 1.05 * found
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
@@ -121,11 +117,8 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train())
     work = replace(activation_work(adapter, 2, budget=budget), stream_itemsize=4)
-    assert (
-        found
-        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
-        <= 1.2 * found
-    )
+    planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+    assert 0.95 * found <= planned <= 1.05 * found
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -146,7 +139,7 @@ def test_compiled_blocks_keep_less(tiny_model, rank, budget):
         found = kept_by_autograd(adapter, transformer.train())
     work = replace(activation_work(adapter, 2, budget=budget), compiled=True)
     model = model_shape(adapter, LoraConfig(rank=rank))
-    assert found <= kept_bytes(model, placing("veomni"), work) <= 1.2 * found
+    assert 0.95 * found <= kept_bytes(model, placing("veomni"), work) <= 1.2 * found
     eager = kept_bytes(model, placing("veomni"), replace(work, compiled=False))
     assert budget < 1 or kept_bytes(model, placing("veomni"), work) < eager
 
@@ -177,11 +170,8 @@ def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train(), first_frame=first_frame)
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget, first_frame=first_frame)
-    assert (
-        found
-        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
-        <= 1.2 * found
-    )
+    planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+    assert 0.95 * found <= planned <= 1.05 * found
 
 
 def test_recompute_and_splits_lower_activations(qwen_image):
