@@ -10,10 +10,10 @@ from megadiff.parallel.recompute import kept_blocks
 from megadiff.planner.engine_memory import ModelShape, Placing, Work
 from megadiff.planner.saved import HEADS, INPUTS, TEXT_TOKENS, TOKENWISE, Saved, SavedRow, measure
 
-# Alive at once while a block is at work, in numbers of a token and feature. They are small beside
-# the saved bytes, and held against peaks only.
-FORWARD = 4  # the stream, its norm, its modulation and their sum, without autograd
-BACKWARD = 3  # gradients of the same, of which one is gone by then
+# Alive at once while a block is at work, in numbers of a token and feature: these in the norms'
+# dtype and one in engine.dtype. They are small beside saved bytes, and held against peaks only.
+FORWARD = 3  # the stream, its norm and their sum; the modulated norm is in engine.dtype
+BACKWARD = 2  # gradients, of which one is gone by then
 MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their gradients
 MODULATIONS = 6  # shift, scale and gate of attention and MLP
 
@@ -31,8 +31,8 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     gathered = split * (placing.layout.tp if placing.sequence_parallel else 1)
     mlp_width = model.adapter.mlp_ratio * model.adapter.width / placing.layout.tp
     numbers = BACKWARD if training else FORWARD
-    norm_itemsize = _saved(model, work).norm_itemsize
-    at_work = numbers * norm_itemsize * model.adapter.width * split
+    token_bytes = numbers * _saved(model, work).norm_itemsize + work.itemsize
+    at_work = token_bytes * model.adapter.width * split
     at_work += MLP_TENSORS * work.itemsize * mlp_width * gathered
     if not training:
         return round(at_work)
