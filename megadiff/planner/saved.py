@@ -6,15 +6,12 @@ real width give the bytes of any plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.hooks import RemovableHandle
 
 from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
@@ -130,14 +127,15 @@ def measure(
         )
         for height in HEIGHTS
     ]
+    recorder = Recorder(half_head=transformer.config.attention_head_dim // 2)
+    _watch(transformer, adapter, recorder)
     bytes_by_blocks = {}
     for num_blocks in (2, 1):  # falling, as blocks that are cut off are gone
         _cut(transformer, adapter, num_blocks)
         _fill(transformer, dtype)
-        weights = {_key(parameter) for parameter in transformer.parameters()}
-        recorders = [_recorded(transformer, adapter, sampling) for sampling in samplings]
         bytes_by_blocks[num_blocks] = torch.tensor(
-            [recorder.bytes_by_kind(weights) for recorder in recorders], dtype=torch.float64
+            [_run(transformer, adapter, sampling, recorder) for sampling in samplings],
+            dtype=torch.float64,
         )
     image_tokens = [adapter.token_count(sampling, TEXT_TOKENS).image for sampling in samplings]
     # the last block of a stack may save less, and it is in both: their difference is a whole block
@@ -145,7 +143,7 @@ def measure(
     return Saved(
         block=_row(block_SK, image_tokens),
         outside=_row(bytes_by_blocks[1] - block_SK, image_tokens),
-        norm_itemsize=recorders[0].norm_itemsize(adapter.width),
+        norm_itemsize=recorder.norm_itemsize(adapter.width),
     )
 
 
@@ -176,10 +174,27 @@ def _fill(transformer: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, weight)
 
 
-def _recorded(transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling) -> Recorder:
-    """Run one row and return what autograd saved."""
+def _watch(transformer: nn.Module, adapter: ModelAdapter, recorder: Recorder) -> None:
+    """Tell the recorder where attention and MLPs begin and end: children of blocks with linears."""
+    depth = adapter.plan.blocks.count(".") + 2
+    kinds = adapter.plan.kinds([name for name, _ in transformer.named_parameters()])
+    linears = [name for name, kind in kinds.items() if kind in LINEAR_KINDS]
+    regions = {".".join(name.split(".")[:depth]) for name in linears}
+    for name, module in transformer.named_modules():
+        if name in regions:
+            module.register_forward_pre_hook(recorder.enter, with_kwargs=True)
+            module.register_forward_hook(recorder.leave)
+        elif name.endswith(LORA_A.removesuffix(".weight")):
+            module.register_forward_hook(recorder.multiplied)
+
+
+def _run(
+    transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling, recorder: Recorder
+) -> list[int]:
+    """Return the bytes of KINDS that one row saves."""
     config = transformer.config
-    recorder = Recorder(half_head=config.attention_head_dim // 2)
+    recorder.inputs.clear()
+    recorder.tensors.clear()
     num_tokens, channels = adapter.latents_shape(sampling)
     text_width = getattr(config, "joint_attention_dim", None) or config.text_dim
     # real tensors, as the adapter looks into the mask; they turn fake where they meet weights
@@ -192,31 +207,9 @@ def _recorded(transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling)
         conditioning[FIRST_FRAME] = torch.zeros(1, num_given, channels)
     latents_BLC = torch.zeros(1, num_tokens, channels)
     saves = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
-    with _watched(transformer, adapter, recorder), torch.enable_grad(), saves:
+    with torch.enable_grad(), saves:
         adapter.velocity(transformer, latents_BLC, torch.ones(1), conditioning, sampling)
-    return recorder
-
-
-@contextmanager
-def _watched(transformer: nn.Module, adapter: ModelAdapter, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder where attention and MLPs begin and end: children of blocks with linears."""
-    depth = adapter.plan.blocks.count(".") + 2
-    kinds = adapter.plan.kinds([name for name, _ in transformer.named_parameters()])
-    linears = [name for name, kind in kinds.items() if kind in LINEAR_KINDS]
-    regions = {".".join(name.split(".")[:depth]) for name in linears}
-    inner = LORA_A.removesuffix(".weight")
-    handles: list[RemovableHandle] = []
-    for name, module in transformer.named_modules():
-        if name in regions:
-            handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(recorder.leave))
-        elif name.endswith(inner):
-            handles.append(module.register_forward_hook(recorder.multiplied))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return recorder.bytes_by_kind({_key(parameter) for parameter in transformer.parameters()})
 
 
 def _key(tensor: Tensor) -> int:
