@@ -83,7 +83,7 @@ def test_static_memory_of_qwen_image(qwen_image, where, gigabytes):
 
 
 def test_measured_peak_of_an_fsdp_step(qwen_image):
-    """86.9 GiB on 4 H200: batch 16 per GPU, 512², 64 text tokens, checkpointing, compiled blocks."""
+    """4 H200 took 86.9 GiB: 16 rows a GPU, 512², 64 text tokens, recompute, compiled blocks."""
     where = placing("veomni", dp=4)
     static = static_bytes(qwen_image, where, WORK)
     working = gathered_bytes(qwen_image, where, WORK, training=True) + activation_bytes(
@@ -125,7 +125,7 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("budget", [0.0, 0.25, 1.0])
 def test_compiled_blocks_keep_less(tiny_model, rank, budget):
-    """By the partition of forward and backward that torch.compile makes, with the kernels of eager PyTorch."""
+    """Take torch.compile's partition of forward and backward, with the kernels of eager PyTorch."""
     adapter = QwenImageAdapter(tiny_model)
     transformer = QwenImageTransformer2DModel.from_pretrained(
         tiny_model / "transformer", torch_dtype=torch.bfloat16
@@ -163,7 +163,7 @@ def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("first_frame", [False, True])
 def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget, first_frame):
-    """With 512 text tokens that cross attention reads, float32 norms and modulations, and a timestep for each token."""
+    """Cross attention reads 512 text tokens, norms are float32, and each token has a timestep."""
     adapter = WanAdapter(tiny_wan["ti2v_5b"])
     transformer = WanTransformer3DModel.from_pretrained(adapter.model_folder / "transformer")
     # engines compute in one dtype; from_pretrained(torch_dtype=…) leaves some modules in float32
@@ -205,7 +205,7 @@ def test_accumulating_without_sync_keeps_weights_and_gradients_whole(qwen_image)
 
 
 def test_megatron_buffer():
-    """Parameters start at multiples of 64; a bucket ends at a multiple of lcm(ranks, 128), when its size is reached."""
+    """Parameters start at multiples of 64, a full bucket ends at a multiple of lcm(ranks, 128)."""
     buckets, places = megatron_buffer([100, 100, 1000, 10], ranks=3, bucket_size=200)
     assert places == [(0, 100), (128, 228), (384, 1384), (1536, 1546)]
     assert buckets == [(0, 384), (384, 1536), (1536, 1920)]
