@@ -54,11 +54,14 @@ class Saved:
 
 @dataclass(kw_only=True)
 class Recorder:
-    """Collect the storages that autograd saves, each with the kind of where it was saved first."""
+    """Collect the storages that autograd saves, each with the kind of where it was saved first.
+
+    Tensors stay alive in here, so that no storage's key comes twice.
+    """
 
     half_head: int
     kind: str = TOKENWISE
-    inputs: set[int] = field(default_factory=set)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
     tensors: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -66,15 +69,15 @@ class Recorder:
         # tables of rotary angles, the same for all rows: complex, or cosines [..., 1, D / 2]
         is_table = tensor.is_complex() or tensor.shape[-2:] == (1, self.half_head)
         if not is_table:
-            # the tensor stays alive, so that no key comes twice
             self.tensors.setdefault(_key(tensor), (self.kind, tensor))
         return tensor
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Begin an attention or an MLP, as a forward pre-hook."""
         self.kind = HEADS
-        values = [*args, *kwargs.values()]
-        self.inputs |= {_key(value) for value in values if isinstance(value, Tensor)}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self.inputs[_key(value)] = value
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> None:
         """End an attention or an MLP, as a forward hook."""
@@ -82,7 +85,7 @@ class Recorder:
 
     def multiplied(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Record LoRA's inner product, which every tensor-parallel rank has whole."""
-        self.inputs.add(_key(output))
+        self.inputs[_key(output)] = output
 
     def bytes_by_kind(self, weights: set[int]) -> list[int]:
         """Return the bytes of KINDS without the weights, whose keys are given."""
