@@ -36,7 +36,8 @@ from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.observe.device_memory import GIB, phase_key
 from megadiff.observe.metrics import format_number, read_rows
-from megadiff.planner.memory_plan import USABLE_GIB, Machine, make_plan
+from megadiff.planner.memory_plan import USABLE_GIB, make_plan
+from megadiff.planner.work import Machine
 from megadiff.train.sampling import sampling_of
 
 POLL_S = 0.1

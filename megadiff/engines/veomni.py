@@ -288,7 +288,7 @@ def _build_transformer(
         init_device="meta",
     )
     if config.engine.compile:
-        text_varies = adapter.activations.text_is_stream
+        text_varies = plan.text_is_stream
         compile_blocks(
             sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
         )

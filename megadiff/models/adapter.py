@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.activations import Activations, Decoding, TokenCount
+from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.types import Prompt, Sampling
 
@@ -39,8 +39,8 @@ class ModelAdapter(Protocol):
     model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",);
     several are experts of one shape, each in charge of a part of the schedule (component_of), so that one plan, num_heads
     and width hold for all. num_heads: attention heads, which tensor parallelism and Ulysses split. width: channels of a
-    token inside the transformer; mlp_ratio: times that, of its MLPs. plan: how a transformer is sharded. activations,
-    decoding: what it and the VAE have in memory at work. frames_per_s: at which its videos are played.
+    token inside the transformer; mlp_ratio: times that, of its MLPs. plan: how a transformer is sharded.
+    decoding: how many samples the VAE decodes at once. frames_per_s: at which its videos are played.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every length; else its engine
     takes the stock module and parallel.tokens.
     """
@@ -51,7 +51,6 @@ class ModelAdapter(Protocol):
     width: int
     mlp_ratio: float
     plan: ParallelPlan
-    activations: Activations
     decoding: Decoding
     frames_per_s: int
     veomni_splits_tokens: bool

@@ -86,6 +86,11 @@ class ParallelPlan:
                 f"rules of unknown kind {', '.join(unknown)}; the kinds are {', '.join(SHARDED_DIM)}"
             )
 
+    @property
+    def text_is_stream(self) -> bool:
+        """Whether text passes through the blocks as the image does; else cross attention reads it."""
+        return "encoder_hidden_states" in self.token_inputs
+
     def kinds(self, names: Iterable[str]) -> dict[str, str]:
         """Parameter name → kind. Raises ValueError naming the parameter that no rule or several match, or an idle rule."""
         kinds: dict[str, str] = {}

@@ -1,8 +1,11 @@
-"""megadiff plan CONFIG.yaml … key=value … --world-size N: which layouts fit on the GPUs, and which to take.
+"""Print which layouts fit on the GPUs, and which to take.
 
-Of the model only the config files are read (model_index.json, transformer/config.json; text encoder and VAE for the
-replicas), so that a run can be planned before its weights are there. docs/memory.md explains the figures. Exit codes: 0 a
-layout fits, 1 none does, 2 the config or an argument is wrong.
+    megadiff plan CONFIG.yaml … key=value … --world-size N
+
+Of the model only the config files are read (model_index.json, transformer/config.json; text encoder
+and VAE for the replicas), so that a run can be planned before its weights are there.
+docs/memory.md explains the figures.
+Exit codes: 0 a layout fits, 1 none does, 2 the config or an argument is wrong.
 """
 
 from __future__ import annotations
@@ -24,16 +27,16 @@ from megadiff.planner.memory_plan import (
     PHASES,
     USABLE_GIB,
     Estimate,
-    Machine,
     MemoryPlan,
     largest_budget,
     make_plan,
 )
+from megadiff.planner.work import Machine
 from megadiff.train.sampling import sampling_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the plan to stdout and returns the exit code."""
+    """Write the plan to stdout and return the exit code."""
     options, config_arguments = _parser().parse_known_args(argv)
     try:
         config = load_config([*options.config, *config_arguments])
@@ -58,10 +61,10 @@ def _plan(config: Config, machine: Machine, *, text_tokens: int) -> MemoryPlan:
 
 def _machine(options: argparse.Namespace) -> Machine:
     for name in ("world_size", "gpus_per_node", "text_tokens"):
-        if getattr(options, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} < 1; give a positive number"
-            )
+        value = getattr(options, name)
+        if value < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {value} < 1; give a positive number")
     if not 0 <= options.headroom < 1:
         raise ValueError(
             f"--headroom {options.headroom} is not in [0, 1); it is a share of the memory, e.g. 0.1"
@@ -71,8 +74,8 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
     if options.world_size > options.gpus_per_node and options.world_size % options.gpus_per_node:
         raise ValueError(
-            f"--world-size {options.world_size} is not a multiple of --gpus-per-node {options.gpus_per_node}; "
-            "give whole nodes"
+            f"--world-size {options.world_size} is not a multiple of "
+            f"--gpus-per-node {options.gpus_per_node}; give whole nodes"
         )
     return Machine(
         world_size=options.world_size,
@@ -83,7 +86,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def to_json(plan: MemoryPlan) -> dict[str, object]:
-    """Every figure in bytes; `pick` and `config` are indices into `layouts`, null where there is none."""
+    """Return every figure in bytes. `pick` and `config` are indices into `layouts`, or null."""
     layouts = plan.estimates
     return {
         "parameters": plan.model.num_parameters,
@@ -114,29 +117,32 @@ def _json_layout(estimate: Estimate, machine: Machine) -> dict[str, object]:
 
 
 def overrides(placing: Placing) -> str:
-    """The keys that select a layout, whatever the config says."""
+    """Return the keys that select a layout, whatever the config says."""
     layout = placing.layout
     keys = {
         "engine.backend": placing.backend,
         "parallel.dp": layout.dp,
         "parallel.dp_replicate": layout.dp_replicate,
+        "parallel.sp": layout.sp,
+        "parallel.tp": layout.tp,
     }
-    keys |= {"parallel.sp": layout.sp, "parallel.tp": layout.tp}
     if layout.tp > 1:
         keys["parallel.sequence_parallel"] = str(placing.sequence_parallel).lower()
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
 def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
-    """A table in GiB per GPU, in the order of preference, and the advice under it."""
+    """Return a table in GiB per GPU, in the order of preference, and the advice under it."""
     machine = plan.machine
     work = plan.estimates[0].work
+    rows_of = f"a microbatch: {config.train.microbatch_size} x "
+    num_passes = "two passes (guidance)" if work.passes == 2 else "one pass"
     lines = [
         f"{_size(plan.model)} parameters in {config.engine.dtype} on {machine.world_size} x {gpu}, "
-        f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB",
+        f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: "
+        f"{_gib(machine.budget)} GiB",
         *_lora_lines(plan, config),
-        f"a microbatch: {config.train.microbatch_size} x ({work.image_tokens} image + {work.text_tokens} text tokens), "
-        f"{'two passes (guidance)' if work.passes == 2 else 'one pass'}, "
+        f"{rows_of}({work.image_tokens} image + {work.text_tokens} text tokens), {num_passes}, "
         f"{config.engine.activation_memory_budget:.0%} of the blocks' activations kept",
         _replica_line(plan),
         "",
@@ -148,7 +154,7 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
 
 
 def _size(model: ModelShape) -> str:
-    """Of every component that is trained."""
+    """Return the parameters of all components, in billions."""
     times = f"{model.num_components} x " if model.num_components > 1 else ""
     return f"{times}{model.num_parameters / 1e9:.2f} B"
 
@@ -156,9 +162,8 @@ def _size(model: ModelShape) -> str:
 def _lora_lines(plan: MemoryPlan, config: Config) -> list[str]:
     if not config.lora.rank:
         return []
-    return [
-        f"LoRA of rank {config.lora.rank}: {plan.model.num_trained / 1e9:.3g} B are trained, all else is frozen"
-    ]
+    trained = f"{plan.model.num_trained / 1e9:.3g} B"
+    return [f"LoRA of rank {config.lora.rank}: {trained} are trained, all else is frozen"]
 
 
 def _header() -> list[str]:
@@ -168,15 +173,15 @@ def _header() -> list[str]:
 
 
 def _cells(mark: str, cells: Sequence[str], last: str) -> str:
-    layout, static, phases = cells[:6], cells[6:9], cells[9:]
-    return (
-        f"{mark} {layout[0]:<9}" + "".join(f"{cell:>5}" for cell in layout[1:]) + " "
-        + "".join(f"{cell:>8}" for cell in static) + "   " + "".join(f"{cell:>10}" for cell in phases) + f"  {last}"
-    )  # fmt: skip
+    layout = "".join(f"{cell:>5}" for cell in cells[1:6])
+    static = "".join(f"{cell:>8}" for cell in cells[6:9])
+    phases = "".join(f"{cell:>10}" for cell in cells[9:])
+    return f"{mark} {cells[0]:<9}{layout} {static}   {phases}  {last}"
 
 
 def _row(plan: MemoryPlan, estimate: Estimate) -> str:
-    placing, layout = estimate.placing, estimate.placing.layout
+    placing = estimate.placing
+    layout = placing.layout
     mark = ">" if estimate is plan.pick else "*" if estimate is plan.own else " "
     split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
     cells = [
@@ -191,10 +196,9 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     cells += [_gib(estimate.peak(phase)) if phase in estimate.phases else "-" for phase in PHASES]
     if estimate.obstacle:
         return _cells(mark, cells, f"no: {_brief(estimate.obstacle)}")
-    over = estimate.peak(estimate.worst_phase) - plan.machine.budget
-    return _cells(
-        mark, cells, "yes" if over <= 0 else f"no: {_gib(over)} over in {estimate.worst_phase}"
-    )
+    worst = estimate.worst_phase
+    over = estimate.peak(worst) - plan.machine.budget
+    return _cells(mark, cells, "yes" if over <= 0 else f"no: {_gib(over)} over in {worst}")
 
 
 def _replica_line(plan: MemoryPlan) -> str:
@@ -221,37 +225,33 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
     if plan.pick is None:
         return _nothing_fits(plan, config)
     estimate = plan.pick
+    backend = config.engine.backend
     worst = estimate.worst_phase
     host = sum(estimate.host.values())
     lines = [
         f"> take: {overrides(estimate.placing)}",
-        f"  the first that fits in the order: least tp, then least sp, then gathering within a node, then engine.backend="
-        f"{config.engine.backend}, then sequence parallelism.",
-        f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}: "
-        + ", ".join(f"{part} {_gib(size)}" for part, size in estimate.phases[worst].items() if size)
+        "  the first that fits in the order: least tp, then least sp, then gathering within a "
+        f"node, then engine.backend={backend}, then sequence parallelism.",
+        f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}: {_parts(estimate, worst)}"
         + (f"; host memory {_gib(host)} GiB a GPU" if host else ""),
     ]
     budget, peak = largest_budget(plan, estimate)
     if budget > config.engine.activation_memory_budget:
         lines.append(
-            f"  by this estimate engine.activation_memory_budget={budget:g} fits too, with {_gib(peak)} GiB in update: less is "
-            "computed again"
+            f"  by this estimate engine.activation_memory_budget={budget:g} fits too, with "
+            f"{_gib(peak)} GiB in update: less is computed again"
         )
-    own, backend = plan.own, config.engine.backend
+    own = plan.own
     if own and own is not estimate:
-        verdict = (
-            "fits too"
-            if own.fits(plan.machine)
-            else "does not fit"
-            if not own.obstacle
-            else "cannot run"
-        )
+        verdict = "cannot run" if own.obstacle else "does not fit"
+        if own.fits(plan.machine):
+            verdict = "fits too"
         lines.append(f"* is what the config asks for; it {verdict}")
     if estimate.placing.backend != backend:
         fitting = [
-            one
-            for one in plan.estimates
-            if one.placing.backend == backend and one.fits(plan.machine)
+            other
+            for other in plan.estimates
+            if other.placing.backend == backend and other.fits(plan.machine)
         ]
         first = overrides(fitting[0].placing) if fitting else "no layout of it fits"
         lines.append(f"  of engine.backend={backend} the first: {first}")
@@ -267,30 +267,34 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
     return [
         f"nothing fits. Nearest: {overrides(nearest.placing)}",
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
-        + ", ".join(f"{part} {_gib(size)}" for part, size in nearest.phases[worst].items() if size),
+        f"{_parts(nearest, worst)}",
         f"  {_remedy(nearest, plan, config)}",
     ]
 
 
+def _parts(estimate: Estimate, phase: str) -> str:
+    """List what a phase's peak is made of."""
+    parts = estimate.phases[phase].items()
+    return ", ".join(f"{part} {_gib(num_bytes)}" for part, num_bytes in parts if num_bytes)
+
+
 def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
-    train, engine, phase = config.train, config.engine, estimate.worst_phase
-    remedies = {
-        f"train.microbatch_size below {train.microbatch_size}": "activations"
-        in estimate.phases[phase]
-        and train.microbatch_size > 1,
-        "engine.activation_memory_budget=0": phase == "update"
-        and engine.activation_memory_budget > 0,
-        "rollout.sleep=always": phase == "update"
-        and plan.replicas.per_gpu > 0
-        and not plan.replicas.sleeps,
-        "rollout.mode=separate": config.rollout.mode == "colocated",
-    }
-    possible = [remedy for remedy, helps in remedies.items() if helps]
-    return f"try {', or '.join([*possible, 'more GPUs'])}"
+    phase = estimate.worst_phase
+    rows = config.train.microbatch_size
+    remedies = []
+    if "activations" in estimate.phases[phase] and rows > 1:
+        remedies.append(f"train.microbatch_size below {rows}")
+    if phase == "update" and config.engine.activation_memory_budget > 0:
+        remedies.append("engine.activation_memory_budget=0")
+    if phase == "update" and plan.replicas.per_gpu > 0 and not plan.replicas.sleeps:
+        remedies.append("rollout.sleep=always")
+    if config.rollout.mode == "colocated":
+        remedies.append("rollout.mode=separate")
+    return f"try {', or '.join([*remedies, 'more GPUs'])}"
 
 
 def _brief(reason: str) -> str:
-    """Without the rule and the fix, for which there is no room in a table."""
+    """Cut off the rule and the fix, which a table is too narrow for."""
     return re.split("[:;,] ", reason)[0]
 
 

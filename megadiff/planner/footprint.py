@@ -1,18 +1,28 @@
-"""How much of a GPU one replica takes, from the model's folder: no engine is started and no weight is read."""
+"""Size a replica's memory from the model's folder: no engine is started and no weight is read."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import init_empty_weights
 from torch import nn
 
+from megadiff.algorithms import build_algorithm
+from megadiff.config.schema import Config
+from megadiff.config.validate import sleeps
 from megadiff.models.registry import FAMILIES
+from megadiff.parallel.mesh import Layout
+from megadiff.planner.activation_memory import activation_bytes
+from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing
+from megadiff.planner.work import Machine, num_passes, stream_itemsize, work_of
+from megadiff.rollout.worker.fp8 import fp8_targets
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import read_json
+from megadiff.train.sampling import sampling_of
 from megadiff.types import DTYPES
 
 NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pipeline drops
@@ -20,8 +30,12 @@ NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pip
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaWeights:
-    """Bytes of one worker. transformers: what a push replaces. encoder: the text encoder as a checkpoint has it. others: text
-    encoder without what is not served, VAE, and so on. unknown: components that could not be sized."""
+    """Hold the bytes of one worker's weights.
+
+    transformers: what a push replaces. encoder: the text encoder as a checkpoint has it.
+    others: text encoder without what is not served, VAE, and so on.
+    unknown: components that could not be sized.
+    """
 
     transformers: int
     encoder: int
@@ -29,36 +43,119 @@ class ReplicaWeights:
     unknown: tuple[str, ...]
 
 
-def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWeights:
-    """Of weights in dtype. tp: workers that share the transformers' weights; each has all the rest.
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Hold the bytes of one worker of a replica, which has rollout.tp of them.
 
-    Sizes come from the safetensors headers; where only a component's config.json is there, from its empty module; those of
-    a component with neither are unknown.
+    weights: while it samples; pushed: while a push lands; working: beside them while it samples.
+    sleeps: whether it frees them while the trainer works; parked: what then waits on the host.
+    encoder: of the text encoder that the trainer loads for the parity gate.
+    per_gpu: workers on the fullest GPU of the trainer. unknown: components without a size.
+    """
+
+    weights: int = 0
+    pushed: int = 0
+    parked: int = 0
+    encoder: int
+    working: int = 0
+    per_gpu: int = 0
+    sleeps: bool = False
+    unknown: tuple[str, ...] = ()
+
+
+def size_replicas(
+    config: Config, model: ModelShape, machine: Machine, *, text_tokens: int
+) -> Replicas:
+    """Return zeros where replicas are on other GPUs than the trainer's, or nothing samples."""
+    rollout = config.rollout
+    dtype = config.model.dtype
+    weights = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
+    samples = build_algorithm(config.algorithm).on_policy or config.eval.every
+    if rollout.mode == "separate" or not samples:
+        return Replicas(encoder=weights.encoder)
+    is_asleep = sleeps(config, device_type="cuda")
+    whole = weights.transformers + weights.others
+    copies, copied = _fp8_bytes(config, model) if rollout.fp8 else (0, 0)
+    # as train/replicas.py starts them
+    num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)
+    return Replicas(
+        # FP8 copies take the bfloat16 weights' memory in a replica that sleeps between samples
+        weights=whole + copies - (copied if is_asleep else 0),
+        pushed=whole + (0 if is_asleep else copies),
+        parked=weights.others if is_asleep else 0,
+        encoder=weights.encoder,
+        working=_working_bytes(config, model, machine, text_tokens),
+        per_gpu=math.ceil(num_replicas * rollout.tp / machine.world_size),
+        sleeps=is_asleep,
+        unknown=weights.unknown,
+    )
+
+
+def _working_bytes(config: Config, model: ModelShape, machine: Machine, text_tokens: int) -> int:
+    """Return the larger of what the transformer and the VAE have at work, beside weights."""
+    rollout = config.rollout
+    itemsize = DTYPES[config.model.dtype].itemsize
+    group_size = config.algorithm.group_size
+    # a call has whole groups, at least one
+    rows = max(group_size, rollout.batch_size // group_size * group_size)
+    sampling = sampling_of(rollout)
+    tokens = model.adapter.token_count(sampling, text_tokens)
+    alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
+    work = replace(
+        work_of(config, model.adapter, alone, model, machine, text_tokens),
+        rows=rows,
+        image_tokens=tokens.image,
+        modulates_tokens=tokens.is_modulated,
+        passes=num_passes(model.adapter, sampling),
+        itemsize=itemsize,
+        stream_itemsize=stream_itemsize(config, config.model.dtype),
+    )
+    decoding = model.adapter.decoding.num_bytes(
+        rows,
+        num_frames=rollout.num_frames,
+        height=rollout.height,
+        width=rollout.width,
+        itemsize=itemsize,
+    )
+    return max(decoding, activation_bytes(model, alone, work, training=False))
+
+
+def _fp8_bytes(config: Config, model: ModelShape) -> tuple[int, int]:
+    """Return the bytes of the FP8 copies and of the weights they are copies of."""
+    shapes = [model.shapes[name] for name in fp8_targets(model.shapes, model.plan)]
+    num_elements = sum(map(math.prod, shapes))
+    num_rows = sum(shape[0] for shape in shapes)
+    num_components = len(model.adapter.components)
+    tp = config.rollout.tp
+    # one byte an element, and a float32 scale a row
+    copies = num_components * math.ceil((num_elements + FLOAT32 * num_rows) / tp)
+    copied = num_components * num_elements * DTYPES[config.model.dtype].itemsize // tp
+    return copies, copied
+
+
+def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWeights:
+    """Return the weights' bytes in dtype. tp: workers that split the transformers' weights.
+
+    Sizes come from the safetensors headers. Where only a component's config.json is there, they
+    come from its empty module; a component with neither is unknown.
     """
     index = read_json(model_folder / "model_index.json")
     family = next(family for family in FAMILIES if family.pipeline_class == index["_class_name"])
     optional = [name for name in family.optional if (index.get(name) or [None])[0]]
-    transformers, others, encoder, unknown = 0, 0, 0, []
+    transformers = 0
+    others = 0
+    encoder = 0
+    unknown = []
     for component in (*family.weighted, *optional):
-        folder = model_folder / component
-        if list(folder.glob("*.safetensors")):
-            manifest = folder_manifest(model_folder, (component,), dtype=dtype)
-            shapes = {
-                name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()
-            }
-        elif (folder / "config.json").is_file():
-            shapes = {
-                name: list(p.shape)
-                for name, p in _empty(folder, *index[component]).named_parameters()
-            }
-        else:
+        shapes = _shapes(model_folder, component, index.get(component), dtype)
+        if shapes is None:
             unknown.append(component)
             continue
-        held = sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
+        served = sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
         if component.startswith("transformer"):
-            transformers += math.ceil(held / tp)
+            transformers += math.ceil(served / tp)
             continue
-        others += held
+        others += served
         if component == "text_encoder":
             encoder = sum(map(math.prod, shapes.values()))
     itemsize = DTYPES[dtype].itemsize
@@ -70,16 +167,34 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
     )
 
 
+def _shapes(
+    model_folder: Path, component: str, class_path: Sequence[str] | None, dtype: str
+) -> Mapping[str, Sequence[int]] | None:
+    """Return a component's name → shape, None where nothing tells.
+
+    class_path: (library, class) as in model_index.json.
+    """
+    folder = model_folder / component
+    if list(folder.glob("*.safetensors")):
+        manifest = folder_manifest(model_folder, (component,), dtype=dtype)
+        return {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
+    if (folder / "config.json").is_file():
+        return {name: p.shape for name, p in _empty(folder, *class_path).named_parameters()}
+    return None
+
+
 def _empty(folder: Path, library: str, class_name: str) -> nn.Module:
-    """The module that a component's config.json describes, on the meta device."""
+    """Return the module that a component's config.json describes, on the meta device."""
     if library not in ("diffusers", "transformers"):
         raise ValueError(
-            f"model_index.json names {library}.{class_name} for {folder.name}, which is no diffusers part"
+            f"model_index.json names {library}.{class_name} for {folder.name}, which is no "
+            "diffusers part; correct it to a class of diffusers or transformers"
         )
-    kind = getattr(importlib.import_module(library), class_name)
+    module_class = getattr(importlib.import_module(library), class_name)
     with init_empty_weights():
         if library == "diffusers":
-            return kind.from_config(kind.load_config(folder))
-        module = kind(kind.config_class.from_pretrained(folder))
+            return module_class.from_config(module_class.load_config(folder))
+        module = module_class(module_class.config_class.from_pretrained(folder))
+    # a tied weight is there once
     module.tie_weights()
     return module

@@ -1,4 +1,4 @@
-"""The memory planner's figures against what the engines really allocate, storage by storage, on gloo processes."""
+"""Hold the planner's figures against what engines allocate, storage by storage, on gloo."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from megadiff.engines.components import ExpertsEngine
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.planner import engine_memory
-from megadiff.planner.engine_memory import Placing, kept_bytes, static_bytes
+from megadiff.planner.activation_memory import kept_bytes
+from megadiff.planner.engine_memory import Placing, static_bytes
 from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.distributed.engines import LOSS, only, train_batch
 from tests.distributed.ranks import run_ranks
 from tests.kept_activations import activation_work, kept_by_autograd
 
-QWEN_CASES = {  # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
+# backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
+QWEN_CASES = {
     "veomni_dp1": ("veomni", "bfloat16", 1, {}, False, 0, 0),
     "veomni_dp2": ("veomni", "float32", 2, {}, False, 0, 0),
     "veomni_dp3": (
@@ -78,7 +80,7 @@ AVERAGE_DECAY = 0.9
 
 @pytest.mark.parametrize("case", CASES)
 def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path, monkeypatch):
-    """What stays to the byte, on the rank that holds most of each part; what a forward keeps within bounds."""
+    """What stays is equal to the byte, on the fullest rank; what a forward keeps within bounds."""
     backend, dtype, world_size, sizes, sequence_parallel, bucket_size, rank = CASES[case]
     if bucket_size:  # the default puts all of a small model into one bucket
         monkeypatch.setattr(engine_memory, "MEGATRON_BUCKET_SIZE", bucket_size)
@@ -98,7 +100,7 @@ def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path,
         assert getattr(planned, part) == fullest, part
     assert all(measured["gradients before and after"] == [0, 0] for measured in ranks)
     kept = max(measured["kept"] for measured in ranks)
-    assert kept <= kept_bytes(model, placing, work) <= 1.2 * kept
+    assert 0.9 * kept <= kept_bytes(model, placing, work) <= 1.15 * kept
 
 
 def _measure(
@@ -170,7 +172,7 @@ def _gradients(engine: ExpertsEngine) -> list[Tensor]:
 
 
 def _host_pieces(engine: ExpertsEngine) -> int:
-    """Bytes of averages that are on the CPU also where the engine is on a GPU: of frozen weights under bfloat16."""
+    """Sum averages that are on the host even on GPUs: of frozen weights under bfloat16."""
     if engine.config.engine.backend == "veomni" or engine.config.engine.dtype == "float32":
         return 0
     return sum(

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
-from megadiff.models.activations import TokenCount
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.decoding import TokenCount
 from megadiff.models.encoders import EncodesPrompts, freed
-from megadiff.models.qwen_image.activations import ACTIVATIONS, DECODING
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
-from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
+from megadiff.models.qwen_image.vae import DECODING, convolve_single_frames_in_2d
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Prompt, Sampling
 
@@ -34,7 +33,7 @@ class QwenImageAdapter(EncodesPrompts):
     """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
 
     components = ("transformer",)
-    plan, activations, decoding = PLAN, ACTIVATIONS, DECODING
+    plan, decoding = PLAN, DECODING
     mlp_ratio, frames_per_s = 4.0, 1
     veomni_splits_tokens = True
 

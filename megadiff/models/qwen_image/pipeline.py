@@ -18,9 +18,8 @@ from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_e
 
 from megadiff.diffusion.schedule import qwen_image_sigmas
 from megadiff.models.pipeline_base import BatchSampler, RolloutPipelineMixin, distinct
-from megadiff.models.qwen_image.activations import DECODING
 from megadiff.models.qwen_image.plan import SERVED_NAMES
-from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
+from megadiff.models.qwen_image.vae import DECODING, convolve_single_frames_in_2d
 from megadiff.types import RolloutRequest
 
 PATCH_PIXELS = 16  # 8× by the VAE, 2× by packing

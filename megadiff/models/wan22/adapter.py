@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.activations import TokenCount
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.decoding import TokenCount
 from megadiff.models.encoders import EncodesPrompts, freed
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22 import vae as wan_vae
-from megadiff.models.wan22.activations import ACTIVATIONS, DECODING
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
 from megadiff.models.wan22.plan import PLAN
 from megadiff.models.wan22.velocity import TEXT_TOKENS, wan_velocity
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class WanAdapter(EncodesPrompts):
     """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
 
-    plan, activations, decoding = PLAN, ACTIVATIONS, DECODING
+    plan, decoding = PLAN, wan_vae.DECODING
     veomni_splits_tokens = False  # it drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
 
     def __init__(self, model_folder: Path | str) -> None:

@@ -20,7 +20,6 @@ from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.pipeline_base import BatchSampler, RolloutPipelineMixin, distinct
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22 import vae as wan_vae
-from megadiff.models.wan22.activations import DECODING
 from megadiff.models.wan22.checkpoint import WanCheckpoint
 from megadiff.models.wan22.packing import unpack
 from megadiff.models.wan22.plan import SERVED_NAMES
@@ -118,7 +117,7 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         mean, std = wan_vae.latent_statistics(vae, self.device)
         frames, height, width = latents_NCFHW.shape[2:]
         num_frames, side = frames * self.checkpoint.temporal, self.checkpoint.spatial
-        num_rows = DECODING.num_rows(
+        num_rows = wan_vae.DECODING.num_rows(
             self.device.type, num_frames=num_frames, height=height * side, width=width * side
         )
         rows = (latents_NCFHW.float() * std + mean).to(vae.dtype).split(num_rows)

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadiff.models.decoding import Decoding
 from megadiff.models.wan22.packing import pack
+
+# Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.
+DECODING = Decoding(
+    pixels={"cpu": 2**18, "cuda": 2**25}, bytes_per_pixel=10_752, bytes_per_frame=18
+)
 
 
 @torch.no_grad()

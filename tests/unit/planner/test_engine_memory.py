@@ -17,13 +17,12 @@ from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
 from megadiff.parallel.mesh import resolve_layout
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.planner.activation_memory import activation_bytes, kept_bytes
 from megadiff.planner.engine_memory import (
     GIB,
     Placing,
     Work,
-    activation_bytes,
     gathered_bytes,
-    kept_bytes,
     megatron_buffer,
     static_bytes,
 )
@@ -84,7 +83,7 @@ def test_static_memory_of_qwen_image(qwen_image, where, gigabytes):
 
 
 def test_measured_peak_of_an_fsdp_step(qwen_image):
-    """86.9 GiB on 4 H200: batch 16 per GPU, 512², 64 text tokens, checkpointing, compiled blocks."""
+    """4 H200 took 86.9 GiB: 16 rows a GPU, 512², 64 text tokens, recompute, compiled blocks."""
     where = placing("veomni", dp=4)
     static = static_bytes(qwen_image, where, WORK)
     working = gathered_bytes(qwen_image, where, WORK, training=True) + activation_bytes(
@@ -104,11 +103,8 @@ def test_kept_activations_of_the_stock_transformer(tiny_model, dtype, budget):
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train())
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget)
-    assert (
-        found
-        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
-        <= 1.2 * found
-    )
+    planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+    assert 0.95 * found <= planned <= 1.05 * found
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
@@ -121,17 +117,15 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train())
     work = replace(activation_work(adapter, 2, budget=budget), stream_itemsize=4)
-    assert (
-        found
-        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
-        <= 1.2 * found
-    )
+    planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+    # the first block's input is widened inside of the block
+    assert 0.95 * found <= planned <= (1.05 if budget else 1.2) * found
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("budget", [0.0, 0.25, 1.0])
 def test_compiled_blocks_keep_less(tiny_model, rank, budget):
-    """By the partition of forward and backward that torch.compile makes, with the kernels of eager PyTorch."""
+    """Take torch.compile's partition of forward and backward, with the kernels of eager PyTorch."""
     adapter = QwenImageAdapter(tiny_model)
     transformer = QwenImageTransformer2DModel.from_pretrained(
         tiny_model / "transformer", torch_dtype=torch.bfloat16
@@ -146,7 +140,7 @@ def test_compiled_blocks_keep_less(tiny_model, rank, budget):
         found = kept_by_autograd(adapter, transformer.train())
     work = replace(activation_work(adapter, 2, budget=budget), compiled=True)
     model = model_shape(adapter, LoraConfig(rank=rank))
-    assert found <= kept_bytes(model, placing("veomni"), work) <= 1.2 * found
+    assert 0.95 * found <= kept_bytes(model, placing("veomni"), work) <= 1.2 * found
     eager = kept_bytes(model, placing("veomni"), replace(work, compiled=False))
     assert budget < 1 or kept_bytes(model, placing("veomni"), work) < eager
 
@@ -169,19 +163,16 @@ def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("first_frame", [False, True])
 def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget, first_frame):
-    """With 512 text tokens that cross attention reads, float32 norms and modulations, and a timestep for each token."""
+    """Cross attention reads 512 text tokens, norms are float32, and each token has a timestep."""
     adapter = WanAdapter(tiny_wan["ti2v_5b"])
-    transformer = WanTransformer3DModel.from_pretrained(
-        adapter.model_folder / "transformer", torch_dtype=DTYPES[dtype]
-    )
+    transformer = WanTransformer3DModel.from_pretrained(adapter.model_folder / "transformer")
+    # engines compute in one dtype; from_pretrained(torch_dtype=…) leaves some modules in float32
+    transformer = transformer.to(DTYPES[dtype])
     recompute_blocks(transformer, adapter.plan, budget=budget)
     found = kept_by_autograd(adapter, transformer.train(), first_frame=first_frame)
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget, first_frame=first_frame)
-    assert (
-        found
-        <= kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
-        <= 1.2 * found
-    )
+    planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
+    assert 0.95 * found <= planned <= 1.05 * found
 
 
 def test_recompute_and_splits_lower_activations(qwen_image):
@@ -214,7 +205,7 @@ def test_accumulating_without_sync_keeps_weights_and_gradients_whole(qwen_image)
 
 
 def test_megatron_buffer():
-    """Parameters start at multiples of 64; a bucket ends at a multiple of lcm(ranks, 128), when its size is reached."""
+    """Parameters start at multiples of 64, a full bucket ends at a multiple of lcm(ranks, 128)."""
     buckets, places = megatron_buffer([100, 100, 1000, 10], ranks=3, bucket_size=200)
     assert places == [(0, 100), (128, 228), (384, 1384), (1536, 1546)]
     assert buckets == [(0, 384), (384, 1536), (1536, 1920)]

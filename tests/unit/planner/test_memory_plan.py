@@ -433,7 +433,7 @@ def test_a_larger_budget_that_fits_is_named(capsys):
         )
         return capsys.readouterr().out
 
-    memory = "125"
+    memory = "122"
     ((budget, gib),) = re.findall(r"budget=(\S+) fits too, with (\S+) GiB in update", text())
     assert 0.25 < float(budget) < 0.5
     assert "fits too" not in text(f"engine.activation_memory_budget={budget}")

@@ -1,0 +1,79 @@
+"""Derive from a config what one rank computes in an update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megadiff.algorithms import build_algorithm
+from megadiff.config.schema import Config
+from megadiff.engines.veomni import UNSHARDED_SHARE, unsharded_bytes
+from megadiff.models.adapter import ModelAdapter
+from megadiff.planner.engine_memory import ModelShape, Placing, Work
+from megadiff.train.sampling import sampling_of, sft_sampling
+from megadiff.types import DTYPES, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Describe the GPUs.
+
+    num_bytes: of one GPU.
+    headroom: share of it kept free, for fragmentation and what is not counted.
+    """
+
+    world_size: int
+    gpus_per_node: int
+    num_bytes: int
+    headroom: float
+
+    @property
+    def budget(self) -> int:
+        return int(self.num_bytes * (1 - self.headroom))
+
+
+def work_of(
+    config: Config,
+    adapter: ModelAdapter,
+    placing: Placing,
+    model: ModelShape,
+    machine: Machine,
+    text_tokens: int,
+) -> Work:
+    """Return the longest microbatch of an update on one rank."""
+    on_policy = build_algorithm(config.algorithm).on_policy
+    sampling = sampling_of(config.rollout) if on_policy else sft_sampling(config.rollout)
+    samples_per_step = config.train.prompts_per_step * config.algorithm.group_size
+    num_samples = samples_per_step // placing.layout.dp // config.train.updates_per_step
+    rows = max(1, num_samples * (sampling.sde_window_size if on_policy else 1))
+    num_microbatches = math.ceil(rows / config.train.microbatch_size)
+    itemsize = DTYPES[config.engine.dtype].itemsize
+    # only VeOmni shards between microbatches; Megatron's buffers are always whole
+    unsharded = unsharded_bytes(
+        num_elements=model.num_parameters, num_trained=model.num_trained, itemsize=itemsize
+    )
+    tokens = adapter.token_count(sampling, text_tokens)
+    return Work(
+        rows=min(config.train.microbatch_size, rows),
+        image_tokens=tokens.image,
+        text_tokens=tokens.text,
+        modulates_tokens=tokens.is_modulated,
+        passes=num_passes(adapter, sampling),
+        itemsize=itemsize,
+        stream_itemsize=stream_itemsize(config, config.engine.dtype),
+        budget=config.engine.activation_memory_budget,
+        num_microbatches=num_microbatches,
+        accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,
+        keeps_average=config.algorithm.ema_decay > 0,
+        compiled=config.engine.compile,
+    )
+
+
+def stream_itemsize(config: Config, dtype: str) -> int:
+    """Return the bytes of a number that a block hands on, where matrix products are in dtype."""
+    return DTYPES["float32" if config.model.float32_streams else dtype].itemsize
+
+
+def num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
+    """Return the most forwards of one velocity, over all components."""
+    return max(adapter.num_passes(component, sampling) for component in adapter.components)
