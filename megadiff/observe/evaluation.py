@@ -31,7 +31,7 @@ Identity = tuple[str, int]  # prompt id, sample index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class MeanEstimate:
     """A mean over n samples and its 95 % interval; low and high are None where n is too small for one."""
 
     mean: float
@@ -98,37 +98,42 @@ class Evaluation:
         """Whether every value is 0 or 1, so that the mean is a share."""
         return all(sample.rewards[reward] in (0, 1) for sample in self.samples)
 
-    def estimate(self, reward: str, task: str | None = None) -> Estimate:
+    def estimate(self, reward: str, task: str | None = None) -> MeanEstimate:
         """Mean of a reward over all samples, or over those of one task."""
         return estimate([s.rewards[reward] for s in self.samples if task is None or s.task == task])
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> MeanEstimate:
     """Mean and 95 % interval, samples taken as independent: Wilson's for values that are all 0 or 1 (E. B. Wilson,
     JASA 22, 1927: right also near 0 and 1), else the normal one of the mean, which needs two values."""
     n, mean = len(values), fmean(values)
     if all(value in (0, 1) for value in values):
         centre = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
         half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2))
-        return Estimate(mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n)
+        return MeanEstimate(mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n)
     return _normal_estimate(values)
 
 
-def _normal_estimate(values: Sequence[float]) -> Estimate:
+def _normal_estimate(values: Sequence[float]) -> MeanEstimate:
     n, mean = len(values), fmean(values)
     if n < 2:
-        return Estimate(mean=mean, low=None, high=None, n=n)
+        return MeanEstimate(mean=mean, low=None, high=None, n=n)
     half = Z_95 * stdev(values) / math.sqrt(n)
-    return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
+    return MeanEstimate(mean=mean, low=mean - half, high=mean + half, n=n)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference(Estimate):
+class Difference(MeanEstimate):
     """Of a reward on the same noise, evaluation less baseline. won, lost, tied: shares of the n pairs."""
 
     won: float
     lost: float
     tied: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Return True where the interval leaves out 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
