@@ -149,7 +149,7 @@ def wall(
     """
     records = [evaluation for _, evaluation in evaluations]
     reward = leading_reward(records[-1])
-    is_share = all(record.is_share(reward) for record in records)
+    is_share = reward_format(records, reward).is_share
     by_identity = [{sample.identity: sample for sample in record.samples} for record in records]
     pictured = [sample for sample in records[-1].samples if sample.file]
     # Tasks in the order of the prompt file; samples without one come first.
@@ -166,13 +166,13 @@ def wall(
         looks = []
         for sample, file, name in zip(drawn, files, names, strict=True):
             alt = f"{sample.caption}, {name}" if name else sample.caption
-            value = sample.rewards[reward]
+            value = sample.rewards.get(reward)  # a run may get another reward when it resumes
             look = {
                 "picture": pictures.get(file),
                 "alt": alt,
                 "title": f"{alt}: {rewards_text(sample.rewards)}",
                 "value": value,
-                "is_right": value == 1 if is_share else None,
+                "is_right": value == 1 if is_share and value is not None else None,
             }
             looks.append(look)
         cells.append({"looks": looks, "caption": sample.caption, "task": sample.task})

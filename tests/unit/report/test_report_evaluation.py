@@ -152,3 +152,15 @@ def test_a_picture_that_is_gone_leaves_its_verdict(tmp_path):
 def test_the_prompts_of_the_page_are_text(tmp_path):
     page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
     assert len(PROMPTS) == len(TASKS) and "<b>&</b>" not in page
+
+
+def test_a_reward_that_the_first_evaluation_had_not_is_shown_without_a_value(tmp_path):
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True)
+    first, images = evaluation_of(0, num_steps=60)
+    plain = [
+        replace(sample, rewards={"color": sample.rewards["color"]}) for sample in first.samples
+    ]
+    write_evaluation(evaluation_folder(folder, 0), replace(first, samples=plain), images)
+    pairs = re.findall(r'<div class="pair">(.*?)</li>', page_of(folder), re.S)
+    assert len(pairs) == 24 and all("<b>–</b>" in pair for pair in pairs)
+    assert all(re.search("</span> (right|wrong)</b>", pair) for pair in pairs)
