@@ -80,7 +80,7 @@ def headline(evaluation: Evaluation, comparison: Comparison | None = None) -> st
 
 
 def reward_sentence(comparison: Comparison, reward: str, subject: str, **words: str) -> str:
-    """Say what the reward, called `subject`, did; a change is clear where its interval excludes 0."""
+    """Say what a reward did; a change is clear where its interval excludes 0."""
     form = RewardFormat(comparison.evaluation.is_share(reward))
     first = form.value(comparison.baseline.estimate(reward).mean)
     last = form.value(comparison.evaluation.estimate(reward).mean)

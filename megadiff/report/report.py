@@ -258,9 +258,10 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
         title=f"The same noise at {' and '.join(steps)}",
         lead=f"{order}Not chosen by hand: the first samples of every task.",
     )
+    lead = TEXTS["sections"][HELD_OUT]["lead"]
     counts = f"{len(last.samples)} samples of {last.num_prompts} prompts"
     return {
-        "lead": f"{TEXTS['sections'][HELD_OUT]['lead']} {counts}, {last.num_inference_steps} steps each.",
+        "lead": f"{lead} {counts}, {last.num_inference_steps} steps each.",
         "bars": [task_chart(evaluations, reward, steps) for reward in rewards],
         "wall": pictures,
     }
