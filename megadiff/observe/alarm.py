@@ -1,4 +1,4 @@
-"""Says in the log, while a run goes on, that its reward may be exploited."""
+"""Warn in the log, while a run goes on, that its reward may be exploited."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class Alarm:
-    """A tracker that writes nothing but one WARNING per kind of sign, when it begins.
+    """Write one WARNING per kind of sign, when it begins; a tracker that writes nothing else.
 
-    rows: what the run has logged so far. A resumed run compares with its true start, and repeats once, in its own log,
-    what still holds.
+    rows: logged so far. A resumed run compares with its true start, and repeats once, in its own
+    log, what still holds.
     """
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        self._run_folder, self._config = run_folder, config
+        self._run_folder = run_folder
+        self._config = config
         self._rows = list(rows)
         self._heldout = compare_ends(run_folder)
         self._said: set[str] = set()

@@ -1,11 +1,10 @@
-"""Peaks of a GPU's used memory, by the stage of the step that was running."""
+"""Watch a GPU's used memory and keep its peak in every phase of a step."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 from megadiff.observe.timers import Timers
 
@@ -17,42 +16,41 @@ GIB = 2**30
 
 
 def phase_key(phase: str) -> str:
-    """Metric key of a phase's peak: rollout → memory/rollout_gib."""
+    """Return the metric key of a phase's peak: rollout → memory/rollout_gib."""
     return f"memory/{phase}_gib"
 
 
 class DeviceMemory:
-    """A daemon thread that asks every period_s how much is used, and keeps the largest answer for each of PHASES whose
-    timer runs. Allocators keep what they took, so a peak lasts; a phase shorter than a period may go unseen.
+    """Ask every period_s, in a daemon thread, how much is used; keep the most for each of PHASES.
 
-    used_bytes: of the device, by all processes: trainer, replica and what their CUDA contexts take. Called in the thread.
+    Allocators keep what they took, so a peak lasts; a phase shorter than a period may go unseen.
+    used_bytes: of the device, by all processes and their CUDA contexts. Called in the thread.
     """
 
     def __init__(
         self, timers: Timers, used_bytes: Callable[[], int], *, period_s: float = PERIOD_S
     ) -> None:
-        self._timers, self._used_bytes, self._period_s = timers, used_bytes, period_s
+        self._timers = timers
+        self._used_bytes = used_bytes
+        self._period_s = period_s
         self._peaks: dict[str, int] = {}
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="device_memory", daemon=True)
 
     def __enter__(self) -> DeviceMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=1.0)  # a device that does not answer keeps no process alive
 
     def pop(self) -> dict[str, float]:
-        """`memory/<phase>_gib` → the peak since the last pop, for every phase; 0 for one that was not seen."""
+        """Return memory/<phase>_gib → the peak since the last pop; 0 for a phase not seen."""
         with self._lock:
-            peaks, self._peaks = self._peaks, {}
+            peaks = self._peaks
+            self._peaks = {}
         return {phase_key(phase): peaks.get(phase, 0) / GIB for phase in PHASES}
 
     def _watch(self) -> None:
@@ -64,7 +62,6 @@ class DeviceMemory:
                 logger.warning("no more figures of the device's memory: %s", error)
                 return
             with self._lock:
-                for phase in (
-                    before & self._timers.running & set(PHASES)
-                ):  # neither ended nor begun meanwhile
+                # A phase that ended or began meanwhile may not be the one that was measured.
+                for phase in before & self._timers.running & set(PHASES):
                     self._peaks[phase] = max(used, self._peaks.get(phase, 0))

@@ -1,7 +1,7 @@
-"""An evaluation: which samples got which rewards, what follows from them, and its record on disk.
+"""Hold an evaluation: its samples with their rewards, their statistics, and its record on disk.
 
-`<folder>/evaluation.json` holds every sample's identity and rewards with the figures made of them; `<folder>/images/` a few
-of the samples to look at. In a run the folder is `evaluations/step_000040/`.
+`<folder>/evaluation.json` has every sample's identity and rewards, and the figures made of them;
+`<folder>/images/` has a few samples to look at. A run's folder is `evaluations/step_000040/`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from torch import Tensor
 
@@ -23,16 +24,15 @@ from megadiff.observe.video import FRAMES_PER_S
 
 RECORD_NAME = "evaluation.json"
 IMAGES = "images"
-Z_95 = (
-    1.959964  # half the width, in standard deviations, of the middle 95 % of a normal distribution
-)
+# Half the width, in standard deviations, of the middle 95 % of a normal distribution.
+Z_95 = 1.959964
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 Identity = tuple[str, int]  # prompt id, sample index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A mean over n samples and its 95 % interval; low and high are None where n is too small for one."""
+class MeanEstimate:
+    """A mean over n samples and its 95 % interval; low and high are None for too few samples."""
 
     mean: float
     low: float | None
@@ -42,7 +42,11 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedSample:
-    """task: the prompt's, "" without one. rewards: name → value. file: its image relative to the record, or None."""
+    """A scored sample.
+
+    task: the prompt's, "" without one. rewards: name → value.
+    file: its image relative to the record, or None.
+    """
 
     prompt_id: str
     sample_index: int
@@ -56,17 +60,28 @@ class EvaluatedSample:
         return self.prompt_id, self.sample_index
 
 
+# Evaluations that differ in one of these drew other samples and are not compared.
 SETTINGS = (
-    *("seed", "num_inference_steps", "true_cfg_scale", "guidance_scale", "guidance_scale_2"),
-    *("height", "width", "num_frames"),
+    "seed",
+    "num_inference_steps",
+    "true_cfg_scale",
+    "guidance_scale",
+    "guidance_scale_2",
+    "height",
+    "width",
+    "num_frames",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """model: the pipeline folder or run; step: of the run's weights, 0 for a model. SETTINGS: how the ODE samples were
-    drawn, as in types.Sampling. samples: in the order of the plan, every one with the
-    same rewards. diversity: figure → mean over the prompts that have one, None where none has."""
+    """Samples of one model with their rewards.
+
+    model: the pipeline folder or run. step: of the run's weights, 0 for a model.
+    SETTINGS: how the ODE samples were drawn, as in types.Sampling.
+    samples: in the order of the plan, every one with the same rewards.
+    diversity: figure → mean over the prompts that have one, None where none has.
+    """
 
     model: str
     step: int
@@ -87,7 +102,7 @@ class Evaluation:
 
     @property
     def tasks(self) -> list[str]:
-        """In the order of the samples; [] when prompts have none."""
+        """Return the tasks in the order of the samples; [] when prompts have none."""
         return [task for task in dict.fromkeys(sample.task for sample in self.samples) if task]
 
     @property
@@ -95,81 +110,96 @@ class Evaluation:
         return len({sample.prompt_id for sample in self.samples})
 
     def is_share(self, reward: str) -> bool:
-        """Whether every value is 0 or 1, so that the mean is a share."""
+        """Return True when every value is 0 or 1, so that the mean is a share."""
         return all(sample.rewards[reward] in (0, 1) for sample in self.samples)
 
-    def estimate(self, reward: str, task: str | None = None) -> Estimate:
-        """Mean of a reward over all samples, or over those of one task."""
+    def estimate(self, reward: str, task: str | None = None) -> MeanEstimate:
+        """Return the mean of a reward over all samples, or over those of one task."""
         return estimate([s.rewards[reward] for s in self.samples if task is None or s.task == task])
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95 % interval, samples taken as independent: Wilson's for values that are all 0 or 1 (E. B. Wilson,
-    JASA 22, 1927: right also near 0 and 1), else the normal one of the mean, which needs two values."""
-    n, mean = len(values), fmean(values)
+def estimate(values: Sequence[float]) -> MeanEstimate:
+    """Return mean and 95 % interval, samples taken as independent.
+
+    The interval is Wilson's for values that are all 0 or 1 (E. B. Wilson, JASA 22, 1927: right
+    also near 0 and 1), else the normal one of the mean, which needs two values.
+    """
     if all(value in (0, 1) for value in values):
+        n = len(values)
+        mean = fmean(values)
         centre = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
         half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2))
-        return Estimate(mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n)
+        return MeanEstimate(
+            mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n
+        )
     return _normal_estimate(values)
 
 
-def _normal_estimate(values: Sequence[float]) -> Estimate:
-    n, mean = len(values), fmean(values)
+def _normal_estimate(values: Sequence[float]) -> MeanEstimate:
+    n = len(values)
+    mean = fmean(values)
     if n < 2:
-        return Estimate(mean=mean, low=None, high=None, n=n)
+        return MeanEstimate(mean=mean, low=None, high=None, n=n)
     half = Z_95 * stdev(values) / math.sqrt(n)
-    return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
+    return MeanEstimate(mean=mean, low=mean - half, high=mean + half, n=n)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference(Estimate):
-    """Of a reward on the same noise, evaluation less baseline. won, lost, tied: shares of the n pairs."""
+class Difference(MeanEstimate):
+    """A reward's mean change on the same noise. won, lost, tied: shares of the n pairs."""
 
     won: float
     lost: float
     tied: float
 
+    @property
+    def is_clear(self) -> bool:
+        """Return True where the interval leaves out 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """An evaluation and a baseline that drew the same samples. differences: reward → over all pairs."""
+    """An evaluation and a baseline that drew the same samples."""
 
     evaluation: Evaluation
     baseline: Evaluation
 
     def __post_init__(self) -> None:
-        """ValueError when the two are not about the same noise."""
+        """Raise ValueError when the two are not about the same noise."""
         for key in SETTINGS:
-            ours, theirs = getattr(self.evaluation, key), getattr(self.baseline, key)
+            ours = getattr(self.evaluation, key)
+            theirs = getattr(self.baseline, key)
             if ours != theirs:
                 raise ValueError(
-                    f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and settings"
+                    f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and "
+                    "settings"
                 )
         missing = _identities(self.evaluation) ^ _identities(self.baseline)
         if missing:
             raise ValueError(
-                f"{len(missing)} samples are only in one of evaluation ({len(self.evaluation.samples)} samples) and "
-                f"baseline ({len(self.baseline.samples)}); evaluate both with the same prompts and num_samples"
+                f"{len(missing)} samples are only in one of evaluation "
+                f"({len(self.evaluation.samples)} samples) and baseline "
+                f"({len(self.baseline.samples)}); evaluate both with the same prompts and "
+                "num_samples"
             )
 
     @property
     def reward_names(self) -> list[str]:
-        """Of both."""
+        """Return the rewards of both, in the evaluation's order."""
         return [name for name in self.evaluation.reward_names if name in self.baseline.reward_names]
 
     def difference(self, reward: str, task: str | None = None) -> Difference:
-        """Mean over the pairs, all or those of one task, with the 95 % interval of paired differences."""
+        """Return the mean of paired differences, of all pairs or those of one task."""
         before = {sample.identity: sample.rewards[reward] for sample in self.baseline.samples}
-        chosen = [
-            sample for sample in self.evaluation.samples if task is None or sample.task == task
-        ]
-        gains = [sample.rewards[reward] - before[sample.identity] for sample in chosen]
-        won, lost = (fmean(gain > 0 for gain in gains), fmean(gain < 0 for gain in gains))
+        gains = []
+        for sample in self.evaluation.samples:
+            if task is None or sample.task == task:
+                gains.append(sample.rewards[reward] - before[sample.identity])
         return Difference(
             **vars(_normal_estimate(gains)),
-            won=won,
-            lost=lost,
+            won=fmean(gain > 0 for gain in gains),
+            lost=fmean(gain < 0 for gain in gains),
             tied=fmean(gain == 0 for gain in gains),
         )
 
@@ -179,48 +209,48 @@ def _identities(evaluation: Evaluation) -> set[Identity]:
 
 
 def image_name(prompt_id: str, sample_index: int, *, suffix: str = IMAGE_SUFFIX) -> str:
-    """Path of a sample's image or video, relative to the record's folder. suffix: see samples.picture_suffix."""
+    """Return the path of a sample's image or video, relative to the record's folder."""
     return f"{IMAGES}/{prompt_id}_{sample_index}{suffix}"
 
 
 def to_json(evaluation: Evaluation) -> dict[str, object]:
-    """The record: the evaluation's fields, and per reward its estimate over all samples and by task."""
-    rewards = {
-        name: asdict(evaluation.estimate(name))
-        | {"by_task": {task: asdict(evaluation.estimate(name, task)) for task in evaluation.tasks}}
-        for name in evaluation.reward_names
-    }
-    head = {field.name: getattr(evaluation, field.name) for field in fields(evaluation)}
-    counts = {
-        "num_samples": len(evaluation.samples),
-        "num_prompts": evaluation.num_prompts,
-        "rewards": rewards,
-    }
-    return head | counts | {"samples": [asdict(sample) for sample in evaluation.samples]}
+    """Return the record: the evaluation's fields, and every reward's mean in all and by task."""
+    record = {field.name: getattr(evaluation, field.name) for field in fields(evaluation)}
+    record["num_samples"] = len(evaluation.samples)
+    record["num_prompts"] = evaluation.num_prompts
+    record["rewards"] = _by_task(evaluation.estimate, evaluation.reward_names, evaluation.tasks)
+    record["samples"] = [asdict(sample) for sample in evaluation.samples]
+    return record
 
 
-def from_json(record: Mapping[str, object]) -> Evaluation:
-    """The evaluation of a record; its estimates are made anew from the samples."""
-    known = {field.name for field in fields(Evaluation)} - {"samples"}
-    samples = [EvaluatedSample(**sample) for sample in record["samples"]]  # type: ignore[attr-defined]
-    return Evaluation(**{name: record[name] for name in known}, samples=samples)  # type: ignore[arg-type]
+def _by_task(
+    estimate_of: Callable[..., MeanEstimate], rewards: Sequence[str], tasks: Sequence[str]
+) -> dict[str, object]:
+    """Return reward → its estimate over all samples, and by task."""
+    records = {}
+    for reward in rewards:
+        by_task = {task: asdict(estimate_of(reward, task)) for task in tasks}
+        records[reward] = asdict(estimate_of(reward)) | {"by_task": by_task}
+    return records
+
+
+def from_json(record: Mapping[str, Any]) -> Evaluation:
+    """Return the evaluation of a record; its estimates are made anew from the samples."""
+    names = {field.name for field in fields(Evaluation)} - {"samples"}
+    samples = [EvaluatedSample(**sample) for sample in record["samples"]]
+    return Evaluation(**{name: record[name] for name in names}, samples=samples)
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, object]:
-    """Per reward the paired difference over all samples and by task."""
-    tasks = comparison.evaluation.tasks
-    rewards = {
-        name: asdict(comparison.difference(name))
-        | {"by_task": {task: asdict(comparison.difference(name, task)) for task in tasks}}
-        for name in comparison.reward_names
-    }
-    ours, theirs = comparison.evaluation, comparison.baseline
+    """Return every reward's paired difference over all samples and by task."""
+    evaluation = comparison.evaluation
+    baseline = comparison.baseline
     return {
-        "model": ours.model,
-        "step": ours.step,
-        "baseline": theirs.model,
-        "baseline_step": theirs.step,
-        "rewards": rewards,
+        "model": evaluation.model,
+        "step": evaluation.step,
+        "baseline": baseline.model,
+        "baseline_step": baseline.step,
+        "rewards": _by_task(comparison.difference, comparison.reward_names, evaluation.tasks),
     }
 
 
@@ -231,10 +261,11 @@ def write_evaluation(
     *,
     frames_per_s: int = FRAMES_PER_S,
 ) -> Path:
-    """Writes images, then the record, each aside and renamed, and returns the record's path: a folder with a record is whole.
+    """Write images, then the record, and return the record's path.
 
-    images: `file` of a sample → its pixels, uint8 [F, H, W, 3]; of videos, MP4 files are written. An older evaluation in
+    All is written aside and renamed, so a folder with a record is whole. An older evaluation in
     the folder is replaced.
+    images: `file` of a sample → its pixels, uint8 [F, H, W, 3]; videos become MP4 files.
     """
     aside = folder / f".{IMAGES}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -250,7 +281,7 @@ def write_evaluation(
 
 
 def write_json(path: Path, value: object) -> None:
-    """Aside and renamed; NaN and infinity are refused."""
+    """Write JSON aside and rename it. Raises ValueError for NaN and infinity."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(
         json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
@@ -259,7 +290,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """ValueError when the folder holds no evaluation."""
+    """Read a folder's evaluation. Raises ValueError when it holds none."""
     path = folder / RECORD_NAME
     try:
         return from_json(json.loads(path.read_text("utf-8")))
@@ -274,18 +305,17 @@ def evaluation_folder(run_folder: Path, step: int) -> Path:
 
 
 def evaluation_folders(run_folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every whole evaluation of a run, by rising step; read_evaluation reads one."""
-    found = (
-        (_STEP_FOLDER.fullmatch(path.name), path)
-        for path in (run_folder / "evaluations").glob("step_*")
-    )
-    return sorted(
-        (int(match[1]), path) for match, path in found if match and (path / RECORD_NAME).is_file()
-    )
+    """Return (step, folder) of every whole evaluation of a run, by rising step."""
+    folders = []
+    for path in (run_folder / "evaluations").glob("step_*"):
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match and (path / RECORD_NAME).is_file():
+            folders.append((int(match[1]), path))
+    return sorted(folders)
 
 
 def drop_evaluations_after(run_folder: Path, *, step: int) -> None:
-    """Removes the evaluations of later steps: a run resumed at `step` makes them again."""
+    """Remove the evaluations of later steps: a run resumed at `step` makes them again."""
     for later, folder in evaluation_folders(run_folder):
         if later > step:
             shutil.rmtree(folder)

@@ -1,5 +1,7 @@
-"""Signs that a policy gains reward by something else than what is wanted: samples grow alike or lurid, or held-out
-scores do not follow. A sign is a reason to look at samples, no proof. docs/reading_a_run.md says what to do.
+"""Find signs that a policy exploits its reward instead of learning what is wanted.
+
+Samples grow alike or lurid, or held-out scores do not follow. A sign is a reason to look at
+samples, no proof. docs/reading_a_run.md says what to do.
 """
 
 from __future__ import annotations
@@ -21,15 +23,14 @@ from megadiff.observe.metrics import (
     verdict,
 )
 
-MIN_STEPS, MAX_STEPS = (
-    8,
-    20,
-)  # averaged at each end of a run: prompts differ from step to step, and with them diversity
-CLEAR = 4.0  # standard errors of the difference: it is asked at every step, and must not be said by chance
-NARROW, COLLAPSED = (
-    0.6,
-    0.3,
-)  # of the start. Measured on shapes: 0.66 in a mild run, 0.04 in a collapsed one
+# Steps averaged at each end of a run: prompts differ from step to step, and diversity with them.
+MIN_STEPS = 8
+MAX_STEPS = 20
+# Standard errors of the difference. The question is asked at every step, so chance must be rare.
+CLEAR = 4.0
+# Of the start. Measured on shapes: 0.66 in a mild run, 0.04 in a collapsed one.
+NARROW = 0.6
+COLLAPSED = 0.3
 FOLLOWS = 1 / 3  # of the gain in training, at least, is expected of a held-out score
 UNKNOWN_NOISE = 0.1  # of a held-out score, where only its mean is known
 NOT_SCORES = {"eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
@@ -37,8 +38,11 @@ NOT_SCORES = {"eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """kind: short name, the same while the sign lasts. gravity: the greater, the more urgent. claim: what is seen;
-    remedy: what to do about it; both for people."""
+    """A reason to look at samples.
+
+    kind: short name, the same while the sign lasts. gravity: the greater, the more urgent.
+    claim, remedy: what is seen and what to do about it, for people.
+    """
 
     kind: str
     gravity: int
@@ -65,7 +69,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Fall:
-    """A figure of diversity: `what` may fall. least: at the start; below, there is nothing to lose."""
+    """A figure of diversity that may fall. least: at the start; below, there is nothing to lose."""
 
     key: str
     what: str
@@ -75,7 +79,7 @@ class Fall:
 
 @dataclass(frozen=True, kw_only=True)
 class Rise:
-    """A figure of looks. by, times: it is clear when it rose by this much, and to this many times its start."""
+    """A figure of looks that may rise: by this much, and to this many times its start."""
 
     key: str
     what: str
@@ -111,19 +115,20 @@ RISES = {
 def signs(
     rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None
 ) -> list[Sign]:
-    """What speaks for an exploited reward, the gravest first; [] while the reward has no clear gain.
+    """Return the signs of an exploited reward, the gravest first.
 
+    There are none while the reward has no clear gain.
     heldout: the last evaluation against the first one, which tells how noisy its scores are.
     """
     ends = verdict(rows)
     if ends is None or not ends.is_clear or ends.gain <= 0:
         return []
-    found = [
+    all_signs = [
         *_falls(rows, ends.gain, config),
         *_rises(rows, ends.gain, config),
         *_heldout(rows, heldout, config),
     ]
-    return sorted(found, key=lambda sign: -sign.gravity)
+    return sorted(all_signs, key=lambda sign: -sign.gravity)
 
 
 def _falls(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Iterator[Sign]:
@@ -137,7 +142,8 @@ def _falls(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Itera
         ):
             continue
         if change.last < COLLAPSED * change.first:
-            claim = f"{_while(gain)} {fall.what} fell {change}{fall.unit}: the policy may be exploiting the reward."
+            claim = f"{_while(gain)} {fall.what} fell {change}{fall.unit}"
+            claim += ": the policy may be exploiting the reward."
             yield Sign(kind=f"{name} collapse", gravity=4, claim=claim, remedy=_remedy(config))
         else:
             claim = (
@@ -160,14 +166,15 @@ def _rises(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Itera
             or change.last < max(change.first + rise.by, change.first * rise.times)
         ):
             continue
-        claim = f"{_while(gain)} {rise.what} rose {change}, as it does when a policy exploits its reward."
+        claim = f"{_while(gain)} {rise.what} rose {change}"
+        claim += ", as it does when a policy exploits its reward."
         yield Sign(kind=name, gravity=2, claim=claim, remedy=_remedy(config))
 
 
 def _heldout(
     rows: Sequence[Row], heldout: Comparison | None, config: Mapping[str, Any]
 ) -> Iterator[Sign]:
-    """Compares with training up to the last evaluation, not with what training gained since."""
+    """Yield held-out scores that lag behind what training gained up to the last evaluation."""
     evaluated = [row["step"] for row in rows if any(key.startswith("eval/") for key in row)]
     rows = [row for row in rows if evaluated and row["step"] <= evaluated[-1]]
     ends = verdict(rows)
@@ -182,21 +189,20 @@ def _heldout(
             expected := _comparable_gain(rows, name, change)
         ) is not None and change.high < FOLLOWS * expected:
             values = f"({pretty_number(change.first)}, then {pretty_number(change.last)})"
-            claim += f" did not follow {values}: the policy may be exploiting the reward, or learning prompts by heart."
+            claim += f" did not follow {values}: the policy may be exploiting the reward, or "
+            claim += "learning prompts by heart."
             yield Sign(kind=f"{name} lags", gravity=3, claim=claim, remedy=_remedy(config))
 
 
 def _scores(rows: Sequence[Row], heldout: Comparison | None) -> dict[str, Change]:
-    """Held-out score → its change from the first evaluation to the last; {} with one evaluation."""
+    """Return held-out score → its change from the first evaluation to the last."""
     if heldout is not None:
-        return {
-            name: change
-            for name in heldout.reward_names
-            if (change := _paired_change(heldout, name)) is not None
-        }
-    keys = [key for key in metric_keys(rows) if key.startswith("eval/") and key not in NOT_SCORES]
-    keys = [key for key in keys if key != "eval/mean"] or keys  # the sum of the others
-    changes = {key.removeprefix("eval/"): _evaluated_change(rows, key) for key in keys}
+        changes = {name: _paired_change(heldout, name) for name in heldout.reward_names}
+    else:
+        keys = [k for k in metric_keys(rows) if k.startswith("eval/") and k not in NOT_SCORES]
+        # The mean is the sum of the others.
+        keys = [key for key in keys if key != "eval/mean"] or keys
+        changes = {key.removeprefix("eval/"): _evaluated_change(rows, key) for key in keys}
     return {name: change for name, change in changes.items() if change is not None}
 
 
@@ -204,13 +210,17 @@ def _paired_change(heldout: Comparison, name: str) -> Change | None:
     difference = heldout.difference(name)
     if difference.low is None or difference.high is None:
         return None
-    first, last = heldout.baseline.estimate(name).mean, heldout.evaluation.estimate(name).mean
+    first = heldout.baseline.estimate(name).mean
+    last = heldout.evaluation.estimate(name).mean
     return Change(first=first, last=last, low=difference.low, high=difference.high)
 
 
 def _comparable_gain(rows: Sequence[Row], name: str, change: Change) -> float | None:
-    """The gain in training that a held-out score should follow: that of the same reward; for a score that is not
-    trained, that of the total while both lie within 0 … 1. None where there is none, or it is not clear."""
+    """Return the gain in training that a held-out score should follow.
+
+    It is that of the same reward; for a score that is not trained, that of the total while both
+    lie within 0 … 1. None where there is none, or it is not clear.
+    """
     ends = verdict(rows, key=f"reward/{name}")
     if ends is None:
         ends = verdict(rows)
@@ -222,27 +232,28 @@ def _comparable_gain(rows: Sequence[Row], name: str, change: Change) -> float | 
 
 
 def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
-    """First against last evaluation, give or take UNKNOWN_NOISE; None with fewer than two."""
+    """Compare first and last evaluation, give or take UNKNOWN_NOISE; None with fewer than two."""
     values = finite(column(rows, key))
     if len(values) < 2:
         return None
-    first, last = values[0], values[-1]
+    first = values[0]
+    last = values[-1]
     slack = UNKNOWN_NOISE * max(abs(first), abs(last))
     return Change(first=first, last=last, low=last - first - slack, high=last - first + slack)
 
 
 def _change(rows: Sequence[Row], key: str) -> Change | None:
-    """Means of the first and last steps, their difference ± CLEAR standard errors; None for too few steps."""
+    """Compare the first and last steps, ± CLEAR standard errors; None for too few steps."""
     values = finite(column(rows, key))
     window = min(MAX_STEPS, len(values) // 2)
     if window < MIN_STEPS:
         return None
-    first, last = values[:window], values[-window:]
-    difference = fmean(last) - fmean(first)
-    slack = CLEAR * math.sqrt((variance(first) + variance(last)) / window)
-    return Change(
-        first=fmean(first), last=fmean(last), low=difference - slack, high=difference + slack
-    )
+    start = values[:window]
+    end = values[-window:]
+    first = fmean(start)
+    last = fmean(end)
+    slack = CLEAR * math.sqrt((variance(start) + variance(end)) / window)
+    return Change(first=first, last=last, low=last - first - slack, high=last - first + slack)
 
 
 def _while(gain: float) -> str:

@@ -1,4 +1,4 @@
-"""The first and the last evaluation of a run: what training did to prompts that it never saw."""
+"""Compare a run's first and last evaluation: what training did to prompts that it never saw."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def read_evaluations(run_folder: Path) -> list[tuple[Path, Evaluation]]:
-    """(folder, evaluation) of the first and the last step that were evaluated: two, one or none. A record that cannot be
-    read is skipped with a warning."""
+    """Return (folder, evaluation) of the first and the last evaluated step: two, one or none.
+
+    A record that cannot be read is skipped with a warning.
+    """
     folders = [folder for _, folder in evaluation_folders(run_folder)]
     first = _first_readable(folders)
     last = _first_readable(folders[::-1]) if first else None
@@ -31,7 +33,7 @@ def _first_readable(folders: list[Path]) -> tuple[Path, Evaluation] | None:
 
 
 def compare(evaluations: list[tuple[Path, Evaluation]]) -> Comparison | None:
-    """The last against the first, pair by pair; None for fewer than two, or where they drew other samples."""
+    """Compare the last with the first; None for fewer than two, or where samples differ."""
     if len(evaluations) < 2:
         return None
     (_, first), (folder, last) = evaluations
@@ -43,5 +45,5 @@ def compare(evaluations: list[tuple[Path, Evaluation]]) -> Comparison | None:
 
 
 def compare_ends(run_folder: Path) -> Comparison | None:
-    """As `compare`, of the run's folder as it is now."""
+    """Compare the evaluations that are in the run's folder now."""
     return compare(read_evaluations(run_folder))

@@ -1,7 +1,7 @@
-"""What a step's metrics are: their keys, their file, and the small statistics that the report and the bar share.
+"""Name, read and summarize the metrics of a step; the report and the progress bar use them.
 
-A metric's key is `area/quantity_unit`, e.g. `time/rollout_s`; what one component of a model has of it ends in its name
-(`optim/grad_norm/transformer_2`). A row is one step: its metrics and the key `step`.
+A metric's key is `area/quantity_unit`, e.g. `time/rollout_s`; a figure of one component of a model
+ends in its name (`optim/grad_norm/transformer_2`). A row is one step: its metrics and `step`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9_.\-]+(/[A-Za-z0-9_]+)?")
 
 
 def stage_key(stage: str) -> str:
-    """Metric key of a stage's seconds: rollout → time/rollout_s."""
+    """Return the metric key of a stage's seconds: rollout → time/rollout_s."""
     return f"time/{stage}_s"
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """ValueError for a key that is not `area/quantity_unit` (area lower case, quantity of letters, digits, _ . -), with
-    `/component` behind it or not."""
+    """Raise ValueError for a key that is not `area/quantity_unit` or that with `/component`.
+
+    area: lower case. quantity: letters, digits, _ . -
+    """
     for key in keys:
         if not _KEY.fullmatch(key):
             raise ValueError(
-                f"metric key {key!r} is not area/quantity_unit; name it like time/rollout_s or reward/mean"
+                f"metric key {key!r} is not area/quantity_unit; name it like time/rollout_s or "
+                "reward/mean"
             )
 
 
 def merge(*parts: Mapping[str, float]) -> dict[str, float]:
-    """One dict of all parts. ValueError when two parts hold the same key: one would silently hide the other."""
+    """Merge dicts. Raises ValueError for a key in two: one would silently hide the other."""
     merged: dict[str, float] = {}
     for part in parts:
         if twice := merged.keys() & part.keys():
@@ -56,12 +59,12 @@ def merge(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """The values that are numbers: no None, NaN or infinity."""
+    """Return the values that are numbers: no None, NaN or infinity."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def config_number(config: Mapping[str, Any], section: str, key: str) -> float | None:
-    """A number of the config, also one that yaml took for text (1e-4 without a dot); None when it is no number."""
+    """Return a number of the config, also one that yaml took for text (1e-4), or None."""
     try:
         return float(config.get(section, {}).get(key))
     except (TypeError, ValueError):  # missing, or text
@@ -69,37 +72,35 @@ def config_number(config: Mapping[str, Any], section: str, key: str) -> float | 
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Median of the finite values, None without any."""
+    """Return the median of the finite values, None without any."""
     numbers = finite(values)
     return _median(numbers) if numbers else None
 
 
 def column(rows: Sequence[Row], key: str) -> list[float | None]:
-    """One metric over the rows; None where it is missing."""
+    """Return one metric over the rows; None where it is missing."""
     return [row.get(key) for row in rows]
 
 
 def metric_keys(rows: Sequence[Row]) -> list[str]:
-    """Every metric of the rows, sorted, without `step`."""
+    """Return every metric of the rows, sorted, without `step`."""
     return sorted({key for row in rows for key in row} - {"step"})
 
 
 def parse_row(line: str) -> dict[str, float | None] | None:
-    """A line of metrics.jsonl as a row; None when the line is torn or holds no step. NaN and infinity become None."""
+    """Parse a line of metrics.jsonl, with None for NaN and infinity; None for a torn line."""
     row = parse_line(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    numbers = {
-        key: value for key, value in row.items() if value is None or isinstance(value, (int, float))
-    }
-    return {
-        key: value if value is not None and math.isfinite(value) else None
-        for key, value in numbers.items()
-    }
+    metrics: dict[str, float | None] = {}
+    for key, value in row.items():
+        if value is None or isinstance(value, (int, float)):
+            metrics[key] = value if value is not None and math.isfinite(value) else None
+    return metrics
 
 
 def read_rows(path: Path) -> list[dict[str, float | None]]:
-    """Rows of a metrics.jsonl by rising step; [] when there is no file. Torn lines (a killed run) are skipped."""
+    """Read a metrics.jsonl by rising step; warn of torn lines. [] without a file."""
     if not path.exists():
         return []
     rows: dict[int, dict[str, float | None]] = {}
@@ -113,7 +114,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
 
 
 def step_seconds(row: Row) -> float | None:
-    """Seconds of a whole step: time/step_s, or the sum of its stages when that is missing; None without either."""
+    """Return time/step_s, or without it the sum of the step's stages; None without either."""
     if row.get("time/step_s") is not None:
         return row["time/step_s"]
     stages = finite(row.get(stage_key(stage)) for stage in STAGES)
@@ -122,10 +123,10 @@ def step_seconds(row: Row) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A metric, `key`, at both ends of a run. first, last: its mean over the first and last `window` steps.
+    """A metric at both ends of a run: its mean over the first and the last `window` steps.
 
-    noise: sample standard deviation over the first window, None for fewer than two steps. Of a loss over the last one,
-    as in the first it falls fastest.
+    noise: sample standard deviation over the first window, None for fewer than two steps. For a
+    loss over the last window, as in the first it falls fastest.
     """
 
     key: str
@@ -140,23 +141,24 @@ class Verdict:
 
     @property
     def is_clear(self) -> bool:
-        """True when the gain, up or down, is beyond three standard deviations of single steps."""
+        """Return True when the gain, up or down, is beyond three standard deviations of a step."""
         return self.noise is not None and abs(self.gain) > 3 * self.noise
 
 
 def verdict(rows: Sequence[Row], *, key: str = "reward/mean") -> Verdict | None:
-    """First against last steps; both ends have equal length and do not overlap. None without a finite value."""
+    """Compare first and last steps, which never overlap; None without a finite value."""
     values = finite(column(rows, key))
     if not values:
         return None
     window = max(1, min(VERDICT_STEPS, len(values) // 2))
-    first, last = values[:window], values[-window:]
+    first = values[:window]
+    last = values[-window:]
     noise = stdev(last if key == LOSS else first) if window > 1 else None
     return Verdict(key=key, first=fmean(first), last=fmean(last), window=window, noise=noise)
 
 
 def format_number(value: float | None) -> str:
-    """Three significant digits in ASCII, scientific outside 1e-3 … 1e5; "n/a" for None, NaN and infinity."""
+    """Write three digits in ASCII, scientific outside 1e-3 … 1e5; "n/a" for no finite value."""
     if value is None or not math.isfinite(value):
         return "n/a"
     if value == 0:
@@ -169,13 +171,13 @@ def format_number(value: float | None) -> str:
 
 
 def pretty_number(value: float | None) -> str:
-    """format_number for the page: a true minus sign, and a dash for what is missing."""
+    """Write a number for a page: with a true minus sign, and a dash for a missing value."""
     text = format_number(value)
     return "–" if text == "n/a" else text.replace("-", "−")
 
 
 def format_seconds(seconds: float) -> str:
-    """0.42 s, 12.3 s, 4 min 05 s, 3 h 12 min."""
+    """Write 0.42 s, 12.3 s, 4 min 05 s or 3 h 12 min."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""One line that says how a run is doing: a bar on a terminal, a log line per step elsewhere."""
+"""Show how a run is doing: a bar on a terminal, a log line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 def step_summary(metrics: Mapping[str, float]) -> str:
-    """Reward, or without one the loss, and seconds per stage of one step; what is missing is left out."""
-    leading = {"reward": "reward/mean"} if "reward/mean" in metrics else {"loss": LOSS}
-    parts = [
-        f"{name} {format_number(metrics[key])}" for name, key in leading.items() if key in metrics
-    ]
-    seconds = {stage: metrics[stage_key(stage)] for stage in STAGES if stage_key(stage) in metrics}
-    return "  ".join(
-        parts + [f"{stage} {format_number(value)}s" for stage, value in seconds.items()]
-    )
+    """Write a step's reward, or without one its loss, and its seconds per stage."""
+    parts = []
+    if "reward/mean" in metrics:
+        parts.append(f"reward {format_number(metrics['reward/mean'])}")
+    elif LOSS in metrics:
+        parts.append(f"loss {format_number(metrics[LOSS])}")
+    for stage in STAGES:
+        if stage_key(stage) in metrics:
+            parts.append(f"{stage} {format_number(metrics[stage_key(stage)])}s")
+    return "  ".join(parts)
 
 
 class ProgressBar:
-    """Shows steps start_step+1 … num_steps of a run. `stream` is stderr unless told: stdout stays free for data.
+    """Show steps start_step+1 … num_steps of a run on `stream`; stdout stays free for data.
 
-    Its clock starts with the first step: what comes before (replicas that start, the first evaluation) comes once.
-    Without a terminal each step is one INFO record of this module's logger, so that a captured or redirected run has
-    lines, not carriage returns.
+    Its clock starts with the first step: what comes before (replicas that start, the first
+    evaluation) comes once. Without a terminal each step is one INFO record of this module's
+    logger, so that a captured or redirected run has lines, not carriage returns.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ProgressBar:
         self.close()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows that `step` is finished, with its metrics."""
+        """Show that `step` is finished, with its metrics."""
         if self._start_s is None:
             self._start_clock(step_seconds(metrics) or 0.0)
         if self._bar is not None:
@@ -70,23 +71,18 @@ class ProgressBar:
             self._bar.update(step - self._bar.n)
             return
         summary = step_summary(metrics)
-        logger.info(
-            "step %d/%d  %s  ETA %s",
-            step,
-            self._num_steps,
-            summary,
-            format_seconds(self._remaining_s(step)),
-        )
+        remaining = format_seconds(self._remaining_s(step))
+        logger.info("step %d/%d  %s  ETA %s", step, self._num_steps, summary, remaining)
 
     def _start_clock(self, seconds_ago: float) -> None:
         self._start_s = time.monotonic() - seconds_ago
         if self._bar is not None:
-            self._bar.start_t = self._bar.last_print_t = (
-                time.time() - seconds_ago
-            )  # the clock that tqdm has
+            # tqdm counts in time.time().
+            self._bar.start_t = time.time() - seconds_ago
+            self._bar.last_print_t = self._bar.start_t
 
     def _remaining_s(self, step: int) -> float:
-        """Steps left × mean seconds of the steps that this process finished."""
+        """Return steps left × mean seconds of the steps that this process finished."""
         finished = max(1, step - self._start_step)
         assert self._start_s is not None
         return (time.monotonic() - self._start_s) / finished * max(0, self._num_steps - step)

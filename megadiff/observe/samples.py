@@ -1,5 +1,7 @@
-"""Samples of a run: `samples/step_000010/*.png`, of videos `*.mp4`, with captions and rewards in a `samples.jsonl` beside
-them."""
+"""Save and read samples of a run: `samples/step_000010/*.png`, of videos `*.mp4`.
+
+Captions and rewards are in a `samples.jsonl` beside them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ _STEP_FOLDER = re.compile(r"step_(\d+)")
 class SampleRecord:
     """One sample to be looked at.
 
-    pixels: uint8 [F, H, W, 3], F = 1 for an image. caption: the prompt. rewards: reward name → raw value; reward: the
-    total that the advantage is made of. prompt_id, sample_index: its identity. policy_version: weights that drew it.
+    pixels: uint8 [F, H, W, 3], F = 1 for an image. caption: the prompt.
+    rewards: reward name → raw value. reward: the total that the advantage is made of.
+    prompt_id, sample_index: its identity. policy_version: weights that drew it.
     frames_per_s: of a video.
     """
 
@@ -48,7 +51,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSample:
-    """One line of a samples.jsonl: a sample on disk. reward, and each of rewards, is None where it was not finite."""
+    """A sample on disk, one line of a samples.jsonl; a reward that was not finite is None."""
 
     path: Path
     step: int
@@ -65,17 +68,21 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_folders(run_folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every step with saved samples, by rising step."""
-    found = (
-        (_STEP_FOLDER.fullmatch(path.name), path)
-        for path in (run_folder / "samples").glob("step_*")
-    )
-    return sorted((int(match[1]), path) for match, path in found if match)
+    """Return (step, folder) of every step with saved samples, by rising step."""
+    folders = []
+    for path in (run_folder / "samples").glob("step_*"):
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match:
+            folders.append((int(match[1]), path))
+    return sorted(folders)
 
 
 def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]) -> Path:
-    """Writes the samples of one step and returns their folder. Written aside and renamed, so that a folder is always
-    whole; the same step again (a resumed run) replaces it. ValueError for pixels that are not uint8 [F, H, W, 3]."""
+    """Write the samples of one step and return their folder.
+
+    It is written aside and renamed, so it is always whole; the same step again (a resumed run)
+    replaces it. Raises ValueError for pixels that are not uint8 [F, H, W, 3].
+    """
     target = step_folder(run_folder, step)
     aside = target.with_name(f".{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -91,7 +98,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
 
 
 def _file_name(number: int, sample: SampleRecord) -> str:
-    """Unique by `number`, readable by its caption's first ASCII words, safe on every file system."""
+    """Return a name that is unique by `number`, readable, and safe on every file system."""
     words = re.sub(r"[^a-z0-9]+", "-", sample.caption.lower()).strip("-")[:40].strip("-")
     return f"{number:03d}_{words or 'prompt'}_{sample.sample_index}{picture_suffix(sample.pixels)}"
 
@@ -114,12 +121,15 @@ def _finite(value: float) -> float | None:
 
 
 def picture_suffix(pixels: Tensor) -> str:
-    """Of the file that write_picture makes of them."""
+    """Return the suffix of the file that write_picture makes of pixels."""
     return IMAGE_SUFFIX if len(pixels) == 1 else video.SUFFIX
 
 
 def write_picture(path: Path, pixels: Tensor, *, frames_per_s: int = video.FRAMES_PER_S) -> None:
-    """An image as PNG, more frames as MP4; path ends in picture_suffix. ValueError unless uint8 [F, H, W, 3]."""
+    """Write one frame as PNG, more as MP4; path ends in picture_suffix.
+
+    Raises ValueError for pixels that are not uint8 [F, H, W, 3].
+    """
     _check_pixels(pixels)
     if len(pixels) == 1:
         Image.fromarray(pixels[0].detach().cpu().numpy()).save(path)
@@ -130,12 +140,13 @@ def write_picture(path: Path, pixels: Tensor, *, frames_per_s: int = video.FRAME
 def _check_pixels(pixels: Tensor) -> None:
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
         raise ValueError(
-            f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [F, H, W, 3]; convert them first"
+            f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [F, H, W, 3]; convert "
+            "them first"
         )
 
 
 def frame_strip(pixels: Tensor) -> Tensor:
-    """[F, H, W, 3] uint8 → [H, W·min(F, MAX_FRAMES), 3]: an image as it is, a video as frames in a row."""
+    """Return a video's frames in a row: [F, H, W, 3] uint8 → [H, W·min(F, MAX_FRAMES), 3]."""
     _check_pixels(pixels)
     num_frames = pixels.shape[0]
     picked = torch.linspace(0, num_frames - 1, min(num_frames, MAX_FRAMES)).round().long()
@@ -143,27 +154,31 @@ def frame_strip(pixels: Tensor) -> Tensor:
 
 
 def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int = 2) -> Tensor:
-    """uint8 [3, H', W']: the samples left to right, top to bottom, each in a cell of the largest one's size on white.
-    ValueError without samples."""
+    """Return the samples in one image, uint8 [3, H', W'], row by row on white.
+
+    All cells have the size of the largest sample. Raises ValueError without samples.
+    """
     if not samples:
         raise ValueError(
             "0 samples, a grid needs at least 1; skip the call when nothing was sampled"
         )
     strips = [frame_strip(sample.pixels) for sample in samples]
-    height, width = max(strip.shape[0] for strip in strips), max(strip.shape[1] for strip in strips)
+    height = max(strip.shape[0] for strip in strips)
+    width = max(strip.shape[1] for strip in strips)
     columns = min(columns, len(strips))
     rows = math.ceil(len(strips) / columns)
     grid = torch.full(
         (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8
     )
     for number, strip in enumerate(strips):
-        top, left = number // columns * (height + gap), number % columns * (width + gap)
+        top = number // columns * (height + gap)
+        left = number % columns * (width + gap)
         grid[top : top + strip.shape[0], left : left + strip.shape[1]] = strip
     return grid.permute(2, 0, 1)
 
 
 def read_samples(run_folder: Path) -> list[SavedSample]:
-    """Every saved sample by rising step; torn lines and lines whose file is gone are skipped with a warning."""
+    """Read every saved sample by rising step; warn of torn lines and missing files."""
     return [
         sample for step, folder in step_folders(run_folder) for sample in _read_index(folder, step)
     ]
@@ -188,7 +203,7 @@ def _read_index(folder: Path, step: int) -> list[SavedSample]:
 
 
 def drop_samples_after(run_folder: Path, *, step: int) -> None:
-    """Removes the samples of later steps: a run resumed at `step` draws them again."""
+    """Remove the samples of later steps: a run resumed at `step` draws them again."""
     for later, folder in step_folders(run_folder):
         if later > step:
             shutil.rmtree(folder)

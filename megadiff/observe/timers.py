@@ -1,4 +1,4 @@
-"""Seconds per named stage, measured around the work."""
+"""Measure seconds per named stage, around the work."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from megadiff.observe.metrics import stage_key
 
 
 class Timers:
-    """Adds up host seconds by name until they are popped. Timers of different names nest; the outer one includes the
-    inner. Device work still in flight is not waited for: a stage that ends in a collective or a copy to the host is
-    measured truly, one that only queues kernels is not. Used from one thread; another may read `running`."""
+    """Add up host seconds by name until they are popped.
+
+    Timers of different names nest; the outer one includes the inner. Device work in flight is not
+    waited for: a stage that ends in a collective or a copy to the host is measured truly, one
+    that only queues kernels is not. Used from one thread; another may read `running`.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self.running: frozenset[str] = (
-            frozenset()
-        )  # names; replaced as a whole, as another thread may look at it
+        # Names; replaced as a whole, as another thread may look at it.
+        self.running: frozenset[str] = frozenset()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Times the block under `name`, also when it raises. ValueError when `name` is already running."""
+        """Time the block, also when it raises. Raises ValueError when `name` is already running."""
         if name in self.running:
             raise ValueError(
-                f"timer {name!r} is already running and would count twice; give the inner one its own name"
+                f"timer {name!r} is already running and would count twice; give the inner one its "
+                "own name"
             )
         self.running |= {name}
         start_s = time.perf_counter()
@@ -36,6 +39,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
 
     def pop(self) -> dict[str, float]:
-        """`time/<name>_s` → seconds since the last pop. A timer still running is counted at the pop after its end."""
-        seconds, self._seconds = self._seconds, {}
+        """Return time/<name>_s → seconds since the last pop, without timers that still run."""
+        seconds = self._seconds
+        self._seconds = {}
         return {stage_key(name): value for name, value in seconds.items()}

@@ -1,4 +1,4 @@
-"""Where metrics and samples go: the run's folder always, TensorBoard and Weights & Biases when asked."""
+"""Send metrics and samples to the run's folder, and when asked to TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEFORE_ALL = -1  # below step 0, whose line holds the evaluation before the firs
 
 
 class Tracker(Protocol):
-    """One place that metrics and samples go to. Metrics may hold NaN and infinity."""
+    """A receiver of metrics and samples. Metrics may hold NaN and infinity."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -40,7 +40,10 @@ class Tracker(Protocol):
 
 
 class FolderTracker:
-    """`metrics.jsonl` and `samples/` of the run's folder. Each line is flushed: a killed run loses at most its last."""
+    """Write `metrics.jsonl` and `samples/` of the run's folder.
+
+    Each line is flushed: a killed run loses at most its last.
+    """
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         self._run_folder = run_folder
@@ -54,10 +57,7 @@ class FolderTracker:
         bad = [key for key, value in metrics.items() if not math.isfinite(value)]
         if bad:
             logger.warning("step %d: %s not finite, written as null", step, ", ".join(bad))
-        row = {
-            "step": step,
-            **{key: None if key in bad else value for key, value in metrics.items()},
-        }
+        row = {"step": step, **metrics, **dict.fromkeys(bad)}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -69,27 +69,28 @@ class FolderTracker:
 
 
 def drop_rows_after(path: Path, *, step: int) -> None:
-    """Keeps the whole lines up to `step` of a metrics.jsonl, byte for byte: a run resumed at `step` writes the later
-    ones again. Written aside and renamed; torn lines go."""
+    """Drop torn lines and later steps of a metrics.jsonl: a resumed run writes those again.
+
+    What stays is the same byte for byte. It is written aside and renamed.
+    """
     if not path.exists():
         return
     lines = read_lines(path)
-    rows = [(line, parse_row(line)) for line in lines]
-    kept = [
-        line
-        for line, row in rows
-        if row is not None and line.endswith("\n") and row["step"] <= step
-    ]
-    if len(kept) == len(lines):
+    earlier = []
+    for line in lines:
+        row = parse_row(line)
+        if row is not None and line.endswith("\n") and row["step"] <= step:
+            earlier.append(line)
+    if len(earlier) == len(lines):
         return
-    logger.info("%s: %d lines after step %d dropped", path, len(lines) - len(kept), step)
+    logger.info("%s: %d lines after step %d dropped", path, len(lines) - len(earlier), step)
     aside = path.with_name(f".{path.name}")
-    aside.write_text("".join(kept), "utf-8")
+    aside.write_text("".join(earlier), "utf-8")
     os.replace(aside, path)
 
 
 class TensorBoardTracker:
-    """Scalars, and per step one grid of samples with its captions, under `tensorboard/`."""
+    """Write scalars, and per step one grid of samples with its captions, under `tensorboard/`."""
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         try:
@@ -118,7 +119,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run, continued on resume through the id kept in the run's folder."""
+    """Log to a Weights & Biases run, which a resumed run continues by the id in its folder."""
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         try:
@@ -137,7 +138,7 @@ class WandbTracker:
             config=dict(config),
             resume="allow",
         )
-        # A resumed run repeats steps, which wandb's own counter refuses: plot over our step instead.
+        # A resumed run repeats steps, which wandb's own counter refuses: plot over ours.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -158,7 +159,10 @@ class WandbTracker:
 
 
 def _missing(name: str) -> str:
-    return f"track has {name}, which is not installed; pip install 'megadiff[{name}]' or take {name} out of track"
+    return (
+        f"track has {name}, which is not installed; pip install 'megadiff[{name}]' or take {name} "
+        "out of track"
+    )
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {
@@ -169,7 +173,7 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
 
 
 class Trackers:
-    """All places of a run. `Trackers(())` takes everything and writes nothing: for the ranks that do not log."""
+    """Pass metrics and samples to all trackers; `Trackers(())` is for the ranks that do not log."""
 
     def __init__(self, trackers: Sequence[Tracker], *, last_step: int = BEFORE_ALL) -> None:
         self._trackers = tuple(trackers)
@@ -182,11 +186,12 @@ class Trackers:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """All metrics of one step, once per step. ValueError for a bad key, or a step that does not rise."""
+        """Log a step's metrics. Raises ValueError for a bad key, or a step that does not rise."""
         check_keys(metrics)
         if step <= self._last_step:
             raise ValueError(
-                f"step={step} <= {self._last_step}, the last one logged; a step is one line, so merge its metrics first"
+                f"step={step} <= {self._last_step}, the last one logged; a step is one line, so "
+                "merge its metrics first"
             )
         values = {key: float(value) for key, value in metrics.items()}
         for tracker in self._trackers:
@@ -194,7 +199,7 @@ class Trackers:
         self._last_step = step
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """The samples to be looked at of one step; nothing happens without samples."""
+        """Pass on the samples of one step; nothing happens without samples."""
         for tracker in self._trackers if samples else ():
             tracker.images(step, samples)
 
@@ -204,7 +209,7 @@ class Trackers:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for the name of no tracker."""
+    """Raise ValueError for the name of no tracker."""
     unknown = sorted(set(names) - TRACKERS.keys())
     if unknown:
         raise ValueError(
@@ -215,8 +220,11 @@ def check_trackers(names: Sequence[str]) -> None:
 def build_trackers(
     names: Sequence[str], run_folder: Path, config: Mapping[str, Any], *, resume_step: int = 0
 ) -> Trackers:
-    """Trackers of a run that continues after `resume_step` (0: from the start); what the folder holds of later steps is
-    dropped. `jsonl` is always among them. Built on one rank. ValueError for an unknown name or a missing package."""
+    """Build the trackers of a run that continues after `resume_step` (0: from the start).
+
+    `jsonl` is always among them. What the folder holds of later steps is dropped, so only one
+    rank may call it. Raises ValueError for an unknown name or a missing package.
+    """
     check_trackers(names)
     run_folder.mkdir(parents=True, exist_ok=True)
     wanted = dict.fromkeys(["jsonl", *names])

@@ -1,4 +1,7 @@
-"""Videos as MP4 files that every browser plays: H.264 in 4:2:0. The one module that knows PyAV (18.1, 19.0)."""
+"""Write and read MP4 files that every browser plays: H.264 in 4:2:0.
+
+The one module that knows PyAV (18.1, 19.0).
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ PRESET = "veryfast"  # three times as fast as the default, and files a little la
 
 
 def write_video(path: Path, pixels: Tensor, *, frames_per_s: int = FRAMES_PER_S) -> None:
-    """pixels: uint8 [F, H, W, 3]. Odd sides lose their last row or column."""
+    """Write pixels, uint8 [F, H, W, 3]; odd sides lose their last row or column."""
     path.write_bytes(_encode(iter(pixels.detach().cpu().numpy()), Fraction(frames_per_s)))
 
 
 def video_size(path: Path) -> tuple[int, int] | None:
-    """Width and height; None, with a warning, when the file is damaged or gone."""
+    """Return width and height; None, with a warning, when the file is damaged or gone."""
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
@@ -39,8 +42,10 @@ def video_size(path: Path) -> tuple[int, int] | None:
 
 
 def shrunk_video(path: Path, side: int) -> bytes | None:
-    """The video with its longest side at most `side`, as fast as it was; None, with a warning, when the file is damaged
-    inside."""
+    """Return the video with its longest side at most `side`, as fast as it was.
+
+    A damaged file gives a warning and None.
+    """
     try:
         with av.open(str(path)) as container:
             rate = container.streams.video[0].average_rate or Fraction(FRAMES_PER_S)
@@ -51,7 +56,7 @@ def shrunk_video(path: Path, side: int) -> bytes | None:
 
 
 def read_frames(path: Path) -> Iterator[np.ndarray]:
-    """[H, W, 3] uint8 RGB each. Raises av.FFmpegError for a damaged file."""
+    """Yield frames, uint8 RGB [H, W, 3]. Raises av.FFmpegError for a damaged file."""
     with av.open(str(path)) as container:
         for frame in container.decode(video=0):
             yield frame.to_ndarray(format="rgb24")
@@ -64,9 +69,10 @@ def _shrunk(frame: np.ndarray, side: int) -> np.ndarray:
 
 
 def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
-    """An MP4. Sides of 1 pixel are doubled, odd ones cut."""
-    first = next(frames)
-    first, frames = _even(first), chain([first], frames)
+    """Return an MP4. Sides of 1 pixel are doubled, odd ones cut."""
+    start = next(frames)
+    first = _even(start)
+    frames = chain([start], frames)
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream(
@@ -81,7 +87,7 @@ def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
 
 
 def _even(frame: np.ndarray) -> np.ndarray:
-    """[H, W, 3] with both sides even, as 4:2:0 halves them."""
+    """Return [H, W, 3] with both sides even, as 4:2:0 halves them."""
     height, width = (max(2, side // 2 * 2) for side in frame.shape[:2])
     missing = [(0, max(0, 2 - side)) for side in frame.shape[:2]]
     return np.ascontiguousarray(np.pad(frame, (*missing, (0, 0)), mode="edge")[:height, :width])

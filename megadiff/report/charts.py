@@ -1,33 +1,40 @@
-"""Charts of the report as HTML: the curve is an SVG that stretches, the words around it are text that does not.
+"""Compute the charts of a page: axes, SVG paths and labels. templates/charts.html draws them.
 
-A chart is complete without script; report.js adds the crosshair, from the JSON in `data-chart`. Positions are
-fractions of the plot, 0 at the left and the bottom.
+Positions are fractions of the plot, 0 at the left and the bottom. A chart is complete without
+script; report.js adds the crosshair from the JSON in `data-chart`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from megadiff.observe.evaluation import MeanEstimate
 from megadiff.observe.metrics import Row, column, finite, pretty_number
 
 T = TypeVar("T")
+Values = Sequence[float | None]
+Points = Sequence[tuple[float, float | None]]
 
 MAX_POINTS = 600  # of a curve; beyond, neighbouring steps share a point
-MAX_BARS = 80
-_LOG_RANGE = 1e3  # a positive curve that spans more than this is drawn on a log axis
-_VIEW = 1000  # the SVG's own units, both ways
+MIN_SMOOTHED = 20  # points; a trend through fewer would say more than they do
+LOG_RANGE = 1e3  # a positive curve that spans more than this is drawn on a log axis
+VIEW = 1000  # the SVG's own units, both ways
+# Classes part0 … part4 of the series of a bar chart. The last series has the accent's colour.
+LAST_COLOUR = 0
+EARLIER_COLOURS = (4, 3, 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One metric over steps. values: the mean of the steps that share a point, None where it has no finite value.
-    low, high: edges of the band around it, or None without a band. All of one length; steps rise."""
+class MetricCurve:
+    """One metric over rising steps; all fields of one length.
+
+    values: the mean of the steps that share a point, None where no value is finite.
+    low, high: edges of the band around it; both None without a band.
+    """
 
     steps: tuple[int, ...]
     values: tuple[float | None, ...]
@@ -36,357 +43,269 @@ class Curve:
 
 
 def buckets(rows: Sequence[T], max_buckets: int) -> list[Sequence[T]]:
-    """The rows in at most `max_buckets` runs of neighbours of equal length (the last may be shorter)."""
+    """Split rows into at most `max_buckets` runs of equal length; the last may be shorter."""
     size = max(1, math.ceil(len(rows) / max_buckets))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def mean_or_none(values: Sequence[float | None]) -> float | None:
+def mean_or_none(values: Values) -> float | None:
+    """Return the mean of the finite values, None without any."""
     numbers = finite(values)
     return fmean(numbers) if numbers else None
 
 
-def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Curve:
-    """The curve of a metric over the rows that hold it. Its band is ± std_key's metric where given and present;
-    otherwise, where steps share a point, their least and greatest value."""
-    having = [row for row in rows if key in row]
-    groups = buckets(having, MAX_POINTS)
-    values = tuple(mean_or_none(column(group, key)) for group in groups)
-    low = high = None
+def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> MetricCurve:
+    """Return the curve of a metric over the rows that hold it.
+
+    Its band is ± the metric `std_key` where that is given and present. Otherwise, where steps
+    share a point, it is their least and greatest value.
+    """
+    logged = [row for row in rows if key in row]
+    groups = buckets(logged, MAX_POINTS)
+    values = [mean_or_none(column(group, key)) for group in groups]
     stds = [mean_or_none(column(group, std_key)) for group in groups] if std_key else []
+    low = high = None
     if finite(stds):
-        pairs = [
-            (value, std) if None not in (value, std) else (None, None)
-            for value, std in zip(values, stds)
+        ends = [
+            (None, None) if mean is None or std is None else (mean - std, mean + std)
+            for mean, std in zip(values, stds)
         ]
-        low = tuple(None if value is None else value - std for value, std in pairs)
-        high = tuple(None if value is None else value + std for value, std in pairs)
-    elif len(groups) < len(having):
+        low, high = zip(*ends)
+    elif len(groups) < len(logged):
         low = tuple(min(finite(column(group, key)), default=None) for group in groups)
         high = tuple(max(finite(column(group, key)), default=None) for group in groups)
-    return Curve(
-        steps=tuple(int(group[-1]["step"]) for group in groups), values=values, low=low, high=high
-    )
+    steps = tuple(int(group[-1]["step"]) for group in groups)
+    return MetricCurve(steps=steps, values=tuple(values), low=low, high=high)
 
 
 def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
-    """About `count` multiples of 1, 2 or 5 · 10^n within [low, high], high > low."""
+    """Return about `count` multiples of 1, 2 or 5 · 10^n within [low, high], high > low."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = min(
-        (multiple * power for multiple in (1, 2, 5, 10)),
-        key=lambda step: abs(math.log(step / rough)),
-    )
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    steps = [power, 2 * power, 5 * power, 10 * power]
+    step = min(steps, key=lambda step: abs(math.log(step / rough)))
+    # The slack keeps a bound that is itself a multiple, but for rounding.
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A range of values, low < high, drawn along one side of a plot; both positive when it is logarithmic."""
+    """A range low < high along one side of a plot; both are positive on a log axis."""
 
     low: float
     high: float
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Fraction of the axis at which `value` lies."""
+        """Return the fraction of the axis at which `value` lies."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
+    def places(self, values: Values) -> list[float | None]:
+        """Return the fraction of every value; None stays None."""
+        return [None if value is None else self.place(value) for value in values]
+
     def ticks(self, *, count: int = 4) -> list[float]:
+        """Return round values on the axis: powers of ten on a log axis."""
         if not self.is_log:
             return ticks(self.low, self.high, count=count)
-        first, last = round(math.log10(self.low)), round(math.log10(self.high))
+        first = round(math.log10(self.low))
+        last = round(math.log10(self.high))
         return [10.0**power for power in range(first, last + 1, math.ceil((last - first) / count))]
 
 
 def value_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
-    """An axis around the values with some air; logarithmic, by whole decades, where they are positive and far apart."""
+    """Return an axis around the values with some air.
+
+    It is logarithmic, by whole decades, where values are positive and far apart.
+    """
     if not values:
         return Axis(low=0.0, high=1.0)
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if from_zero:
         return Axis(low=0.0, high=high * 1.05 or 1.0)
-    if low > 0 and high / low > _LOG_RANGE:
-        return Axis(
-            low=10.0 ** math.floor(math.log10(low)),
-            high=10.0 ** math.ceil(math.log10(high)),
-            is_log=True,
-        )
+    if low > 0 and high / low > LOG_RANGE:
+        first = math.floor(math.log10(low))
+        last = math.ceil(math.log10(high))
+        return Axis(low=10.0**first, high=10.0**last, is_log=True)
     air = (high - low) * 0.08 or abs(high) * 0.1 or 0.5
     # A quantity that never was negative gets no negative ticks.
     return Axis(low=max(0.0, low - air) if low >= 0 else low - air, high=high + air)
 
 
-def step_axis(steps: Sequence[int]) -> Axis:
-    """From the first to the last step; half a step around a single one."""
-    low, high = (steps[0], steps[-1]) if steps else (0, 1)
+def step_axis(steps: Sequence[int], *, margin: float = 0.0) -> Axis:
+    """Return the axis from the first to the last step, and `margin` beyond both."""
+    low = steps[0] - margin if steps else 0
+    high = steps[-1] + margin if steps else 1
+    # A single step stands in the middle of an axis of one step.
     return Axis(low=low, high=high) if high > low else Axis(low=low - 0.5, high=high + 0.5)
 
 
 def _point(x: float, y: float) -> str:
-    return f"{x * _VIEW:.1f} {(1 - y) * _VIEW:.1f}"
+    # SVG counts y from the top.
+    return f"{x * VIEW:.1f} {(1 - y) * VIEW:.1f}"
 
 
-def line_path(points: Sequence[tuple[float, float | None]]) -> str:
-    """SVG path through (x, y) fractions; a None breaks it. A point between two Nones is left to dots_path."""
-    parts, is_down = [], False
+def line_path(points: Points) -> str:
+    """Return the SVG path through (x, y) fractions; a None breaks it."""
+    path = ""
+    is_drawing = False
     for x, y in points:
         if y is not None:
-            parts.append(("L" if is_down else "M") + _point(x, y))
-        is_down = y is not None
-    return "".join(parts)
+            path += ("L" if is_drawing else "M") + _point(x, y)
+        is_drawing = y is not None
+    return path
 
 
-def dots_path(points: Sequence[tuple[float, float | None]]) -> str:
-    """SVG path of the points without a neighbour: lines of no length, which round caps turn into dots."""
-    padded = [None, *(y for _, y in points), None]
-    return "".join(
-        f"M{_point(x, y)}h0"
-        for index, (x, y) in enumerate(points)
-        if y is not None and padded[index] is None and padded[index + 2] is None
-    )
+def dots_path(points: Points) -> str:
+    """Return the SVG path of the points without a neighbour, which line_path leaves invisible.
+
+    They are lines of no length, which round caps turn into dots.
+    """
+    heights = [None, *(y for _, y in points), None]
+    path = ""
+    for (x, y), before, after in zip(points, heights, heights[2:]):
+        if y is not None and before is None and after is None:
+            path += f"M{_point(x, y)}h0"
+    return path
 
 
-def band_path(
-    xs: Sequence[float], lows: Sequence[float | None], highs: Sequence[float | None]
-) -> str:
-    """SVG path of the area between two curves, one piece per stretch without None."""
-    parts: list[str] = []
-    stretch: list[tuple[float, float, float]] = []
+def band_path(xs: Sequence[float], lows: Values, highs: Values) -> str:
+    """Return the SVG path of the area between two curves, one outline per stretch without None."""
+    path = ""
+    top: list[str] = []
+    bottom: list[str] = []
     for x, low, high in [*zip(xs, lows, highs), (0.0, None, None)]:
         if low is not None and high is not None:
-            stretch.append((x, low, high))
+            top.append(_point(x, high))
+            bottom.append(_point(x, low))
             continue
-        if len(stretch) > 1:
-            edge = [_point(x, high) for x, _, high in stretch] + [
-                _point(x, low) for x, low, _ in reversed(stretch)
-            ]
-            parts.append("M" + "L".join(edge) + "Z")
-        stretch = []
-    return "".join(parts)
+        if len(top) > 1:
+            path += "M" + "L".join(top + bottom[::-1]) + "Z"
+        top = []
+        bottom = []
+    return path
 
 
-def running_mean(values: Sequence[float | None], *, window: int) -> list[float | None]:
-    """Mean of the finite values within `window` around each point; None stays None."""
+def running_mean(values: Values, *, window: int) -> list[float | None]:
+    """Return the mean of the finite values within `window` around each point; None stays None."""
     half = window // 2
-    return [
-        None if value is None else mean_or_none(values[max(0, index - half) : index + half + 1])
-        for index, value in enumerate(values)
-    ]
+    means = []
+    for index, value in enumerate(values):
+        near = values[max(0, index - half) : index + half + 1]
+        means.append(None if value is None else mean_or_none(near))
+    return means
 
 
-def _plot(*, x_axis: Axis, y_axis: Axis, marks: str) -> str:
-    """Axes with ticks and labels, around the SVG marks."""
-    x_ticks = [tick for tick in x_axis.ticks(count=6) if float(tick).is_integer()]
-    y_ticks = [(y_axis.place(tick), pretty_number(tick)) for tick in y_axis.ticks()]
-    grid = "".join(f'<path class="grid" d="M{_point(0, place)}H{_VIEW}"/>' for place, _ in y_ticks)
-    y_labels = "".join(
-        f'<span style="bottom:{place:.2%}">{label}</span>' for place, label in y_ticks
-    )
-    x_labels = "".join(
-        f'<span style="left:{x_axis.place(tick):.2%}">{tick:.0f}</span>' for tick in x_ticks
-    )
-    svg = f'<svg viewBox="0 0 {_VIEW} {_VIEW}" preserveAspectRatio="none" aria-hidden="true">{grid}{marks}</svg>'
-    return (
-        f'<div class="plot"><div class="ys">{y_labels}</div><div class="area">{svg}</div>'
-        f'<div class="xname">step</div><div class="xs">{x_labels}</div></div>'
-    )
-
-
-def _figure(*, kind: str, head: str, plot: str, data: dict[str, object], label: str) -> str:
-    payload = escape(json.dumps(data, separators=(",", ":"), ensure_ascii=False))
-    return (
-        f'<figure class="chart {kind}" role="group" aria-label="{escape(label)}" data-chart="{payload}">'
-        f"<figcaption>{head}</figcaption>{plot}</figure>"
-    )
+def _crosshair(x_axis: Axis, steps: Sequence[int], series: list) -> dict[str, Any]:
+    """Return what report.js reads. series: [name, one text per step]."""
+    xs = [round(x_axis.place(step), 5) for step in steps]
+    return {"steps": steps, "x": xs, "series": series}
 
 
 def line_chart(
-    line: Curve, *, title: str, key: str, note: str = "", kind: str = "", smooth: bool = False
-) -> str:
-    """One metric as a figure: title, key, latest value, curve with its band. smooth: the values are drawn faint under
-    their running mean when there are at least 20."""
-    numbers = finite([*line.values, *(line.low or ()), *(line.high or ())])
-    x_axis, y_axis = step_axis(line.steps), value_axis(numbers)
+    line: MetricCurve, *, title: str, key: str, note: str = "", kind: str = "", smooth: bool = False
+) -> dict[str, Any]:
+    """Return one metric's chart. smooth: draw a long curve faint, under its running mean.
+
+    kind: a CSS class, `hero` for a wide one.
+    """
+    low = line.low or ()
+    high = line.high or ()
+    x_axis = step_axis(line.steps)
+    y_axis = value_axis(finite([*line.values, *low, *high]))
     xs = [x_axis.place(step) for step in line.steps]
-
-    def heights(values: Sequence[float | None]) -> list[float | None]:
-        return [None if value is None else y_axis.place(value) for value in values]
-
-    smooth = smooth and len(line.values) >= 20
-    marks = ""
-    if line.low is not None and line.high is not None:
-        marks += f'<path class="band" d="{band_path(xs, heights(line.low), heights(line.high))}"/>'
-    raw_class = "line raw" if smooth else "line"
-    points = list(zip(xs, heights(line.values)))
-    marks += f'<path class="{raw_class}" d="{line_path(points)}"/><path class="dots" d="{dots_path(points)}"/>'
-    if smooth:
+    points = list(zip(xs, y_axis.places(line.values)))
+    trend = ""
+    if smooth and len(line.values) >= MIN_SMOOTHED:
         means = running_mean(line.values, window=max(5, len(line.values) // 12))
-        marks += f'<path class="trend" d="{line_path(list(zip(xs, heights(means))))}"/>'
-    missing = len(line.values) - len(finite(line.values))
-    known = finite(line.values)
-    latest = pretty_number(known[-1] if known else None)
-    head = (
-        f'<span class="title">{escape(title)}</span><output class="now">{latest}</output>'
-        f"<code>{escape(key)}{' · log scale' if y_axis.is_log else ''}</code>"
-    )
-    head += f'<span class="flag">{missing} not finite</span>' if missing else ""
-    head += f'<span class="note">{escape(note)}</span>' if note else ""
-    data = {
-        "steps": line.steps,
-        "x": [round(x, 5) for x in xs],
-        "series": [[title, _texts(line.values)]],
+        trend = line_path(list(zip(xs, y_axis.places(means))))
+    numbers = finite(line.values)
+    latest = pretty_number(numbers[-1] if numbers else None)
+    texts = [pretty_number(value) for value in line.values]
+    return {
+        "kind": kind,
+        "title": title,
+        "key": f"{key} · log scale" if y_axis.is_log else key,
+        "note": note,
+        "latest": latest,
+        "label": f"{title}: {latest} at the last step" if numbers else f"{title}: no finite value",
+        "num_missing": len(line.values) - len(numbers),
+        "band": band_path(xs, y_axis.places(low), y_axis.places(high)),
+        "line": line_path(points),
+        "dots": dots_path(points),
+        "trend": trend,
+        "x_axis": x_axis,
+        "y_axis": y_axis,
+        "data": _crosshair(x_axis, line.steps, [[title, texts]]),
     }
-    label = f"{title}: {latest} at the last step" if known else f"{title}: no finite value"
-    return _figure(
-        kind=kind,
-        head=head,
-        plot=_plot(x_axis=x_axis, y_axis=y_axis, marks=marks),
-        data=data,
-        label=label,
-    )
-
-
-def _texts(values: Sequence[float | None]) -> list[str]:
-    return [pretty_number(value) for value in values]
 
 
 def stacked_chart(
-    steps: Sequence[int],
-    parts: Sequence[tuple[str, Sequence[float]]],
-    *,
-    title: str,
-    key: str,
-    unit: str,
-) -> str:
-    """Bars at `steps` (rising), each the stack of (name, values ≥ 0) from the bottom up, coloured by position."""
-    totals = [sum(values) for values in zip(*(values for _, values in parts))]
+    steps: Sequence[int], stacks: Mapping[str, Sequence[float]], *, title: str, key: str, unit: str
+) -> dict[str, Any]:
+    """Return bars at `steps` (rising): stacks of name → values ≥ 0, from the bottom up."""
     pitch = min((later - step for step, later in zip(steps, steps[1:])), default=1)
     # Bars stand on their steps, so the axis reaches half a bar beyond both ends.
-    x_axis = Axis(low=steps[0] - pitch / 2, high=steps[-1] + pitch / 2)
-    y_axis = value_axis(totals, from_zero=True)
-    width = pitch / (x_axis.high - x_axis.low)
-    xs = [x_axis.place(step) for step in steps]
-    gap = width * (0.18 if len(steps) > 1 else 0.8)
-    bases = [0.0] * len(steps)
-    marks = ""
-    for number, (_, values) in enumerate(parts):
-        for index, value in enumerate(values):
-            bottom, top = y_axis.place(bases[index]), y_axis.place(bases[index] + value)
-            x = xs[index] - (width - gap) / 2
-            marks += (
-                f'<rect class="part{number}" x="{x * _VIEW:.1f}" y="{(1 - top) * _VIEW:.1f}" '
-                f'width="{(width - gap) * _VIEW:.1f}" height="{(top - bottom) * _VIEW:.1f}"/>'
-            )
-            bases[index] += value
-    legend = "".join(
-        f'<li><i class="part{n}"></i>{escape(name)}</li>' for n, (name, _) in enumerate(parts)
-    )
-    head = f'<span class="title">{escape(title)}</span><code>{escape(key)}</code><ul class="legend">{legend}</ul>'
-    series = [
-        [name, [f"{pretty_number(value)} {unit}" for value in values]] for name, values in parts
-    ]
-    series.append(["whole step", [f"{pretty_number(total)} {unit}" for total in totals]])
-    data = {"steps": list(steps), "x": [round(x, 5) for x in xs], "series": series}
-    plot = _plot(x_axis=x_axis, y_axis=y_axis, marks=marks)
-    return _figure(kind="stacked", head=head, plot=plot, data=data, label=f"{title} over steps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One bar from 0 to `value`, with the ends of its error bar, if it has one."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
+    x_axis = step_axis(steps, margin=pitch / 2)
+    totals = [sum(values) for values in zip(*stacks.values())]
+    series = []
+    for name, values in {**stacks, "whole step": totals}.items():
+        series.append([name, [f"{pretty_number(value)} {unit}" for value in values]])
+    return {
+        "title": title,
+        "key": key,
+        "steps": steps,
+        "stacks": stacks,
+        "width": pitch / (x_axis.high - x_axis.low) * (0.82 if len(steps) > 1 else 0.2),
+        "x_axis": x_axis,
+        "y_axis": value_axis(totals, from_zero=True),
+        "data": _crosshair(x_axis, steps, series),
+    }
 
 
 def bar_chart(
-    groups: Sequence[tuple[str, Sequence[Bar | None]]],
+    rows: Mapping[str, Sequence[MeanEstimate | None]],
     *,
     series: Sequence[str],
     title: str,
     key: str,
-    note: str = "",
-    axis: Axis | None = None,
+    is_share: bool = False,
     text: Callable[[float], str] = pretty_number,
-    tick_text: Callable[[float], str] = pretty_number,
-) -> str:
-    """Bars lying in rows: a row a group (name, one Bar or None per series), its bars one under the other.
+) -> dict[str, Any]:
+    """Return lying bars with their intervals: one mean or None per series in every row.
 
-    The last series has the accent's colour, earlier ones recede; at most 5. axis: of the values, holds 0; by default
-    from 0, or the least, to the largest. text, tick_text: how a value and a place on the axis are written.
+    is_share: the axis goes from 0 to 100 %. text: how values are written.
+    Raises ValueError for more series than there are colours.
     """
-    places = _series_places(len(series))
-    bars = [bar for _, row in groups for bar in row if bar is not None]
-    axis = axis or _bar_axis(bars)
-    tick_places = [(axis.place(tick), tick_text(tick)) for tick in axis.ticks()]
-    rows = "".join(
-        _bar_row(name, row, axis, places, [place for place, _ in tick_places], text)
-        for name, row in groups
-    )
-    labels = "".join(
-        f'<span style="left:{place:.2%}">{escape(label)}</span>' for place, label in tick_places
-    )
-    legend = "".join(
-        f'<li><i class="part{place}"></i>{escape(name)}</li>' for place, name in zip(places, series)
-    )
-    head = f'<span class="title">{escape(title)}</span><code>{escape(key)}</code>'
-    head += f'<span class="note">{escape(note)}</span>' if note else ""
-    head += f'<ul class="legend">{legend}</ul>' if len(series) > 1 else ""
-    return (
-        f'<figure class="card bars" role="group" aria-label="{escape(title)}"><figcaption>{head}</figcaption>{rows}'
-        f'<div class="row"><span></span><div class="xs">{labels}</div></div></figure>'
-    )
-
-
-def _bar_axis(bars: Sequence[Bar]) -> Axis:
-    ends = [end for bar in bars for end in (bar.value, bar.low, bar.high) if end is not None]
-    low, high = min([0.0, *ends]), max([0.0, *ends])
-    return Axis(low=low * 1.05, high=high * 1.05) if high > low else Axis(low=0.0, high=1.0)
-
-
-def _series_places(count: int) -> list[int]:
-    """Colour of each series: the last has the accent, earlier ones grow fainter backwards."""
-    if count > 5:
+    max_series = len(EARLIER_COLOURS) + 1
+    if len(series) > max_series:
         raise ValueError(
-            f"{count} series in one bar chart, at most 5 can be told apart; show fewer"
+            f"{len(series)} series in one bar chart, at most {max_series} can be told apart; "
+            "show fewer"
         )
-    return [4, 3, 2, 1][: max(0, count - 1)] + [0]
+    return {
+        "title": title,
+        "key": key,
+        "rows": rows,
+        "series": series,
+        "colours": [*EARLIER_COLOURS[: len(series) - 1], LAST_COLOUR],
+        "text": text,
+        "tick_text": "{:.0%}".format if is_share else pretty_number,
+        "axis": Axis(low=0.0, high=1.0) if is_share else _bar_axis(rows),
+    }
 
 
-def _bar_row(
-    name: str,
-    bars: Sequence[Bar | None],
-    axis: Axis,
-    places: Sequence[int],
-    tick_places: Sequence[float],
-    text: Callable[[float], str],
-) -> str:
-    pitch = _VIEW / len(bars)
-    marks = "".join(
-        f'<path class="grid" d="M{place * _VIEW:.1f} 0V{_VIEW}"/>' for place in tick_places
-    )
-    values = ""
-    for number, (place, bar) in enumerate(zip(places, bars, strict=True)):
-        values += f"<b>{escape(text(bar.value)) if bar else '–'}</b>"
-        if bar is None:
-            continue
-        middle = (number + 0.5) * pitch
-        left, right = sorted((axis.place(0.0) * _VIEW, axis.place(bar.value) * _VIEW))
-        marks += (
-            f'<rect class="part{place}" x="{left:.1f}" y="{middle - 0.4 * pitch:.1f}" width="{right - left:.1f}" '
-            f'height="{0.8 * pitch:.1f}"/>'
-        )
-        if bar.low is not None and bar.high is not None:
-            low, high = axis.place(bar.low) * _VIEW, axis.place(bar.high) * _VIEW
-            marks += f'<path class="whisker" d="M{low:.1f} {middle:.1f}H{high:.1f}"/>'
-    svg = f'<svg viewBox="0 0 {_VIEW} {_VIEW}" preserveAspectRatio="none" aria-hidden="true">{marks}</svg>'
-    height = f"height:{18 * len(bars) + 4}px"
-    return (
-        f'<div class="row"><span class="name">{escape(name)}</span><div class="lane" style="{height}">{svg}</div>'
-        f'<span class="values">{values}</span></div>'
-    )
+def _bar_axis(rows: Mapping[str, Sequence[MeanEstimate | None]]) -> Axis:
+    """Return an axis that holds 0 and all intervals."""
+    ends = [0.0]
+    for means in rows.values():
+        for mean in means:
+            ends += finite([mean.mean, mean.low, mean.high]) if mean else []
+    low = min(ends) * 1.05
+    high = max(ends) * 1.05
+    return Axis(low=low, high=high) if high > low else Axis(low=0.0, high=1.0)

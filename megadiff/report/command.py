@@ -1,4 +1,4 @@
-"""`megadiff report RUN`: a run's folder as one HTML page."""
+"""Run `megadiff report RUN`: write a run's folder as one HTML page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report and names it on stdout. Returns 0, or 2 with the reason on stderr when RUN is no run."""
+    """Write the report and name it on stdout; return 0, or 2 when RUN is no run."""
     args = build_parser().parse_args(argv)
     try:
         path = write_report(args.run)

@@ -1,33 +1,34 @@
-"""An evaluation as one HTML page: the figures with their intervals, by task, and samples to look at; against a baseline
-where there is one."""
+"""Write an evaluation as one HTML page; a run's report takes its parts for held-out prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from html import escape
 from pathlib import Path
+from typing import Any
 
 from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.metrics import pretty_number
-from megadiff.report.evaluation_parts import leading_reward, task_chart, wall
+from megadiff.report.charts import bar_chart
 from megadiff.report.evaluation_table import (
+    DIFFERENCE_HEAD,
     DIVERSITY,
+    RewardFormat,
+    difference_cells,
     diversity_rows,
-    gain_text,
     groups,
-    interval_text,
+    reward_format,
     settings_text,
-    value_text,
 )
-from megadiff.report.page import render_page, section, tile, write_page
+from megadiff.report.page import Section, Tile, change_sentence, write_page
+from megadiff.report.pictures import load_pictures, rewards_text
 
 PAGE_NAME = "page.html"
-SERIES = ("baseline", "now")
+MAX_TILES = 3  # of rewards
 DIVERSITY_LEAD = (
-    "Means over prompts. Entropy and spread that fall say that samples of one prompt grow alike, saturation that rises "
-    "that they grow lurid."
+    "Means over prompts. Entropy and spread that fall say that samples of one prompt grow alike, "
+    "saturation that rises that they grow lurid."
 )
+Evaluations = Sequence[tuple[Path, Evaluation]]  # with their folders
 
 
 def write_evaluation_page(
@@ -37,35 +38,29 @@ def write_evaluation_page(
     *,
     baseline_folder: Path | None = None,
 ) -> Path:
-    """Writes page.html beside the evaluation's record, aside and renamed, and returns its path. baseline_folder: of the
-    comparison's baseline, whose images are shown beside the evaluation's."""
-    return write_page(
-        folder / PAGE_NAME, render(folder, evaluation, comparison, baseline_folder=baseline_folder)
-    )
+    """Write page.html beside the evaluation's record and return its path.
 
-
-def render(
-    folder: Path,
-    evaluation: Evaluation,
-    comparison: Comparison | None = None,
-    *,
-    baseline_folder: Path | None = None,
-) -> str:
-    """The page's HTML."""
-    shown = [comparison.baseline, evaluation] if comparison else [evaluation]
-    folders = [baseline_folder or folder, folder] if comparison else [folder]
-    series = SERIES[-len(shown) :]
+    baseline_folder: of the comparison's baseline, whose images stand beside the evaluation's.
+    """
+    evaluations = [(folder, evaluation)]
     lead = "Mean of each task with its 95 % interval."
+    samples_lead = "The same prompts and noise at every evaluation."
     if comparison:
+        evaluations.insert(0, (baseline_folder or folder, comparison.baseline))
         lead += " Baseline and evaluation drew from the same noise."
-    charts = "".join(task_chart(shown, name, series=series) for name in evaluation.reward_names)
+        samples_lead += " Left the baseline, right now."
+    names = ["baseline", "now"] if comparison else [""]
+    bars = [task_chart(evaluations, reward, names) for reward in evaluation.reward_names]
     sections = [
-        section("By task", charts, lead=lead),
-        _difference_section(comparison) if comparison else "",
-        section("Diversity", _table(diversity_rows(evaluation, comparison)), lead=DIVERSITY_LEAD),
-        _samples_section(shown, folders),
+        Section(title="By task", lead=lead, bars=bars),
+        *([_difference_section(comparison)] if comparison else []),
+        Section(
+            title="Diversity", lead=DIVERSITY_LEAD, table=diversity_rows(evaluation, comparison)
+        ),
+        Section(title="Samples", lead=samples_lead, wall=wall(evaluations, names)),
     ]
-    return render_page(
+    return write_page(
+        folder / PAGE_NAME,
         kind="evaluation",
         name=evaluation.model,
         state=settings_text(evaluation),
@@ -76,64 +71,110 @@ def render(
 
 
 def headline(evaluation: Evaluation, comparison: Comparison | None = None) -> str:
-    """The leading reward in one sentence; a change is said to be one only where its interval excludes 0."""
+    """Say in one sentence what the leading reward is, or how it changed."""
     reward = leading_reward(evaluation)
-    text = partial(value_text, is_share=evaluation.is_share(reward))
-    found = evaluation.estimate(reward)
-    if comparison is None or reward not in comparison.reward_names:
-        return f"{reward}: {text(found.mean)}."
-    before, gain = comparison.baseline.estimate(reward), comparison.difference(reward)
-    change = f"from {text(before.mean)} to {text(found.mean)}"
-    if gain.low is None or gain.high is None or gain.low <= 0 <= gain.high:
-        return f"{reward} went {change}: no clear difference."
-    return f"{reward} {'rose' if gain.mean > 0 else 'fell'} {change}."
+    if comparison and reward in comparison.reward_names:
+        return reward_sentence(comparison, reward, reward, unclear="no clear difference")
+    form = RewardFormat(evaluation.is_share(reward))
+    return f"{reward}: {form.value(evaluation.estimate(reward).mean)}."
 
 
-def _tiles(evaluation: Evaluation) -> list[str]:
+def reward_sentence(comparison: Comparison, reward: str, subject: str, **words: str) -> str:
+    """Say what a reward did; a change is clear where its interval excludes 0."""
+    form = RewardFormat(comparison.evaluation.is_share(reward))
+    first = form.value(comparison.baseline.estimate(reward).mean)
+    last = form.value(comparison.evaluation.estimate(reward).mean)
+    gain = comparison.difference(reward)
+    return change_sentence(subject, first, last, gain=gain.mean, is_clear=gain.is_clear, **words)
+
+
+def leading_reward(evaluation: Evaluation) -> str:
+    """Return the first reward that is only 0 or 1, an accuracy; without one the first of all."""
+    names = evaluation.reward_names
+    return next((name for name in names if evaluation.is_share(name)), names[0])
+
+
+def _tiles(evaluation: Evaluation) -> list[Tile]:
     tiles = []
-    for reward in evaluation.reward_names[:3]:
-        is_share, found = evaluation.is_share(reward), evaluation.estimate(reward)
-        interval = f"95 %: {interval_text(found, is_share=is_share)}"
-        tiles.append(tile(reward, value_text(found.mean, is_share=is_share), interval))
-    tiles.append(
-        tile("Samples", str(len(evaluation.samples)), f"of {evaluation.num_prompts} prompts")
-    )
-    known = {name: evaluation.diversity.get(name) for name in DIVERSITY}
-    return tiles + [
-        tile(DIVERSITY[name], pretty_number(value))
-        for name, value in known.items()
-        if value is not None
-    ]
+    for reward in evaluation.reward_names[:MAX_TILES]:
+        form = RewardFormat(evaluation.is_share(reward))
+        mean = evaluation.estimate(reward)
+        tiles.append((reward, form.value(mean.mean), f"95 %: {form.interval(mean)}"))
+    tiles.append(("Samples", str(len(evaluation.samples)), f"of {evaluation.num_prompts} prompts"))
+    for name, label in DIVERSITY.items():
+        value = evaluation.diversity.get(name)
+        if value is not None:
+            tiles.append((label, pretty_number(value), ""))
+    return tiles
 
 
-def _difference_section(comparison: Comparison) -> str:
-    rows = [["", "change", "95 % interval", "won", "lost", "tied", "samples"]]
+def _difference_section(comparison: Comparison) -> Section:
+    rows = [["", "change", *DIFFERENCE_HEAD]]
     for reward in comparison.reward_names:
-        is_share = comparison.evaluation.is_share(reward)
+        unit = " points" if comparison.evaluation.is_share(reward) else ""
         for name, task in groups(comparison.evaluation):
-            found = comparison.difference(reward, task)
-            interval = interval_text(found, is_share=is_share, is_gain=True)
-            shares = [
-                value_text(share, is_share=True) for share in (found.won, found.lost, found.tied)
-            ]
-            gain = gain_text(found.mean, is_share=is_share) + (" points" if is_share else "")
-            rows.append([f"{reward}, {name}", gain, interval, *shares, str(found.n)])
-    lead = f"Sample by sample against {comparison.baseline.model}: what it won, lost and left as it was."
-    return section("Difference", _table(rows), lead=lead)
+            gain, *cells = difference_cells(comparison, reward, task)
+            rows.append([f"{reward}, {name}", gain + unit, *cells])
+    model = comparison.baseline.model
+    lead = f"Sample by sample against {model}: what it won, lost and left as it was."
+    return Section(title="Difference", lead=lead, table=rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows[1:]
+def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return bars of a reward over all samples and by task. names: of the evaluations."""
+    records = [evaluation for _, evaluation in evaluations]
+    form = reward_format(records, reward)
+    rows = {}
+    for name, task in groups(records[-1]):
+        rows[name] = [
+            record.estimate(reward, task) if reward in record.reward_names else None
+            for record in records
+        ]
+    return bar_chart(
+        rows,
+        series=names,
+        title=reward,
+        key=f"eval/{reward}",
+        is_share=form.is_share,
+        text=form.value,
     )
-    return f'<div class="card figures"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _samples_section(shown: Sequence[Evaluation], folders: Sequence[Path]) -> str:
-    """The wall of samples; nothing without an image."""
-    found = wall(shown, folders, series=SERIES if len(shown) > 1 else [""])
-    lead = "The same prompts and noise at every evaluation."
-    lead += " Left the baseline, right now." if len(shown) > 1 else ""
-    return section("Samples", found, lead=lead) if found else ""
+def wall(
+    evaluations: Evaluations, names: Sequence[str], *, title: str = "", lead: str = ""
+) -> dict[str, Any] | None:
+    """Return the pictured samples by task, each as every evaluation drew it; None without an image.
+
+    evaluations drew the same samples; names: how to call them.
+    """
+    records = [evaluation for _, evaluation in evaluations]
+    reward = leading_reward(records[-1])
+    is_share = reward_format(records, reward).is_share
+    by_identity = [{sample.identity: sample for sample in record.samples} for record in records]
+    pictured = [sample for sample in records[-1].samples if sample.file]
+    # Tasks in the order of the prompt file; samples without one come first.
+    order = ["", *records[-1].tasks]
+    pictured.sort(key=lambda sample: order.index(sample.task))
+    columns = []
+    for sample in pictured:
+        drawn = [samples[sample.identity] for samples in by_identity]
+        files = [folder / s.file if s.file else None for (folder, _), s in zip(evaluations, drawn)]
+        columns.append((drawn, files))
+    pictures = load_pictures([file for _, files in columns for file in files if file])
+    cells = []
+    for drawn, files in columns:
+        looks = []
+        for sample, file, name in zip(drawn, files, names, strict=True):
+            alt = f"{sample.caption}, {name}" if name else sample.caption
+            value = sample.rewards.get(reward)  # a run may get another reward when it resumes
+            look = {
+                "picture": pictures.get(file),
+                "alt": alt,
+                "title": f"{alt}: {rewards_text(sample.rewards)}",
+                "value": value,
+                "is_right": value == 1 if is_share and value is not None else None,
+            }
+            looks.append(look)
+        cells.append({"looks": looks, "caption": sample.caption, "task": sample.task})
+    parts = {"title": title, "lead": lead, "num_looks": len(records), "cells": cells}
+    return parts if pictures else None

@@ -1,45 +1,63 @@
-"""An evaluation as text for a terminal, and how its numbers are written there and on its page."""
+"""Write an evaluation as text for a terminal; its page writes numbers the same way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megadiff.observe.evaluation import Comparison, Estimate, Evaluation
+from megadiff.observe.evaluation import Comparison, Difference, Evaluation, MeanEstimate
 from megadiff.observe.metrics import format_number
 
 ALL = "all"  # the row over all tasks
-DIVERSITY = {  # figure → what it is
+MIN_NAME_WIDTH = 20  # columns, so that the tables of several rewards line up
+DIVERSITY = {  # figure → its label
     "colour_entropy_bit": "colour entropy, bit",
     "latent_spread": "latent spread",
     "saturation": "saturation",
 }
 
 
-def value_text(value: float | None, *, is_share: bool) -> str:
-    """49.2 % for a share, else three digits."""
-    return f"{100 * value:.1f} %" if is_share and value is not None else format_number(value)
+@dataclass(frozen=True)
+class RewardFormat:
+    """Write a reward's values: in percent when they are all 0 or 1, else with three digits."""
+
+    is_share: bool
+
+    def value(self, value: float) -> str:
+        """Write 49.2 % or 0.492."""
+        return f"{100 * value:.1f} %" if self.is_share else format_number(value)
+
+    def gain(self, gain: float) -> str:
+        """Write a change with its sign, a share's in percentage points."""
+        if self.is_share:
+            return f"{100 * gain:+.1f}"
+        return f"{'+' if gain > 0 else ''}{format_number(gain)}"
+
+    def interval(self, estimate: MeanEstimate) -> str:
+        """Write 46.6 to 51.8 %, a difference with signs; "n/a" without an interval."""
+        if estimate.low is None or estimate.high is None:
+            return "n/a"
+        write = self.gain if isinstance(estimate, Difference) else self.value
+        return f"{write(estimate.low).removesuffix(' %')} to {write(estimate.high)}"
 
 
-def interval_text(estimate: Estimate, *, is_share: bool, is_gain: bool = False) -> str:
-    """46.6 … 51.8 in the unit of value_text, or of gain_text; "n/a" where there is none."""
-    if estimate.low is None or estimate.high is None:
-        return "n/a"
-    write = gain_text if is_gain else value_text
-    texts = [write(end, is_share=is_share) for end in (estimate.low, estimate.high)]
-    return f"{texts[0].removesuffix(' %')} to {texts[1]}"
+SHARE = RewardFormat(is_share=True)
 
 
-def gain_text(gain: float, *, is_share: bool) -> str:
-    """With its sign; a share's in percentage points."""
-    return f"{100 * gain:+.1f}" if is_share else f"{'+' if gain > 0 else ''}{format_number(gain)}"
+def reward_format(evaluations: Sequence[Evaluation], reward: str) -> RewardFormat:
+    """Return the format that fits the reward in all evaluations that have it."""
+    scored = [evaluation for evaluation in evaluations if reward in evaluation.reward_names]
+    return RewardFormat(all(evaluation.is_share(reward) for evaluation in scored))
 
 
 def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str:
-    """Per reward a table of all samples and every task, then diversity; with the baseline's figures where there is one."""
-    blocks = [f"{evaluation.model}: {settings_text(evaluation)}"]
+    """Write a table per reward with a row a task, then diversity, each beside the baseline's."""
+    head = f"{evaluation.model}: {settings_text(evaluation)}"
     if comparison:
-        baseline = f"{comparison.baseline.model}: {settings_text(comparison.baseline)}"
-        blocks[0] += f"\nbaseline {baseline}; differences are on the same noise"
+        baseline = comparison.baseline
+        head += f"\nbaseline {baseline.model}: {settings_text(baseline)}"
+        head += "; differences are on the same noise"
+    blocks = [head]
     for reward in evaluation.reward_names:
         rows = _compared_rows(comparison, reward) if comparison else _rows(evaluation, reward)
         blocks.append(_align(rows))
@@ -48,18 +66,20 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
 
 
 def settings_text(evaluation: Evaluation) -> str:
-    """Which weights drew which samples, and how, in one line."""
+    """Describe in one line which weights drew which samples, and how."""
     step = f"step {evaluation.step}, " if evaluation.step else ""
-    frames = f"x{evaluation.num_frames}" if evaluation.num_frames > 1 else ""
+    size = f"{evaluation.width}x{evaluation.height}"
+    size += f"x{evaluation.num_frames}" if evaluation.num_frames > 1 else ""
     return (
-        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, {evaluation.width}x"
-        f"{evaluation.height}{frames}, {evaluation.num_inference_steps} steps{_guidance(evaluation)}, seed {evaluation.seed}"
+        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, {size}, "
+        f"{evaluation.num_inference_steps} steps{_guidance(evaluation)}, seed {evaluation.seed}"
     )
 
 
 def _guidance(evaluation: Evaluation) -> str:
-    """The guidance scales, of a model with two experts both; "" where none is on."""
-    scale, second = evaluation.guidance_scale, evaluation.guidance_scale_2
+    """Describe the guidance scales, both of a model with two experts; "" where none is on."""
+    scale = evaluation.guidance_scale
+    second = evaluation.guidance_scale_2
     if evaluation.true_cfg_scale > 1:
         return f", CFG {evaluation.true_cfg_scale:g}"
     if max(scale, second) <= 1:
@@ -68,65 +88,57 @@ def _guidance(evaluation: Evaluation) -> str:
 
 
 def groups(evaluation: Evaluation) -> list[tuple[str, str | None]]:
-    """(name, task) of every row: all samples, then each task."""
+    """Return (name, task) of every row: all samples, then each task."""
     return [(ALL, None), *((task, task) for task in evaluation.tasks)]
 
 
 def _rows(evaluation: Evaluation, reward: str) -> list[list[str]]:
-    is_share = evaluation.is_share(reward)
+    form = RewardFormat(evaluation.is_share(reward))
     rows = [[reward, "mean", "95 % interval", "samples"]]
     for name, task in groups(evaluation):
-        found = evaluation.estimate(reward, task)
-        interval = interval_text(found, is_share=is_share)
-        rows.append([name, value_text(found.mean, is_share=is_share), interval, str(found.n)])
+        mean = evaluation.estimate(reward, task)
+        rows.append([name, form.value(mean.mean), form.interval(mean), str(mean.n)])
     return rows
 
 
 def _compared_rows(comparison: Comparison, reward: str) -> list[list[str]]:
-    is_share = comparison.evaluation.is_share(reward)
-    change = "points" if is_share else "change"
-    rows = [[reward, "baseline", "now", change, "95 % interval", "won", "lost", "tied", "samples"]]
-    for name, task in groups(comparison.evaluation):
-        means = [
-            each.estimate(reward, task).mean
-            for each in (comparison.baseline, comparison.evaluation)
-        ]
-        found = comparison.difference(reward, task)
-        rows.append(
-            [
-                name,
-                *(value_text(mean, is_share=is_share) for mean in means),
-                gain_text(found.mean, is_share=is_share),
-                interval_text(found, is_share=is_share, is_gain=True),
-                *(
-                    value_text(share, is_share=True)
-                    for share in (found.won, found.lost, found.tied)
-                ),
-                str(found.n),
-            ]
-        )
+    evaluation = comparison.evaluation
+    form = RewardFormat(evaluation.is_share(reward))
+    change = "points" if form.is_share else "change"
+    rows = [[reward, "baseline", "now", change, *DIFFERENCE_HEAD]]
+    for name, task in groups(evaluation):
+        before = form.value(comparison.baseline.estimate(reward, task).mean)
+        now = form.value(evaluation.estimate(reward, task).mean)
+        rows.append([name, before, now, *difference_cells(comparison, reward, task)])
     return rows
 
 
+DIFFERENCE_HEAD = ("95 % interval", "won", "lost", "tied", "samples")
+
+
+def difference_cells(comparison: Comparison, reward: str, task: str | None) -> list[str]:
+    """Return the mean change, then the cells under DIFFERENCE_HEAD."""
+    form = RewardFormat(comparison.evaluation.is_share(reward))
+    gain = comparison.difference(reward, task)
+    shares = [SHARE.value(share) for share in (gain.won, gain.lost, gain.tied)]
+    return [form.gain(gain.mean), form.interval(gain), *shares, str(gain.n)]
+
+
 def diversity_rows(evaluation: Evaluation, comparison: Comparison | None = None) -> list[list[str]]:
-    """A heading, then the figures of diversity, the baseline's first."""
-    shown = [comparison.baseline, evaluation] if comparison else [evaluation]
+    """Return a heading and the figures of diversity, the baseline's first."""
+    evaluations = [comparison.baseline, evaluation] if comparison else [evaluation]
     rows = [["diversity", *(["baseline", "now"] if comparison else ["mean"])]]
     for name, label in DIVERSITY.items():
-        rows.append([label, *(format_number(each.diversity.get(name)) for each in shown)])
+        figures = [format_number(evaluation.diversity.get(name)) for evaluation in evaluations]
+        rows.append([label, *figures])
     return rows
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
-    """Columns to the right, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(max(widths[0], 20)),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])),
-            ]
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    """Align the first column to the left, all others to the right."""
+    name_width, *widths = (max(map(len, cells)) for cells in zip(*rows))
+    lines = []
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths)]
+        lines.append("  ".join([name.ljust(max(name_width, MIN_NAME_WIDTH)), *padded]).rstrip())
+    return "\n".join(lines)

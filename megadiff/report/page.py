@@ -1,80 +1,105 @@
-"""The shell of every HTML page that megadiff writes: one file that needs nothing but itself, no network, no other file."""
+"""Render every HTML page that megadiff writes: one file that needs no network and no other file.
+
+A page is a headline, tiles and sections. templates/page.html knows each part that a section can
+have; Python only fills in the data.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{name} · megadiff {kind}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<main>
-<header class="masthead">
-<p class="run"><b>megadiff</b><code>{name}</code><span>{state}</span><button type="button" id="theme">Dark</button></p>
-<h1>{headline}</h1>
-<ul class="tiles">{tiles}</ul>
-{findings}
-</header>
-{sections}
-</main>
-<dialog id="zoom"></dialog>
-<script>{script}</script>
-</body>
-</html>
-"""
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megadiff.observe.metrics import pretty_number
+
+TEMPLATES = Path(__file__).parent / "templates"
+# Prompts and names are a user's text, so everything is escaped but what a template itself writes.
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(TEMPLATES),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters["pretty"] = pretty_number
+# Unlike tojson, escaped like any text: it stands in an attribute.
+ENVIRONMENT.filters["json"] = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
+
+Tile = tuple[str, str, str]  # label, value, detail; the last may be ""
 
 
-def render_page(
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Data of a page's section; its parts stand in this order, and empty ones are left out.
+
+    bars: bar_chart each. charts: line_chart each.
+    table: rows of texts, the first is the head. wall: see evaluation_page.wall.
+    strips: see pictures.strips. time: see report.stage_times. note, config: text.
+    """
+
+    title: str
+    lead: str = ""
+    bars: Sequence[dict[str, Any]] = ()
+    charts: Sequence[dict[str, Any]] = ()
+    table: Sequence[Sequence[str]] = ()
+    wall: dict[str, Any] | None = None
+    strips: Sequence[dict[str, Any]] = ()
+    time: dict[str, Any] | None = None
+    note: str = ""
+    config: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(value for name, value in vars(self).items() if name not in ("title", "lead"))
+
+
+def write_page(
+    path: Path,
     *,
     kind: str,
     name: str,
     state: str,
     headline: str,
-    tiles: Sequence[str],
-    sections: Sequence[str],
-    findings: str = "",
-) -> str:
-    """The HTML of a page. kind: report, evaluation. tiles, sections, findings: HTML; the others are plain text."""
-    assets = Path(__file__).parent
-    return PAGE.format(
-        kind=escape(kind),
-        name=escape(name),
-        state=escape(state),
-        headline=escape(headline),
-        tiles="".join(tiles),
+    tiles: Sequence[Tile],
+    sections: Sequence[Section],
+    findings: Sequence[str] = (),
+) -> Path:
+    """Write a page aside and rename it, so that a reader never sees half of one; return its path.
+
+    kind: report or evaluation.
+    """
+    html = ENVIRONMENT.get_template("page.html").render(
+        kind=kind,
+        name=name,
+        state=state,
+        headline=headline,
+        tiles=tiles,
         findings=findings,
-        sections="".join(sections),
-        style=(assets / "report.css").read_text("utf-8"),
-        script=(assets / "report.js").read_text("utf-8"),
+        sections=[section for section in sections if not section.is_empty],
     )
-
-
-def tile(label: str, value: str, detail: str = "") -> str:
-    """One of the numbers that one looks for first."""
-    return f'<li class="tile"><span>{escape(label)}</span><strong>{escape(value)}</strong><em>{escape(detail)}</em></li>'
-
-
-def section(title: str, body: str, *, lead: str = "") -> str:
-    """A part of the page under its own heading. body: HTML."""
-    return (
-        f"<section><header><h2>{escape(title)}</h2><p>{escape(lead)}</p></header>{body}</section>"
-    )
-
-
-def write_page(path: Path, html: str) -> Path:
-    """Writes the page aside and renames it, so that a reader never sees half of one; returns its path."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(html, "utf-8")
     os.replace(aside, path)
     return path
+
+
+def change_sentence(
+    subject: str,
+    first: str,
+    last: str,
+    *,
+    gain: float,
+    is_clear: bool,
+    unclear: str = "within the noise",
+) -> str:
+    """Say what `subject` did from first to last; "rose" and "fell" are for clear gains only."""
+    change = f"from {first} to {last}"
+    if not is_clear:
+        return f"{subject} went {change}: {unclear}."
+    return f"{subject} {'rose' if gain > 0 else 'fell'} {change}."

@@ -1,118 +1,164 @@
-"""Images and videos inside a page: small enough together, sharp enough to look at, and as HTML that a click enlarges."""
+"""Choose samples for a page and shrink them: small enough together, sharp enough to look at."""
 
 from __future__ import annotations
 
 import base64
 import io
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
 from megadiff.observe import video
+from megadiff.observe.metrics import pretty_number
+from megadiff.observe.samples import SavedSample
 
 logger = logging.getLogger(__name__)
 
 PICTURE_BYTES = 7_000_000  # of all files of a page together; base64 makes a third more of it
-SIDES = (
-    320,
-    256,
-    192,
-    128,
-    96,
-)  # longest side of a picture in pixels, the first that keeps within PICTURE_BYTES
+# Longest side of a picture in pixels: the first that keeps within PICTURE_BYTES, else the last.
+SIDES = (320, 256, 192, 128, 96)
 PIXELATED_BELOW = 96  # a picture smaller than this is enlarged in whole pixels, not blurred
+MAX_PROMPTS = 8  # with a strip of samples
+MAX_COLUMNS = 10  # of a strip
 
-Original = (
-    Image.Image | tuple[int, int]
-)  # of a video, which is read each time it is made smaller, the size
+# A video is read each time it is made smaller, so only its size is kept.
+Original = Image.Image | tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A sample as it goes into a page. mime: image/png or video/mp4. size: width and height of the original."""
+    """A sample as it goes into a page. size: width and height of the original."""
 
-    mime: str
     data: bytes
     size: tuple[int, int]
+    is_video: bool
+
+    @property
+    def url(self) -> str:
+        mime = "video/mp4" if self.is_video else "image/png"
+        return f"data:{mime};base64,{base64.b64encode(self.data).decode('ascii')}"
+
+    @property
+    def is_pixelated(self) -> bool:
+        return max(self.size) < PIXELATED_BELOW
 
 
 def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
-    """All that can be read, at the largest of SIDES at which they keep within PICTURE_BYTES (or at the smallest); what is
-    damaged or gone is left out with a warning."""
-    originals = {path: _original(path) for path in paths}
-    for side in SIDES:
-        pictures = _within_budget(
-            originals, side, budget=PICTURE_BYTES if side != SIDES[-1] else None
-        )
+    """Return all pictures that can be read; damaged or missing ones are skipped with a warning."""
+    originals = {}
+    for path in paths:
+        original = video.video_size(path) if path.suffix == video.SUFFIX else _read_image(path)
+        if original is not None:
+            originals[path] = original
+    for side in SIDES[:-1]:
+        pictures = _shrink_all(originals, side, budget=PICTURE_BYTES)
         if pictures is not None:
             return pictures
-    raise AssertionError("the smallest side has no budget")
+    return _shrink_all(originals, SIDES[-1], budget=None) or {}
 
 
-def _within_budget(
-    originals: Mapping[Path, Original | None], side: int, *, budget: int | None
+def _shrink_all(
+    originals: Mapping[Path, Original], side: int, *, budget: int | None
 ) -> dict[Path, Picture] | None:
-    """All pictures with their longest side at most `side`; None as soon as they take more than the budget."""
-    pictures: dict[Path, Picture] = {}
+    """Return pictures with sides ≤ `side`; None as soon as they take more bytes than the budget."""
+    pictures = {}
     num_bytes = 0
     for path, original in originals.items():
-        picture = (
-            _png(original, side)
-            if isinstance(original, Image.Image)
-            else _mp4(path, original, side)
-        )
-        if picture is None:
+        is_video = not isinstance(original, Image.Image)
+        size = original if is_video else original.size
+        data = _mp4(path, size, side) if is_video else _png(original, side)
+        if data is None:
             continue
-        pictures[path] = picture
-        num_bytes += len(picture.data)
+        pictures[path] = Picture(data=data, size=size, is_video=is_video)
+        num_bytes += len(data)
         if budget is not None and num_bytes > budget:
             return None
     return pictures
 
 
-def _original(path: Path) -> Original | None:
-    """None, with a warning, for a file that is damaged or gone."""
-    if path.suffix == video.SUFFIX:
-        return video.video_size(path)
+def _read_image(path: Path) -> Image.Image | None:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (
-        UnidentifiedImageError,
-        OSError,
-        SyntaxError,
-    ) as error:  # PIL's ways to say "no whole image"
+    # PIL raises any of these for a torn file.
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
         logger.warning("%s cannot be read and is left out: %s", path, error)
         return None
 
 
-def _png(image: Image.Image, side: int) -> Picture:
-    """The image with its longest side at most `side`."""
+def _png(image: Image.Image, side: int) -> bytes:
     small = image.copy()
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     small.save(out, "PNG", optimize=True)
-    return Picture(mime="image/png", data=out.getvalue(), size=image.size)
+    return out.getvalue()
 
 
-def _mp4(path: Path, size: tuple[int, int] | None, side: int) -> Picture | None:
-    if size is None:
+def _mp4(path: Path, size: tuple[int, int], side: int) -> bytes | None:
+    return path.read_bytes() if max(size) <= side else video.shrunk_video(path, side)
+
+
+def rewards_text(rewards: Mapping[str, float | None]) -> str:
+    """Write all rewards of a sample in one line."""
+    return " · ".join(f"{name} {pretty_number(value)}" for name, value in rewards.items())
+
+
+def evenly_spaced(items: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` of the items, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
+    """Return a row of samples over steps for each of the prompts seen at the most steps.
+
+    A row holds evenly spaced steps and the lowest sample index of each. Where all rows together
+    need few enough steps, columns are steps and None marks a step without that prompt; otherwise
+    each row has its own steps.
+    """
+    by_prompt: dict[str, dict[int, SavedSample]] = defaultdict(dict)
+    for sample in sorted(samples, key=lambda sample: (sample.step, sample.sample_index)):
+        by_prompt[sample.prompt_id].setdefault(sample.step, sample)
+    # sorted() is stable: of equally frequent prompts the first seen go first.
+    prompts = sorted(by_prompt.values(), key=len, reverse=True)[:MAX_PROMPTS]
+    rows = []
+    columns: set[int] = set()
+    for by_step in prompts:
+        steps = evenly_spaced(sorted(by_step), MAX_COLUMNS)
+        rows.append([by_step[step] for step in steps])
+        columns.update(steps)
+    if len(columns) > MAX_COLUMNS:
+        return rows
+    return [[by_step.get(step) for step in sorted(columns)] for by_step in prompts]
+
+
+def strips(samples: Sequence[SavedSample]) -> list[dict[str, Any]]:
+    """Return a strip per prompt: its caption, and a look or None per step; [] without a picture."""
+    rows = pick_rows(samples)
+    pictures = load_pictures([sample.path for row in rows for sample in row if sample])
+    rows_of_looks = []
+    for row in rows:
+        looks = [_look(sample, pictures) if sample else None for sample in row]
+        caption = next(sample.caption for sample in row if sample)
+        rows_of_looks.append({"caption": caption, "looks": looks})
+    return rows_of_looks if pictures else []
+
+
+def _look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> dict[str, Any] | None:
+    if sample.path not in pictures:
         return None
-    data = path.read_bytes() if max(size) <= side else video.shrunk_video(path, side)
-    return Picture(mime="video/mp4", data=data, size=size) if data else None
-
-
-def frame(picture: Picture, *, title: str, alt: str) -> str:
-    """The picture, which a click enlarges. Videos play, silent and over and over, while they can be seen (report.js)."""
-    url = f"data:{picture.mime};base64,{base64.b64encode(picture.data).decode('ascii')}"
-    pixelated = ' class="pixelated"' if max(picture.size) < PIXELATED_BELOW else ""
-    shared = f'{pixelated} src="{url}" width="{picture.size[0]}" height="{picture.size[1]}"'
-    if picture.mime.startswith("video/"):
-        inner = f'<video{shared} aria-label="{escape(alt)}" muted loop playsinline preload="auto"></video>'
-    else:
-        inner = f'<img{shared} alt="{escape(alt)}">'
-    return f'<button type="button" class="frame" title="{escape(title)}">{inner}</button>'
+    step = f"step {sample.step}"
+    weights = f"weights of version {sample.policy_version}"
+    return {
+        "picture": pictures[sample.path],
+        "alt": f"{sample.caption}, {step}",
+        "title": f"{step}, {weights}: {rewards_text(sample.rewards) or 'no rewards'}",
+        "step": step,
+        "reward": sample.reward,
+    }

@@ -1,4 +1,4 @@
-"""Evaluation through the replicas: pure ODE samples with fixed noise identities, scored by the run's rewards."""
+"""Evaluate through the replicas: ODE samples on fixed noise, scored by the run's rewards."""
 
 from __future__ import annotations
 
@@ -27,32 +27,30 @@ from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
 NUM_IMAGES = 28  # saved to be looked at, over all tasks
-SAMPLES_AT_ONCE = 512  # whose pixels are held until they are scored
-PIXEL_BYTES_AT_ONCE = (
-    2 * 2**30
-)  # and not more of them than this: 36 videos of 49 frames at 480 x 832
-FIGURES = (
-    "colour_entropy_bit",
-    "latent_spread",
-    "saturation",
-)  # of diversity, each a mean over prompts
+# Samples whose pixels are in memory until they are scored: at most 512, and at most 2 GiB
+# (36 videos of 49 frames at 480 x 832).
+SAMPLES_AT_ONCE = 512
+PIXEL_BYTES_AT_ONCE = 2 * 2**30
+# Of diversity; each is a mean over prompts.
+FIGURES = ("colour_entropy_bit", "latent_spread", "saturation")
 
 Plan = list[tuple[Prompt, range]]  # each prompt once, with the indices of its samples
 
 
 def eval_sampling(config: Config) -> Sampling:
-    """How the config's evaluations are sampled: as the rollout, but by ODE alone."""
+    """Return how evaluations are sampled: as the rollout, but by ODE alone."""
     sampling = sampling_of(config.rollout)
     steps = config.eval.num_inference_steps or sampling.num_inference_steps
     return replace(sampling, num_inference_steps=steps, sde_type="ode", sde_window_size=0)
 
 
 def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
-    """Which samples an evaluation draws, the same for every model and layout.
+    """Plan the samples of an evaluation, the same for every model and layout.
 
-    num_samples is the total; 0 means one a prompt. Where prompts have a `task` field, every task gets the same number
-    (± 1, the first ones more); within a task the prompts take turns in file order. A prompt that repeats an earlier one is
-    left out: it would draw the same noise. ValueError for fewer samples than tasks.
+    num_samples: in all; 0 means one a prompt. Every task gets the same number (± 1, the first
+    ones more), and within a task so does every prompt, in file order. A prompt that repeats an
+    earlier one is left out: it would draw the same noise.
+    Raises ValueError for fewer samples than tasks.
     """
     unique = list({prompt.id: prompt for prompt in prompts}.values())
     if not num_samples:
@@ -62,23 +60,25 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
         by_task.setdefault(task_of(prompt), []).append(prompt)
     if num_samples < len(by_task):
         raise ValueError(
-            f"{num_samples} samples < {len(by_task)} tasks of the prompts ({', '.join(by_task)}); every task needs one: "
-            f"set --num-samples or eval.num_samples to {len(by_task)} or more"
+            f"{num_samples} samples < {len(by_task)} tasks of the prompts ({', '.join(by_task)}); "
+            f"every task needs one: set --num-samples or eval.num_samples to {len(by_task)} or more"
         )
     plan: Plan = []
-    for place, of_task in enumerate(by_task.values()):
-        count = num_samples // len(by_task) + (place < num_samples % len(by_task))
-        shares = [
-            count // len(of_task) + (turn < count % len(of_task)) for turn in range(len(of_task))
-        ]
-        plan += [
-            (prompt, range(share)) for prompt, share in zip(of_task, shares, strict=True) if share
-        ]
+    for task_prompts, count in zip(by_task.values(), _split(num_samples, len(by_task))):
+        for prompt, prompt_count in zip(task_prompts, _split(count, len(task_prompts))):
+            if prompt_count:
+                plan.append((prompt, range(prompt_count)))
     return plan
 
 
+def _split(total: int, parts: int) -> list[int]:
+    """Split a number into equal parts; the first ones take the remainder."""
+    quotient, remainder = divmod(total, parts)
+    return [quotient + (index < remainder) for index in range(parts)]
+
+
 def groups_in_a_call(plan: Plan, sampling: Sampling, *, batch_size: int) -> int:
-    """The most groups that an evaluation asks for in one call, however few replicas there are."""
+    """Return the most groups that an evaluation can ask for in one call."""
     template = RolloutRequest(
         prompt=plan[0][0], sampling=sampling, sample_indices=(), seed=0, step=EVAL_STEP
     )
@@ -87,28 +87,30 @@ def groups_in_a_call(plan: Plan, sampling: Sampling, *, batch_size: int) -> int:
 
 
 def task_of(prompt: Prompt) -> str:
-    """The prompt file's `task` column, "" without one."""
+    """Return the prompt file's `task` column, "" without one."""
     task = prompt.fields.get("task")
     return "" if task is None else str(task)
 
 
 def pictured(plan: Plan, count: int = NUM_IMAGES) -> set[Identity]:
-    """The samples whose images are kept: `count` in all, the tasks in turn, first samples of different prompts first."""
-    ranked: dict[str, list[tuple[int, int, Identity]]] = {}
-    for place, (prompt, indices) in enumerate(plan):
-        of_task = ranked.setdefault(task_of(prompt), [])
-        of_task += [(index, place, (prompt.id, index)) for index in indices[:count]]
-    turns = [
-        (turn, number, identity)
-        for number, of_task in enumerate(ranked.values())
-        for turn, (_, _, identity) in enumerate(sorted(of_task)[:count])
-    ]
+    """Choose `count` samples whose images are saved.
+
+    Tasks take turns; within a task, first samples of different prompts come first.
+    """
+    by_task: dict[str, list[tuple[int, int, Identity]]] = {}
+    for position, (prompt, indices) in enumerate(plan):
+        ranked = by_task.setdefault(task_of(prompt), [])
+        ranked += [(index, position, (prompt.id, index)) for index in indices[:count]]
+    turns = []
+    for task_number, ranked in enumerate(by_task.values()):
+        for turn, (_, _, identity) in enumerate(sorted(ranked)[:count]):
+            turns.append((turn, task_number, identity))
     return {identity for _, _, identity in sorted(turns)[:count]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an evaluation found. images: a sample's `file` → its pixels, uint8 [F, H, W, 3]."""
+    """An evaluation and its images: a sample's `file` → its pixels, uint8 [F, H, W, 3]."""
 
     evaluation: Evaluation
     images: dict[str, Tensor]
@@ -127,10 +129,12 @@ def evaluate(
     model: str,
     on_samples: Callable[[int], object] = lambda count: None,
 ) -> Outcome:
-    """Collective; the data-parallel ranks share the prompts and all return the same outcome.
+    """Sample and score the plan; all ranks return the same outcome. Collective.
 
-    sampling: see eval_sampling. batch_size: most samples of one prompt in a request. model: what is evaluated, for the
-    record. on_samples: called with the number of samples that arrived. Raises AgreedError when a replica or reward fails.
+    Data-parallel ranks divide the prompts.
+    sampling: see eval_sampling. batch_size: most samples of one prompt in a request.
+    model: its name in the record. on_samples: called with the number of samples that arrived.
+    Raises AgreedError when a replica or reward fails.
     """
     requests = _requests(
         plan[mesh.dp_rank :: mesh.dp],
@@ -145,13 +149,13 @@ def evaluate(
         ),
     )
     wanted = pictured(plan)
-    share = agreed(
+    scored = agreed(
         lambda: _sample_and_score(fleet, scorer, requests, wanted, on_samples=on_samples),
         mesh.cpu_group,
         here=mesh.is_model_group_source,
     )
-    samples, figures, images = _gather(share, mesh=mesh)
-    order = {(prompt.id, index): place for place, (prompt, index) in enumerate(_each(plan))}
+    scored = _gather(scored, mesh=mesh)
+    order = {identity: position for position, identity in enumerate(_identities(plan))}
     evaluation = Evaluation(
         model=model,
         step=policy_version or 0,
@@ -163,35 +167,38 @@ def evaluate(
         height=sampling.height,
         width=sampling.width,
         num_frames=sampling.num_frames,
-        samples=sorted(samples, key=lambda sample: order[sample.identity]),
-        diversity={name: _mean_of_known(figures, name) for name in FIGURES},
+        samples=sorted(scored.samples, key=lambda sample: order[sample.identity]),
+        diversity={name: _mean_figure(scored.figures, name) for name in FIGURES},
     )
-    return Outcome(evaluation=evaluation, images=images)
+    return Outcome(evaluation=evaluation, images=scored.images)
 
 
 def eval_metrics(evaluation: Evaluation, weights: dict[str, float]) -> dict[str, float]:
-    """eval/<reward>, their weighted sum eval/mean, and the figures of diversity that are known."""
+    """Return eval/<reward>, their weighted sum eval/mean, and the figures of diversity."""
     means = {name: evaluation.estimate(name).mean for name in evaluation.reward_names}
     total = sum(weights[name] * mean for name, mean in means.items())
-    known = {name: value for name, value in evaluation.diversity.items() if value is not None}
-    return {f"eval/{name}": value for name, value in ({"mean": total} | means | known).items()}
+    figures = {"mean": total} | means | evaluation.diversity
+    return {f"eval/{name}": value for name, value in figures.items() if value is not None}
 
 
 @dataclass
-class _Share:
-    """What one data-parallel rank found. figures: prompt id → its figures of diversity, None where there is none."""
+class _Scored:
+    """Samples of one data-parallel rank, or of all.
+
+    figures: prompt id → its figures of diversity, None for one that it has not.
+    """
 
     samples: list[EvaluatedSample] = field(default_factory=list)
     figures: dict[str, dict[str, float | None]] = field(default_factory=dict)
     images: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _each(plan: Plan) -> Iterator[tuple[Prompt, int]]:
-    return ((prompt, index) for prompt, indices in plan for index in indices)
+def _identities(plan: Plan) -> Iterator[Identity]:
+    return ((prompt.id, index) for prompt, indices in plan for index in indices)
 
 
 def _requests(plan: Plan, *, batch_size: int, template: RolloutRequest) -> list[RolloutRequest]:
-    """At most batch_size samples each, longest first: the scorer takes groups of one size."""
+    """Return requests of at most batch_size samples, longest first: groups of one size together."""
     requests = [
         replace(template, prompt=prompt, sample_indices=tuple(indices[first : first + batch_size]))
         for prompt, indices in plan
@@ -207,8 +214,8 @@ def _sample_and_score(
     wanted: set[Identity],
     *,
     on_samples: Callable[[int], object],
-) -> _Share:
-    share = _Share()
+) -> _Scored:
+    scored = _Scored()
     pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
     missing = Counter(request.prompt.id for request in requests)
     scorer.reset()  # drops what a failed step left behind
@@ -219,16 +226,16 @@ def _sample_and_score(
             scorer.submit(groups[-1])
             on_samples(len(group.sample_indices))
         for group, rewards_G in zip(groups, _by_sample(scorer.collect()), strict=True):
-            _keep(share, group, rewards_G, wanted)
+            _add(scored, group, rewards_G, wanted)
             pending.setdefault(group.prompt.id, []).append(group)
             missing[group.prompt.id] -= 1
             if not missing[group.prompt.id]:
-                share.figures[group.prompt.id] = _figures(pending.pop(group.prompt.id))
-    return share
+                scored.figures[group.prompt.id] = _figures(pending.pop(group.prompt.id))
+    return scored
 
 
 def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
-    """Runs of requests of one size, of as many samples as may be held at once, or one request."""
+    """Yield runs of requests of one size, with as many samples as may be in memory at once."""
     for size, same_size in groupby(requests, key=lambda request: len(request.sample_indices)):
         run = list(same_size)
         sampling = run[0].sampling
@@ -238,14 +245,14 @@ def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]
 
 
 def _by_sample(scores: dict[str, Tensor]) -> list[list[dict[str, float]]]:
-    """Reward → [P, G] as P lists of G samples' rewards, without the total."""
+    """Turn reward → [P, G] into P lists of G samples' rewards, without the total."""
     names = [name for name in scores if name != TOTAL]
     scores_PGR = torch.stack([scores[name] for name in names], dim=-1).tolist()
     return [[dict(zip(names, values, strict=True)) for values in group] for group in scores_PGR]
 
 
-def _keep(
-    share: _Share, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]
+def _add(
+    scored: _Scored, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]
 ) -> None:
     prompt = group.prompt
     rows = zip(group.sample_indices, group.pixels_GFHWC, rewards_G, strict=True)
@@ -253,7 +260,7 @@ def _keep(
         is_wanted = (prompt.id, sample_index) in wanted
         suffix = picture_suffix(pixels_FHWC)
         file = image_name(prompt.id, sample_index, suffix=suffix) if is_wanted else None
-        share.samples.append(
+        scored.samples.append(
             EvaluatedSample(
                 prompt_id=prompt.id,
                 sample_index=sample_index,
@@ -264,12 +271,15 @@ def _keep(
             )
         )
         if file:
-            # not a view, which would keep the pixels of its whole group
-            share.images[file] = pixels_FHWC.clone()
+            # Not a view, which would keep the pixels of its whole group
+            scored.images[file] = pixels_FHWC.clone()
 
 
 def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
-    """Diversity of all samples of one prompt, of colour where it names none. Of a video, its middle frame is looked at."""
+    """Return the diversity of one prompt's samples; a video's middle frame stands for it.
+
+    Diversity of colour is None where the prompt names a colour.
+    """
     indices = torch.tensor([index for group in groups for index in group.sample_indices])
     order = indices.argsort(stable=True)
     frames = torch.cat([group.middle_frames_GHWC for group in groups])[order]
@@ -284,32 +294,26 @@ def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
-def _mean_of_known(figures: dict[str, dict[str, float | None]], name: str) -> float | None:
-    """Over prompts in the order of their ids, so that the sum is the same for every layout."""
-    known = [figures[key][name] for key in sorted(figures) if figures[key][name] is not None]
-    return fmean(known) if known else None  # type: ignore[type-var]
+def _mean_figure(figures: dict[str, dict[str, float | None]], name: str) -> float | None:
+    """Return the mean over the prompts that have the figure."""
+    # In the order of prompt ids, so that the sum is the same for every layout.
+    values = [figures[prompt_id][name] for prompt_id in sorted(figures)]
+    values = [value for value in values if value is not None]
+    return fmean(values) if values else None
 
 
-def _gather(
-    share: _Share | None, *, mesh: Mesh
-) -> tuple[list[EvaluatedSample], dict[str, dict[str, float | None]], dict[str, Tensor]]:
-    """The shares of all data-parallel ranks on every rank. Collective."""
-    samples: list[EvaluatedSample] = []
-    figures: dict[str, dict[str, float | None]] = {}
-    images: dict[str, Tensor] = {}
+def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
+    """Return what all data-parallel ranks scored, on every rank. Collective."""
+    gathered = _Scored()
     for source in range(0, mesh.world_size, mesh.sp * mesh.tp):
-        mine = share if mesh.rank == source else None
-        plain = mine and {
-            "samples": [asdict(sample) for sample in mine.samples],
-            "figures": mine.figures,
-        }
-        found = broadcast_json(plain, source=source, group=mesh.cpu_group)
-        samples += [EvaluatedSample(**sample) for sample in found["samples"]]  # type: ignore[index]
-        figures |= found["figures"]  # type: ignore[index]
-        payload = (
-            save({name: pixels.contiguous() for name, pixels in mine.images.items()})
-            if mine
-            else None
-        )
-        images |= load(broadcast_bytes(payload, source=source, group=mesh.cpu_group))
-    return samples, figures, images
+        record = None
+        payload = None
+        if mesh.rank == source:
+            samples = [asdict(sample) for sample in scored.samples]
+            record = {"samples": samples, "figures": scored.figures}
+            payload = save({name: pixels.contiguous() for name, pixels in scored.images.items()})
+        record = broadcast_json(record, source=source, group=mesh.cpu_group)
+        gathered.samples += [EvaluatedSample(**sample) for sample in record["samples"]]
+        gathered.figures |= record["figures"]
+        gathered.images |= load(broadcast_bytes(payload, source=source, group=mesh.cpu_group))
+    return gathered

@@ -4,21 +4,30 @@ from html import unescape
 
 import pytest
 
+from megadiff.observe.evaluation import MeanEstimate
+from megadiff.report import charts
 from megadiff.report.charts import (
     MAX_POINTS,
     Axis,
-    Bar,
     band_path,
-    bar_chart,
     curve,
     dots_path,
-    line_chart,
     line_path,
     running_mean,
-    stacked_chart,
     ticks,
     value_axis,
 )
+from megadiff.report.page import ENVIRONMENT
+
+
+def drawn(kind: str, *data, **options) -> str:
+    """Return the HTML of a line_chart, stacked_chart or bar_chart."""
+    macros = ENVIRONMENT.get_template("charts.html").module
+    return str(getattr(macros, kind)(getattr(charts, kind)(*data, **options)))
+
+
+def mean(value: float, low: float | None = None, high: float | None = None) -> MeanEstimate:
+    return MeanEstimate(mean=value, low=low, high=high, n=9)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +86,20 @@ def test_running_mean_keeps_gaps_and_constants():
 
 def test_a_chart_carries_its_values_and_escapes_its_words():
     rows = [{"step": 1, "a/x": 0.5}, {"step": 4, "a/x": None}, {"step": 7, "a/x": 2.0}]
-    html = line_chart(curve(rows, "a/x"), title='<b>"&', key="a/x")
+    html = drawn("line_chart", curve(rows, "a/x"), title='<b>"&', key="a/x")
     data = json.loads(unescape(re.search(r'data-chart="([^"]*)"', html)[1]))
     assert data == {"steps": [1, 4, 7], "x": [0, 0.5, 1], "series": [['<b>"&', ["0.5", "–", "2"]]]}
     assert "<b>" not in html and "1 not finite" in html
 
 
 def test_bars_stack_to_the_total_at_their_steps():
-    html = stacked_chart(
-        [10, 20, 40], [("a", [1, 2, 3]), ("b", [1, 0, 1])], title="t", key="k", unit="s"
+    html = drawn(
+        "stacked_chart",
+        [10, 20, 40],
+        {"a": [1, 2, 3], "b": [1, 0, 1]},
+        title="t",
+        key="k",
+        unit="s",
     )
     boxes = [
         tuple(map(float, box))
@@ -110,32 +124,27 @@ def rects(html: str) -> list[tuple[int, float, float]]:
 
 
 def test_lying_bars_are_as_long_as_their_values_and_carry_their_intervals():
-    groups = [
-        ("<one>", [Bar(value=0.5, low=0.4, high=0.65), Bar(value=0.25)]),
-        ("two", [None, Bar(value=1.0)]),
-    ]
-    html = bar_chart(
-        groups, series=["before", "now"], title="t", key="k", axis=Axis(low=0.0, high=1.0)
+    rows = {"<one>": [mean(0.5, 0.4, 0.65), mean(0.25)], "two": [None, mean(1.0)]}
+    html = drawn(
+        "bar_chart", rows, series=["before", "now"], title="t", key="k", is_share=True, text=str
     )
     assert rects(html) == [(4, 0, 500), (0, 0, 250), (0, 0, 1000)]
     assert re.findall(r'class="whisker" d="M(.*?) .*?H(.*?)"', html) == [("400.0", "650.0")]
-    assert re.findall(r"<b>(.*?)</b>", html) == ["0.5", "0.25", "–", "1"]
+    assert re.findall(r"<b>(.*?)</b>", html) == ["0.5", "0.25", "–", "1.0"]
     assert "&lt;one&gt;" in html and "<one>" not in html
     assert html.index("before") < html.index("now")
 
 
 def test_a_bar_below_zero_goes_left_from_zero():
-    html = bar_chart(
-        [("a", [Bar(value=-2.0)]), ("b", [Bar(value=2.0)])], series=["s"], title="t", key="k"
-    )
+    rows = {"a": [mean(-2.0)], "b": [mean(2.0)]}
+    html = drawn("bar_chart", rows, series=["s"], title="t", key="k")
     (_, left, width), (_, zero, other) = rects(html)
     assert left + width == pytest.approx(zero, abs=0.2) and zero == pytest.approx(500, abs=0.2)
     assert width == pytest.approx(other, abs=0.2)
-    assert rects(bar_chart([("a", [Bar(value=0.0)])], series=["s"], title="t", key="k")) == [
-        (0, 0, 0)
-    ]
+    html = drawn("bar_chart", {"a": [mean(0.0)]}, series=["s"], title="t", key="k")
+    assert rects(html) == [(0, 0, 0)]
 
 
 def test_more_series_than_can_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="6 series in one bar chart, at most 5"):
-        bar_chart([], series=list("abcdef"), title="t", key="k")
+        charts.bar_chart({}, series=list("abcdef"), title="t", key="k")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from synthetic_evaluation import TASKS, evaluation, write
 
 from megadiff.observe.evaluation import Comparison
-from megadiff.report.evaluation_page import headline, render, write_evaluation_page
+from megadiff.report.evaluation_page import headline, write_evaluation_page
 from megadiff.report.evaluation_table import to_text
 
 
@@ -32,9 +32,9 @@ def test_the_page_needs_nothing_but_itself_and_shows_every_task(tmp_path):
 
 def test_a_comparison_shows_both_on_the_same_noise(tmp_path):
     comparison = compared(tmp_path)
-    page = render(
+    page = write_evaluation_page(
         tmp_path, comparison.evaluation, comparison, baseline_folder=tmp_path / "baseline"
-    )
+    ).read_text("utf-8")
     assert len(re.findall(r"data:image/png;base64,", page)) == 56
     pairs = re.findall(r'<div class="pair">(.*?)</li>', page, re.S)
     assert len(pairs) == 28 and all(pair.count("<img") == 2 for pair in pairs)
@@ -58,7 +58,7 @@ def test_the_headline_says_a_change_only_beyond_its_interval(tmp_path):
 def test_a_page_without_images_or_tasks_is_whole(tmp_path):
     plain = evaluation(0.5)
     plain = replace(plain, samples=[replace(sample, task="") for sample in plain.samples])
-    page = render(tmp_path, plain)
+    page = write_evaluation_page(tmp_path, plain).read_text("utf-8")
     assert 'class="name">all</span>' in page and "<h2>Samples</h2>" not in page
 
 

@@ -7,9 +7,8 @@ from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, write_
 from megadiff.observe.evaluation import Comparison, evaluation_folder, write_evaluation
 from megadiff.observe.heldout import compare_ends, read_evaluations
 from megadiff.observe.trackers import build_trackers
-from megadiff.report.evaluation_parts import leading_reward, mark
-from megadiff.report.report import write_report
-from megadiff.report.run_evaluation import accuracy_headline
+from megadiff.report.evaluation_page import leading_reward
+from megadiff.report.report import accuracy_headline, write_report
 
 
 def page_of(folder) -> str:
@@ -35,7 +34,7 @@ def test_the_first_and_last_evaluation_stand_side_by_side(tmp_path):
     assert held_out.count('<path class="whisker"') == 2 * 2 * (len(TASKS) + 1)
     assert held_out.count('<li><div class="pair">') == 24 and held_out.count("<img") == 48
     assert held_out.count("step 0") and held_out.count("step 60")
-    assert "a sign that says &quot;OPEN&quot; &lt;b&gt;&amp;&lt;/b&gt;, step 60" in held_out
+    assert "a sign that says &#34;OPEN&#34; &lt;b&gt;&amp;&lt;/b&gt;, step 60" in held_out
 
 
 def test_pairs_are_the_same_sample_with_verdicts_in_words(tmp_path):
@@ -111,7 +110,7 @@ def test_rewards_that_are_no_verdict_leave_the_headline_to_the_reward(tmp_path):
     page = page_of(folder)
     assert "<h1>Reward rose from" in page and "Held-out color</span><strong>0." in page
     assert "✓" not in page and leading_reward(replace(found, samples=plain)) == "color"
-    assert mark(0.25, is_share=False) == "<b>0.25</b>"
+    assert "<p><b>0.8</b></p>" in page and "<p><b>0.4</b></p>" in page
 
 
 def test_curves_alone_are_shown_when_there_are_no_records(tmp_path):
@@ -153,3 +152,15 @@ def test_a_picture_that_is_gone_leaves_its_verdict(tmp_path):
 def test_the_prompts_of_the_page_are_text(tmp_path):
     page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
     assert len(PROMPTS) == len(TASKS) and "<b>&</b>" not in page
+
+
+def test_a_reward_that_the_first_evaluation_had_not_is_shown_without_a_value(tmp_path):
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True)
+    first, images = evaluation_of(0, num_steps=60)
+    plain = [
+        replace(sample, rewards={"color": sample.rewards["color"]}) for sample in first.samples
+    ]
+    write_evaluation(evaluation_folder(folder, 0), replace(first, samples=plain), images)
+    pairs = re.findall(r'<div class="pair">(.*?)</li>', page_of(folder), re.S)
+    assert len(pairs) == 24 and all("<b>–</b>" in pair for pair in pairs)
+    assert all(re.search("</span> (right|wrong)</b>", pair) for pair in pairs)

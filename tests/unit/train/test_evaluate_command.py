@@ -9,6 +9,7 @@ import yaml
 
 from megadiff.cli import evaluate as command
 from megadiff.cli.evaluate import main
+from megadiff.cli.evaluate_subject import resolve
 
 SIZE = ["rollout.height=64", "rollout.width=64"]
 
@@ -122,7 +123,7 @@ def subject_of(*arguments, prompts=None, reward=(), num_samples=None, out=None, 
         out=out,
         baseline=baseline,
     )
-    return command._subject(options, overrides)
+    return resolve(options, overrides)
 
 
 def test_a_model_may_say_how_it_is_evaluated(tiny_model, tmp_path, prompts):

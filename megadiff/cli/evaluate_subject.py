@@ -1,0 +1,175 @@
+"""Resolve what `megadiff evaluate` was asked for: a model or a run, its config and its samples.
+
+Everything that can be refused is refused here, with ValueError, before a replica starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.config.load import load_config
+from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.validate import validate
+from megadiff.models.adapter import ModelAdapter
+from megadiff.models.registry import build_adapter, check_model_folder
+from megadiff.train.build import read_prompts, run_folder
+from megadiff.train.evaluate import Plan, eval_sampling, groups_in_a_call, spread
+from megadiff.train.sampling import check_call
+from megadiff.types import Sampling
+
+# In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
+MODEL_CONFIG = "evaluate.yaml"
+# Keys that training needs and evaluation does not look at, and a size.
+MODEL_DEFAULTS = [
+    "run.dir=runs",
+    "train.num_steps=0",
+    "train.prompts_per_step=1",
+    "algorithm.group_size=2",
+    "optim.lr=1",
+    "rollout.height=512",
+    "rollout.width=512",
+    "rollout.sde_window_size=1",
+    "rollout.sde_window_range=[0,1]",
+]
+# In place of the run's own; its sync.folder belongs to the run.
+RUN_DEFAULTS = ["rollout.num_replicas=0", "checkpoint.resume=auto", "sync.transport=http"]
+# Evaluation is one process beside one replica, whatever the run was.
+FIXED = [
+    "parallel.dp=0",
+    "parallel.dp_replicate=1",
+    "parallel.sp=1",
+    "parallel.tp=1",
+    "engine.fp8=none",
+    "rollout.mode=colocated",
+    "track=[]",
+    "eval.every=0",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model or run to evaluate.
+
+    target: as the user named it. config: resolved for it. folder: where its record goes.
+    """
+
+    target: Path
+    config: Config
+    adapter: ModelAdapter
+    folder: Path
+
+    @property
+    def is_run(self) -> bool:
+        return _is_run(self.target)
+
+
+def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[Subject, Plan]:
+    """Return the subject and the plan of its samples. options: of the command."""
+    target: Path = options.target
+    config = _with_options(_config(target, config_arguments), options)
+    if not config.reward:
+        raise ValueError(
+            "no reward to score with; give --reward NAME, e.g. --reward color, or "
+            "reward.<name>.type=TYPE"
+        )
+    validate(config, dp=1)
+    adapter = _checked_adapter(config)
+    prompts = read_prompts(config, config.eval.prompts)
+    plan = spread(prompts, config.eval.num_samples)
+    sampling = eval_sampling(config)
+    num_groups = groups_in_a_call(plan, sampling, batch_size=config.rollout.batch_size)
+    check_call(sampling, num_groups, what="the evaluation")
+    adapter.check_prompts(prompts)
+    folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))
+    return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
+
+
+def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]) -> Subject:
+    """Return the baseline, which draws from the subject's noise.
+
+    A plain pipeline folder is sampled as the subject is. Raises ValueError where the baseline's
+    own settings need other noise.
+    """
+    config = _config(target, config_arguments)
+    if not _is_run(target) and not (target / MODEL_CONFIG).is_file():
+        model = replace(subject.config.model, path=str(target))
+        run = replace(config.run, device=subject.config.run.device)
+        config = replace(subject.config, run=run, model=model)
+    adapter = _checked_adapter(config)
+    ours = eval_sampling(subject.config)
+    theirs = eval_sampling(config)
+    our_shape = subject.adapter.latents_shape(ours)
+    their_shape = adapter.latents_shape(theirs)
+    if (_size_text(ours), our_shape) != (_size_text(theirs), their_shape):
+        raise ValueError(
+            f"{subject.target} draws {_size_text(ours)} from latents of {list(our_shape)}, the "
+            f"baseline {target} {_size_text(theirs)} from {list(their_shape)}: the same noise "
+            "needs the same; set rollout.height and rollout.width, or take another baseline"
+        )
+    folder = subject.folder / "baseline"
+    return Subject(target=target, config=config, adapter=adapter, folder=folder)
+
+
+def _size_text(sampling: Sampling) -> str:
+    size = f"{sampling.width}x{sampling.height}"
+    return f"{size}x{sampling.num_frames}" if sampling.num_frames > 1 else size
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _config(target: Path, config_arguments: list[str]) -> Config:
+    """Return the target's own config, then the arguments, then what evaluation needs."""
+    if not target.is_dir():
+        raise ValueError(
+            f"{target} does not exist; give a diffusers pipeline folder or a run's folder"
+        )
+    if not _is_run(target):
+        model_config = target / MODEL_CONFIG
+        base = [*MODEL_DEFAULTS, f"run.name=evaluate_{target.name}"]
+        base += [str(model_config)] if model_config.is_file() else []
+        return load_config([*base, f"model.path={target}", *config_arguments, *FIXED])
+    name = [f"run.dir={target.parent}", f"run.name={target.name}"]
+    base = [str(target / "config.yaml"), *name, *RUN_DEFAULTS]
+    config = load_config([*base, *config_arguments, *FIXED])
+    if config.checkpoint.resume == "auto" and not whole_looking(target / "checkpoints"):
+        raise ValueError(
+            f"{target} holds no checkpoint; evaluate the model it started from, {config.model.path}"
+        )
+    return config
+
+
+def _with_options(config: Config, options: argparse.Namespace) -> Config:
+    """Return the config with --prompts, --num-samples and --reward over its own keys."""
+    prompts = options.prompts or config.eval.prompts or config.data.prompts
+    if not prompts:
+        raise ValueError("no prompts to sample; give --prompts FILE, or eval.prompts=FILE")
+    # A model's evaluate.yaml names a file of its own folder.
+    beside_model = options.target / prompts
+    if not Path(prompts).exists() and beside_model.exists():
+        prompts = str(beside_model)
+    num_samples = config.eval.num_samples if options.num_samples is None else options.num_samples
+    if options.num_samples is not None and num_samples < 1:
+        raise ValueError(f"--num-samples={num_samples} < 1; leave it out for one sample a prompt")
+    rewards = {}
+    for kind in options.reward:
+        name = kind.rpartition(":")[2]  # of module:Class, the class
+        rewards[name] = config.reward.get(name) or RewardConfig(type=kind)
+    return replace(
+        config,
+        eval=replace(config.eval, prompts=prompts, num_samples=num_samples),
+        data=replace(config.data, prompts=config.data.prompts or prompts),
+        reward=rewards or config.reward,
+    )
+
+
+def _checked_adapter(config: Config) -> ModelAdapter:
+    model = Path(config.model.path)
+    check_model_folder(model)
+    adapter = build_adapter(model)
+    adapter.validate(eval_sampling(config))
+    return adapter
