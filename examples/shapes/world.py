@@ -216,6 +216,12 @@ def sample_images(
     return images, texts
 
 
+def make_chunk(seed: int, number: int, count: int) -> tuple[np.ndarray, list[str]]:
+    """Return the first `count` images of chunk `number` of a seed, as sample_images does."""
+    digest = hashlib.blake2b(f"images/{seed}/{number}".encode(), digest_size=8).digest()
+    return _sample_chunk(int.from_bytes(digest, "little"), 0, count)
+
+
 def write_prompts(folder: Path) -> list[Path]:
     """shapes_train.jsonl: the captions that are not held out; shapes_heldout.jsonl: those that are, and all of the two
     tasks too small to split, which are in both files; shapes_rl.jsonl: at most RL_CAPTIONS of each task of the first, as

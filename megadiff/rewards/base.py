@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megadiff.config.schema import RewardConfig
+from megadiff.process.doors import import_class, near
 from megadiff.rewards import REWARDS
 from megadiff.types import Prompt
 
@@ -92,28 +91,10 @@ def _resolve(name: str, reward_type: str) -> type[Reward]:
     path = reward_type if ":" in reward_type else REWARDS.get(reward_type)
     if path is None:
         raise ValueError(
-            f"reward.{name}.type={reward_type} is unknown{_near(reward_type, REWARDS)}; "
+            f"reward.{name}.type={reward_type} is unknown{near(reward_type, REWARDS)}; "
             f"known: {', '.join(sorted(REWARDS))}, or your own as my_package.my_module:MyReward"
         )
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"reward.{name}.type={reward_type}: module {module_name!r} cannot be imported ({error}); "
-            "install it or put its folder on PYTHONPATH"
-        ) from error
-    reward_class = getattr(module, class_name, None)
-    if reward_class is None:
-        raise ValueError(
-            f"reward.{name}.type={reward_type}: module {module_name!r} has no {class_name!r}"
-            f"{_near(class_name, vars(module))}"
-        )
-    if not (isinstance(reward_class, type) and issubclass(reward_class, Reward)):
-        raise ValueError(
-            f"reward.{name}.type={reward_type}: {class_name!r} is not a class derived from megadiff.rewards.base.Reward"
-        )
-    return reward_class
+    return import_class(path, Reward, key=f"reward.{name}.type={reward_type}")
 
 
 def _check_args(
@@ -125,12 +106,7 @@ def _check_args(
     except TypeError as error:
         known = list(inspect.signature(reward_class).parameters)
         unknown = [arg for arg in args if arg not in known]
-        near = _near(unknown[0], known) if unknown else ""
+        hint = near(unknown[0], known) if unknown else ""
         raise ValueError(
-            f"reward.{name}.args (type={reward_type}): {error}{near}; it takes: {', '.join(known) or 'no arguments'}"
+            f"reward.{name}.args (type={reward_type}): {error}{hint}; it takes: {', '.join(known) or 'no arguments'}"
         ) from error
-
-
-def _near(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
