@@ -27,7 +27,7 @@ KINDS = "a folder, .parquet, .tar or module:Class"
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive rows. pixels_BHWC: uint8 RGB. captions: B of them. num_enlarged: see is_enlarged."""
+    """Hold consecutive rows. pixels_BHWC: uint8 RGB. captions: B. num_enlarged: see is_enlarged."""
 
     pixels_BHWC: np.ndarray
     captions: Sequence[str]

@@ -139,7 +139,7 @@ class ParquetStore(ImageStore):
 
 
 class TarStore(ImageStore):
-    """A webdataset: KEY.jpg|jpeg|png|webp with KEY.txt (the caption) or KEY.json (an object with it).
+    """Read a webdataset: KEY.jpg|jpeg|png|webp with KEY.txt (the caption) or KEY.json (with it).
 
     Where there are both, the .txt is the caption. Other members are ignored.
     The archive is scanned once for offsets; image data is not read.

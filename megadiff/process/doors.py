@@ -1,4 +1,4 @@
-"""Import the classes that a config names as `module:Class`: a user's rewards and sources of images."""
+"""Import the classes that a config names as `module:Class`: rewards and sources of images."""
 
 from __future__ import annotations
 
