@@ -1,4 +1,4 @@
-"""What the makers of tiny random pipelines share."""
+"""Write a tiny random pipeline whole or not at all, from weights of a seed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pathlib import Path
 
 import torch
 
-# Common words of prompts, of one token each.
+# Common words of prompts, of one token each. Their order is the vocabulary's.
 WORDS = (
-    "the image by detailing color shape size texture quantity text spatial relationships of objects and background "
-    "red green blue yellow cyan magenta white black orange purple pink brown grey gray gold violet "
-    "a an in on with photo picture painting drawing plain square circle star heart box sign that says wall sky light dark "
-    "triangle circles squares triangles stars two three four left right above below"
+    "the image by detailing color shape size texture quantity text spatial relationships of "
+    "objects and background red green blue yellow cyan magenta white black orange purple pink "
+    "brown grey gray gold violet a an in on with photo picture painting drawing plain square "
+    "circle star heart box sign that says wall sky light dark triangle circles squares triangles "
+    "stars two three four left right above below"
 ).split()
 
 
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
-    """Give a folder beside `out` to write into, renamed to `out` at the end; removed when the body raises. Raises
-    ValueError when `out` holds something already."""
+    """Give a folder beside `out` to write into, renamed to `out` at the end.
+
+    It is removed when the body raises. Raises ValueError when `out` holds something already.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; remove it or name another one")
     aside = out.parent / f".{out.name}.writing-{os.getpid()}"

@@ -43,7 +43,8 @@ class PromptSampler:
             fix = max(dp, round(prompts_per_step / dp) * dp)
             raise ValueError(
                 f"train.prompts_per_step={prompts_per_step} must be a positive multiple of dp={dp}"
-                f", as every data-parallel rank takes whole groups; set train.prompts_per_step={fix}"
+                ", as every data-parallel rank takes whole groups; set "
+                f"train.prompts_per_step={fix}"
             )
         assert 0 <= dp_rank < dp, f"dp_rank={dp_rank} is not in 0..{dp - 1}"
         self._prompts = tuple(prompts)
