@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -228,29 +229,17 @@ def test_wrong_classes_of_images_are_refused(name: str, words: str) -> None:
         open_images(name, seed=0)
 
 
-MY_IMAGES = """
-import numpy as np
-from megadiff.data.images import ImageSource
-class Grey(ImageSource):
-    def __init__(self, low, high, *, run_seed):
-        self.levels = range(int(low), int(high))
-        self.captions = [f"grey {level}" for level in self.levels]
-        self.fingerprint = f"{low} {high}"
-    def __len__(self):
-        return len(self.levels)
-    def pixels(self, row):
-        return np.full((20, 20, 3), self.levels[row], np.uint8)
-"""
-
-
-def test_a_class_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_test_images.py").write_text(MY_IMAGES)
+def test_the_class_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/sft.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_images.py.*?)```", page, re.DOTALL)
+    (tmp_path / "my_images.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    source = open_images("my_test_images:Grey:3:6", seed=0)
-    blocks = list(source.blocks(1, 3, size=8, height=50, width=50))
-    assert [list(block.captions) for block in blocks] == [["grey 4", "grey 5"]]
-    assert (len(source), blocks[0].num_enlarged) == (3, 2)
-    assert blocks[0].pixels_BHWC[:, 0, 0, 0].tolist() == [4, 5]
+    source = open_images("my_images:GreyImages:5", seed=0)
+    blocks = list(source.blocks(1, 3, size=8, height=150, width=150))
+    assert [list(block.captions) for block in blocks] == [["grey of level 1", "grey of level 2"]]
+    assert (len(source), blocks[0].num_enlarged) == (5, 2)
+    assert blocks[0].pixels_BHWC[:, 0, 0, 0].tolist() == [1, 2]
+    assert source.where(4) == "my_images:GreyImages:5: image 4"
 
 
 METADATA_REFUSALS = {
