@@ -54,6 +54,7 @@ class FlowBatches:
             len(dataset), seed=seed, shuffle=shuffle, source=source, digest=dataset.captions_digest
         )
         self._position = 0  # images taken so far, over all ranks
+        # One thread: the next batch is drawn while this one trains.
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[FlowBatch]] | None = None  # the batch of a position
 
@@ -82,6 +83,7 @@ class FlowBatches:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _batch(self, position: int) -> FlowBatch:
+        # All draws of an image follow each other, as the samples of a group do in RL.
         rows_N = torch.from_numpy(self._order.take(position + self._first, self._num_local))
         rows_N = rows_N.repeat_interleave(self._draws)
         latents_NLC = self._dataset.latents(rows_N)

@@ -150,6 +150,7 @@ class StoredImages(ImageSource):
         self.captions = [caption for store in stores for caption in store.captions]
         self.fingerprint = digest_of("\n".join(store.stamp for store in stores))
         self._stores = stores
+        # _ends[i]: the rows of store i and all before it.
         self._ends = list(accumulate(len(store.captions) for store in stores))
 
     def __len__(self) -> int:
@@ -176,7 +177,7 @@ def read_ahead(executor: Executor, calls: Iterable[Callable[[], T]], *, depth: i
 
     The executor is shut down at the end.
     """
-    begun: deque[Future[T]] = deque()
+    begun: deque[Future[T]] = deque()  # not Executor.map: that begins all calls at once
     try:
         for call in calls:
             begun.append(executor.submit(call))

@@ -33,6 +33,7 @@ from megadiff.data.images import Block, ImageSource
 from megadiff.data.pixels import ENLARGED
 from megadiff.data.prompts import checked_text, prompt_id
 from megadiff.data.row_files import RowTable, RowWriter, write_json, write_tensor
+from megadiff.data.stores import digest_of
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import (
     AgreedError,
@@ -140,6 +141,7 @@ def encode_dataset(
         )
 
     key = agreed(checked_key, group, here=is_first)
+    # Rank 0 looks for all: ranks that disagreed would wait for each other in collectives.
     whole = agreed(lambda: is_whole(folder / key.name), group, here=is_first)
     name, whole = broadcast_json([key.name, whole] if is_first else None, source=0, group=group)
     if whole:
@@ -178,7 +180,7 @@ def _model_fingerprint(adapter: ModelAdapter) -> str:
         if path.is_file() and name.parts[0] not in adapter.components:
             status = path.stat()
             stamps.append(f"{name} {status.st_size} {status.st_mtime_ns}")
-    return hashlib.blake2b("\n".join(stamps).encode(), digest_size=16).hexdigest()
+    return digest_of("\n".join(stamps))
 
 
 def _encode_images(
@@ -209,6 +211,7 @@ def _encode_images(
         writer.flush()
         write_json(aside / f"captions_{mesh.rank:05d}.json", captions)
 
+    # Closed at the end, also after an error: workers are still reading ahead then.
     blocks = source.blocks(
         rows.start, rows.stop, size=batch, height=sampling.height, width=sampling.width
     )
@@ -247,7 +250,7 @@ def _encode_captions(
 
     def encode_texts(start: int) -> None:
         embeds_BTD, mask_BT = encode(texts[start : min(start + TEXTS_PER_CALL, rows.stop)])
-        tokens.add(embeds_BTD[mask_BT])
+        tokens.add(embeds_BTD[mask_BT])  # without the padding
         lengths.add(mask_BT.sum(dim=1, dtype=torch.int32))
         progress.add(len(mask_BT))
 

@@ -31,7 +31,7 @@ def decode(data: bytes, *, where: str) -> np.ndarray:
     Raises ValueError for bytes that are no image or cut short, and for 32-bit samples.
     """
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data))  # lazy: most faults show when the pixels are read
         return np.asarray(_rgb(ImageOps.exif_transpose(image)))
     except DECODE_FAULTS as error:
         raise ValueError(
