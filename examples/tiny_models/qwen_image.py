@@ -8,11 +8,9 @@ latent channels are red, green and blue (see vae.shape_decoder).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import diffusers
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -23,7 +21,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from examples.tiny_models.parts import WORDS, seeded, written_aside
+from examples.tiny_models.parts import WORDS, seeded, write_folder
 from examples.tiny_models.vae import shape_decoder
 from megadiff.types import DTYPES
 
@@ -128,25 +126,8 @@ def write_pipeline(
 ) -> None:
     """Write the five parts as a diffusers pipeline folder; the networks are cast in place."""
     networks = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder}
-    with written_aside(out) as folder:
-        for name, network in networks.items():
-            if network.dtype != DTYPES[dtype]:
-                network.to(DTYPES[dtype])
-            network.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG).save_pretrained(folder / "scheduler")
-        index = {
-            "_class_name": "QwenImagePipeline",
-            "_diffusers_version": diffusers.__version__,
-            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-            "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
-            "tokenizer": ["transformers", "Qwen2Tokenizer"],
-            "transformer": ["diffusers", "QwenImageTransformer2DModel"],
-            "vae": ["diffusers", "AutoencoderKLQwenImage"],
-        }
-        (folder / "model_index.json").write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG)
+    write_folder(out, "QwenImagePipeline", networks, tokenizer, scheduler, dtype=dtype)
 
 
 def build_tokenizer() -> Qwen2Tokenizer:

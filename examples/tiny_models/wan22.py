@@ -6,18 +6,16 @@ to them (see `build_transformer`), and the two experts differ.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import diffusers
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from examples.tiny_models.parts import WORDS, seeded, written_aside
+from examples.tiny_models.parts import WORDS, seeded, write_folder
 from examples.tiny_models.vae import shape_decoder
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, LOW_NOISE
 from megadiff.types import DTYPES
@@ -72,43 +70,23 @@ def write_tiny_pipeline(
         "text_encoder": build_text_encoder(tokenizer, seed=seed),
         "vae": build_vae(tiny, seed=seed),
     }
-    if tiny.boundary_ratio is not None:
-        networks[LOW_NOISE] = build_transformer(tiny.channels, seed=seed + 1)
-    with written_aside(out) as folder:
-        for name, network in networks.items():
-            if network.dtype != DTYPES[dtype]:
-                network.to(DTYPES[dtype])
-            network.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        _scheduler().save_pretrained(folder / "scheduler")
-        (folder / "model_index.json").write_text(
-            json.dumps(_index(tiny), indent=2) + "\n", encoding="utf-8"
-        )
-
-
-def _index(tiny: TinyKind) -> dict[str, object]:
-    transformer = ["diffusers", "WanTransformer3DModel"]
-    return {
-        "_class_name": "WanPipeline",
-        "_diffusers_version": diffusers.__version__,
+    settings: dict[str, object] = {
         "boundary_ratio": tiny.boundary_ratio,
         "expand_timesteps": tiny.expand_timesteps,
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        # transformers 5 calls the class TokenizersBackend, a name that 4 does not know.
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        HIGH_NOISE: transformer,
-        LOW_NOISE: [None, None] if tiny.boundary_ratio is None else transformer,
-        "vae": ["diffusers", "AutoencoderKLWan"],
     }
-
-
-def _scheduler() -> UniPCMultistepScheduler:
-    return UniPCMultistepScheduler(
+    if tiny.boundary_ratio is None:
+        settings[LOW_NOISE] = [None, None]
+    else:
+        networks[LOW_NOISE] = build_transformer(tiny.channels, seed=seed + 1)
+    scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         num_train_timesteps=1000,
         flow_shift=FLOW_SHIFT,
     )
+    write_folder(out, "WanPipeline", networks, tokenizer, scheduler, dtype=dtype, settings=settings)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
