@@ -21,7 +21,7 @@ from examples.shapes.world import (
     sample_scene,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_captions_are_these_and_stay_these() -> None:
