@@ -1,1 +1,1 @@
-"""Shapes: the smallest world in which a text-to-image model can be pretrained, measured exactly and improved by RL."""
+"""Pretrain, measure exactly and improve by RL a text-to-image model, in the smallest such world."""

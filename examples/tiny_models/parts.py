@@ -1,28 +1,63 @@
-"""What the makers of tiny random pipelines share."""
+"""Write a tiny random pipeline whole or not at all, from weights of a seed."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import diffusers
 import torch
+from diffusers import SchedulerMixin
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-# Common words of prompts, of one token each.
+from megadiff.types import DTYPES
+
+# Common words of prompts, of one token each. Their order is the vocabulary's.
 WORDS = (
-    "the image by detailing color shape size texture quantity text spatial relationships of objects and background "
-    "red green blue yellow cyan magenta white black orange purple pink brown grey gray gold violet "
-    "a an in on with photo picture painting drawing plain square circle star heart box sign that says wall sky light dark "
-    "triangle circles squares triangles stars two three four left right above below"
+    "the image by detailing color shape size texture quantity text spatial relationships of "
+    "objects and background red green blue yellow cyan magenta white black orange purple pink "
+    "brown grey gray gold violet a an in on with photo picture painting drawing plain square "
+    "circle star heart box sign that says wall sky light dark triangle circles squares triangles "
+    "stars two three four left right above below"
 ).split()
 
 
+def write_folder(
+    out: Path,
+    class_name: str,
+    networks: Mapping[str, nn.Module],
+    tokenizer: PreTrainedTokenizerBase,
+    scheduler: SchedulerMixin,
+    *,
+    dtype: str,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """Write a diffusers pipeline folder, whole or not at all. The networks are cast in place.
+
+    settings: further keys of model_index.json, or other values of its keys.
+    Raises ValueError when `out` holds something already.
+    """
+    parts = {**networks, "tokenizer": tokenizer, "scheduler": scheduler}
+    index = {"_class_name": class_name, "_diffusers_version": diffusers.__version__}
+    with _written_aside(out) as folder:
+        for network in networks.values():
+            if network.dtype != DTYPES[dtype]:
+                network.to(DTYPES[dtype])
+        for name, part in parts.items():
+            part.save_pretrained(folder / name)
+            index[name] = [type(part).__module__.partition(".")[0], type(part).__name__]
+        index |= settings or {}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model_index.json").write_text(text, encoding="utf-8")
+
+
 @contextmanager
-def written_aside(out: Path) -> Iterator[Path]:
-    """Give a folder beside `out` to write into, renamed to `out` at the end; removed when the body raises. Raises
-    ValueError when `out` holds something already."""
+def _written_aside(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; remove it or name another one")
     aside = out.parent / f".{out.name}.writing-{os.getpid()}"

@@ -1,18 +1,16 @@
-"""A complete random Qwen-Image pipeline folder, small enough for two CPU cores, on which RL visibly learns colours.
+"""Make a complete random Qwen-Image pipeline folder for two CPU cores, on which RL learns colours.
 
-All five parts have the real classes, and the scheduler and the prompt template are the real model's. The text encoder is
-random, and so is the transformer, but so that prompts matter to it (see `build_transformer`). The decoder is shaped: a
-random one paints near grey, and then there is nothing to learn. Here the first three latent channels are red, green and
-blue (see tiny_vae.shape_decoder).
+All five parts have the real classes; scheduler and prompt template are the real model's. Text
+encoder and transformer are random, so that prompts matter (see `build_transformer`). The decoder
+is shaped: a random one paints near grey, and then there is nothing to learn. Here the first three
+latent channels are red, green and blue (see vae.shape_decoder).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import diffusers
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -23,14 +21,17 @@ from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from examples.tiny_models.parts import WORDS, seeded, written_aside
+from examples.tiny_models.parts import WORDS, seeded, write_folder
 from examples.tiny_models.vae import shape_decoder
 from megadiff.types import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinySize:
-    """Shape of the transformer and text encoder. num_heads divides by 4 (tp 4, sp 4); rope_axes sum to head_dim."""
+    """Set the shape of the transformer and the text encoder.
+
+    num_heads divides by 4 (tp 4, sp 4); rope_axes sum to head_dim.
+    """
 
     num_layers: int
     num_heads: int
@@ -44,25 +45,36 @@ SIZES = {
     "small": TinySize(num_layers=4, num_heads=8, head_dim=32, text_dim=128, rope_axes=(8, 12, 12)),
 }
 
-SHAPES_SIZE = TinySize(
-    num_layers=4, num_heads=4, head_dim=32, text_dim=64, rope_axes=(8, 12, 12)
-)  # of assets/shapes
+# The size of assets/shapes.
+SHAPES_SIZE = TinySize(num_layers=4, num_heads=4, head_dim=32, text_dim=64, rope_axes=(8, 12, 12))
 
 # diffusers and vllm-omni both drop the template's first 34 tokens from the prompt embeddings.
 TEMPLATE_PREFIX_TOKENS = 34
 TEMPLATE_PREFIX = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n"
 )
 TEMPLATE_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 
-# The template's first words, which stand there without a space before them; of one token each, as WORDS are.
+# Words of the template without a space before them; of one token each, as WORDS are.
 TEMPLATE_START_WORDS = "system user assistant Describe".split()
 
 # The scheduler_config.json of Qwen/Qwen-Image; the scheduler's own defaults give another schedule.
@@ -89,8 +101,8 @@ def write_tiny_pipeline(
 ) -> None:
     """Write the pipeline folder `out`, whole or not at all; the same arguments give the same bytes.
 
-    size: a key of SIZES. dtype: float32 or bfloat16, of all three networks. Raises ValueError when `out` holds
-    something already, or for an unknown size or dtype.
+    size: a key of SIZES. dtype: float32 or bfloat16, of all three networks.
+    Raises ValueError when `out` holds something already, and for an unknown size or dtype.
     """
     if size not in SIZES:
         raise ValueError(f"size={size!r} is unknown; choose one of {sorted(SIZES)}")
@@ -112,39 +124,22 @@ def write_pipeline(
     *,
     dtype: str,
 ) -> None:
-    """The five parts as a diffusers pipeline folder, whole or not at all. The networks are cast to dtype in place."""
+    """Write the five parts as a diffusers pipeline folder; the networks are cast in place."""
     networks = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder}
-    with written_aside(out) as folder:
-        for name, network in networks.items():
-            if network.dtype != DTYPES[dtype]:
-                network.to(DTYPES[dtype])
-            network.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG).save_pretrained(folder / "scheduler")
-        index = {
-            "_class_name": "QwenImagePipeline",
-            "_diffusers_version": diffusers.__version__,
-            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-            "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
-            "tokenizer": ["transformers", "Qwen2Tokenizer"],
-            "transformer": ["diffusers", "QwenImageTransformer2DModel"],
-            "vae": ["diffusers", "AutoencoderKLQwenImage"],
-        }
-        (folder / "model_index.json").write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG)
+    write_folder(out, "QwenImagePipeline", networks, tokenizer, scheduler, dtype=dtype)
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE without training: all 256 bytes, so no prompt has unknown tokens, plus merges for a few words.
+    """Build a byte-level BPE without training: all 256 bytes, plus merges for a few words.
 
-    Each word's merges extend it from its first character. Words with a leading space (Ġ) come first, so that no merge
-    within a word comes before theirs; every word is then exactly one token.
+    No prompt has unknown tokens. Each word's merges extend it from its first character.
     """
-    vocab = {
-        symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(symbols)}
     merges: list[tuple[str, str]] = []
+    # Words with a leading space (Ġ) first: no merge within a word comes before theirs, and every
+    # word is exactly one token.
     for word in [f"Ġ{word}" for word in WORDS] + TEMPLATE_START_WORDS:
         for end in range(1, len(word)):
             if word[: end + 1] not in vocab:
@@ -167,12 +162,12 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_transformer(
     size: TinySize, shared_states_TD: Tensor, *, seed: int
 ) -> QwenImageTransformer2DModel:
-    """Random float32 transformer with Qwen-Image's patch size and channels, in which the prompt matters from the start.
+    """Build a random float32 transformer in which the prompt matters from the start.
 
-    With diffusers' own random weights the velocity differs by 0.2 % between prompts, and RL learns nothing in many steps.
-    So linear layers keep their input's variance, gates start at 1, text keys and values count twice, and what all prompts
-    share is mostly projected out of the text: shared_states_TD are the text encoder's states of a prompt that says nothing.
-    The velocity starts small, or all images would drift to one colour and saturate there.
+    With diffusers' own random weights the velocity differs by 0.2 % between prompts, and RL learns
+    nothing in many steps. So linear layers keep their input's variance, gates start at 1, text keys
+    and values count twice, and what is common to all prompts is mostly projected out of the text.
+    shared_states_TD: the text encoder's states of a prompt that says nothing.
     """
     with seeded(seed), torch.no_grad():
         transformer = _default_transformer(size)
@@ -180,38 +175,39 @@ def build_transformer(
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, module.in_features**-0.5)
                 module.bias.zero_()
-            if name.endswith(
-                "_mod.1"
-            ):  # its rows are (shift, scale, gate), for attention and then for the MLP
+            if name.endswith("_mod.1"):
+                # Its rows are (shift, scale, gate), for attention and then for the MLP.
                 module.bias.view(2, 3, -1)[:, 2] = 1.0
         for block in transformer.transformer_blocks:
             block.attn.add_v_proj.weight.mul_(2)
             block.attn.norm_added_k.weight.mul_(2)
+        # The velocity starts small, or all images would drift to one colour and saturate there.
         transformer.proj_out.weight.mul_(0.3)
         basis_TD = torch.linalg.svd(shared_states_TD, full_matrices=False).Vh
-        # Not all of it: the layer norm after it would blow up the rounding errors of a token that becomes exactly 0.
+        # Not all of it: the layer norm after it would blow up the rounding errors of a token that
+        # becomes exactly 0.
         transformer.txt_in.weight.sub_(0.9 * transformer.txt_in.weight @ basis_TD.T @ basis_TD)
     return transformer
 
 
 def silent_transformer(size: TinySize, *, seed: int) -> QwenImageTransformer2DModel:
-    """Random float32 transformer to pretrain: every block is the identity and the output zero (as in DiT, arXiv
-    2212.09748), from where small models learn faster."""
+    """Build a random float32 transformer to pretrain: blocks are the identity, the output is zero.
+
+    Small models learn faster from there. DiT, arXiv 2212.09748.
+    """
     with seeded(seed):
         transformer = _default_transformer(size)
-    modulations = [
-        layer
-        for block in transformer.transformer_blocks
-        for layer in (block.img_mod[1], block.txt_mod[1])
-    ]
-    for layer in (transformer.proj_out, *modulations):
+    layers = [transformer.proj_out]
+    for block in transformer.transformer_blocks:
+        layers += [block.img_mod[1], block.txt_mod[1]]
+    for layer in layers:
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
     return transformer
 
 
 def _default_transformer(size: TinySize) -> QwenImageTransformer2DModel:
-    """With Qwen-Image's patch size and channels, as diffusers draws its weights."""
+    """Build one with Qwen-Image's patch size and channels, as diffusers draws its weights."""
     return QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=64,
@@ -228,7 +224,7 @@ def _default_transformer(size: TinySize) -> QwenImageTransformer2DModel:
 def build_text_encoder(
     size: TinySize, tokenizer: Qwen2Tokenizer, *, seed: int
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Random float32 Qwen2.5-VL of two layers. Weights of std 0.1 keep the embeddings of different words well apart."""
+    """Build a random float32 Qwen2.5-VL of two layers."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1000000.0}
     text_config = dict(
@@ -240,7 +236,7 @@ def build_text_encoder(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         max_position_embeddings=4096,
         rms_norm_eps=1e-6,
-        initializer_range=0.1,
+        initializer_range=0.1,  # keeps the embeddings of different words well apart
         tie_word_embeddings=True,
         rope_parameters=rope,
         rope_scaling=dict(rope, type="mrope"),
@@ -275,15 +271,20 @@ def build_text_encoder(
 def prompt_states(
     text: str, tokenizer: Qwen2Tokenizer, text_encoder: Qwen2_5_VLForConditionalGeneration
 ) -> Tensor:
-    """What the transformer reads of a prompt, [tokens, text_dim]: the last hidden states after the template's prefix."""
+    """Return what the transformer reads of a prompt, [tokens, text_dim].
+
+    These are the last hidden states after the template's prefix.
+    """
     ids = tokenizer(TEMPLATE_PREFIX + text + TEMPLATE_SUFFIX, return_tensors="pt").input_ids
-    return text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1][
-        0, TEMPLATE_PREFIX_TOKENS:
-    ]
+    states_BTD = text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+    return states_BTD[0, TEMPLATE_PREFIX_TOKENS:]
 
 
 def build_vae(*, seed: int) -> AutoencoderKLQwenImage:
-    """Float32 VAE, 8× down, 16 latent channels, the real latents_mean and latents_std; random encoder, shaped decoder."""
+    """Build a float32 VAE, 8× down, 16 latent channels: random encoder, shaped decoder.
+
+    latents_mean and latents_std are the real model's.
+    """
     with seeded(seed):
         vae = AutoencoderKLQwenImage(
             base_dim=8,

@@ -1,36 +1,39 @@
-"""A complete random Wan2.2 pipeline folder, of TI2V-5B's kind or of T2V-A14B's, small enough for two CPU cores.
+"""Make a complete random Wan2.2 pipeline folder of TI2V-5B's kind or T2V-A14B's, for two CPU cores.
 
-All parts have the real classes. The transformers are random so that prompts and timesteps matter to them (see
-`build_transformer`), and the two experts differ.
+All parts have the real classes. The transformers are random so that prompts and timesteps matter
+to them (see `build_transformer`), and the two experts differ.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import diffusers
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from examples.tiny_models.parts import WORDS, seeded, written_aside
+from examples.tiny_models.parts import WORDS, seeded, write_folder
 from examples.tiny_models.vae import shape_decoder
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, LOW_NOISE
 from megadiff.types import DTYPES
 
-TEXT_DIM, NUM_HEADS = 32, 4
-HEAD_DIM = 24  # vllm-omni splits the rotary channels by thirds, diffusers by sixths; they agree where 6 divides it
+TEXT_DIM = 32
+NUM_HEADS = 4
+# vllm-omni splits the rotary channels by thirds, diffusers by sixths: they agree where 6 divides
+# the number.
+HEAD_DIM = 24
 RESERVED = ("<pad>", "</s>", "<unk>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyKind:
-    """boundary_ratio: None for one transformer. channels: of a latent. is_residual: the VAE of TI2V-5B, which turns 16×16
-    pixels into a latent, not 8×8."""
+    """Tell the models apart. boundary_ratio: None for one transformer. channels: of a latent.
+
+    is_residual: the VAE of TI2V-5B, which turns 16×16 pixels into a latent, not 8×8.
+    """
 
     boundary_ratio: float | None
     expand_timesteps: bool
@@ -44,9 +47,8 @@ KINDS = {
         boundary_ratio=0.875, expand_timesteps=False, channels=16, is_residual=False
     ),
 }
-FLOW_SHIFT = (
-    5.0  # as of TI2V-5B; with the 12 of T2V-A14B few steps would hardly reach the low-noise expert
-)
+# TI2V-5B's; with the 12 of T2V-A14B few steps would hardly reach the low-noise expert.
+FLOW_SHIFT = 5.0
 
 
 def write_tiny_pipeline(
@@ -54,8 +56,8 @@ def write_tiny_pipeline(
 ) -> None:
     """Write the pipeline folder `out`, whole or not at all; the same arguments give the same bytes.
 
-    kind: a key of KINDS. dtype: float32 or bfloat16, of all networks. Raises ValueError when `out` holds something
-    already, or for an unknown kind or dtype.
+    kind: a key of KINDS. dtype: float32 or bfloat16, of all networks.
+    Raises ValueError when `out` holds something already, and for an unknown kind or dtype.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; choose one of {sorted(KINDS)}")
@@ -68,54 +70,36 @@ def write_tiny_pipeline(
         "text_encoder": build_text_encoder(tokenizer, seed=seed),
         "vae": build_vae(tiny, seed=seed),
     }
-    if tiny.boundary_ratio is not None:
-        networks[LOW_NOISE] = build_transformer(tiny.channels, seed=seed + 1)
-    with written_aside(out) as folder:
-        for name, network in networks.items():
-            if network.dtype != DTYPES[dtype]:
-                network.to(DTYPES[dtype])
-            network.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        _scheduler().save_pretrained(folder / "scheduler")
-        (folder / "model_index.json").write_text(
-            json.dumps(_index(tiny), indent=2) + "\n", encoding="utf-8"
-        )
-
-
-def _index(tiny: TinyKind) -> dict[str, object]:
-    transformer = ["diffusers", "WanTransformer3DModel"]
-    return {
-        "_class_name": "WanPipeline",
-        "_diffusers_version": diffusers.__version__,
+    settings: dict[str, object] = {
         "boundary_ratio": tiny.boundary_ratio,
         "expand_timesteps": tiny.expand_timesteps,
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        # transformers 5 calls the class TokenizersBackend, a name that 4 does not know.
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        HIGH_NOISE: transformer,
-        LOW_NOISE: [None, None] if tiny.boundary_ratio is None else transformer,
-        "vae": ["diffusers", "AutoencoderKLWan"],
     }
-
-
-def _scheduler() -> UniPCMultistepScheduler:
-    return UniPCMultistepScheduler(
+    if tiny.boundary_ratio is None:
+        settings[LOW_NOISE] = [None, None]
+    else:
+        networks[LOW_NOISE] = build_transformer(tiny.channels, seed=seed + 1)
+    scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         num_train_timesteps=1000,
         flow_shift=FLOW_SHIFT,
     )
+    write_folder(out, "WanPipeline", networks, tokenizer, scheduler, dtype=dtype, settings=settings)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A unigram model without training: WORDS, single letters, and all bytes, so that no prompt has unknown tokens."""
-    pieces = [(token, 0.0) for token in RESERVED]
-    pieces += [(f"▁{word}", -1.0) for word in sorted(set(WORDS))]
-    pieces += [(letter, -4.0) for letter in "▁abcdefghijklmnopqrstuvwxyz"]
-    pieces += [(f"<0x{byte:02X}>", -8.0) for byte in range(256)]
-    tokenizer = Tokenizer(
-        models.Unigram(pieces, unk_id=RESERVED.index("<unk>"), byte_fallback=True)
-    )
+    """Build a unigram model without training: WORDS, single letters and all bytes.
+
+    No prompt has unknown tokens.
+    """
+    vocab = [(token, 0.0) for token in RESERVED]
+    vocab += [(f"▁{word}", -1.0) for word in sorted(set(WORDS))]
+    vocab += [(letter, -4.0) for letter in "▁abcdefghijklmnopqrstuvwxyz"]
+    vocab += [(f"<0x{byte:02X}>", -8.0) for byte in range(256)]
+    unknown = RESERVED.index("<unk>")
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=unknown, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     end = RESERVED.index("</s>")
@@ -149,9 +133,10 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> UMT5
 
 @torch.no_grad()
 def build_transformer(channels: int, *, seed: int) -> WanTransformer3DModel:
-    """Random float32 transformer with Wan's patch size, in which the prompt matters from the start.
+    """Build a random float32 transformer with Wan's patch size, in which the prompt matters.
 
-    Linear layers keep their input's variance, gates start at 1, and text values count twice. The velocity starts small.
+    Linear layers keep their input's variance, gates start at 1, and text values count twice. The
+    velocity starts small.
     """
     with seeded(seed):
         transformer = WanTransformer3DModel(
@@ -173,18 +158,17 @@ def build_transformer(channels: int, *, seed: int) -> WanTransformer3DModel:
                 module.weight.normal_(0, module.in_features**-0.5)
                 module.bias.zero_()
     for block in transformer.blocks:
-        block.scale_shift_table[:, [2, 5]] += (
-            1.0  # the gates of self attention and of the feed-forward layer
-        )
+        # The gates of self attention and of the feed-forward layer.
+        block.scale_shift_table[:, [2, 5]] += 1.0
         block.attn2.to_v.weight.mul_(2)
     transformer.proj_out.weight.mul_(0.3)
     return transformer
 
 
 def build_vae(tiny: TinyKind, *, seed: int) -> AutoencoderKLWan:
-    """Float32 VAE: random encoder, and a decoder that paints the first three latent channels as red, green and blue.
+    """Build a float32 VAE: random encoder, a decoder that paints three channels as colours.
 
-    latents_mean and latents_std are those of no channel alone, so that a swap of them shows.
+    latents_mean and latents_std differ between channels, so that a swap of them shows.
     """
     channels = tiny.channels
     residual = {

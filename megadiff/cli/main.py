@@ -48,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run the console command."""
+    # A script has its own folder on the path, not the user's, where `module:Class` is looked for.
+    # At the end, so that no file there hides a module of ours or of a library.
+    sys.path.append("")
     show_crashes()
     leave(main())
 

@@ -25,7 +25,7 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     prompts: str = ""  # RL: .txt, .jsonl or .parquet
-    images: str = ""  # sft: a folder with metadata.jsonl, a .parquet, a .tar or a folder of them, or shapes:COUNT
+    images: str = ""  # sft: a folder, .parquet, .tar or module:Class, see docs/sft.md
     max_prompt_chars: int = 2000
     shuffle: bool = True
 

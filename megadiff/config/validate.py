@@ -280,7 +280,7 @@ def _check_rl(config: Config) -> None:
 def _check_sft(config: Config) -> None:
     if not config.data.images:
         raise ConfigError(
-            "algorithm.name=sft needs data.images: a folder with metadata.jsonl, a .parquet or .tar file, or shapes:COUNT"
+            "algorithm.name=sft needs data.images: a folder with metadata.jsonl, a .parquet or .tar file, or module:Class"
         )
     if config.eval.every and not config.reward:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which images a step of flow matching takes, and the noise they get: endless, resumable, the same for every layout."""
+"""Draw the images of a step of flow matching and their noise, the same for every layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from megadiff.types import FlowBatch, Sampling
 
 
 class FlowBatches:
-    """Iterator over this data-parallel rank's FlowBatch of every step; the next one is made in the background.
+    """Iterate endlessly over this rank's FlowBatch of every step; a thread makes the next one.
 
-    Each image comes draws_per_image times in a step, each time with its own noise, sigma and caption drop: functions of
-    (seed, images taken before this step, place in the step) alone, so that they do not depend on dp. sigma is
-    logit-normal(0, 1) and then shifted (ModelAdapter.shift). caption_drop: share of rows that get the empty caption.
+    An image comes draws_per_image times in a step, each time with noise, sigma and caption drop of
+    its own. They follow from (seed, images taken before this step, index in the step) alone, so
+    they are the same for every dp.
+    sigma: logit-normal(0, 1), then shifted (ModelAdapter.shift).
+    caption_drop: fraction of rows that get the empty caption.
     """
 
     def __init__(
@@ -38,17 +40,21 @@ class FlowBatches:
         source: str = "data.images",
     ) -> None:
         assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
-        self._dataset, self._sampling, self._shift, self._seed = dataset, sampling, shift, seed
-        self._images_per_step, self._draws = images_per_step, draws_per_image
-        self._drop_below = torch.special.ndtri(
-            torch.tensor(caption_drop, dtype=torch.float64)
-        )  # of a standard normal
+        self._dataset = dataset
+        self._sampling = sampling
+        self._shift = shift
+        self._seed = seed
+        self._images_per_step = images_per_step
+        self._draws = draws_per_image
+        # A standard normal is below it as often as captions are dropped.
+        self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))
         self._num_local = images_per_step // dp
         self._first = dp_rank * self._num_local
         self._order = EpochOrder(
             len(dataset), seed=seed, shuffle=shuffle, source=source, digest=dataset.captions_digest
         )
         self._position = 0  # images taken so far, over all ranks
+        # One thread: the next batch is drawn while this one trains.
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[FlowBatch]] | None = None  # the batch of a position
 
@@ -57,6 +63,7 @@ class FlowBatches:
 
     def __next__(self) -> FlowBatch:
         made_for, batch = self._ahead or (None, None)
+        # load_state() moves the position: the batch that was made ahead is then of no use.
         if batch is None or made_for != self._position:
             batch = self._pool.submit(self._batch, self._position)
         self._position += self._images_per_step
@@ -64,7 +71,7 @@ class FlowBatches:
         return batch.result()
 
     def state(self) -> dict[str, int | str]:
-        """Where the iterator stands; equal on every rank."""
+        """Return the position, equal on every rank."""
         return self._order.state(self._position)
 
     def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
@@ -72,10 +79,11 @@ class FlowBatches:
         self._position = self._order.position(state, accept_changes=accept_changes)
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it is making."""
+        """End the thread, after the batch that it is making."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _batch(self, position: int) -> FlowBatch:
+        # All draws of an image follow each other, as the samples of a group do in RL.
         rows_N = torch.from_numpy(self._order.take(position + self._first, self._num_local))
         rows_N = rows_N.repeat_interleave(self._draws)
         latents_NLC = self._dataset.latents(rows_N)
@@ -94,7 +102,7 @@ class FlowBatches:
         )
 
     def _normals(self, shape: tuple[int, ...], position: int, purpose: str) -> Tensor:
-        """[N, *shape] for this rank's rows of the step."""
+        """Draw [N, *shape] for this rank's rows. Another purpose gives other numbers."""
         return row_normals(
             shape,
             first=self._first * self._draws,

@@ -1,4 +1,4 @@
-"""From a file's bytes to uint8 RGB of the size that is trained on."""
+"""Turn a file's bytes into uint8 RGB of the size that is trained on."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-# What Pillow raises for bytes that are no image, one cut short or damaged, and one of more pixels than its limit.
+# Pillow raises these for bytes that are no image, that are cut short or damaged, and for an image
+# of more pixels than its limit.
 DECODE_FAULTS = (
-    UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError,
-)  # fmt: skip
+    UnidentifiedImageError,
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    Image.DecompressionBombError,
+)
 ENLARGED = 2.0  # sides grown by more than this are counted as enlarged: they teach the model blur
 
 
 def decode(data: bytes, *, where: str) -> np.ndarray:
-    """uint8 [H, W, 3] RGB, as a viewer shows the file.
+    """Return uint8 [H, W, 3] RGB, as a viewer shows the file.
 
-    Turned as EXIF says; transparency over white; 16-bit grey scaled to 8 bits; the first frame of an animation. Colour
-    profiles are not applied. where: names the image in errors. ValueError: not an image, cut short, or 32-bit samples.
+    Turned as EXIF says; transparency over white; 16-bit grey scaled to 8 bits; the first frame of
+    an animation. Colour profiles are not applied. where: names the image in errors.
+    Raises ValueError for bytes that are no image or cut short, and for 32-bit samples.
     """
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data))  # lazy: most faults show when the pixels are read
         return np.asarray(_rgb(ImageOps.exif_transpose(image)))
     except DECODE_FAULTS as error:
         raise ValueError(
@@ -32,8 +40,12 @@ def decode(data: bytes, *, where: str) -> np.ndarray:
 
 
 def read_first_frame(path: Path | str, *, height: int, width: int, where: str) -> np.ndarray:
-    """uint8 [height, width, 3] of a file, as decode() has it. where: names who asks for it, in errors. ValueError: no file,
-    not an image, cut short, or of another size: how to cut or scale it is for whoever chose it."""
+    """Return uint8 [height, width, 3] of a file, as decode() does.
+
+    where: names who asks for it, in errors.
+    Raises ValueError where there is no file, for what decode() refuses and for another size: how to
+    cut or scale the image is for whoever chose it.
+    """
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -44,42 +56,46 @@ def read_first_frame(path: Path | str, *, height: int, width: int, where: str) -
     rows, columns = pixels_HWC.shape[:2]
     if (rows, columns) != (height, width):
         raise ValueError(
-            f"{where}: the image {path} has {columns}x{rows} pixels, a first frame must have the video's {width}x{height}; "
-            "scale or crop the file, or set rollout.width and rollout.height"
+            f"{where}: the image {path} has {columns}x{rows} pixels, a first frame must have the "
+            f"video's {width}x{height}; scale or crop the file, or set rollout.width and "
+            "rollout.height"
         )
     return pixels_HWC
 
 
 def fit(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The largest centred part of the wanted shape, resampled to exactly uint8 [height, width, 3].
+    """Resample the largest centred part of the wanted shape to exactly uint8 [height, width, 3].
 
-    Lanczos, with the support that avoids aliasing. Lost are: what lies outside, at both ends of the side that is too
-    long for the shape, and detail finer than the new pixels. An image that has the size already is returned as it is.
+    Lanczos, with the support that avoids aliasing. Lost are both ends of the side that is too long
+    for the shape, and detail finer than the new pixels. An image of that size is returned as it is.
     """
     if pixels_HWC.shape[:2] == (height, width):
         return pixels_HWC
     scale = _scale(pixels_HWC, height, width)
     rows, columns = pixels_HWC.shape[:2]
-    top, left = (rows - height / scale) / 2, (columns - width / scale) / 2
+    top = (rows - height / scale) / 2
+    left = (columns - width / scale) / 2
+    # Rounding may put an edge a little outside of the image, which Pillow refuses.
     box = (max(left, 0.0), max(top, 0.0), min(columns - left, columns), min(rows - top, rows))
     image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
     return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))
 
 
 def is_enlarged(pixels_HWC: np.ndarray, height: int, width: int) -> bool:
-    """Whether fit() makes more than ENLARGED pixels of one, along each side."""
+    """Say whether fit() makes more than ENLARGED pixels of one, along each side."""
     return _scale(pixels_HWC, height, width) > ENLARGED
 
 
 def _scale(pixels_HWC: np.ndarray, height: int, width: int) -> float:
-    """New pixels per old one, such that the image covers height × width."""
+    """Return new pixels per old one, such that the image covers height × width."""
     return max(height / pixels_HWC.shape[0], width / pixels_HWC.shape[1])
 
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         raise ValueError(
-            f"samples of 32 bits (mode {image.mode}) have no agreed range; save it with 8 or 16 bits"
+            f"samples of 32 bits (mode {image.mode}) have no agreed range; "
+            "save it with 8 or 16 bits"
         )
     if image.mode.startswith("I;16"):  # Pillow's own conversion to 8 bits clips at 255
         levels = np.asarray(image).astype(np.uint32)

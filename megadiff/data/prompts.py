@@ -1,4 +1,4 @@
-"""Prompt files: txt, jsonl, parquet."""
+"""Read prompt files: txt, jsonl, parquet."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ Row = tuple[str, dict[str, object]]  # where it stands ("file:line"), and its co
 def load_prompts(
     path: str | Path, *, max_chars: int, first_frame_size: tuple[int, int] | None = None
 ) -> list[Prompt]:
-    """All prompts of a file, in its order.
+    """Return all prompts of a file, in its order.
 
-    .txt: a prompt a line (UTF-8; blank lines are skipped, a line that starts with # is a prompt like any other).
-    .jsonl: an object a line with `prompt`, optionally `negative_prompt`; its other keys become Prompt.fields.
-    .parquet: the same as columns. max_chars: longest prompt allowed, in characters, negative prompt too.
-    first_frame_size: (height, width) where the model is given a first frame: every row has an `image` then, a file of that
-    size, named relative to the prompt file's folder. All are decoded once here. Without it `image` is a column like others.
-    Equal prompts are kept. They share an id; two of them in one step get different samples.
-    ValueError, with file and line: a missing or empty file, another suffix, a row that is not as above, an image that is
-    missing, damaged or of another size.
+    .txt: a prompt a line, UTF-8. Blank lines are skipped; a line that starts with # is a prompt.
+    .jsonl: an object a line with `prompt` and perhaps `negative_prompt`; other keys become
+    Prompt.fields. .parquet: the same as columns.
+    max_chars: longest prompt allowed, in characters, negative prompt too.
+    first_frame_size: (height, width) where the model is given a first frame. Every row then has an
+    `image`, a file of that size named relative to the prompt file's folder, and all are decoded
+    once here. Without it `image` is a column like others.
+    Equal prompts stay. They share an id; two of them in one step get different samples.
+    Raises ValueError, with file and line, for a missing or empty file, another suffix, a row that
+    is not as above and an image that is missing, damaged or of another size.
     """
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
@@ -42,21 +44,17 @@ def load_prompts(
             f"data.prompts={path}: unknown suffix {path.suffix!r}; known: {', '.join(READERS)}"
         )
     if not path.is_file():
-        raise ValueError(
-            f"data.prompts={path}: {'not a file' if path.exists() else 'no such file'}; set data.prompts"
-        )
+        reason = "not a file" if path.exists() else "no such file"
+        raise ValueError(f"data.prompts={path}: {reason}; set data.prompts")
     rows = list(reader(path))
     if not rows:
         raise ValueError(f"data.prompts={path}: holds 0 prompts, need at least 1")
-    prompts = [
-        _prompt(where, row, max_chars, folder=path.parent if first_frame_size else None)
-        for where, row in rows
-    ]
+    folder = path.parent if first_frame_size else None
+    prompts = [_prompt(where, row, max_chars, folder=folder) for where, row in rows]
     if first_frame_size:
-        _check_images(
-            {prompt.image: where for prompt, (where, _) in zip(prompts, rows, strict=True)},
-            first_frame_size,
-        )
+        wheres = [where for where, _ in rows]
+        images = [prompt.image for prompt in prompts]
+        _check_images(dict(zip(images, wheres, strict=True)), first_frame_size)
     elif any(isinstance(row.get(IMAGE), str) for _, row in rows):
         logger.warning(
             "%s: its %r goes to rewards only; rollout.first_frame=true makes it the first frame",
@@ -70,13 +68,19 @@ def load_prompts(
 
 
 def prompt_id(text: str, negative_text: str, image: str = "") -> str:
-    """16 hex digits, a hash of the texts and of how the row names its image: the same in every run, layout and version."""
+    """Return 16 hex digits, a hash of the texts and of how the row names its image.
+
+    Noise follows from it: it must stay the same in every run, layout and version.
+    """
     named = [text, negative_text, image] if image else [text, negative_text]
     return hashlib.blake2b(json.dumps(named).encode(), digest_size=8).hexdigest()
 
 
 def _check_images(where: Mapping[str, str], size: tuple[int, int]) -> None:
-    """Decodes each file once, several at a time. where: file → a row that names it. ValueError as read_first_frame has it."""
+    """Decode each file once, several at a time. where: file → a row that names it.
+
+    Raises ValueError as read_first_frame does.
+    """
     height, width = size
 
     def check(image: str) -> None:
@@ -88,7 +92,7 @@ def _check_images(where: Mapping[str, str], size: tuple[int, int]) -> None:
 
 
 def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path | None) -> Prompt:
-    """folder: that of the images, where rows must name one."""
+    """Check a row. folder: that of the images, where rows must name one."""
     if "prompt" not in row:
         raise ValueError(f"{where}: no 'prompt' among the keys {sorted(row)}; every row needs one")
     fields = dict(row)
@@ -112,14 +116,17 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
 def _image_name(where: str, name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(
-            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs the file of its first frame, "
-            f"named relative to {folder}"
+            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs "
+            f"the file of its first frame, named relative to {folder}"
         )
     return name
 
 
 def checked_text(where: str, key: str, text: object, max_chars: int) -> str:
-    """The text, if it is a string of at most max_chars characters that UTF-8 can hold. ValueError otherwise."""
+    """Return the text.
+
+    Raises ValueError unless it is a string of at most max_chars characters that UTF-8 can hold.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{where}: {key!r} is {text!r} ({type(text).__name__}), must be a string")
     if len(text) > max_chars:
@@ -129,7 +136,8 @@ def checked_text(where: str, key: str, text: object, max_chars: int) -> str:
         )
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(
-            f"{where}: {key!r} holds half a surrogate pair (such as \\ud83d alone), which is no text"
+            f"{where}: {key!r} holds half a surrogate pair (such as \\ud83d alone), "
+            "which is no text"
         )
     return text
 
@@ -140,18 +148,19 @@ def _txt_rows(path: Path) -> Iterator[Row]:
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:
-    """The objects of a JSON lines file, each with its "file:line"."""
+    """Yield the objects of a JSON lines file, each with its "file:line"."""
     for where, line in _lines(path):
         row = parse_json(where, line)
         if not isinstance(row, dict):
+            example = '{"prompt": "a red circle"}'
             raise ValueError(
-                f'{where}: a {type(row).__name__}, must be an object such as {{"prompt": "a red circle"}}'
+                f"{where}: a {type(row).__name__}, must be an object such as {example}"
             )
         yield where, row
 
 
 def parse_json(where: str | Path, text: str) -> object:
-    """Return the JSON value. ValueError, with where it stands, for anything that cannot be one."""
+    """Return the JSON value. Raises ValueError, with where it stands, for anything else."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -176,7 +185,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _read_table(path: Path, file: Any) -> Any:
-    """Return all rows as a pyarrow.Table. ValueError for a damaged file, or columns of one name."""
+    """Return all rows as a pyarrow.Table. Raises ValueError for a damaged file or equal names."""
     try:
         table = file.read()
     except (ValueError, OSError) as error:  # pyarrow's, without the file
@@ -199,14 +208,13 @@ def _unreadable_cell(path: Path, table: Any) -> str:
 
 
 def open_parquet(path: Path, *, key: str) -> Any:
-    """A pyarrow.parquet.ParquetFile. key: the config key that named the file. ValueError: no pyarrow, no parquet."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{key}={path}: parquet needs pyarrow; run: pip install 'megadiff[parquet]'"
-        ) from error
+    """Return a pyarrow.parquet.ParquetFile. key: the config key that named the file.
+
+    Raises ValueError when it is none.
+    """
+    import pyarrow  # half a second, for those who need it
+    import pyarrow.parquet
+
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -214,15 +222,17 @@ def open_parquet(path: Path, *, key: str) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, stripped, with "file:number". Only line feeds end a line: U+2028 is text."""
+    """Yield lines that are not blank, stripped, with "file:number"."""
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8-sig")  # editors on Windows put a byte order mark in front
     except UnicodeDecodeError as error:
         number = raw.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{path}:{number}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}); save the file as UTF-8"
+            f"{path}:{number}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}); "
+            "save the file as UTF-8"
         ) from error
+    # Not splitlines(): U+2028 and its like are text.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"{path}:{number}", line.strip()

@@ -1,4 +1,4 @@
-"""Tensors with very many rows, spread over safetensors files: written as they come, read memory-mapped or from RAM."""
+"""Keep tensors of very many rows in safetensors files: written as they come, read memory-mapped."""
 
 from __future__ import annotations
 
@@ -20,44 +20,50 @@ KEY = "rows"
 
 
 class RowWriter:
-    """Files PREFIX_RANK_NUMBER.safetensors of one rank; sorted by name, the files of all ranks hold the rows in order.
+    """Write PREFIX_RANK_NUMBER.safetensors: sorted by name, the files hold all rows in order.
 
-    A rank without rows writes no file. Raises ValueError, with the free space, when a file cannot be written.
+    A rank without rows writes no file.
+    Raises ValueError, with the free space, when a file cannot be written.
     """
 
     def __init__(
         self, folder: Path, prefix: str, rank: int, *, file_bytes: int = FILE_BYTES
     ) -> None:
-        self._folder, self._stem, self._file_bytes = folder, f"{prefix}_{rank:05d}", file_bytes
+        self._folder = folder
+        self._stem = f"{prefix}_{rank:05d}"
+        self._file_bytes = file_bytes
         self._parts: list[Tensor] = []
-        self._num_bytes = self._num_files = 0
+        self._num_bytes = 0
+        self._num_files = 0
 
     def add(self, rows: Tensor) -> None:
-        """rows: [n, …], the same … each time; copied to the CPU."""
+        """Take rows [n, …], the same … each time; they are copied to the CPU."""
         self._parts.append(rows.cpu())
         self._num_bytes += rows.numel() * rows.element_size()
         if self._num_bytes >= self._file_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is left."""
+        """Write what is left."""
         if self._parts:
-            write_tensor(
-                self._folder / f"{self._stem}_{self._num_files:05d}.safetensors",
-                torch.cat(self._parts),
-            )
+            path = self._folder / f"{self._stem}_{self._num_files:05d}.safetensors"
+            write_tensor(path, torch.cat(self._parts))
             self._num_files += 1
-        self._parts, self._num_bytes = [], 0
+        self._parts = []
+        self._num_bytes = 0
 
 
 def write_tensor(path: Path, tensor: Tensor) -> None:
-    """One tensor, on the disk when this returns. Raises ValueError, with the free space, when it cannot be written."""
+    """Write a tensor, on the disk when this returns.
+
+    Raises ValueError, with the free space, when it cannot be written.
+    """
     with _written(path):
         save_file({KEY: tensor.contiguous()}, path)
 
 
 def write_json(path: Path, value: object) -> None:
-    """A JSON value, as write_tensor."""
+    """Write a JSON value, as write_tensor does."""
     with _written(path):
         path.write_text(json.dumps(value), encoding="utf-8")
 
@@ -67,7 +73,7 @@ def _written(path: Path) -> Iterator[None]:
     try:
         yield
         with open(path, "rb") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # a file of the right size must not be empty after a crash
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free / 2**20
         raise ValueError(
@@ -85,10 +91,10 @@ def _mapped(path: Path) -> Tensor:
 
 
 class RowTable:
-    """The rows of some files, as one tensor that is only indexed. shape, dtype: of that tensor."""
+    """Read the rows of some files as one tensor that is only indexed. shape, dtype: its own."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Memory-maps the files. Raises ValueError when one cannot be read."""
+        """Map the files into memory. Raises ValueError when one cannot be read."""
         self._parts = [_mapped(path) for path in paths]
         self._ends = torch.tensor(list(accumulate(len(part) for part in self._parts)))
         self.shape = (int(self._ends[-1]), *self._parts[0].shape[1:])
@@ -96,15 +102,16 @@ class RowTable:
         self.num_bytes = sum(part.numel() * part.element_size() for part in self._parts)
 
     def whole(self) -> Tensor:
-        """All rows as one plain tensor, a copy."""
+        """Return all rows as one plain tensor, a copy."""
         return torch.cat(self._parts)
 
     def to_memory(self) -> None:
         """Read all files now, into one plain tensor: the fastest to index."""
-        self._parts, self._ends = [self.whole()], self._ends[-1:]
+        self._parts = [self.whole()]
+        self._ends = self._ends[-1:]
 
     def take(self, rows: Tensor) -> Tensor:
-        """rows: [N] int64 → [N, …], a copy. Raises IndexError for a row that there is not."""
+        """Return rows [N] int64 as [N, …], a copy. Raises IndexError for a row beyond the table."""
         if len(self._parts) == 1:
             return self._parts[0].index_select(0, rows)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:

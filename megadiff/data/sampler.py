@@ -1,4 +1,4 @@
-"""Which prompts (or images) a step takes, and which of them are this rank's: endless, resumable, the same for every layout."""
+"""Choose the prompts (or images) of a step and of a rank, in an order that resumes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class PromptSampler:
-    """Iterator over PromptBatch.
+    """Iterate endlessly over PromptBatch.
 
-    The global order is one endless list: the prompts permuted for epoch 0, then for epoch 1, … Step k takes its next
-    `prompts_per_step` entries, and each data-parallel rank the contiguous slice of whole groups that is its own. So
-    the union over ranks does not depend on dp. A step may have a prompt more than once, as it spans
-    several epochs or two rows are equal: `repeats` tells its groups apart.
+    The global order is one endless list (EpochOrder). A step takes its next `prompts_per_step`
+    entries, and each data-parallel rank a contiguous slice of them. So the union over ranks does
+    not depend on dp. A step may have a prompt more than once, as it spans several epochs or two
+    rows are equal: `repeats` tells its groups apart.
 
-    shuffle False keeps the file's order in every epoch. source: names the prompts in messages.
-    ValueError: prompts_per_step that dp does not divide.
+    shuffle: False keeps the file's order in every epoch. source: names the prompts in messages.
+    Raises ValueError for prompts_per_step that dp does not divide.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class PromptSampler:
         if prompts_per_step < 1 or prompts_per_step % dp:
             fix = max(dp, round(prompts_per_step / dp) * dp)
             raise ValueError(
-                f"train.prompts_per_step={prompts_per_step} must be a positive multiple of dp={dp}, as every "
-                f"data-parallel rank takes whole groups; set train.prompts_per_step={fix}"
+                f"train.prompts_per_step={prompts_per_step} must be a positive multiple of dp={dp}"
+                ", as every data-parallel rank takes whole groups; set "
+                f"train.prompts_per_step={fix}"
             )
         assert 0 <= dp_rank < dp, f"dp_rank={dp_rank} is not in 0..{dp - 1}"
         self._prompts = tuple(prompts)
@@ -64,9 +65,9 @@ class PromptSampler:
         return batch
 
     def peek(self) -> PromptBatch:
-        """What next() will return, without moving on."""
+        """Return the batch of next(), without moving on."""
         num_local = self._prompts_per_step // self._dp
-        mine = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
+        local = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
         indices = self._order.take(self._position, self._prompts_per_step).tolist()
         seen = Counter[str]()
         repeats = []
@@ -77,12 +78,12 @@ class PromptSampler:
             repeats.append(seen[prompt_id])
             seen[prompt_id] += 1
         return PromptBatch(
-            prompts=tuple(self._prompts[index] for index in indices[mine]),
-            repeats=tuple(repeats[mine]),
+            prompts=tuple(self._prompts[index] for index in indices[local]),
+            repeats=tuple(repeats[local]),
         )
 
     def state(self) -> dict[str, int | str]:
-        """Where the sampler stands; equal on every rank."""
+        """Return the position, equal on every rank."""
         return self._order.state(self._position)
 
     def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
@@ -100,32 +101,35 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 class EpochOrder:
-    """An endless list of indices: range(num_items) permuted for epoch 0, then for epoch 1, …
+    """List indices without end: range(num_items) permuted for epoch 0, then for epoch 1, …
 
-    Without shuffle as they are. source: where the items are from, for messages. digest: of the
-    items in their order.
+    Without shuffle they are not permuted. source: names the items in messages. digest: a hash of
+    the items in their order.
     """
 
     def __init__(
         self, num_items: int, *, seed: int, shuffle: bool, source: str = "", digest: str = ""
     ) -> None:
-        self._num_items, self._seed, self._shuffle = num_items, seed, shuffle
-        self._source, self._digest = source, digest
+        self._num_items = num_items
+        self._seed = seed
+        self._shuffle = shuffle
+        self._source = source
+        self._digest = digest
         self._permutations: dict[int, np.ndarray] = {}
 
     def take(self, start: int, count: int) -> np.ndarray:
-        """Entries start … start + count − 1 of the list, int64."""
-        epochs, places = np.divmod(np.arange(start, start + count), self._num_items)
+        """Return entries start … start + count − 1 of the list, int64."""
+        epochs, indices = np.divmod(np.arange(start, start + count), self._num_items)
         if not self._shuffle:
-            return places
+            return indices
         taken = np.empty(count, np.int64)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            taken[here] = self._permutation(epoch)[places[here]]
+            in_epoch = epochs == epoch
+            taken[in_epoch] = self._permutation(epoch)[indices[in_epoch]]
         return taken
 
     def state(self, position: int) -> dict[str, int | str]:
-        """What a checkpoint keeps of a list of which `position` entries are taken."""
+        """Return what a checkpoint keeps when `position` entries of the list are taken."""
         return {
             "position": position,
             "num_prompts": self._num_items,
@@ -143,17 +147,17 @@ class EpochOrder:
         """
         if not state:
             return 0
-        mine = self.state(0)
-        compared = [key for key in mine if key not in ("position", "source")]  # a file may move
-        differing = [key for key in compared if state.get(key) != mine[key]]
+        expected = self.state(0)
+        compared = [key for key in expected if key not in ("position", "source")]  # a file may move
+        differing = [key for key in compared if state.get(key) != expected[key]]
         if not differing:
             return int(state["position"])
-        theirs_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
-        mine_text = ", ".join(f"{key}={mine[key]}" for key in differing)
+        saved_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
+        expected_text = ", ".join(f"{key}={expected[key]}" for key in differing)
         position = int(state["position"])
         problem = (
-            f"the saved data position has {theirs_text}, from {state.get('source')}; this run has "
-            f"{mine_text}, from {self._source} (digest: a hash of all rows in order)"
+            f"the saved data position has {saved_text}, from {state.get('source')}; this run has "
+            f"{expected_text}, from {self._source} (digest: a hash of all rows in order)"
         )
         if not accept_changes:
             raise ValueError(
@@ -166,7 +170,7 @@ class EpochOrder:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch not in self._permutations:
-            # A step that wraps many times reads many epochs; two of them are kept, as a step usually spans at most two.
+            # Keep the newest two: a step usually spans at most two epochs, but it may span many.
             self._permutations = dict(list(self._permutations.items())[-1:])
             self._permutations[epoch] = epoch_permutation(
                 self._num_items, seed=self._seed, epoch=epoch
@@ -175,10 +179,8 @@ class EpochOrder:
 
 
 def epoch_permutation(num_prompts: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of range(num_prompts), int64, drawn from (seed, epoch) alone.
-
-    RandomState and not Generator: numpy promises never to change its stream (NEP 19), so a run that resumes under
-    another numpy keeps its order.
-    """
+    """Return a permutation of range(num_prompts), int64, drawn from (seed, epoch) alone."""
     digest = hashlib.blake2b(f"prompts/{seed}/{epoch}".encode(), digest_size=32).digest()
+    # Not Generator: of RandomState alone numpy promises never to change its stream (NEP 19), so a
+    # run that resumes under another numpy keeps its order.
     return np.random.RandomState(np.frombuffer(digest, dtype="<u4")).permutation(num_prompts)

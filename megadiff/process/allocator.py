@@ -1,5 +1,7 @@
-"""How torch takes a GPU's memory: in segments that grow and shrink by pages, so that what is freed can go back to the device
-and not only whole segments of it."""
+"""Let torch take a GPU's memory in segments that grow and shrink by pages.
+
+Memory that is freed can then go back to the device, and not only whole segments of it.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,25 @@ import torch
 
 VARIABLE = "PYTORCH_ALLOC_CONF"
 _OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
-_GROWING, _FIXED = "expandable_segments:True", "expandable_segments:False"
+_GROWING = "expandable_segments:True"
+_FIXED = "expandable_segments:False"
 
 
 def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """For processes of this environment, and for this one if it has not used a GPU yet. What the user has set stays."""
+    """Set it for processes of this environment, and for this one if it has not used a GPU yet.
+
+    A setting of the user's stays.
+    """
     if _OLD_NAME not in environment:
         environment.setdefault(VARIABLE, _GROWING)
 
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Memory that is allocated within, in any thread, can be opened by another process: a handle of growing ones needs a
-    right (pidfd_getfd) that containers withhold."""
+    """Let other processes open the memory that is allocated within, in any thread.
+
+    A handle of growing segments needs a right (pidfd_getfd) that containers withhold.
+    """
     settings = os.environ.get(VARIABLE, os.environ.get(_OLD_NAME, "")).replace(" ", "")
     if _GROWING not in settings:
         yield

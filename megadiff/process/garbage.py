@@ -1,4 +1,4 @@
-"""The garbage collector, in processes that load large libraries once and then make many objects a step."""
+"""Keep the garbage collector from large libraries, in processes that make many objects a step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import gc
 
 
 def freeze_startup_objects() -> None:
-    """Call once, when everything is loaded: what lives now is never walked through again.
-
-    Half a million objects of the libraries live by then. A full collection goes through all of them, 0.1 s and more
-    with the GIL held, and each step makes enough objects (a few a sample) to set one off.
-    """
+    """Never walk again through the objects that live now. Call it once, when all is loaded."""
+    # Half a million objects of the libraries live by then. A full collection goes through all of
+    # them, 0.1 s and more with the GIL held, and each step makes enough objects to set one off.
     gc.collect()
     gc.freeze()

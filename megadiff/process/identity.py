@@ -10,7 +10,10 @@ import torch
 
 
 def host_name() -> str:
-    """The same for two processes that run on one machine, and share its memory unless containers part them."""
+    """Return the same for two processes that run on one machine.
+
+    They share its memory, unless containers part them.
+    """
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
@@ -20,7 +23,7 @@ def process_home() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """cpu, or the GPU's own name in the world, which is the same in processes that number GPUs differently."""
-    return (
-        "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
-    )
+    """Return cpu, or the GPU's uuid: processes may number the same GPUs differently."""
+    if device.type == "cpu":
+        return "cpu"
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"

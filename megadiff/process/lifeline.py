@@ -1,4 +1,4 @@
-"""No orphan is left: a process ends with the one that it serves, however that one ends."""
+"""Leave no orphan: a process ends with the one that it serves, however that one ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def exit_with(pid: int) -> None:
-    """From now on, when process `pid` is gone (also by SIGKILL), this process and its children are killed.
+    """Kill this process and its children when process `pid` is gone, also by SIGKILL.
 
-    A pidfd is used and not PR_SET_PDEATHSIG, which fires when the parent's *thread* ends that started this process.
     Raises ValueError when there is no such process.
     """
+    # Not PR_SET_PDEATHSIG: it fires when the parent's *thread* ends that started this process.
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -40,8 +40,10 @@ def launcher_pid() -> int | None:
 
 
 def kill_children(*, session: int | None = None) -> None:
-    """SIGKILL to every descendant of this process but multiprocessing's resource tracker, which cleans up after them
-    and ends by itself. session: only to those of this session."""
+    """Kill every descendant of this process. session: only those of this session.
+
+    multiprocessing's resource tracker is spared: it cleans up after them and ends by itself.
+    """
     for child in psutil.Process().children(recursive=True):
         try:
             if session is not None and os.getsid(child.pid) != session:

@@ -1,4 +1,4 @@
-"""Worker processes for numpy and cv2 work: spawned, one thread each, gone when the process that started them is."""
+"""Start worker processes for numpy and cv2 work, which end with the process that started them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megadiff.process.lifeline import exit_with
 
 
 def worker_pool(num_workers: int) -> ProcessPoolExecutor:
-    """A pool of spawned processes: a fork would copy the parent's locks and its CUDA context.
+    """Return a pool of spawned processes.
 
-    A worker imports the parent's main module, so what that imports at its top costs each of them its time.
+    A worker imports the parent's main module: its imports at the top cost every worker their time.
     """
+    # Not fork: it would copy the parent's locks and its CUDA context.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(
         num_workers, mp_context=context, initializer=_start, initargs=(os.getpid(),)
@@ -23,12 +24,12 @@ def worker_pool(num_workers: int) -> ProcessPoolExecutor:
 
 
 def share_of_cores(most: int) -> int:
-    """Cores of this process where the ranks of a node share them, 1 to `most`."""
+    """Return this rank's part of the cores that the node's ranks use together, 1 to `most`."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, cores))
 
 
 def _start(parent: int) -> None:
-    """The pool's own pipes do not tell a worker that its parent was killed: the workers hold both of their ends."""
     cv2.setNumThreads(1)  # the workers are what runs in parallel
+    # The pool's pipes do not tell a worker that its parent was killed: workers hold both ends.
     exit_with(parent)

@@ -1,4 +1,4 @@
-"""Rewards: how good a sample is, one file each. This table is the only place that names them."""
+"""Score samples by rewards, one file each. Only this table names them."""
 
 REWARDS = {
     "color": "megadiff.rewards.color:ColorReward",

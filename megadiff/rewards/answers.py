@@ -1,4 +1,4 @@
-"""Turn what a user's score() returns into floats, and whatever it raises into a RewardError."""
+"""Turn the answer of a user's score() into floats, and whatever it raises into a RewardError."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def score_checked(
 
 
 class _WrongAnswer(Exception):
-    """The answer is not one number for each sample. The text begins with the samples."""
+    """Say that the answer is not one number for each sample. The text begins with the samples."""
 
 
 def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> list[float]:

@@ -1,9 +1,7 @@
-"""What a reward is, and how `reward.<name>` in the config becomes one."""
+"""Define rewards, and build them from `reward.<name>` in the config."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megadiff.config.schema import RewardConfig
+from megadiff.process.doors import import_class, near
 from megadiff.rewards import REWARDS
 from megadiff.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSample:
-    """What a reward sees of one sample. pixels: [F, H, W, 3] uint8 RGB, F = 1 for an image, shared: do not write to it.
-    sample_index: its place in the prompt's group."""
+    """Show a reward one sample.
+
+    pixels: [F, H, W, 3] uint8 RGB, F = 1 for an image; shared, so do not write to them.
+    sample_index: its index in the prompt's group.
+    """
 
     pixels: np.ndarray
     prompt: Prompt
@@ -30,33 +32,41 @@ class RewardError(RuntimeError):
 
 
 class Reward:
-    """Base of every reward. `reward.<name>.args` of the config are the keyword arguments of its constructor.
+    """Base of every reward. `reward.<name>.args` in the config are its constructor's arguments.
 
-    One instance serves all worker threads, so score() must not change shared state (or guard it, see ocr.py).
-    name: the config's `reward.<name>`, set by build_reward. samples_per_call: how many samples of a group one score()
-    call gets; None is the whole group (cheap rewards, and judges that compare), a small number spreads slow work over
-    the workers.
+    One instance serves all worker threads, so score() must not change shared state, or guard it as
+    ocr.py does.
+    name: the config's `reward.<name>`, set by build_reward.
+    samples_per_call: how many samples of a group a score() call gets. None is the whole group, for
+    cheap rewards and judges that compare; a small number spreads slow work over the workers.
     """
 
     name: str = ""
     samples_per_call: int | None = None
 
     def score(self, samples: Sequence[RewardSample]) -> Sequence[float]:
-        """One finite number per sample, higher is better; a list, a 1-D array or a 1-D tensor. May raise anything."""
+        """Return one finite number per sample, higher is better, as a list, array or tensor.
+
+        May raise anything.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define score(samples)")
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
-        """Called once before sampling with every prompt of the run; raises ValueError for one that cannot be scored."""
+        """Raise ValueError for a prompt that cannot be scored. Called once, with all of a run."""
 
     def close(self) -> None:
-        """Called once when the run ends; releases what the constructor or score() opened."""
+        """Release what the constructor or score() opened. Called once, when the run ends."""
 
 
 def build_rewards(configs: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards of the config's `reward` section, in its order. ValueError as build_reward, or if there is none."""
+    """Build the rewards of the config's `reward` section, in its order.
+
+    Raises ValueError as build_reward does, and where there is none.
+    """
     if not configs:
         raise ValueError(
-            f"reward: 0 rewards are configured, need at least 1; set reward.<name>.type to one of {sorted(REWARDS)}"
+            "reward: 0 rewards are configured, need at least 1; set reward.<name>.type to one of "
+            f"{sorted(REWARDS)}"
         )
     return {name: build_reward(name, config) for name, config in configs.items()}
 
@@ -64,16 +74,19 @@ def build_rewards(configs: Mapping[str, RewardConfig]) -> dict[str, Reward]:
 def build_reward(name: str, config: RewardConfig) -> Reward:
     """Build the reward `reward.<name>`.
 
-    ValueError: unknown type, a path that leads to no Reward, wrong args, samples_per_call < 1.
+    Raises ValueError for an unknown type, wrong args and samples_per_call < 1.
     """
-    reward_class = _resolve(name, config.type)
+    path = config.type if ":" in config.type else REWARDS.get(config.type)
+    if path is None:
+        raise ValueError(
+            f"reward.{name}.type={config.type} is unknown{near(config.type, REWARDS)}; "
+            f"known: {', '.join(sorted(REWARDS))}, or your own as my_package.my_module:MyReward"
+        )
+    reward_class = import_class(path, Reward, key=f"reward.{name}.type={config.type}")
     _check_args(name, config.type, reward_class, config.args)
     try:
         reward = reward_class(**config.args)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # a constructor refusing a value; say whose value it is
+    except (TypeError, ValueError) as error:  # the constructor refuses a value; say whose it is
         raise ValueError(
             f"reward.{name}.args={dict(config.args)} refused by type={config.type}: {error}"
         ) from error
@@ -87,50 +100,17 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
     return reward
 
 
-def _resolve(name: str, reward_type: str) -> type[Reward]:
-    """The class that a table key or a `module:Class` path means."""
-    path = reward_type if ":" in reward_type else REWARDS.get(reward_type)
-    if path is None:
-        raise ValueError(
-            f"reward.{name}.type={reward_type} is unknown{_near(reward_type, REWARDS)}; "
-            f"known: {', '.join(sorted(REWARDS))}, or your own as my_package.my_module:MyReward"
-        )
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"reward.{name}.type={reward_type}: module {module_name!r} cannot be imported ({error}); "
-            "install it or put its folder on PYTHONPATH"
-        ) from error
-    reward_class = getattr(module, class_name, None)
-    if reward_class is None:
-        raise ValueError(
-            f"reward.{name}.type={reward_type}: module {module_name!r} has no {class_name!r}"
-            f"{_near(class_name, vars(module))}"
-        )
-    if not (isinstance(reward_class, type) and issubclass(reward_class, Reward)):
-        raise ValueError(
-            f"reward.{name}.type={reward_type}: {class_name!r} is not a class derived from megadiff.rewards.base.Reward"
-        )
-    return reward_class
-
-
 def _check_args(
     name: str, reward_type: str, reward_class: type[Reward], args: Mapping[str, object]
 ) -> None:
-    """ValueError naming the argument that the constructor does not take or still needs."""
+    """Raise ValueError with the argument that the constructor does not take or still needs."""
     try:
         inspect.signature(reward_class).bind(**args)
     except TypeError as error:
-        known = list(inspect.signature(reward_class).parameters)
-        unknown = [arg for arg in args if arg not in known]
-        near = _near(unknown[0], known) if unknown else ""
+        parameters = list(inspect.signature(reward_class).parameters)
+        unknown = [arg for arg in args if arg not in parameters]
+        hint = near(unknown[0], parameters) if unknown else ""
         raise ValueError(
-            f"reward.{name}.args (type={reward_type}): {error}{near}; it takes: {', '.join(known) or 'no arguments'}"
+            f"reward.{name}.args (type={reward_type}): {error}{hint}; "
+            f"it takes: {', '.join(parameters) or 'no arguments'}"
         ) from error
-
-
-def _near(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""

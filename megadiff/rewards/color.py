@@ -1,17 +1,19 @@
-"""color: how close an image is to the colour that its prompt names."""
+"""Reward color: score how close an image is to the colour that its prompt names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import numpy as np
 
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.types import Prompt
 
-COLORS = {  # sRGB; the eleven basic colour terms of Berlin and Kay, and three that prompts often use
+# sRGB; the eleven basic colour terms of Berlin and Kay, and three that prompts often use.
+COLORS = {
     "red": (255, 0, 0),
     "orange": (255, 140, 0),
     "yellow": (255, 255, 0),
@@ -30,11 +32,11 @@ COLORS = {  # sRGB; the eleven basic colour terms of Berlin and Kay, and three t
 ALIASES = {"grey": "gray", "violet": "purple", "golden": "gold"}
 _COLOR_WORD = re.compile(rf"\b({'|'.join([*COLORS, *ALIASES])})\b", re.IGNORECASE)
 
-# sRGB byte → linear light (IEC 61966-2-1); linear RGB → LMS → OKLab (B. Ottosson, "A perceptual color space", 2020).
+# sRGB byte → linear light: IEC 61966-2-1.
 _BYTES = np.arange(256) / 255
-_LINEAR = np.where(_BYTES <= 0.04045, _BYTES / 12.92, ((_BYTES + 0.055) / 1.055) ** 2.4).astype(
-    np.float32
-)
+_CURVE = ((_BYTES + 0.055) / 1.055) ** 2.4
+_LINEAR = np.where(_BYTES <= 0.04045, _BYTES / 12.92, _CURVE).astype(np.float32)
+# Linear RGB → LMS → OKLab: B. Ottosson, "A perceptual color space", 2020.
 _RGB_TO_LMS = np.array(
     [
         [0.4122214708, 0.5363325363, 0.0514459929],
@@ -51,16 +53,19 @@ _LMS_TO_OKLAB = np.array(
     ],
     np.float32,
 )
-_BLOCK = 8192  # pixels at a time: stays in cache (1.5x faster at 512x512) and bounds memory for huge images
+# Pixels at a time: they stay in the cache (1.5x faster at 512x512), and huge images need no more
+# memory.
+_BLOCK = 8192
 
 
 class ColorReward(Reward):
-    """Mean over all pixels (and frames) of 1 − distance(pixel, colour) / largest distance(any sRGB colour, colour).
+    """Average 1 − distance(pixel, colour) / largest distance of any sRGB colour over all pixels.
 
-    The distance is Euclidean in OKLab, where equal steps look equally large. So the whole image in exactly the colour
-    is 1, the whole image in the colour farthest from it is 0, and every pixel that moves nearer raises the reward:
-    there is no threshold and no plateau. The first colour word of the prompt counts ("a red cup on a blue table" is
-    red); words are matched whole and in any case, "dark green" is green.
+    The distance is Euclidean in OKLab, where equal steps look equally large. An image in exactly
+    the colour is 1, one in the colour farthest from it is 0. Every pixel that moves nearer raises
+    the reward: there is no threshold and no plateau.
+    The first colour word of the prompt counts ("a red cup on a blue table" is red). Words are
+    matched whole and in any case; "dark green" is green.
     """
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
@@ -72,19 +77,19 @@ class ColorReward(Reward):
 
 
 def named_color(prompt: Prompt) -> str:
-    """Key in COLORS of the first colour word. ValueError for a prompt without one."""
+    """Return the key in COLORS of the first colour word. Raises ValueError where there is none."""
     match = _COLOR_WORD.search(prompt.text)
     if match is None:
         raise ValueError(
-            f"the color reward needs a colour in every prompt, found none in {prompt.text[:200]!r}; "
-            f"known colours: {', '.join([*COLORS, *ALIASES])}"
+            "the color reward needs a colour in every prompt, found none in "
+            f"{prompt.text[:200]!r}; known colours: {', '.join([*COLORS, *ALIASES])}"
         )
     word = match.group(1).lower()
     return ALIASES.get(word, word)
 
 
 def closeness(pixels: np.ndarray, color: str) -> float:
-    """In [0, 1], see ColorReward. pixels: [..., 3] uint8 RGB; color: key in COLORS."""
+    """Return a number in [0, 1], see ColorReward. pixels: [..., 3] uint8 RGB. color: of COLORS."""
     target, farthest = _target(color)
     flat = pixels.reshape(-1, 3)
     blocks = (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
@@ -93,7 +98,10 @@ def closeness(pixels: np.ndarray, color: str) -> float:
 
 
 def oklab(pixels: np.ndarray) -> np.ndarray:
-    """[N, 3] uint8 sRGB → [N, 3] float32 OKLab: lightness in [0, 1], then the green–red and blue–yellow axes."""
+    """Convert [N, 3] uint8 sRGB to float32 OKLab.
+
+    Columns: lightness in [0, 1], then the green–red and the blue–yellow axis.
+    """
     return np.cbrt(_LINEAR[pixels] @ _RGB_TO_LMS.T) @ _LMS_TO_OKLAB.T
 
 
@@ -104,7 +112,8 @@ def _distances(pixels: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 @cache
 def _target(color: str) -> tuple[np.ndarray, float]:
-    """OKLab of the colour, and the largest distance of any sRGB colour to it: always one of the RGB cube's corners."""
+    """Return the colour in OKLab, and the largest distance of any sRGB colour to it."""
     target = oklab(np.array([COLORS[color]], np.uint8))[0]
-    corners = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], np.uint8)
+    # The farthest colour is always a corner of the RGB cube.
+    corners = np.array(list(product((0, 255), repeat=3)), np.uint8)
     return target, float(_distances(corners, target).max())

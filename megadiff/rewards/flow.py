@@ -1,5 +1,4 @@
-"""Where the pixels of a frame go in the next one: what the rewards of motion share. The one module that calls OpenCV's
-optical flow (5.0)."""
+"""Measure where the pixels of a frame go in the next one, by OpenCV's optical flow (5.0)."""
 
 from __future__ import annotations
 
@@ -8,24 +7,28 @@ import numpy as np
 
 from megadiff.rewards.base import RewardSample
 
-SHORT_SIDE = 64  # pixels that frames are shrunk to. With more, the flow of smooth surfaces comes out too short (128: by a third)
-LEVELS, WINDOW, ITERATIONS = (
-    4,
-    15,
-    3,
-)  # of Farneback's pyramid: follows up to about a fifth of the frame's side
-NEIGHBOURHOOD, SMOOTHING = 5, 1.1  # of its polynomials, as its authors pair them
+# Frames are shrunk to so many pixels. With more, the flow of smooth surfaces comes out too short
+# (at 128 by a third).
+SHORT_SIDE = 64
+# Farneback's pyramid follows movements of up to about a fifth of the frame's side.
+LEVELS = 4
+WINDOW = 15
+ITERATIONS = 3
+# Its polynomials, as their authors pair the two numbers.
+NEIGHBOURHOOD = 5
+SMOOTHING = 1.1
 
 
 def neighbours(sample: RewardSample, num_pairs: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of frames that follow each other, grey uint8 [h, w], evenly spaced over the video; num_pairs 0: all of them.
+    """Return pairs of consecutive frames, grey uint8 [h, w], evenly spaced over the video.
 
-    ValueError for a video of one frame.
+    num_pairs: 0 for all of them. Raises ValueError for a video of one frame.
     """
     count = len(sample.pixels) - 1
     if count < 1:
         raise ValueError(
-            "motion needs at least 2 frames, found 1; set rollout.num_frames, or leave this reward out"
+            "motion needs at least 2 frames, found 1; set rollout.num_frames, or leave this reward "
+            "out"
         )
     starts = range(count)
     if 0 < num_pairs < count:
@@ -34,7 +37,7 @@ def neighbours(sample: RewardSample, num_pairs: int) -> list[tuple[np.ndarray, n
 
 
 def grey(pixels: np.ndarray) -> np.ndarray:
-    """[H, W, 3] uint8 RGB → [h, w] uint8, the shorter side at most SHORT_SIDE."""
+    """Return [H, W, 3] uint8 RGB as grey uint8 [h, w], the shorter side at most SHORT_SIDE."""
     frame = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     scale = SHORT_SIDE / min(frame.shape)
     if scale >= 1:
@@ -44,9 +47,9 @@ def grey(pixels: np.ndarray) -> np.ndarray:
 
 
 def optical_flow(frame: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """[h, w, 2] float32: for each pixel of `frame`, how far right and down it lies in `following`, in pixels of them.
+    """Return [h, w, 2] float32: how many pixels right and down each pixel lies in `following`.
 
-    Dense, by polynomial expansion (Farnebäck, 2003). Both grey uint8 [h, w].
+    Both frames are grey uint8 [h, w]. Dense, by polynomial expansion (Farnebäck, 2003).
     """
     return cv2.calcOpticalFlowFarneback(
         frame, following, None, 0.5, LEVELS, WINDOW, ITERATIONS, NEIGHBOURHOOD, SMOOTHING, 0
@@ -54,7 +57,7 @@ def optical_flow(frame: np.ndarray, following: np.ndarray) -> np.ndarray:
 
 
 def checked_pairs(num_pairs: int) -> int:
-    """ValueError for a number of pairs that is none."""
+    """Return the number. Raises ValueError where it is no number of pairs."""
     if type(num_pairs) is not int or num_pairs < 0:
         raise ValueError(f"pairs={num_pairs!r}, must be a number of at least 1, or 0 for all")
     return num_pairs

@@ -1,4 +1,4 @@
-"""frame: any reward of images on the frames of a video."""
+"""Reward frame: apply any reward of images to the frames of a video."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from megadiff.rewards.score import score_checked
 from megadiff.types import Prompt
 
 REDUCE: dict[str, Callable[..., np.ndarray]] = {"mean": np.mean, "min": np.min}
-PLACES: dict[
-    str, Callable[[int], list[int]]
-] = {  # of F frames, the indices of those that are scored
+# The number of frames → the indices of those that are scored.
+FRAMES: dict[str, Callable[[int], list[int]]] = {
     "first": lambda count: [0],
     "middle": lambda count: [count // 2],
     "last": lambda count: [count - 1],
@@ -24,12 +23,14 @@ PLACES: dict[
 
 
 class FrameReward(Reward):
-    """The mean (or with reduce=min the worst) of another reward over frames of the video, each scored as an image.
+    """Average another reward over frames of the video, each scored as an image.
 
-    reward, args: the other reward, as `reward.<name>.type` and `.args` in a config. frames: first, middle, last, all, or
-    how many, evenly spaced with the first and the last among them. An image is a video of one frame. A call of the
-    other reward gets the same frame of several samples, so one that compares the samples of a group does so moment by
-    moment. Slow rewards want few frames: reading text takes 0.1 s a frame.
+    reward, args: the other reward, as `reward.<name>.type` and `.args` in a config.
+    frames: first, middle, last, all, or how many, evenly spaced with the first and the last among
+    them. Slow rewards want few: reading text takes 0.1 s a frame. An image is a video of one frame.
+    reduce: mean, or min for the worst frame.
+    A call of the other reward gets the same frame of several samples, so one that compares the
+    samples of a group does so moment by moment.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class FrameReward(Reward):
         frames: str | int = "all",
         reduce: str = "mean",
     ) -> None:
-        if frames not in PLACES and (type(frames) is not int or frames < 1):
+        if frames not in FRAMES and (type(frames) is not int or frames < 1):
             raise ValueError(
-                f"frames={frames!r}, must be {', '.join(PLACES)}, or a number of at least 1"
+                f"frames={frames!r}, must be {', '.join(FRAMES)}, or a number of at least 1"
             )
         if reduce not in REDUCE:
             raise ValueError(f"reduce={reduce!r}, must be one of {', '.join(REDUCE)}")
-        self.frames, self.reduce = frames, reduce
+        self.frames = frames
+        self.reduce = reduce
         self.inner = build_reward(reward, RewardConfig(type=reward, args=dict(args or {})))
         self.samples_per_call = self.inner.samples_per_call
 
@@ -56,9 +58,8 @@ class FrameReward(Reward):
             raise ValueError(
                 f"the videos have {lengths} frames; those of one call must be equally long"
             )
-        values_KN = [
-            self._score_frame(samples, index) for index in frame_indices(lengths[0], self.frames)
-        ]
+        indices = frame_indices(lengths[0], self.frames)
+        values_KN = [self._score_frame(samples, index) for index in indices]
         return REDUCE[self.reduce](np.array(values_KN), axis=0).tolist()
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
@@ -68,17 +69,18 @@ class FrameReward(Reward):
         self.inner.close()
 
     def _score_frame(self, samples: Sequence[RewardSample], index: int) -> list[float]:
-        return score_checked(
-            self.inner, [replace(each, pixels=each.pixels[index : index + 1]) for each in samples]
-        )
+        images = [replace(sample, pixels=sample.pixels[index : index + 1]) for sample in samples]
+        return score_checked(self.inner, images)
 
 
 def frame_indices(num_frames: int, frames: str | int) -> list[int]:
-    """Rising and without doubles; frames: as of FrameReward. A single one of many is the middle one."""
+    """Return indices, rising and without doubles. frames: as of FrameReward.
+
+    A single frame is the middle one.
+    """
     if isinstance(frames, str):
-        return PLACES[frames](num_frames)
+        return FRAMES[frames](num_frames)
     if frames == 1:
-        return PLACES["middle"](num_frames)
-    return sorted(
-        {round(place) for place in np.linspace(0, num_frames - 1, min(frames, num_frames)).tolist()}
-    )
+        return FRAMES["middle"](num_frames)
+    positions = np.linspace(0, num_frames - 1, min(frames, num_frames)).tolist()
+    return sorted({round(position) for position in positions})

@@ -1,4 +1,7 @@
-"""jpeg_size: how well an image compresses (or how badly), after DDPO, arXiv 2305.13301, section 5.1."""
+"""Reward jpeg_size: score how well an image compresses, or how badly.
+
+After DDPO, arXiv 2305.13301, section 5.1.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from PIL import Image
 
 from megadiff.rewards.base import Reward, RewardSample
 
-# Uniform noise, the least compressible image, takes 1.2 to 1.3 bytes a pixel at quality 95 (measured at 64 and 512).
+# Uniform noise, the least compressible image, takes 1.2 to 1.3 bytes a pixel at quality 95
+# (measured at 64 and 512 pixels a side).
 MAX_BYTES_PER_PIXEL = 1.5
 
 
 class JpegSizeReward(Reward):
-    """fraction = size_kib / max_kib with max_kib = H · W · 1.5 / 1024; the reward is 1 − fraction for sign 1
-    (compressible images win) and fraction for sign -1 (detailed images win), clipped to [0, 1], mean over frames.
+    """Score 1 − fraction, with fraction = size_kib / (H · W · 1.5 / 1024), clipped to [0, 1].
 
-    Relative to the pixel count, so one weight fits every resolution. A flat 512×512 image scores 0.99, noise 0.2; the
-    0.6 KiB header weighs 0.1 at 64×64. quality: JPEG quality, 1 to 95.
+    The mean over frames. sign: 1 as above, compressible images win; -1 scores fraction, detailed
+    images win. quality: JPEG quality, 1 to 95.
+    Relative to the pixel count, so that one weight fits every resolution. A flat 512×512 image
+    scores 0.99, noise 0.2. The header of 0.6 KiB weighs 0.1 at 64×64.
     """
 
     def __init__(self, *, sign: int = 1, quality: int = 95) -> None:
@@ -36,14 +41,13 @@ class JpegSizeReward(Reward):
     def _score_frames(self, pixels: np.ndarray) -> float:
         num_frames, height, width, _ = pixels.shape
         max_kib = height * width * MAX_BYTES_PER_PIXEL / 1024
-        fraction = (
-            sum(jpeg_kib(frame, quality=self.quality) for frame in pixels) / num_frames / max_kib
-        )
+        total_kib = sum(jpeg_kib(frame, quality=self.quality) for frame in pixels)
+        fraction = total_kib / num_frames / max_kib
         return min(1.0, max(0.0, 1.0 - fraction if self.sign == 1 else fraction))
 
 
 def jpeg_kib(pixels: np.ndarray, *, quality: int) -> float:
-    """Size in KiB of the JPEG of one frame. pixels: [H, W, 3] uint8 RGB."""
+    """Return the KiB of a frame's JPEG. pixels: [H, W, 3] uint8 RGB."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
     return buffer.tell() / 1024

@@ -1,4 +1,7 @@
-"""ocr: does the image show the text that its prompt quotes. The one module that knows rapidocr-onnxruntime (1.4.4)."""
+"""Reward ocr: compare the text in an image with the one that its prompt quotes.
+
+The one module that knows rapidocr-onnxruntime (1.4.4).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from PIL import Image
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.types import Prompt
 
-# Leftmost quote wins, so an apostrophe inside "..." is text. A single quote opens and closes only at a word's edge:
-# the apostrophes of "the dog's bowl" quote nothing.
+# The leftmost quote wins, so an apostrophe inside "..." is text. A single quote opens and closes
+# only at a word's edge: the apostrophe of "the dog's bowl" quotes nothing.
 _QUOTED = re.compile(r"""["“”„]([^"“”]*)["“”]|‘(.+?)’(?!\w)|(?<!\w)'(.+?)'(?!\w)""")
 _MAX_SIDE = 1664  # pixels; larger images are scaled down: Qwen-Image's longest side, at 16:9
 _MIN_SIDE = 64  # shorter sides are padded: the engine's own resizing fails on slivers
@@ -23,15 +26,16 @@ _MAX_ASPECT = 4  # longer images are padded: the detector scales the short side 
 
 
 class OcrReward(Reward):
-    """1 − edit_distance(found, wanted) / len(wanted), clipped to [0, 1]: 1 is exactly the text, 0 is none of it.
+    """Score 1 − edit_distance(seen, wanted) / len(wanted), clipped to [0, 1].
 
-    wanted: the row's `text` field, else all quoted parts of the prompt ("…", “…”, ‘…’ or '…') in order. found: all text
-    lines of the image, top to bottom. Both lower-cased and without white space, as in Flow-GRPO (arXiv 2505.05470,
-    appendix), and in Unicode NFKC, because the engine answers full-width punctuation at times. As the edit distance
-    counts them, further letters cost as much as missing ones; Flow-GRPO's own code forgives them where the wanted
-    text appears unbroken, which is allow_extra_text=True.
-    Video: mean over every frame_stride-th frame. The engine's models (PP-OCRv4, shipped in its package) read Latin
-    letters without accents, digits, punctuation and Chinese.
+    wanted: the row's `text` field, else all quoted parts of the prompt ("…", “…”, ‘…’ or '…') in
+    order. seen: all text lines of the image, top to bottom. Both are compared as normalise() has
+    them. Flow-GRPO, arXiv 2505.05470, appendix.
+    allow_extra_text: further letters cost nothing where the wanted text appears unbroken, as in
+    Flow-GRPO's own code; else they cost as much as missing ones.
+    frame_stride: of a video every so many frames are read, and their scores averaged.
+    The engine's models (PP-OCRv4, shipped in its package) read Latin letters without accents,
+    digits, punctuation and Chinese.
     """
 
     samples_per_call = 1  # about 0.1 s each: spread over the workers
@@ -66,21 +70,23 @@ class OcrReward(Reward):
         return sum(scores) / len(scores)
 
     def _read(self, pixels: np.ndarray) -> str:
-        """All text of one frame [H, W, 3] uint8 RGB, lines joined from top to bottom."""
+        """Return all text of a frame [H, W, 3] uint8 RGB, lines joined from top to bottom."""
         # An engine per thread: RapidOCR keeps the current image's preprocessing in the object.
         if not hasattr(self._local, "engine"):
             self._local.engine = _build_engine()
-        lines, _ = self._local.engine(
-            np.ascontiguousarray(to_canvas(pixels)[:, :, ::-1])
-        )  # it expects BGR
+        bgr = np.ascontiguousarray(
+            to_canvas(pixels)[:, :, ::-1]
+        )  # the engine expects OpenCV's order
+        lines, _ = self._local.engine(bgr)
         return "".join(text for _, text, _ in lines or ())
 
 
 def _build_engine() -> Callable:
-    """A RapidOCR engine on one core: samples, not operators, are what runs in parallel."""
+    """Return a RapidOCR engine on one core: samples run in parallel, not operators."""
     from rapidocr_onnxruntime import RapidOCR  # optional dependency, and 0.4 s of import
 
-    # Detection at 512 instead of 736 pixels is twice as fast and reads the same; no rotated lines, as in Flow-GRPO.
+    # Detection at 512 instead of 736 pixels is twice as fast and reads the same. No rotated lines,
+    # as in Flow-GRPO.
     return RapidOCR(
         intra_op_num_threads=1,
         inter_op_num_threads=1,
@@ -91,45 +97,52 @@ def _build_engine() -> Callable:
 
 
 def wanted_text(prompt: Prompt) -> str:
-    """The text to be read in the image, as written. ValueError where the prompt has none."""
+    """Return the text to be read in the image. Raises ValueError where there is none."""
     text = prompt.fields.get("text")
     if text is None:
         text = "".join("".join(groups) for groups in _QUOTED.findall(prompt.text))
     if not isinstance(text, str) or not normalise(text):
         raise ValueError(
-            f"the ocr reward needs text to look for, found {text!r} for the prompt {prompt.text[:200]!r}; "
+            f"the ocr reward needs text to look for, found {text!r} for the prompt "
+            f"{prompt.text[:200]!r}; "
             'put it in quotes ("…", “…” or \'…\') or give the row a string field "text"'
         )
     return text
 
 
-def text_score(found: str, wanted: str, *, allow_extra_text: bool = False) -> float:
-    """In [0, 1], see OcrReward."""
-    found, wanted = normalise(found), normalise(wanted)
-    if allow_extra_text and wanted in found:
+def text_score(seen: str, wanted: str, *, allow_extra_text: bool = False) -> float:
+    """Return a number in [0, 1], see OcrReward."""
+    seen = normalise(seen)
+    wanted = normalise(wanted)
+    if allow_extra_text and wanted in seen:
         return 1.0
-    return max(0.0, 1.0 - edit_distance(found, wanted) / len(wanted))
+    return max(0.0, 1.0 - edit_distance(seen, wanted) / len(wanted))
 
 
 def normalise(text: str) -> str:
+    """Return the text in lower case and without white space, as in Flow-GRPO."""
+    # NFKC: the engine answers full-width punctuation at times.
     return "".join(unicodedata.normalize("NFKC", text).lower().split())
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Least number of insertions, deletions and replacements that turn a into b (Levenshtein); O(len(a)·len(b))."""
+    """Return the least number of insertions, deletions and replacements from a to b.
+
+    Levenshtein's distance, in O(len(a) · len(b)).
+    """
     row = list(range(len(b) + 1))
     for i, char_a in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
+        diagonal = row[0]
+        row[0] = i
         for j, char_b in enumerate(b, start=1):
-            diagonal, row[j] = (
-                row[j],
-                min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b)),
-            )
+            replaced = diagonal + (char_a != char_b)
+            diagonal = row[j]
+            row[j] = min(diagonal + 1, row[j - 1] + 1, replaced)
     return row[-1]
 
 
 def to_canvas(pixels: np.ndarray) -> np.ndarray:
-    """The frame [H, W, 3] scaled down to the engine's limit and padded with its edge colours to a shape it can take."""
+    """Scale a frame [H, W, 3] down and pad it with its edge colours to a shape the engine takes."""
     height, width = pixels.shape[:2]
     scale = min(1.0, _MAX_SIDE / max(height, width))
     if scale < 1.0:
@@ -137,7 +150,8 @@ def to_canvas(pixels: np.ndarray) -> np.ndarray:
         pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
         height, width = pixels.shape[:2]
     least = max(_MIN_SIDE, -(-max(height, width) // _MAX_ASPECT))
-    pad_height, pad_width = max(0, least - height), max(0, least - width)
+    pad_height = max(0, least - height)
+    pad_width = max(0, least - width)
     if not pad_height and not pad_width:
         return pixels
     rows = (pad_height // 2, pad_height - pad_height // 2)

@@ -1,4 +1,4 @@
-"""Scoring while samples still arrive: submit groups, collect their rewards."""
+"""Score while samples still arrive: submit groups, collect their rewards."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
 
 @dataclass(eq=False, kw_only=True)
 class _Call:
-    """One score() call: samples of group number `group`, from place `first` in it. started_s: monotonic, None while
-    it is queued. future: (checked values, seconds)."""
+    """Make one score() call, on samples of group number `group` from index `first` on.
+
+    started_s: monotonic, None while it is queued. future: (checked values, seconds).
+    """
 
     reward: Reward
     weight: float
@@ -51,13 +53,10 @@ class _Call:
 
 
 class Scorer:
-    """Scores groups by every configured reward, in the background. Used from one thread; close() it at the end.
+    """Score groups by every configured reward, in the background.
 
-    Workers are threads: numpy, Pillow, cv2 and onnxruntime release the GIL in their kernels. Two threads on two cores
-    read text 1.7 times as fast as one, exactly as two processes do, and processes would add copies of all pixels.
-    They start with the first group.
-
-    num_workers: threads; None takes this rank's share of the node's cores, at most 16.
+    Used from one thread; close() it at the end. Workers start with the first group.
+    num_workers: threads; None for this rank's part of the node's cores, at most 16.
     timeout_s: limit of one score() call, from its start; for calls that keep the GIL see GilWatch.
     weights: reward name → weight in the total.
     reward_s: reward name → seconds in score() for the groups last collected, summed over workers.
@@ -84,7 +83,7 @@ class Scorer:
         self._calls: list[_Call] = []
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
-        """Before any sampling: ValueError, with the reward's name, for a prompt that it cannot score."""
+        """Raise ValueError, with the reward's name, for a prompt that it cannot score."""
         for name, reward in self.rewards.items():
             try:
                 reward.validate(prompts)
@@ -92,9 +91,15 @@ class Scorer:
                 raise ValueError(f"reward.{name}: {error}") from error
 
     def submit(self, group: RolloutGroup) -> None:
-        """Starts scoring the group; returns at once. RewardError if a group submitted earlier has failed meanwhile."""
+        """Start scoring the group and return at once.
+
+        Raises RewardError if a group submitted earlier has failed meanwhile.
+        """
         self._raise_first_failure()
         if self._workers is None:
+            # Threads: numpy, Pillow, cv2 and onnxruntime release the GIL in their kernels. Two of
+            # them read text 1.7 times as fast as one, exactly as two processes do, which would add
+            # copies of all pixels.
             self._workers = Workers(self._num_workers, gil_limit_s=self.timeout_s + GRACE_S)
         samples = [
             RewardSample(pixels=pixels_FHWC, prompt=group.prompt, sample_index=index)
@@ -117,11 +122,12 @@ class Scorer:
         self._groups.append(samples)
 
     def collect(self) -> dict[str, Tensor]:
-        """Waits for the groups submitted since the last collect().
+        """Wait for the groups submitted since the last collect(); the scorer is empty again.
 
-        Returns reward name → [P, G] float32, groups in order of submission, and under "total" their sum weighted by
-        `reward.<name>.weight`. RewardError for the first call that failed or ran out of time; what was queued behind
-        it is cancelled, and the scorer is empty again.
+        Returns reward name → [P, G] float32, groups in order of submission, and under "total" their
+        sum weighted by `reward.<name>.weight`.
+        Raises RewardError for the first call that failed or ran out of time; what was queued behind
+        it is cancelled.
         """
         sizes = [len(samples) for samples in self._groups]
         assert len(set(sizes)) == 1, f"need groups of one size, got {sizes}"
@@ -132,13 +138,13 @@ class Scorer:
             self.reset()
 
     def score(self, groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
-        """submit() of all groups and collect()."""
+        """Submit all groups and collect them."""
         for group in groups:
             self.submit(group)
         return self.collect()
 
     def reset(self) -> None:
-        """Forgets what was submitted and not collected: queued calls never run, results of running ones are dropped."""
+        """Forget what was not collected. Queued calls never run; running ones end by themselves."""
         for call in self._calls:
             call.future.cancel()
         self._calls = []
@@ -159,7 +165,7 @@ class Scorer:
                 logger.exception("reward %r could not be closed", name)
 
     def _wait(self) -> None:
-        """Until all calls are done; RewardError for the first that failed or is overdue."""
+        """Wait for all calls. Raises RewardError for the first that failed or is overdue."""
         pending = {call.future for call in self._calls}
         while pending:
             self._raise_first_failure()  # its own text, and not that it took long
@@ -175,7 +181,7 @@ class Scorer:
                     raise RewardError(
                         f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
                     )
-            # A queued call cannot be overdue before timeout_s from now, so nothing is missed while waiting.
+            # A queued call cannot be overdue before timeout_s from now: nothing is missed.
             remaining_s = min(
                 (call.started_s + self.timeout_s - now for call in running), default=self.timeout_s
             )
@@ -209,7 +215,7 @@ class Scorer:
         return scores
 
     def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:
-        """RewardError for a sum that float32 cannot hold, of values that it can."""
+        """Raise RewardError for a sum that float32 cannot hold, of values that it can."""
         wrong = (~total.isfinite()).nonzero().tolist()
         if not wrong:
             return
@@ -243,5 +249,5 @@ def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
 
 
 def default_num_workers() -> int:
-    """This rank's share of the cores that the process may use, 1 to 16."""
+    """Return this rank's part of the cores that the process may use, 1 to 16."""
     return share_of_cores(16)

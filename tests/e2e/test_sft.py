@@ -282,7 +282,7 @@ def test_the_report_tells_loss_and_evaluation(reference):
     [
         (
             "nowhere",
-            "nowhere: no such file or folder; give a folder, .parquet, .tar or shapes:COUNT",
+            "nowhere: no such file or folder; give a folder, .parquet, .tar or module:Class",
         ),
         ("empty", "empty: holds none of them; need metadata.jsonl"),
         (
@@ -337,7 +337,9 @@ def test_a_cut_image_ends_the_run_and_its_replica(trainer):
 def test_a_video_model_learns_from_images_whatever_its_evaluations_sample(tiny_wan, tmp_path):
     trainer = Trainer(tmp_path, tiny_wan["t2v_a14b"])
     asked = ["rollout.num_frames=5", "rollout.guidance_scale=3", "rollout.guidance_scale_2=2"]
-    result = trainer.run(*SETTINGS, "data.images=shapes:4", "train.num_steps=1", *asked)
+    result = trainer.run(
+        *SETTINGS, "data.images=examples.shapes.images:ShapesImages:4", "train.num_steps=1", *asked
+    )
     assert result.code == 0, result.stderr
     assert result.rows[-1]["step"] == 1 and result.rows[-1]["optim/grad_norm"] > 0
 
@@ -347,7 +349,9 @@ def test_a_full_disk_while_encoding(trainer):
     cache = trainer.folder / "cache"
     before = sorted(cache.iterdir()) if cache.exists() else []
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
-    done = trainer.run(*SETTINGS, "data.images=shapes:20", name="full", prepare=limit)
+    done = trainer.run(
+        *SETTINGS, "data.images=examples.shapes.images:ShapesImages:20", name="full", prepare=limit
+    )
     assert done.code == 1
     assert (
         "latents_00000_00000.safetensors could not be written" in done.stderr

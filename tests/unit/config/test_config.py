@@ -168,7 +168,7 @@ def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
     validate(load_config(lora), dp=1)
     validate(
         load_config(
-            [*lora, "algorithm.name=sft", "data.images=shapes:9", "train.updates_per_step=1"]
+            [*lora, "algorithm.name=sft", "data.images=photos", "train.updates_per_step=1"]
         ),
         dp=1,
     )
@@ -187,7 +187,7 @@ def test_rules_of_supervised_runs(tmp_path, override, text):
     sft = [
         str(tmp_path / "c.yaml"),
         "algorithm.name=sft",
-        "data.images=shapes:100",
+        "data.images=photos",
         "algorithm.group_size=1",
     ]
     validate(load_config([*sft, "train.updates_per_step=1"]), dp=1)

@@ -161,7 +161,7 @@ def test_what_is_trained_on_images_does_not_grow_with_what_evaluations_sample(ca
     def phases(*arguments: str) -> dict:
         sft = (
             "algorithm.name=sft",
-            "data.images=shapes:4",
+            "data.images=photos",
             "algorithm.group_size=1",
             "train.updates_per_step=1",
         )
@@ -279,7 +279,7 @@ def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
 def test_supervised_training_has_an_average_and_no_rollout(plan):
     found, _ = plan(
         "algorithm.name=sft",
-        "data.images=shapes:10",
+        "data.images=photos",
         "algorithm.ema_decay=0.99",
         "train.updates_per_step=1",
     )

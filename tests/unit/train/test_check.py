@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+import megadiff
 from megadiff.cli.main import main
 from megadiff.config.load import load_config
 from megadiff.rewards.base import Reward
@@ -64,6 +67,25 @@ def test_rewards_are_constructed_once_and_handed_over(arguments: list[str]) -> N
 def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *arguments, "--dry-run"]) == 0
     assert Counted.calls == ["constructor", "validate", "close"]
+
+
+def test_the_console_script_finds_a_reward_in_the_current_folder(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    source = "from megadiff.rewards.base import Reward\nclass Mine(Reward):\n    pass\n"
+    (tmp_path / "my_reward_beside_me.py").write_text(source)
+    # -P is as a console script has it: the current folder is not on the path.
+    program = "from megadiff.cli.main import entry; entry()"
+    command = [sys.executable, "-P", "-c", program, "train", *arguments, "--dry-run"]
+    reward_type = "reward.counted.type=my_reward_beside_me:Mine"
+    done = subprocess.run(
+        [*command, reward_type],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(megadiff.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

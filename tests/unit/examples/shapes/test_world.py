@@ -12,7 +12,7 @@ import pytest
 from examples.shapes import world
 from examples.shapes.world import (
     SIZE,
-    TASK_SHARES,
+    TASK_FRACTIONS,
     TASKS,
     captions,
     parse,
@@ -141,8 +141,8 @@ def test_sample_images_draws_training_captions_in_the_mix() -> None:
     drawn = [parse(text) for text in texts]
     assert not any(each.held_out for each in drawn)
     counts = Counter(each.task for each in drawn)
-    assert sum(TASK_SHARES.values()) == pytest.approx(1)
-    for task, share in TASK_SHARES.items():
+    assert sum(TASK_FRACTIONS.values()) == pytest.approx(1)
+    for task, share in TASK_FRACTIONS.items():
         assert counts[task] / 3000 == pytest.approx(share, abs=0.03)
 
 
