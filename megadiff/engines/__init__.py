@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megadiff.config.schema import Config
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
@@ -48,13 +48,13 @@ def check_engine_installed(config: Config) -> None:
     importlib.import_module(f"megadiff.engines.{config.engine.backend}").check_installed(config)
 
 
-def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> ExpertsEngine:
+def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> ComponentsEngine:
     """The model's engine on engine.backend, with the checkpoint's weights loaded. Collective over the world."""
     if config.engine.backend not in ENGINES:
         raise ValueError(
             f"engine.backend={config.engine.backend!r} is not one of {', '.join(sorted(ENGINES))}"
         )
     build = ENGINES[config.engine.backend]
-    return ExpertsEngine(
+    return ComponentsEngine(
         config, mesh, adapter, build=lambda component: build(config, mesh, adapter, component)
     )

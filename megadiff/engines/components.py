@@ -27,7 +27,7 @@ from megadiff.tensors.shards import ShardFolder, write_shards
 from megadiff.types import LogProbs, LoraSpec, TrainBatch
 
 
-class ExpertsEngine:
+class ComponentsEngine:
     """Fulfils engines.base.Engine. members: component → its engine, in the model's order.
 
     Of several members one at most has what an update needs on the accelerator (engine.offload_idle): that of the others,
@@ -86,7 +86,7 @@ class ExpertsEngine:
             self._rest()
             member.onload()
             own = max(share.num_pairs, 1.0)
-            denominator = own if self.config.train.expert_balance == "equal" else whole
+            denominator = own if self.config.train.component_weighting == "equal" else whole
             steps[component] = member.update(batch, loss, share, denominator=denominator)
             self.changed.add(component)
         self._rest()

@@ -58,7 +58,7 @@ def settings_text(evaluation: Evaluation) -> str:
 
 
 def _guidance(evaluation: Evaluation) -> str:
-    """The guidance scales, of a model with two experts both; "" where none is on."""
+    """The guidance scales, of a model with two components both; "" where none is on."""
     scale, second = evaluation.guidance_scale, evaluation.guidance_scale_2
     if evaluation.true_cfg_scale > 1:
         return f", CFG {evaluation.true_cfg_scale:g}"

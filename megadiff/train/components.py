@@ -43,11 +43,11 @@ def trained_components(config: Config, adapter: ModelAdapter) -> list[str]:
 def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
     """How the groups of a step are sampled: step i takes number i modulo their count.
 
-    rollout.expert_windows=any: one. balanced: one for each trained expert, with its window among that one's steps only; so
+    rollout.component_windows=any: one. balanced: one for each trained expert, with its window among that one's steps only; so
     experts get equally many optimizer steps, and in each of them only one has to be on the accelerator and to be pushed.
     """
     sampling = sampling_of(config.rollout)
-    if config.rollout.expert_windows == "any":
+    if config.rollout.component_windows == "any":
         return [sampling]
     low, high = sampling.sde_window_range
     steps = component_steps(adapter, sampling)
@@ -56,15 +56,15 @@ def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
         within = [step for step in steps[component] if low <= step < high]
         if len(within) < max(sampling.sde_window_size, 1):
             raise ValueError(
-                f"rollout.expert_windows=balanced: rollout.sde_window_range=[{low},{high}] has {len(within)} of {component}'s "
+                f"rollout.component_windows=balanced: rollout.sde_window_range=[{low},{high}] has {len(within)} of {component}'s "
                 f"steps ({_span(steps[component])}), a window has rollout.sde_window_size={sampling.sde_window_size}; "
-                f"{_proposal(adapter, sampling, component)}, or expert_windows=any"
+                f"{_proposal(adapter, sampling, component)}, or component_windows=any"
             )
         samplings.append(replace(sampling, sde_window_range=(within[0], within[-1] + 1)))
     return samplings
 
 
-def check_experts(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> list[str]:
+def check_components(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> list[str]:
     """What to warn of before step 1: experts that no window reaches. Raises ValueError for components that the model has
     not, and where nothing would be trained. on_policy: rows come from windows; else from sigmas anywhere."""
     for key, names in (
@@ -84,7 +84,7 @@ def check_experts(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> 
     return _unreached(config, adapter) if on_policy else []
 
 
-def describe_experts(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:
+def describe_components(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:
     """component → its steps and pairs, whether it is trained; JSON."""
     steps, trained = (
         component_steps(adapter, sampling_of(config.rollout)),

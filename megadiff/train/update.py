@@ -44,7 +44,7 @@ def update(
     rewards_PG = rewards["total"]
     advantages_PG, weights_P = group_advantages(
         rewards_PG,
-        global_std=config.algorithm.global_std,
+        kind=config.algorithm.advantage,
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
     kept = groups_to_train(groups, weights_P, config=config, mesh=mesh)
