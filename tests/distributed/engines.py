@@ -20,8 +20,9 @@ from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import loss_inputs, microbatches
-from megadiff.engines.sharded import ShardedEngine, local
+from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
@@ -224,7 +225,7 @@ def gradient_shards(engine: ShardedEngine) -> dict[str, list[Shard]]:
         name: local(held.grad) for name, held in engine._optimized.items() if held.grad is not None
     }
     gradients = {name: gradient for name, gradient in held.items() if engine._is_first_holder(name)}
-    return {name: engine._places(name, gradient.clone()) for name, gradient in gradients.items()}
+    return {name: engine._shards(name, gradient.clone()) for name, gradient in gradients.items()}
 
 
 def whole(folder: ShardFolder, name: str) -> Tensor:

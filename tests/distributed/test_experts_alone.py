@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from megadiff.diffusion import sde
 from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import component_rows, microbatches
-from megadiff.engines.sharded import local
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.plan import LORA_B
 from megadiff.tensors.shards import ShardFolder

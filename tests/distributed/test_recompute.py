@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import num_microbatches
-from megadiff.engines.sharded import local
 from megadiff.models.registry import build_adapter
 from tests.distributed.engines import LOSS, build, only, train_batch
 from tests.distributed.ranks import run_ranks
