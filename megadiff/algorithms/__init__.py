@@ -1,4 +1,4 @@
-"""Losses by name. Each declares what it needs of a batch."""
+"""Losses by name; each says what it needs of a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from megadiff.types import LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """loss: over StepInputs or FlowInputs. needs_reference: ref_mean_BLC must be there. on_policy: it trains on what
-    replicas sample and rewards score (the loop of train/loop.py), not on images that are given (train/sft.py)."""
+    """Hold a loss and what it needs.
+
+    loss: over StepInputs or FlowInputs. needs_reference: ref_mean_BLC must be there.
+    on_policy: it trains on what replicas sample and rewards score (train/loop.py), not on given
+    images (train/sft.py).
+    """
 
     loss: Callable[..., LossOutput]
     needs_reference: bool = False
@@ -43,7 +47,7 @@ ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that the config names. Raises ValueError for an unknown name."""
+    """Build the algorithm that the config names. Raises ValueError for an unknown name."""
     if config.name not in ALGORITHMS:
         raise ValueError(f"algorithm.name={config.name!r} is not one of {sorted(ALGORITHMS)}")
     return ALGORITHMS[config.name](config)

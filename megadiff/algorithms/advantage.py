@@ -14,28 +14,39 @@ ZERO_STD = 1e-6  # rewards in a group closer than this carry no signal
 def group_advantages(
     rewards_PG: Tensor,
     *,
-    global_std: bool,
+    kind: str,
     all_reduce: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages_PG, weights_P), float32: (reward − group mean) / (std + 1e-4). Flow-GRPO, arXiv 2505.05470.
+    """Return (advantages_PG, weights_P), float32: (reward − group mean) / (std + 1e-4).
 
-    std is each group's own, or with global_std the population std over the batch of all ranks, for which all_reduce sums a
-    [3] float64 tensor over the data-parallel group (once). A group whose rewards are all equal gets weight 0 and keeps
-    its place; `train.update.groups_to_train` says which of them are computed, as many on every rank.
+    kind: global takes the population std over the batch of all ranks, for which all_reduce sums a
+    [3] float64 tensor over the data-parallel group (once). group takes each group's own.
+    none divides by nothing.
+    A group whose rewards are all equal gets weight 0 and keeps its row.
+    `train.update.groups_to_train` says which of those are computed, so that ranks stay in step.
+    Flow-GRPO, arXiv 2505.05470; none as in Dr. GRPO, arXiv 2503.20783.
     """
+    # float64, because the mean of near-equal rewards cancels most of float32's digits
     rewards_PG = rewards_PG.double()
     centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     group_std_P1 = rewards_PG.std(dim=1, keepdim=True, correction=0)
     weights_P = (group_std_P1[:, 0] > ZERO_STD).float()
-    std = global_standard_deviation(rewards_PG, all_reduce) if global_std else group_std_P1
+    if kind == "none":
+        return centred_PG.float(), weights_P
+    is_global = kind == "global"
+    std = global_standard_deviation(rewards_PG, all_reduce) if is_global else group_std_P1
     return (centred_PG / (std + EPSILON)).float(), weights_P
 
 
 def global_standard_deviation(rewards_PG: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Population std over all ranks, a float64 scalar, from one all-reduce of (count, sum, sum of squares)."""
+    """Return the population std over all ranks, a float64 scalar.
+
+    One all-reduce of (count, sum, sum of squares).
+    """
     rewards_PG = rewards_PG.double()
     moments = torch.stack(
         [torch.tensor(float(rewards_PG.numel())).double(), rewards_PG.sum(), (rewards_PG**2).sum()]
     )
     count, total, squares = all_reduce(moments)
+    # rounding can bring the variance of equal rewards below 0
     return (squares / count - (total / count) ** 2).clamp(min=0).sqrt()

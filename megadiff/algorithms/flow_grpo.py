@@ -8,17 +8,18 @@ from torch import Tensor
 from megadiff.diffusion import sde
 from megadiff.types import LossOutput, StepInputs
 
-IMPORTANCE_CAP = 2.0
+IMPORTANCE_CAP = 2.0  # a step that the replica all but excluded would else rule the batch
 
 
 def flow_grpo(
     inputs: StepInputs, *, clip_range: float, adv_clip_max: float, kl_coef: float
 ) -> LossOutput:
-    """Weighted sum over B of w·max(−A·r, −A·clip(r, 1 ± clip_range)) + kl_coef·KL(policy ‖ reference), A in ± adv_clip_max.
+    """Sum the weighted w·max(−A·r, −A·clip(r, 1 ± clip_range)) + kl_coef·KL over B.
 
-    r = exp(log_prob − old_log_prob), log_prob as the mean over latent elements; without an old_log_prob it is log_prob's own
-    value, r = 1. w: importance_weights of old_log_prob and rollout_log_prob, 1 without the latter. KL in mean space; it needs
-    ref_mean_BLC.
+    A: advantage, within ± adv_clip_max. r = exp(log_prob − old_log_prob), log_prob a mean over
+    latent elements; without an old_log_prob it is log_prob's own value, r = 1.
+    w: importance_weights of old_log_prob and rollout_log_prob, 1 without the latter.
+    KL(policy ‖ reference) in mean space; it needs ref_mean_BLC.
     """
     sampling = inputs.sampling
     step = dict(schedule=inputs.schedule, eta=sampling.eta)
@@ -35,8 +36,8 @@ def flow_grpo(
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
-        "policy/kl_old": 0.5
-        * log_ratio_B**2,  # the k2 estimator; k1 is as noisy as it is large here
+        # the k2 estimator; k1 is as noisy as it is large here
+        "policy/kl_old": 0.5 * log_ratio_B**2,
         "policy/ratio_mean": ratio_B,
     }
     if inputs.rollout_log_prob_B is not None:
@@ -56,8 +57,9 @@ def flow_grpo(
 
 
 def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """min(exp(old − rollout), IMPORTANCE_CAP): how much likelier the old policy was to draw a step than the one that did.
+    """Return min(exp(old − rollout), IMPORTANCE_CAP).
 
-    Truncated importance sampling between a replica's arithmetic and the trainer's; arXiv 2110.00641 splits the two policies.
+    Truncated importance sampling between a replica's arithmetic and the trainer's.
+    arXiv 2110.00641 splits the two policies.
     """
     return torch.exp(old_log_probs - rollout_log_probs).clamp(max=IMPORTANCE_CAP)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import CheckpointError
 from megadiff.cli.console import leave, log_to_stderr
+from megadiff.config.docs import to_text as keys_to_text
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.engines import check_engine_installed
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code; errors of the user go to stderr as one text, without a traceback."""
     options, config_arguments = _parser().parse_known_args(argv)
+    if options.help_config:
+        sys.stdout.write(keys_to_text())
+        return 0
     rank = int(os.environ.get("RANK", "0"))
     log_to_stderr(rank)
     try:
@@ -133,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", nargs="*", help="yaml files and key=value overrides")
     parser.add_argument(
         "--dry-run", action="store_true", help="check, print the plan of the run, and stop"
+    )
+    parser.add_argument(
+        "--help-config", action="store_true", help="print every config key, and stop"
     )
     parser.add_argument(
         "--json", action="store_true", help="with --dry-run: one JSON object on stdout"

@@ -1,8 +1,10 @@
-"""yaml files left to right, then key=value. A typo or a wrong type is a ConfigError with the full key and a near match."""
+"""Load yaml files from left to right, then key=value overrides.
+
+A typo or a wrong type is a ConfigError with the full key and a near match.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -17,13 +19,19 @@ from megadiff.config.schema import Config, RewardConfig
 SCHEMA = OmegaConf.to_container(OmegaConf.structured(Config))
 REWARD_SCHEMA = OmegaConf.to_container(OmegaConf.structured(RewardConfig))
 
+RENAMED = {  # refused key → what to write instead
+    "train.expert_balance": "train.component_weighting, with the same values",
+    "rollout.expert_windows": "rollout.component_windows, with the same values",
+    "algorithm.global_std": "algorithm.advantage: true is global, false is group",
+}
+
 
 class ConfigError(ValueError):
     """The config is wrong; the text says which key, and what would be right."""
 
 
 def load_config(arguments: Sequence[str]) -> Config:
-    """Merge the schema's defaults, the yaml files and the key=value overrides of a command line, in this order.
+    """Merge the schema's defaults, the yaml files and the key=value overrides, in this order.
 
     Raises ConfigError: no such file, not yaml, unknown key, wrong type, a key without a value.
     """
@@ -35,9 +43,8 @@ def load_config(arguments: Sequence[str]) -> Config:
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:
-            raise ConfigError(
-                f"{source}: unknown key {error.full_key}{_near_match(str(error.full_key))}"
-            ) from error
+            key = str(error.full_key)
+            raise ConfigError(f"{source}: unknown key {key}; {_advice(key)}") from error
         except OmegaConfBaseException as error:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
@@ -50,7 +57,7 @@ def load_config(arguments: Sequence[str]) -> Config:
 
 
 def to_dict(config: Config) -> dict:
-    """The resolved config as plain dicts and lists."""
+    """Return the resolved config as plain dicts and lists."""
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
 
 
@@ -112,29 +119,28 @@ def _override(argument: str) -> DictConfig:
 
 
 def all_keys(node: DictConfig | None = None, prefix: str = "") -> list[str]:
-    """Every leaf key of the schema, e.g. `train.num_steps`."""
+    """List every leaf key of the schema, e.g. `train.num_steps`."""
     node = OmegaConf.structured(Config) if node is None else node
     keys: list[str] = []
     for name in node:
         child = None if OmegaConf.is_missing(node, name) else node[name]
-        keys += (
-            all_keys(child, f"{prefix}{name}.")
-            if isinstance(child, DictConfig) and child
-            else [f"{prefix}{name}"]
-        )
+        if isinstance(child, DictConfig) and child:
+            keys += all_keys(child, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
     return keys
 
 
-def _near_match(key: str) -> str:
+def _advice(key: str) -> str:
+    """Say what to write instead of an unknown key."""
+    if key in RENAMED:
+        return f"it is now {RENAMED[key]}"
+    section, _, leaf = key.rpartition(".")
     keys = all_keys()
     if key.startswith("reward."):
-        keys = [
-            f"{key.rpartition('.')[0]}.{field.name}" for field in dataclasses.fields(RewardConfig)
-        ]
+        keys = [f"{section}.{name}" for name in REWARD_SCHEMA]
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    leaf = key.rpartition(".")[2]
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(
-        key, [k.rpartition(".")[0] for k in keys], n=1, cutoff=0.6
-    )
-    return f"; did you mean {near[0]}?" if near else "; see megadiff/config/schema.py for every key"
+    sections = [other.rpartition(".")[0] for other in keys]
+    near = near or difflib.get_close_matches(key, sections, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else "`megadiff train --help-config` lists every key"

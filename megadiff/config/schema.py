@@ -1,189 +1,375 @@
-"""Every config key, with its type and its one default. Imports no torch. What the user must give is MISSING."""
+"""Declare every config key: its type, its one default, its bounds and a sentence for the docs.
+
+megadiff/config/validate.py refuses what the bounds exclude, megadiff/config/docs.py prints the
+sentences. This file imports neither torch nor anything of megadiff.
+"""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
+MAX_LORA_RANK = 512  # of vLLM's MaxLoRARanks; ranks between its steps are fine
+
+
+def key(
+    default: Any,
+    text: str,
+    *,
+    heading: str = "",
+    choices: tuple[str, ...] = (),
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """Declare one key. `default` is MISSING where the user must give a value.
+
+    text: a sentence for the docs. heading: opens a group of keys there.
+    choices and bounds are rules for the value, or for each value of a list or mapping.
+    """
+    bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
+    metadata = {
+        "text": text,
+        "heading": heading,
+        "choices": choices,
+        "bounds": {name: bound for name, bound in bounds.items() if bound is not None},
+    }
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
 
 @dataclass
 class RunConfig:
-    dir: str = "runs"
-    name: str = MISSING
-    device: str = "auto"  # auto | cpu | cuda
+    """Name the run's folder and its device."""
+
+    dir: str = key("runs", "Folders of runs are written into this folder.")
+    name: str = key(MISSING, "The run and its folder have this name.")
+    device: str = key(
+        "auto", "Train on this device; auto prefers cuda.", choices=("auto", "cpu", "cuda")
+    )
 
 
 @dataclass
 class ModelConfig:
-    path: str = MISSING  # a diffusers pipeline folder
-    dtype: str = "bfloat16"  # of the replicas' weights, and of what is synced
-    float32_streams: bool = False  # bfloat16 Qwen-Image: residual streams and velocity in float32
+    """Name the model and the precision of its replicas."""
+
+    path: str = key(MISSING, "The model is in this folder, a diffusers pipeline.")
+    dtype: str = key(
+        "bfloat16", "Replicas hold weights in this dtype.", choices=("float32", "bfloat16")
+    )
+    float32_streams: bool = key(
+        False, "Keep the residual streams and velocity of a bfloat16 Qwen-Image in float32."
+    )
 
 
 @dataclass
 class DataConfig:
-    prompts: str = ""  # RL: .txt, .jsonl or .parquet
-    images: str = ""  # sft: a folder, .parquet, .tar or module:Class, see docs/sft.md
-    max_prompt_chars: int = 2000
-    shuffle: bool = True
+    """Name the prompts (RL) or captioned images (SFT) to train on."""
+
+    prompts: str = key("", "RL reads its prompts from this .txt, .jsonl or .parquet file.")
+    images: str = key(
+        "", "SFT reads a folder with metadata.jsonl, a .parquet, a .tar or module:Class."
+    )
+    max_prompt_chars: int = key(2000, "Longer prompts are refused.", at_least=1, at_most=2000)
+    shuffle: bool = key(True, "Draw a new order of the data for every epoch.")
 
 
 @dataclass
 class TrainConfig:
-    num_steps: int = MISSING
-    prompts_per_step: int = (
-        MISSING  # global (sft: captioned images); × algorithm.group_size samples a step
+    """Set the number and size of the steps. Batch sizes are global."""
+
+    num_steps: int = key(MISSING, "The run ends after this many steps.", at_least=0)
+    prompts_per_step: int = key(
+        MISSING, "A step has this many prompts (SFT: captioned images) over all ranks.", at_least=1
     )
-    updates_per_step: int = 1  # optimizer steps per rollout batch
-    microbatch_size: int = 8  # (sample, window step) pairs per forward and rank
-    components: list[str] = field(
-        default_factory=list
-    )  # of the model, e.g. [transformer_2]; empty: all
-    expert_balance: str = (
-        "share"  # share: an expert's gradient counts by its pairs | equal: each by its own mean
+    updates_per_step: int = key(
+        1, "A batch of samples is trained on in this many optimizer steps.", at_least=1
+    )
+    microbatch_size: int = key(
+        8, "A rank's forward takes this many (sample, window step) pairs.", at_least=1
+    )
+    components: list[str] = key(
+        [], "Only these components learn, such as [transformer_2]; empty trains all."
+    )
+    component_weighting: str = key(
+        "share",
+        "A component's gradient counts by its pairs (share) or by its own mean (equal).",
+        choices=("share", "equal"),
     )
 
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "flow_grpo"  # flow_grpo | sft
-    group_size: int = 1  # RL: images per prompt; sft: noise draws per image
-    clip_range: float = 1e-4
-    adv_clip_max: float = 5.0
-    kl_coef: float = 0.0
-    global_std: bool = True
-    old_log_prob: str = (
-        "rollout"  # rollout: the replicas' | recompute: the trainer's | auto: by the parity gap
+    """Choose the loss and its constants."""
+
+    name: str = key("flow_grpo", "Train with this algorithm.", choices=("flow_grpo", "sft"))
+    group_size: int = key(
+        1, "A prompt gets this many samples (SFT: noise draws).", at_least=1, at_most=1024
     )
-    caption_drop: float = 0.1  # sft: share of captions replaced by the empty one, which CFG needs
-    ema_decay: float = 0.0  # sft: of averaged weights, which are evaluated and exported; 0: none
+    clip_range: float = key(1e-4, "The probability ratio is clipped to 1 ± this.", above=0)
+    adv_clip_max: float = key(5.0, "Advantages are clipped to ± this.", above=0)
+    kl_coef: float = key(
+        0.0, "The loss adds the KL to the reference policy times this.", at_least=0, at_most=10**6
+    )
+    advantage: str = key(
+        "global",
+        "A reward less its group's mean is divided by the std of the batch, of the group, or not.",
+        choices=("global", "group", "none"),
+    )
+    old_log_prob: str = key(
+        "rollout",
+        "Old log_probs come from the replica, the trainer, or by the parity gap (auto).",
+        choices=("rollout", "recompute", "auto"),
+    )
+    caption_drop: float = key(
+        0.1, "SFT replaces this part of captions by empty ones.", at_least=0, at_most=1
+    )
+    ema_decay: float = key(
+        0.0, "SFT exports weights averaged with this decay; 0 keeps none.", at_least=0, at_most=1
+    )
 
 
 @dataclass
 class RolloutConfig:
-    height: int = MISSING
-    width: int = MISSING
-    num_frames: int = 1
-    first_frame: bool = (
-        False  # image to video: a video's first frame is its prompt's `image`, the others are drawn
+    """Say how samples are drawn, and how and where replicas run.
+
+    Upper bounds are those of a replica, megadiff/rollout/limits.py.
+    """
+
+    height: int = key(
+        MISSING,
+        "Samples are this many pixels high.",
+        heading="How a sample is drawn",
+        at_least=1,
+        at_most=4096,
     )
-    num_inference_steps: int = 10
-    true_cfg_scale: float = 1.0
-    guidance_scale: float = 1.0
-    guidance_scale_2: float = 0.0  # of the second expert; 0: guidance_scale
-    sde_type: str = "flow_sde"
-    eta: float = 0.7
-    sde_window_size: int = 2
-    sde_window_range: list[int] = field(default_factory=lambda: [0, 5])
-    expert_windows: str = (
-        "any"  # any: anywhere in the range | balanced: within one expert's steps, experts by turns
+    width: int = key(MISSING, "Samples are this many pixels wide.", at_least=1, at_most=4096)
+    num_frames: int = key(
+        1, "Samples have this many frames; 1 is an image.", at_least=1, at_most=1024
     )
-    batch_size: int = 16  # samples per engine call of a replica: whole groups, and at least one
-    num_replicas: int = 0  # 0: one per tp GPUs of the trainer, one on CPU
-    compile: bool = (
-        False  # GPU: torch.compile of the replicas' blocks: a quarter faster, a minute at the start
+    first_frame: bool = key(
+        False, "A video begins with its prompt's `image`, and only its other frames are drawn."
     )
-    fp8: bool = False  # matrix products of the replicas' blocks in FP8; wants compile and algorithm.old_log_prob=auto
-    tp: int = 1  # workers (GPUs) of a replica that share its transformer's weights
-    mode: str = "colocated"  # colocated | separate
-    registry: str = ""  # separate: the folder in which `megadiff serve --registry` announces itself
-    sleep: str = "auto"  # auto | always | never: colocated replicas free their weights while the trainer works
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 1800.0
+    num_inference_steps: int = key(
+        10, "A sample takes this many denoising steps.", at_least=2, at_most=1000
+    )
+    true_cfg_scale: float = key(
+        1.0, "Qwen-Image is guided by this scale; 1 is no guidance.", at_least=0, at_most=100
+    )
+    guidance_scale: float = key(
+        1.0, "Wan is guided by this scale; 1 is no guidance.", at_least=0, at_most=100
+    )
+    guidance_scale_2: float = key(
+        0.0, "Wan's second component has it; 0 takes guidance_scale.", at_least=0, at_most=100
+    )
+    sde_type: str = key(
+        "flow_sde",
+        "Stochastic steps are of this kind.",
+        choices=("flow_sde", "dance_sde", "flow_cps"),
+    )
+    eta: float = key(0.7, "The noise of stochastic steps is scaled by this.", above=0, at_most=100)
+    sde_window_size: int = key(
+        2, "A sample has this many stochastic steps in a row, its window.", at_least=1
+    )
+    sde_window_range: list[int] = key(
+        [0, 5], "Windows lie within these steps, the second one excluded."
+    )
+    component_windows: str = key(
+        "any",
+        "Windows lie anywhere in the range, or (balanced) in one component's steps by turns.",
+        choices=("any", "balanced"),
+    )
+
+    batch_size: int = key(
+        16,
+        "One call of a replica draws this many samples: whole groups, at least one.",
+        heading="How a replica runs",
+        at_least=1,
+        at_most=1024,
+    )
+    compile: bool = key(
+        False, "Compile the replicas' blocks on GPUs, which takes a minute at the start."
+    )
+    fp8: bool = key(
+        False, "Multiply matrices in FP8; this wants compile and algorithm.old_log_prob=auto."
+    )
+    tp: int = key(1, "This many GPUs share the weights of a replica.", at_least=1, at_most=1024)
+    sleep: str = key(
+        "auto",
+        "Colocated replicas free their weights while the trainer works.",
+        choices=("auto", "always", "never"),
+    )
+    start_timeout_s: float = key(
+        600.0, "A replica may take this many seconds to start.", above=0, at_most=10**6
+    )
+    request_timeout_s: float = key(
+        1800.0, "An answer of a replica may take this many seconds.", above=0, at_most=10**6
+    )
+
+    mode: str = key(
+        "colocated",
+        "Replicas share the trainer's GPUs, or (separate) are started apart from it.",
+        heading="Where replicas are",
+        choices=("colocated", "separate"),
+    )
+    num_replicas: int = key(
+        0, "The run has this many; 0 takes one for every tp GPUs.", at_least=0, at_most=1024
+    )
+    registry: str = key(
+        "", "Separate replicas announce themselves in this folder (`megadiff serve --registry`)."
+    )
 
 
 @dataclass
 class RewardConfig:
-    type: str = MISSING
-    weight: float = 1.0
-    args: dict[str, Any] = field(default_factory=dict)
+    """Add one reward under a name of your choice. A sample's reward is the weighted sum."""
+
+    type: str = key(MISSING, "The reward is a built-in name or module:Class.")
+    weight: float = key(1.0, "The sum counts this reward times this.")
+    args: dict[str, Any] = key({}, "The reward's constructor gets these arguments.")
 
 
 @dataclass
 class EngineConfig:
-    backend: str = "veomni"  # veomni | megatron
-    dtype: str = "bfloat16"  # of the forward and backward; master weights are float32
-    activation_memory_budget: float = (
-        0.0  # share of a block's activations that is kept; the rest is computed again
+    """Choose the training engine and what it trades for memory."""
+
+    backend: str = key("veomni", "This engine trains.", choices=("veomni", "megatron"))
+    dtype: str = key(
+        "bfloat16",
+        "Forward and backward are in this dtype, masters in float32.",
+        choices=("float32", "bfloat16"),
     )
-    compile: bool = (
-        False  # veomni: torch.compile of the blocks: a minute at the first microbatch of each kind
+    activation_memory_budget: float = key(
+        0.0, "A block keeps this part of its activations.", at_least=0, at_most=1
     )
-    fp8: str = (
-        "none"  # megatron: none | hybrid, for the blocks' matrix products, by Transformer Engine
+    compile: bool = key(
+        False, "Compile veomni's blocks, which takes a minute at the first microbatch of each kind."
     )
-    offload_idle: bool = True  # several experts on GPUs: the optimizer state of those that do not work is on the host
+    fp8: str = key("none", "megatron multiplies matrices in FP8.", choices=("none", "hybrid"))
+    offload_idle: bool = key(
+        True, "Of several components on GPUs, idle ones keep their optimizer state on the host."
+    )
 
 
 @dataclass
 class LoraConfig:
-    rank: int = 0  # 0: all weights are trained; else low-rank adapters of the plan's lora_targets, over frozen weights
-    alpha: float = 0.0  # the adapters' output is multiplied by alpha / rank; 0: alpha = rank
+    """Train low-rank adapters over frozen weights instead of all weights."""
+
+    rank: int = key(
+        0, "Train adapters of this rank; 0 trains all weights.", at_least=0, at_most=MAX_LORA_RANK
+    )
+    alpha: float = key(
+        0.0, "The adapters' output is multiplied by alpha / rank; 0 takes the rank.", at_least=0
+    )
 
 
 @dataclass
 class OptimConfig:
-    lr: float = MISSING
-    component_lr: dict[str, float] = field(
-        default_factory=dict
-    )  # component → its own, e.g. {transformer_2: 1e-5}
-    weight_decay: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    skip_nonfinite: int = (
-        0  # batches with a nan or infinite gradient that a run steps over; one more ends it
+    """Set AdamW's constants. Upper bounds are what float32 survives."""
+
+    lr: float = key(MISSING, "AdamW has this learning rate.", above=0, at_most=10)
+    component_lr: dict[str, float] = key(
+        {}, "A component may have its own, as {transformer_2: 1e-5}.", above=0, at_most=10
     )
-    warmup_steps: int = 0  # the learning rate rises linearly over this many optimizer steps
+    weight_decay: float = key(
+        1e-4, "Weights decay by this; biases and norms do not.", at_least=0, at_most=1000
+    )
+    beta1: float = key(0.9, "The first moment decays by this.", at_least=0, below=1)
+    beta2: float = key(0.999, "The second moment decays by this.", at_least=0, below=1)
+    # a smaller eps is 0 beside float32 gradients, and 0/0 is the first update
+    eps: float = key(
+        1e-8, "AdamW adds this to the root of the second moment.", at_least=1e-30, at_most=1
+    )
+    max_grad_norm: float = key(1.0, "The gradient is clipped to this norm.", above=0)
+    skip_nonfinite: int = key(
+        0, "A run skips this many batches with a nan or infinite gradient.", at_least=0
+    )
+    warmup_steps: int = key(
+        0, "The learning rate rises linearly over this many optimizer steps.", at_least=0
+    )
 
 
 @dataclass
 class ParallelConfig:
-    dp: int = 0  # 0: what the world leaves
-    dp_replicate: int = 1  # HSDP: replicas of the sharded model; dp = dp_replicate × shards
-    sp: int = 1  # Ulysses
-    tp: int = 1  # megatron
-    sequence_parallel: bool = True  # megatron: split tokens over tp as well
+    """Lay the trainer's ranks out."""
+
+    dp: int = key(0, "Prompts are split over this many ranks; 0 takes what sp and tp leave.")
+    dp_replicate: int = key(
+        1, "veomni keeps this many copies of the sharded model (HSDP); it divides dp."
+    )
+    sp: int = key(1, "This many ranks share a sample's tokens (Ulysses).")
+    tp: int = key(1, "megatron splits layers over this many ranks.")
+    sequence_parallel: bool = key(True, "megatron splits tokens over tp as well.")
 
 
 @dataclass
 class SyncConfig:
-    transport: str = "auto"  # http | shm | nccl | disk; auto: between GPUs shm where it can, else nccl; http elsewhere
-    bucket_mib: int = 1024  # two of them are alive at a time
-    folder: str = (
-        ""  # disk: shared by all hosts, of this run alone; empty: weights/ in the run's folder
+    """Choose how weights travel to the replicas."""
+
+    transport: str = key(
+        "auto",
+        "Weights travel this way; auto takes shm or nccl between GPUs, and http elsewhere.",
+        choices=("auto", "http", "shm", "nccl", "disk"),
     )
+    bucket_mib: int = key(
+        1024, "Two buckets of this many MiB are alive at a time.", at_least=1, at_most=4096
+    )
+    folder: str = key("", "Transport disk writes here; empty takes weights/ in the run's folder.")
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 50  # 0: only at the end
-    keep: int = 2
-    resume: str = "auto"  # auto | never | a checkpoint folder
-    accept_changes: bool = False  # resume with other data or another base than it had
+    """Say when checkpoints are written, and how a run resumes."""
+
+    every: int = key(
+        50, "A checkpoint is written every so many steps; 0 writes only the last.", at_least=0
+    )
+    keep: int = key(2, "This many checkpoints are kept, the newest ones.", at_least=1)
+    resume: str = key(
+        "auto", "Resume from the newest checkpoint (auto), from none (never), or from this folder."
+    )
+    accept_changes: bool = key(
+        False, "Resume although data or base weights differ from the checkpoint's."
+    )
 
 
 @dataclass
 class EvalConfig:
-    every: int = 0  # also before the first step and after the last; 0: never
-    prompts: str = ""
-    num_samples: int = (
-        0  # over all prompts, the same number for every `task` of theirs; 0: one a prompt
+    """Evaluate on held-out prompts and fixed noise."""
+
+    every: int = key(
+        0, "Evaluate every so many steps, first and last included; 0 never does.", at_least=0
     )
-    num_inference_steps: int = 0  # 0: as in rollout
+    prompts: str = key("", "Held-out prompts are in this file.")
+    num_samples: int = key(
+        0, "All prompts together get this many; 0 is one each.", at_least=0, at_most=10**6
+    )
+    num_inference_steps: int = key(
+        0, "A sample takes this many; 0 takes rollout's number.", at_least=0, at_most=1000
+    )
 
 
 @dataclass
 class ParityConfig:
-    mode: str = "refuse"  # refuse | warn | off
+    """Say what happens when trainer and replicas disagree before step 1."""
+
+    mode: str = key(
+        "refuse",
+        "A run whose trainer and replicas disagree before step 1 is refused or warned.",
+        choices=("refuse", "warn", "off"),
+    )
 
 
 @dataclass
 class Config:
-    seed: int = 0
+    """Set what belongs to no section."""
+
+    seed: int = key(0, "All randomness of a run comes from this number.")
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -199,5 +385,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
-    track: list[str] = field(default_factory=lambda: ["tensorboard"])
-    sample_every: int = 10  # steps between saved sample images
+    track: list[str] = key(
+        ["tensorboard"], "Metrics go to these trackers as well as to metrics.jsonl."
+    )
+    sample_every: int = key(
+        10, "Sample images are saved every so many steps; 0 saves none.", at_least=0
+    )

@@ -1,1 +1,1 @@
-"""Pure tensor math of flow-matching samplers. Imported by the trainer and by the replicas alike, so that they agree."""
+"""Pure tensor math of flow-matching samplers, which trainer and replicas share to agree."""

@@ -6,10 +6,11 @@ from torch import Tensor
 
 
 def true_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) -> Tensor:
-    """Qwen-Image's true CFG: guided velocity rescaled to the positive one's norm (last axis of the packed tokens).
+    """Guide as Qwen-Image's true CFG: rescaled to the positive velocity's norm.
 
-    out = c·‖positive‖/‖c‖ with c = negative + scale·(positive − negative). Computed in the inputs' dtype, as the
-    checkpoint's own pipeline does. At scale 1 c is the positive velocity.
+    out = c·‖positive‖/‖c‖ with c = negative + scale·(positive − negative), norms over the last axis
+    of the packed tokens. Computed in the inputs' dtype, as the checkpoint's own pipeline does.
+    At scale 1 c is the positive velocity.
     """
     combined_BLC = negative_velocity_BLC + scale * (velocity_BLC - negative_velocity_BLC)
     return combined_BLC * (
@@ -18,5 +19,5 @@ def true_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) 
 
 
 def plain_cfg(velocity_BLC: Tensor, negative_velocity_BLC: Tensor, scale: float) -> Tensor:
-    """Wan's guidance: negative + scale·(positive − negative)."""
+    """Guide as Wan does: negative + scale·(positive − negative)."""
     return negative_velocity_BLC + scale * (velocity_BLC - negative_velocity_BLC)

@@ -1,7 +1,8 @@
-"""Randomness with an identity: the same sample gets the same noise on any replica, in any batch, on CPU or GPU.
+"""Randomness with an identity: a sample gets the same noise on any replica, in any batch.
 
-The key of a stream is (run seed, step, prompt id, sample index, what for). NumPy's Philox generator is used because its
-normal variates are the same on every platform and in every version; torch's depend on the CPU's vector width.
+The key of a stream is (run seed, step, prompt id, sample index, what for). NumPy's Philox generator
+is used because its normal variates are the same on every platform and in every version. torch's
+depend on the CPU's vector width.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more th
 def initial_latents(
     shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int
 ) -> Tensor:
-    """Standard normal float32 on CPU: the state at sigma 1 of one sample."""
-    return _normal(
-        shape,
-        f"{_identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)}/initial",
-    )
+    """Draw the state at sigma 1 of one sample: standard normal float32 on CPU."""
+    key = _identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)
+    return _normal(shape, f"{key}/initial")
 
 
 def sde_noise(
@@ -35,24 +34,28 @@ def sde_noise(
     sample_index: int,
     step_index: int,
 ) -> Tensor:
-    """Standard normal float32 on CPU: the noise of one stochastic step of one sample."""
-    return _normal(
-        shape,
-        f"{_identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)}/sde/{step_index}",
-    )
+    """Draw the noise of one stochastic step of one sample: standard normal float32 on CPU."""
+    key = _identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)
+    return _normal(shape, f"{key}/sde/{step_index}")
 
 
 def initial_latents_rows(
     shape: tuple[int, ...], identities: Sequence[Mapping[str, object]]
 ) -> Tensor:
-    """[len(identities), *shape]: row i is initial_latents(shape, **identities[i]), bit by bit, at half its cost."""
+    """Draw [len(identities), *shape] at half the cost.
+
+    Row i is initial_latents(shape, **identities[i]), bit by bit.
+    """
     return _normal_rows(shape, [f"{_identity_key(**identity)}/initial" for identity in identities])
 
 
 def sde_noise_rows(
     shape: tuple[int, ...], identities: Sequence[Mapping[str, object]], *, step_index: int
 ) -> Tensor:
-    """[len(identities), *shape]: row i is sde_noise(shape, step_index=step_index, **identities[i]), bit by bit."""
+    """Draw [len(identities), *shape].
+
+    Row i is sde_noise(shape, step_index=step_index, **identities[i]), bit by bit.
+    """
     return _normal_rows(
         shape, [f"{_identity_key(**identity)}/sde/{step_index}" for identity in identities]
     )
@@ -61,21 +64,21 @@ def sde_noise_rows(
 def window_start(
     *, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]
 ) -> int:
-    """First step of a group's stochastic window, uniform on {low … high − window_size}.
+    """Draw the first step of a group's stochastic window, uniform on {low … high − window_size}.
 
-    Equal within a group (a window per sample was seen to collapse training) and never derived from a rank (that trains one
-    fixed window for ever).
+    It is equal within a group: a window per sample was seen to collapse training. It never comes
+    from a rank, which would train one fixed window for ever.
     """
     low, high = window_range
-    return low + int(
-        _generator(f"{seed}/{step}/{prompt_id}/window").integers(high - window_size - low + 1)
-    )
+    generator = _generator(f"{seed}/{step}/{prompt_id}/window")
+    return low + int(generator.integers(high - window_size - low + 1))
 
 
 def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> Tensor:
-    """[count, *shape] standard normal float32 on CPU: rows first … first + count − 1 of the endless list that `key` names.
+    """Draw rows first … first + count − 1 of the endless list that `key` names: [count, *shape].
 
-    A row is the same whichever rows it is drawn with, so ranks that share a batch draw what one process would.
+    Standard normal float32 on CPU. A row is the same whichever rows it is drawn with, so ranks that
+    share a batch draw what one process would.
     """
     streams = range(first // ROWS_PER_STREAM, -(-(first + count) // ROWS_PER_STREAM))
     blocks = [_normal((ROWS_PER_STREAM, *shape), f"{key}/{stream}") for stream in streams]
@@ -84,7 +87,7 @@ def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> 
 
 
 def uniform(shape: tuple[int, ...], *, key: str) -> Tensor:
-    """Uniform on [−1, 1), float32 on CPU, the same wherever `key` is."""
+    """Draw uniformly on [−1, 1), float32 on CPU, the same wherever `key` is."""
     return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)
 
 
@@ -105,11 +108,13 @@ def _normal(shape: tuple[int, ...], key: str) -> Tensor:
 
 
 def _normal_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
-    """Row i is _normal(shape, keys[i]). One generator is set to the start of each key's stream in turn: to construct one
-    takes as long as to draw the numbers of a small image."""
+    """Draw rows of which row i is _normal(shape, keys[i])."""
     rows = np.empty((len(keys), *shape), dtype=np.float32)
+    # one generator is set to the start of each key's stream: to construct one takes as long as to
+    # draw the numbers of a small image
     bits = np.random.Philox(key=0)
-    generator, start = np.random.Generator(bits), bits.state
+    generator = np.random.Generator(bits)
+    start = bits.state
     for row, key in zip(rows, keys, strict=True):
         start["state"]["key"] = np.frombuffer(_digest(key), dtype="<u8")
         bits.state = start

@@ -1,4 +1,7 @@
-"""Sigma schedules. sigma is the noise fraction: it falls from 1 (pure noise) to 0 (clean); timestep is 1000·sigma."""
+"""Sigma schedules. sigma is the noise fraction, from 1 (pure noise) down to 0 (clean).
+
+timestep is 1000·sigma.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from torch import Tensor
 def qwen_image_sigmas(
     num_steps: int, *, num_tokens: int, scheduler_config: Mapping[str, object]
 ) -> Tensor:
-    """Qwen-Image's schedule, [num_steps + 1] float32 from 1 to 0, computed in float64.
+    """Return Qwen-Image's schedule, [num_steps + 1] float32 from 1 to 0, computed in float64.
 
-    num_tokens: latent tokens of the image, (height/16)·(width/16). scheduler_config: the checkpoint's
-    scheduler/scheduler_config.json; the defaults in the scheduler's *code* describe another schedule, so a missing key
-    raises. Source: FlowMatchEulerDiscreteScheduler with dynamic exponential shifting and shift_terminal.
+    num_tokens: latent tokens of the image, (height/16)·(width/16).
+    scheduler_config: the checkpoint's scheduler/scheduler_config.json. The defaults in the
+    scheduler's *code* describe another schedule, so a missing key raises ValueError.
+    Source: FlowMatchEulerDiscreteScheduler with dynamic exponential shifting and shift_terminal.
     """
     _check_num_steps(num_steps)
     (terminal,) = _require(scheduler_config, "shift_terminal")
     sigmas = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
     sigmas = qwen_image_shift(sigmas, num_tokens=num_tokens, scheduler_config=scheduler_config)
-    if (
-        num_steps > 1
-    ):  # stretch so that the last sigma before 0 is `shift_terminal`; one step alone stays at sigma 1
+    # stretch so that the last sigma before 0 is `shift_terminal`; one step alone stays at sigma 1
+    if num_steps > 1:
         sigmas = 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
     return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
 
@@ -32,7 +35,10 @@ def qwen_image_sigmas(
 def qwen_image_shift(
     sigmas: Tensor, *, num_tokens: int, scheduler_config: Mapping[str, object]
 ) -> Tensor:
-    """Unshifted sigmas in (0, 1] → Qwen-Image's for this image size: e^mu / (e^mu + 1/sigma − 1). Same shape and dtype."""
+    """Shift sigmas in (0, 1] to Qwen-Image's for this image size: e^mu / (e^mu + 1/sigma − 1).
+
+    Same shape and dtype.
+    """
     base_shift, max_shift, base_len, max_len = _require(
         scheduler_config, "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"
     )
@@ -46,30 +52,35 @@ def qwen_image_shift(
 
 
 def wan_sigmas(num_steps: int, *, flow_shift: float) -> Tensor:
-    """Wan2.2's flow-match schedule, [num_steps + 1] float32 from 1 to 0. flow_shift: 5 for TI2V-5B, 12 for T2V-A14B."""
+    """Return Wan2.2's flow-match schedule, [num_steps + 1] float32 from 1 to 0.
+
+    flow_shift: 5 for TI2V-5B, 12 for T2V-A14B.
+    """
     _check_num_steps(num_steps)
     sigmas = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     return (flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)).float()
 
 
 def check_window(num_steps: int, *, window_size: int, window_range: tuple[int, int]) -> None:
-    """Raises ValueError when no stochastic window of window_size steps fits into window_range = [low, high)."""
+    """Raises ValueError when no window of window_size steps fits into [low, high)."""
     low, high = window_range
     if window_size < 0 or not 0 <= low <= high:
         raise ValueError(
-            f"rollout.sde_window_size={window_size} with rollout.sde_window_range=[{low}, {high}]: sizes must be >= 0 "
-            "and the range must rise; set e.g. sde_window_size=2 sde_window_range=[0,5]"
+            f"rollout.sde_window_size={window_size} with rollout.sde_window_range=[{low}, {high}]: "
+            "sizes must be >= 0 and the range must rise; "
+            "set e.g. sde_window_size=2 sde_window_range=[0,5]"
         )
     if window_size > high - low:
         raise ValueError(
-            f"rollout.sde_window_size={window_size} > {high - low} = width of rollout.sde_window_range=[{low}, {high}]; "
+            f"rollout.sde_window_size={window_size} > {high - low} = width of "
+            f"rollout.sde_window_range=[{low}, {high}]; "
             f"set rollout.sde_window_size<={high - low} or widen the range"
         )
     if window_size and high > num_steps - 1:
         raise ValueError(
             f"rollout.sde_window_range=[{low}, {high}] reaches past step {num_steps - 1} of "
-            f"rollout.num_inference_steps={num_steps}; the last step (to sigma 0) is never stochastic; "
-            f"set sde_window_range=[{low},{num_steps - 1}] or lower"
+            f"rollout.num_inference_steps={num_steps}; the last step (to sigma 0) is never "
+            f"stochastic; set sde_window_range=[{low},{num_steps - 1}] or lower"
         )
 
 
@@ -82,7 +93,7 @@ def _require(config: Mapping[str, object], *keys: str) -> list[float]:
     missing = [key for key in keys if config.get(key) is None]
     if missing:
         raise ValueError(
-            f"scheduler_config.json lacks {', '.join(missing)}; the schedule comes from the checkpoint's own "
-            "scheduler/scheduler_config.json, never from defaults"
+            f"scheduler_config.json lacks {', '.join(missing)}; the schedule comes from the "
+            "checkpoint's own scheduler/scheduler_config.json, never from defaults"
         )
     return [float(config[key]) for key in keys]  # type: ignore[arg-type]

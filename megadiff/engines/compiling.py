@@ -21,21 +21,23 @@ IMAGE, TEXT = STREAMS
 def compile_blocks(
     model: nn.Module, plan: ParallelPlan, *, text_varies: bool, budget: float
 ) -> None:
-    """Each block's forward, the same code for all blocks of a kind. Hooks stay around it.
+    """Compile each block's forward, the same code for all blocks of a kind. Hooks stay around it.
 
-    budget: share of its activations that a block keeps for its backward: of what takes longest to compute for its bytes, by
-    torch's own choice; 0 keeps its inputs. One for all of the process. Without the second product of an MLP, a third of a
-    block's work and a fifteenth of its activations, a block of Qwen-Image computes 4.0 forwards in all, with it 3.75.
-    text_varies: the text's length is of any size from the first variant on; else, and by torch's own rule, a second
-    length compiles everything again. torch keeps 8 variants of a function and runs what comes after them uncompiled, with
-    a warning only. Here there are up to 32: with and without gradient, text mask and adapter; the last block; a
-    microbatch that is not full.
+    budget: fraction of its activations that a block keeps for its backward, by torch's own choice
+    those that take longest to compute for their bytes; 0 keeps its inputs. One for all of the
+    process. The second product of an MLP is a third of a block's work and a fifteenth of its
+    activations: with it a block of Qwen-Image computes 3.75 forwards in all, without it 4.0.
+    text_varies: any text length fits from the first variant on. Else, by torch's own rule, a second
+    length compiles everything again.
     """
     torch._functorch.config.activation_memory_budget = budget
+    # torch keeps 8 variants of a function and runs later ones uncompiled, with a warning only; here
+    # are more: with and without gradient, text mask and LoRA, the last block, a smaller microbatch
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     for name, module in model.named_modules():
         if plan.is_block(name):
-            signature, compiled = inspect.signature(module.forward), torch.compile(module.forward)
+            signature = inspect.signature(module.forward)
+            compiled = torch.compile(module.forward)
             module.forward = _of_any_text_length(compiled, signature) if text_varies else compiled
 
 
@@ -50,15 +52,18 @@ def _of_any_text_length(
 
 
 def _mark(arguments: dict[str, Any]) -> None:
-    """Every dimension of the text's length in the streams' embeddings, masks and rotations, and of both streams' length in
-    masks of their joint attention. Not where such a length is some other size of the image's stream as well: torch would
-    then take the two for one. The last dimension of all but masks is one of features, whatever its size."""
-    image, text = arguments[IMAGE].shape, arguments[TEXT].shape[1]
-    lengths = {text, text + image[1]}.difference(image)
+    """Mark dimensions of the text's length as dynamic, and of both streams' in joint masks.
+
+    They are in the streams' embeddings, masks and rotations.
+    """
+    image_shape = arguments[IMAGE].shape
+    text_length = arguments[TEXT].shape[1]
+    # torch would take a length for the image stream's size where the two are equal
+    lengths = {text_length, text_length + image_shape[1]}.difference(image_shape)
     for tensor in _tensors(value for name, value in arguments.items() if name != IMAGE):
-        for dim, size in enumerate(
-            tensor.shape if tensor.dtype == torch.bool else tensor.shape[:-1]
-        ):
+        # the last dimension of all but masks is one of features, whatever its size
+        sizes = tensor.shape if tensor.dtype == torch.bool else tensor.shape[:-1]
+        for dim, size in enumerate(sizes):
             if size in lengths:
                 maybe_mark_dynamic(tensor, dim)
 

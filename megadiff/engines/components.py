@@ -1,7 +1,8 @@
-"""The engine of a model: one ShardedEngine for each trained component, of which Wan2.2's experts are two.
+"""The engine of a model: one ShardedEngine for each trained component.
 
-A row of a batch belongs to the component in charge of its sigma. Components work one after another, each on its own rows,
-in the same order on every rank; of several, one without a weighted row on any rank is left alone, its optimizer included.
+A row of a batch belongs to the component in charge of its sigma. Components work one after another,
+each on its own rows, in the same order on every rank. A component without training samples on any
+rank is skipped: no forward, no optimizer step.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Loss
 from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
-from megadiff.engines.microbatch import Batch, Share, component_rows, num_microbatches, row_weights
+from megadiff.engines.microbatch import (
+    Batch,
+    ComponentRows,
+    component_rows,
+    num_microbatches,
+    row_weights,
+)
 from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
-from megadiff.tensors.shards import ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import LogProbs, LoraSpec, TrainBatch
 
 
-class ExpertsEngine:
-    """Fulfils engines.base.Engine. members: component → its engine, in the model's order.
+class ComponentsEngine:
+    """Fulfil engines.base.Engine. members: component → its engine, in the model's order.
 
-    Of several members one at most has what an update needs on the accelerator (engine.offload_idle): that of the others,
-    AdamW's moments and under Megatron masters, is on the host.
+    With engine.offload_idle, of several members one at most has on the accelerator what only an
+    update needs: AdamW's moments, under Megatron the masters too. The others' is on the host.
     """
 
     def __init__(
@@ -42,69 +49,79 @@ class ExpertsEngine:
         *,
         build: Callable[[str], ShardedEngine],
     ) -> None:
-        """build: component → its engine, with the checkpoint's weights."""
-        self.config, self.mesh, self.adapter = config, mesh, adapter
+        """Build all members. build: component → its engine, with the checkpoint's weights."""
+        self.config = config
+        self.mesh = mesh
+        self.adapter = adapter
         self.members: dict[str, ShardedEngine] = {}
         self.gate = StepGate(mesh.device)
         self.changed = set(adapter.components)
-        self._trained = [
-            name for name in adapter.components if name in config.train.components
-        ] or [*adapter.components]
+        chosen = [name for name in adapter.components if name in config.train.components]
+        self._trained = chosen or [*adapter.components]
         for component in adapter.components:
             self.members[component] = build(component)
             self.members[component].gate = self.gate
-            self._rest()
+            # before the next is built: the optimizer states of two need not fit
+            self._offload_idle()
 
     @property
     def lora(self) -> LoraSpec | None:
-        """The same for all components."""
+        """The low-rank adapters beside frozen weights, the same for all components."""
         return self.members[self.adapter.components[0]].lora
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
-        self._rest()
+        self._offload_idle()
         shape = (batch.num_samples, batch.num_window_steps)
-        found = LogProbs(
+        log_probs = LogProbs(
             log_probs_NW=torch.empty(shape, dtype=torch.float64),
             means_NWLC=torch.empty(*shape, *batch.latents_NSLC.shape[2:]),
         )
-        for component, share in self._shares(batch).items():
-            if share.num_microbatches:
-                self.members[component].log_probs(batch, share, found)
-        return found
+        for component, rows in self._component_rows(batch).items():
+            if rows.num_microbatches:
+                self.members[component].log_probs(batch, rows, log_probs)
+        return log_probs
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """Raises NonFiniteError on every rank when a component's loss or gradient is not finite; its weights, and those of the
-        components after it, were left as they were."""
-        shares = self._shares(batch)
-        whole = (batch.denominator or 1.0) * self._trained_share(shares)
+        """Update the trained components in turn. Return global figures.
+
+        Raises NonFiniteError on every rank when a component's loss or gradient is not finite. Its
+        weights, and those of the components after it, were left as they were.
+        """
+        rows = self._component_rows(batch)
+        shared_denominator = (batch.denominator or 1.0) * self._trained_fraction(rows)
         rates = {component: self.members[component].learning_rate for component in self._trained}
         steps: dict[str, Step] = {}
         for component in self._trained:
-            share, member = shares[component], self.members[component]
-            if len(self.members) > 1 and not share.num_pairs:
+            member = self.members[component]
+            num_pairs = rows[component].num_pairs
+            if len(self.members) > 1 and not num_pairs:
                 continue
-            self._rest()
+            self._offload_idle()
             member.onload()
-            own = max(share.num_pairs, 1.0)
-            denominator = own if self.config.train.expert_balance == "equal" else whole
-            steps[component] = member.update(batch, loss, share, denominator=denominator)
+            if self.config.train.component_weighting == "equal":
+                denominator = max(num_pairs, 1.0)
+            else:
+                denominator = shared_denominator
+            steps[component] = member.update(batch, loss, rows[component], denominator=denominator)
             self.changed.add(component)
-        self._rest()
-        return self._sums(steps, whole) | self._figures(steps, shares, rates)
+        self._offload_idle()
+        return self._sums(steps, shared_denominator) | self._figures(steps, rows, rates)
 
     def named_weights(
         self, bucket_bytes: int, components: Collection[str] | None = None
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        self._rest()
-        for component in self._asked(components):
-            yield from self.members[component].named_weights(bucket_bytes)
+        self._offload_idle()
+        for component, member in self.members.items():
+            if components is None or component in components:
+                yield from member.named_weights(bucket_bytes)
 
     def named_lora(
         self, bucket_bytes: int, components: Collection[str] | None = None
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        self._rest()
-        for component in self._asked(components):
-            yield from self.members[component].named_lora(bucket_bytes)
+        self._offload_idle()
+        for component, member in self.members.items():
+            if components is None or component in components:
+                yield from member.named_lora(bucket_bytes)
 
     def mark_pushed(self) -> None:
         self.changed.clear()
@@ -118,12 +135,11 @@ class ExpertsEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        averaging = {
-            component for component, member in self.members.items() if member.keeps_average
-        }
+        averaging = {name for name, member in self.members.items() if member.keeps_average}
         with ExitStack() as stack:
             for member in self.members.values():
                 stack.enter_context(member.averaged())
+            # replicas hold the other weights: both ways have to be sent
             self.changed |= averaging
             try:
                 yield
@@ -131,17 +147,15 @@ class ExpertsEngine:
                 self.changed |= averaging
 
     def save(self, folder: Path) -> None:
-        """One file a rank: its pieces of the float32 weights and AdamW's moments. Replicas are written once."""
-        shards = {
-            key: pieces
-            for member in self.members.values()
-            for key, pieces in member.shards().items()
-        }
-        values: dict[str, object] = {
-            "optimizer_steps": {
-                component: member.num_updates for component, member in self.members.items()
-            }
-        }
+        """Write one file a rank: its shards of the float32 weights and AdamW's moments.
+
+        What several ranks hold is written once.
+        """
+        shards: dict[str, list[Shard]] = {}
+        for member in self.members.values():
+            shards |= member.shards()
+        num_updates = {name: member.num_updates for name, member in self.members.items()}
+        values: dict[str, object] = {"optimizer_steps": num_updates}
         if self.lora:
             values["lora"] = lora_values(self.lora)
         write_shards(
@@ -159,67 +173,47 @@ class ExpertsEngine:
             self.save(folder)
 
     def load(self, folder: Path) -> None:
-        """As ShardedEngine.load says, without collectives."""
+        """Read what save() wrote under any layout, without collectives."""
         source = ShardFolder(folder)
         check_lora(source, self.lora)
         for member in self.members.values():
             member.load(source)
         self.changed = set(self.members)
 
-    def offload(self) -> None:
-        for member in self.members.values():
-            member.offload()
-
-    def onload(self) -> None:
-        """Members that rest between their updates come back with the next of those."""
-        for member in self.members.values():
-            member.onload()
-        self._rest()
-
-    def _rest(self) -> None:
-        """Collective. Idle members give up their memory on the accelerator; those that did so before do nothing."""
+    def _offload_idle(self) -> None:
+        """Free what idle members hold on the accelerator for updates. Collective."""
         if self.config.engine.offload_idle and len(self.adapter.components) > 1:
-            self.offload()
+            for member in self.members.values():
+                member.offload()
 
-    def _asked(self, components: Collection[str] | None) -> list[str]:
-        return [
-            component for component in self.members if components is None or component in components
-        ]
-
-    def _shares(self, batch: Batch) -> dict[str, Share]:
-        """Collective. What every component has of the batch."""
-        rows, weights_R = (
-            component_rows(batch, self.adapter.component_of),
-            row_weights(batch).double(),
-        )
-        none, size = torch.empty(0, dtype=torch.int64), self.config.train.microbatch_size
-        mine = {component: rows.get(component, none) for component in self.members}
-        counts = {
-            component: num_microbatches(len(rows_R), size) for component, rows_R in mine.items()
-        }
-        pairs = {component: float(weights_R[rows_R].sum()) for component, rows_R in mine.items()}
-        counts, pairs = (
-            all_reduce_max(counts, self.mesh.cpu_group),
-            all_reduce_sums(pairs, self.mesh.cpu_group),
-        )
-        peers = self.mesh.sp * self.mesh.tp  # have the same rows
+    def _component_rows(self, batch: Batch) -> dict[str, ComponentRows]:
+        """Return every component's rows of the batch. Collective."""
+        weights_R = row_weights(batch).double()
+        size = self.config.train.microbatch_size
+        rows = dict.fromkeys(self.members, torch.empty(0, dtype=torch.int64))
+        rows |= component_rows(batch, self.adapter.component_of)
+        counts = {name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()}
+        pairs = {name: float(weights_R[rows_R].sum()) for name, rows_R in rows.items()}
+        counts = all_reduce_max(counts, self.mesh.cpu_group)
+        pairs = all_reduce_sums(pairs, self.mesh.cpu_group)
+        num_peers = self.mesh.sp * self.mesh.tp  # which have the same rows
         return {
-            component: Share(
+            name: ComponentRows(
                 rows_R=rows_R,
-                num_microbatches=int(counts[component]),
-                num_pairs=pairs[component] / peers,
+                num_microbatches=int(counts[name]),
+                num_pairs=pairs[name] / num_peers,
             )
-            for component, rows_R in mine.items()
+            for name, rows_R in rows.items()
         }
 
-    def _trained_share(self, shares: dict[str, Share]) -> float:
-        """Of all weighted pairs, those of components that are trained: exactly 1 where all are."""
-        total = sum(share.num_pairs for share in shares.values())
-        trained = sum(shares[component].num_pairs for component in self._trained)
+    def _trained_fraction(self, rows: dict[str, ComponentRows]) -> float:
+        """Return the trained components' fraction of all weighted pairs: exactly 1 for all."""
+        total = sum(component.num_pairs for component in rows.values())
+        trained = sum(rows[name].num_pairs for name in self._trained)
         return trained / total if trained else 1.0
 
     def _sums(self, steps: dict[str, Step], denominator: float) -> dict[str, float]:
-        """The loss's figures over all ranks and components, a mean over all pairs."""
+        """Return the loss's figures over all ranks and components, means over all pairs."""
         totals: dict[str, float] = {}
         for step in steps.values():
             for name, value in step.sums.items():
@@ -228,18 +222,14 @@ class ExpertsEngine:
         return {name: value / denominator for name, value in sums.items()}
 
     def _figures(
-        self, steps: dict[str, Step], shares: dict[str, Share], rates: dict[str, float]
+        self, steps: dict[str, Step], rows: dict[str, ComponentRows], rates: dict[str, float]
     ) -> dict[str, float]:
-        """Of several components each has its own figures too; an idle one's gradient is 0."""
-        norms = {
-            component: steps[component].grad_norm if component in steps else 0.0
-            for component in self._trained
-        }
+        """Return gradient norm and learning rate; of several components each one's as well."""
+        # an idle component's gradient is 0
+        norms = {name: steps[name].grad_norm if name in steps else 0.0 for name in self._trained}
         figures = {"optim/grad_norm": math.hypot(*norms.values()), "optim/lr": max(rates.values())}
-        if len(self.members) == 1:
-            return figures
-        figures |= {
-            f"train/pairs/{component}": share.num_pairs for component, share in shares.items()
-        }
-        figures |= {f"optim/grad_norm/{component}": norm for component, norm in norms.items()}
-        return figures | {f"optim/lr/{component}": rate for component, rate in rates.items()}
+        if len(self.members) > 1:
+            figures |= {f"train/pairs/{name}": rows[name].num_pairs for name in rows}
+            figures |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
+            figures |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
+        return figures

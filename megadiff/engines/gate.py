@@ -1,4 +1,4 @@
-"""Say when masters and moments may change. A rescue closes the gate and saves what they hold then."""
+"""Say when masters and moments may change. A rescue closes the gate and saves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both engines do with low-rank adapters: from the config to the modules, their start, and what checkpoints say of them."""
+"""LoRA in both engines: from config to modules, their start, and checks of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from megadiff.types import LoraSpec
 
 
 def build_adapters(config: Config, plan: ParallelPlan, names: Iterable[str]) -> Adapters | None:
-    """None unless the config asks for LoRA. names: of the base's parameters."""
+    """Return None unless the config asks for LoRA. names: of the base's parameters."""
     spec = lora_spec(config.lora, plan, names)
     return Adapters(spec) if spec else None
 
 
 def fill_start(name: str, shards: Sequence[Shard], *, seed: int) -> None:
-    """Write a low-rank tensor's start into this rank's pieces of it."""
+    """Write a low-rank tensor's start into this rank's shards of it."""
     if not shards:
         return
     whole = start_values(name, shards[0].shape, seed=seed)
     for shard in shards:
-        place = tuple(
-            slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True)
-        )
-        shard.local.copy_(whole[place])
+        sizes = shard.local.shape
+        box = [slice(at, at + size) for at, size in zip(shard.offsets, sizes, strict=True)]
+        shard.local.copy_(whole[tuple(box)])
 
 
 def lora_values(lora: LoraSpec) -> dict[str, object]:
-    """What a checkpoint says of its adapter, as JSON."""
+    """Return what a checkpoint says of its LoRA, as JSON."""
     return {"rank": lora.rank, "alpha": lora.alpha, "modules": list(lora.modules)}
 
 
 def check_lora(source: ShardFolder, lora: LoraSpec | None) -> None:
-    """Raises ValueError for a checkpoint of another adapter than the run's, or where only one of them has one."""
-    theirs, ours = source.values.get("lora"), lora_values(lora) if lora else None
+    """Raises ValueError when the checkpoint's LoRA, or its absence, is not the run's."""
+    theirs = source.values.get("lora")
+    ours = lora_values(lora) if lora else None
     if theirs == ours:
         return
     if theirs is None:
         raise ValueError(
-            f"{source.folder} holds whole trained weights and no LoRA, but lora.rank={lora.rank}; set lora.rank=0 to go on "
-            "with it, or start a new run from its export (model.path)"
+            f"{source.folder} holds whole trained weights and no LoRA, but lora.rank={lora.rank}; "
+            "set lora.rank=0 to go on with it, or start a new run from its export (model.path)"
         )
     if ours is None:
         raise ValueError(
-            f"{source.folder} holds a LoRA of rank {theirs['rank']} and alpha {theirs['alpha']} only, but lora.rank=0; set "
-            f"lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, or start a new run"
+            f"{source.folder} holds a LoRA of rank {theirs['rank']} and alpha {theirs['alpha']} "
+            f"only, but lora.rank=0; set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, "
+            "or start a new run"
         )
     for key in ("rank", "alpha"):
         if theirs[key] != ours[key]:
             raise ValueError(
-                f"{source.folder} holds a LoRA of {key} {theirs[key]}, but lora.{key}={ours[key]}; set "
-                f"lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, or start a new run"
+                f"{source.folder} holds a LoRA of {key} {theirs[key]}, but lora.{key}={ours[key]}; "
+                f"set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, or start a new run"
             )
-    missing, extra = (
-        sorted(set(theirs["modules"]) - set(lora.modules)),
-        sorted(set(lora.modules) - set(theirs["modules"])),
-    )
+    missing = sorted(set(theirs["modules"]) - set(lora.modules))
+    extra = sorted(set(lora.modules) - set(theirs["modules"]))
     raise ValueError(
-        f"{source.folder} holds a LoRA of {len(theirs['modules'])} modules, this model's plan wraps {len(lora.modules)}: "
-        f"only there {missing[:4]}, only here {extra[:4]}; load it with the model and version that wrote it, or start a new run"
+        f"{source.folder} holds a LoRA of {len(theirs['modules'])} modules, this model's plan "
+        f"wraps {len(lora.modules)}: only there {missing[:4]}, only here {extra[:4]}; load it with "
+        "the model and version that wrote it, or start a new run"
     )

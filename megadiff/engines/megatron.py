@@ -1,12 +1,13 @@
-"""The Megatron engine: the stock diffusers transformer under tensor parallelism, sequence parallelism and Ulysses, with
-Megatron-core's gradient buffers and distributed optimizer.
+"""The Megatron engine: the stock diffusers transformer with Megatron-core's distributed optimizer.
 
-What depends on megatron-core's version is in this file and in parallel/. How gradients come about:
-- A rank's loss is that of its dp rank's samples, the same on its sp·tp peers; its gradient is its tokens' part of it.
-- DDP sums over dp·sp (sp is registered as Megatron's context-parallel axis) and leaves each rank a flat range of every
-  bucket, the one whose float32 weights and moments it holds.
-- Weights that all tp ranks hold are then summed over tp, of that range only. So the gradient is that of
-  loss_sum / denominator of the global batch for every layout.
+Layers are split by tensor parallelism, tokens by sequence parallelism and Ulysses. What depends on
+megatron-core's version is here, in flat_ranges.py and in parallel/. How gradients come about:
+- A rank's loss is that of its dp rank's samples, the same on its sp·tp peers. Its gradient is its
+  tokens' part of it.
+- DDP sums over dp·sp (sp is registered as Megatron's context-parallel axis) and leaves each rank a
+  flat range of every bucket, the one whose float32 weights and moments it holds.
+- Weights that all tp ranks hold are then summed over tp, of that range only. So the gradient is
+  that of loss_sum / denominator of the global batch for every layout.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
 from megadiff.engines.base import Loss, NonFiniteError
+from megadiff.engines.flat_ranges import flat_ranges, whole_range
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
-from megadiff.engines.microbatch import Batch, Share
+from megadiff.engines.microbatch import Batch, ComponentRows
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.engines.versions import check_version
@@ -39,22 +40,11 @@ from megadiff.types import DTYPES
 TESTED_VERSIONS = ("0.16.1",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What this rank trains of a parameter: elements start … start + numel of the local (tensor-parallel) weight.
-
-    held: 1-D float32, what the optimizer updates. model: the same elements of the weight that forward uses, in
-    engine.dtype; they share memory when that is float32. Of an unused weight the piece is all of it, and where they are
-    two, `held` is on the CPU. Of what LoRA leaves frozen there is none; of a frozen component they are one, in engine.dtype.
-    """
-
-    start: int
-    held: Tensor
-    model: Tensor
-
-
 class MegatronEngine(ShardedEngine):
-    """The masters are flat ranges of the weights: in float32 of the weights' own memory, in bfloat16 beside it."""
+    """Train a component whose masters are flat ranges of the weights.
+
+    In float32 they are the weights' own memory, in bfloat16 they lie beside it.
+    """
 
     def __init__(
         self,
@@ -67,8 +57,10 @@ class MegatronEngine(ShardedEngine):
         keep_reference: bool = False,
         average_decay: float = 0.0,
     ) -> None:
-        """Builds the sharded module and loads the component of model.path into it; each rank reads its own pieces only.
-        The last three arguments are as in ShardedEngine."""
+        """Build the sharded module and load the component of model.path, each rank its own shards.
+
+        The last three arguments are as in ComponentState.
+        """
         check_installed(config)
         _check(mesh, adapter)
         _prepare_import()
@@ -78,23 +70,22 @@ class MegatronEngine(ShardedEngine):
 
         init_parallel_state(mesh)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
-        self._is_first_tp, self._is_first_data = mesh.rank % mesh.tp == 0, mesh.rank // mesh.tp == 0
+        self._is_first_tp = mesh.rank % mesh.tp == 0
+        self._is_first_data = mesh.rank // mesh.tp == 0
         source = SourceFolder(adapter.model_folder / component)
         empty = adapter.empty_transformer(component)
-        source.check_names(
-            {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-        )
-        adapters = build_adapters(
-            config, adapter.plan, (name for name, _ in empty.named_parameters())
-        )
+        shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+        source.check_names(shapes)
+        adapters = build_adapters(config, adapter.plan, shapes)
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())
-        self._outdated, self._is_frozen = False, frozen
+        self._is_outdated = False  # the weights, behind the masters
+        self._is_frozen = frozen
         self._is_mixed = config.engine.dtype != "float32" and not frozen
         if frozen:
             transformer.requires_grad_(False)
-            self._pieces = {
-                name: _whole_piece(parameter) for name, parameter in self._parameters.items()
+            self._ranges = {
+                name: whole_range(parameter) for name, parameter in self._parameters.items()
             }
             optimizer = build_adamw(config.optim, [])
         else:
@@ -102,9 +93,8 @@ class MegatronEngine(ShardedEngine):
             self._ddp.offload_grad_buffers()  # until an update
             with megatron_cpu.making_optimizer(mesh.device):
                 self._distributed = _build_optimizer(config, self._ddp, self._parameters)
-            self._pieces = _pieces(
-                self._distributed, lora_parameters(transformer) if adapters else self._parameters
-            )
+            trained = lora_parameters(transformer) if adapters else self._parameters
+            self._ranges = flat_ranges(self._distributed, trained)
             optimizer = self._distributed.optimizer
         if self._is_mixed:
             self._read_masters(source, seed=config.seed)
@@ -116,11 +106,11 @@ class MegatronEngine(ShardedEngine):
             transformer=transformer,
             optimizer=optimizer,
             optimized={
-                name: piece.held
-                for name, piece in self._pieces.items()
+                name: flat_range.master
+                for name, flat_range in self._ranges.items()
                 if self._parameters[name].requires_grad
             },
-            masters={name: piece.held.detach() for name, piece in self._pieces.items()},
+            masters={name: flat_range.master.detach() for name, flat_range in self._ranges.items()},
             adapters=adapters,
             frozen=frozen,
             keep_reference=keep_reference,
@@ -129,23 +119,24 @@ class MegatronEngine(ShardedEngine):
 
     def load(self, source: ShardFolder) -> None:
         super().load(source)
-        for name in (
-            self._pieces.keys() - self._optimized.keys()
-        ):  # never trained, so only now another
-            self._pieces[name].model.copy_(self._pieces[name].held)
+        for name in self._ranges.keys() - self._optimized.keys():
+            # no update will publish a weight that is never trained
+            self._ranges[name].weight.copy_(self._ranges[name].master)
 
-    def update(self, batch: Batch, loss: Loss, share: Share, *, denominator: float) -> Step:
-        """Only meanwhile have the gradient buffers memory, every local weight's gradient in float32. They keep it after an
-        error: freeing waits for reductions that other ranks may never join."""
-        self._ddp.restore_grad_buffers()  # zeroed; the same storages, so that every main_grad is still a view of them
+    def update(self, batch: Batch, loss: Loss, rows: ComponentRows, *, denominator: float) -> Step:
+        """Give the gradient buffers memory for one update: float32 for every local weight.
+
+        They keep it after an error, as freeing waits for reductions that others may never join.
+        """
+        # zeroed, and of the same storages, so that every main_grad is still a view of them
+        self._ddp.restore_grad_buffers()
         try:
-            step = super().update(batch, loss, share, denominator=denominator)
+            step = super().update(batch, loss, rows, denominator=denominator)
         except NonFiniteError:  # on every rank, after all reductions: the batch may be stepped over
             self._ddp.offload_grad_buffers(empty_cache=False)
             raise
-        self._ddp.offload_grad_buffers(
-            empty_cache=False
-        )  # train.replicas does that, where others want it
+        # the allocator's cache is emptied where replicas want the memory
+        self._ddp.offload_grad_buffers(empty_cache=False)
         return step
 
     def offload(self) -> None:
@@ -166,86 +157,88 @@ class MegatronEngine(ShardedEngine):
         self._ddp.finish_grad_sync()
         self._distributed.prepare_grads()
         sum_over_tp(self._optimized.values(), "grad", self._tp_group)
-        return {name: held.grad for name, held in self._optimized.items()}
+        return {name: master.grad for name, master in self._optimized.items()}
 
     def _drop_gradients(self) -> None:
-        """Also after a backward that broke off half-way, whose error an assertion of megatron-core's would hide."""
         super()._drop_gradients()
         for group in self._ddp.bucket_groups:
+            # a backward broke off half-way: an assertion of megatron-core's would hide its error
             if len(group.per_param_grad_ready_counts) < len(group.params):
-                group.per_param_grad_ready_counts, group.grad_reduce_handle = {}, None
+                group.per_param_grad_ready_counts = {}
+                group.grad_reduce_handle = None
         self._ddp.zero_grad_buffer()
 
     def _full_shape(self, name: str) -> Sequence[int]:
         return self._parameters[name].placement.shape
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
-        """Under bfloat16 the rounded weights, in any dtype. Cast before the gather."""
-        cut = {
+        """Gather the weights in use: under bfloat16 the rounded ones, whatever dtype is asked."""
+        parameters = {name: self._parameters[name].detach() for name in names}
+        split_names = [
             name
             for name in names
             if self.mesh.tp > 1 and self._parameters[name].placement.sharded_dim is not None
-        }
-        order = [name for name in names if name in cut]
-        pieces = [self._parameters[name].detach().reshape(-1) for name in order]
-        gathered = dict(
-            zip(order, gather_flat(pieces, dtype, self._tp_group) if order else [], strict=True)
-        )
+        ]
+        gathered: dict[str, Tensor] = {}
+        if split_names:
+            # cast before the gather, which then moves fewer bytes
+            flat = [parameters[name].reshape(-1) for name in split_names]
+            gathered = dict(zip(split_names, gather_flat(flat, dtype, self._tp_group), strict=True))
         return [
             _joined(gathered[name], self._parameters[name].placement)
-            if name in cut
-            else self._parameters[name].detach().to(dtype, copy=True)
+            if name in gathered
+            else parameters[name].to(dtype, copy=True)
             for name in names
         ]
 
-    def _places(self, name: str, piece: Tensor) -> list[Shard]:
+    def _shards(self, name: str, values: Tensor) -> list[Shard]:
         placement = self._parameters[name].placement
         box = Shard(
             local=torch.empty(placement.local_shape, device="meta"),
             offsets=placement.offsets,
             shape=placement.shape,
         )
-        return flat_shards(piece, self._pieces[name].start, box)
+        return flat_shards(values, self._ranges[name].start, box)
 
     def _is_first_holder(self, name: str) -> bool:
         parameter = self._parameters[name]
-        is_split_over_data = (
-            parameter.requires_grad
-        )  # the distributed optimizer leaves out what is never trained
+        # the distributed optimizer splits what is trained, and leaves out the rest
+        is_split_over_data = parameter.requires_grad
         is_split_over_tp = parameter.placement.sharded_dim is not None
         return (is_split_over_data or self._is_first_data) and (
             is_split_over_tp or self._is_first_tp
         )
 
     def _masters_changed(self) -> None:
-        self._outdated = not self._is_frozen  # whose masters are the weights
+        self._is_outdated = not self._is_frozen  # a frozen component's masters are the weights
 
     def _offloadable(self) -> dict[str, Tensor]:
-        """Under bfloat16 also the masters, which lie beside the weights."""
         if not self._is_mixed:
             return super()._offloadable()
+        # masters lie beside the weights under bfloat16
         masters = {
-            f"{TRAINED}/{self.component}.{name}": held.detach()
-            for name, held in self._optimized.items()
+            f"{TRAINED}/{self.component}.{name}": master.detach()
+            for name, master in self._optimized.items()
         }
         return super()._offloadable() | masters
 
     def _publish(self) -> None:
-        """Masters → this rank's part of the weights → all-gather over dp·sp. Collective; nothing when they are current."""
-        if not self._outdated:
+        """Copy this rank's masters into the weights and all-gather over dp·sp. Collective."""
+        if not self._is_outdated:
             return
         if self._is_mixed:
-            trained = [self._pieces[name] for name in self._optimized]
+            trained = [self._ranges[name] for name in self._optimized]
             torch._foreach_copy_(
-                [piece.model for piece in trained], [piece.held.detach() for piece in trained]
+                [flat_range.weight for flat_range in trained],
+                [flat_range.master.detach() for flat_range in trained],
             )
         self._ddp.start_param_sync()
-        self._outdated = False
+        self._is_outdated = False
 
     def _read_masters(self, source: SourceFolder, *, seed: int) -> None:
-        """In float32, of which the weights in engine.dtype are a rounding."""
-        for name, piece in self._pieces.items():
-            shards = self._places(name, piece.held.detach())
+        """Read the masters again in float32; so far they are copies of the rounded weights."""
+        for name, flat_range in self._ranges.items():
+            shards = self._shards(name, flat_range.master.detach())
             if is_lora(name):
                 fill_start(name, shards, seed=seed)
                 continue
@@ -253,22 +246,23 @@ class MegatronEngine(ShardedEngine):
                 source.read_into(name, shard)
 
 
-def _joined(pieces_TN: Tensor, placement: Placement) -> Tensor:
-    """The whole tensor of what each tp rank has of it."""
-    parts = pieces_TN.reshape(-1, *placement.local_shape)
+def _joined(flat_TN: Tensor, placement: Placement) -> Tensor:
+    """Join what each tp rank has to the whole tensor."""
+    shards = flat_TN.reshape(-1, *placement.local_shape)
     if placement.sharded_dim == 0:
-        return parts.flatten(0, 1)
-    return torch.cat(parts.unbind(), placement.sharded_dim)
+        return shards.flatten(0, 1)
+    return torch.cat(shards.unbind(), placement.sharded_dim)
 
 
 def check_installed(config: Config) -> None:
-    """Raises ValueError, before anything is started, for another megatron-core or where FP8 cannot work."""
+    """Raises ValueError for another megatron-core, or where FP8 cannot work."""
     check_version("megatron-core", tested=TESTED_VERSIONS)
     if config.engine.fp8 == "none":
         return
     if config.run.device == "cpu" or not torch.cuda.is_available():
         raise ValueError(
-            f"engine.fp8={config.engine.fp8} needs an NVIDIA GPU of compute capability 8.9; set engine.fp8=none"
+            f"engine.fp8={config.engine.fp8} needs an NVIDIA GPU of compute capability 8.9; "
+            "set engine.fp8=none"
         )
     from megadiff.parallel.linear import check_transformer_engine
 
@@ -278,14 +272,15 @@ def check_installed(config: Config) -> None:
 def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
     if mesh.dp_replicate > 1:
         raise ValueError(
-            f"parallel.dp_replicate={mesh.dp_replicate}: this engine holds whole weights on every dp rank and splits the "
-            "optimizer over all of them; set parallel.dp_replicate=1, or engine.backend=veomni"
+            f"parallel.dp_replicate={mesh.dp_replicate}: this engine holds whole weights on every "
+            "dp rank and splits the optimizer over all of them; set parallel.dp_replicate=1, or "
+            "engine.backend=veomni"
         )
     check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
 
 
 def _prepare_import() -> None:
-    """It warns of what it would use if there were, lists all parameters of all buckets, and uses torch's older names."""
+    """Silence megatron-core's notes on optional packages, buckets and torch's older names."""
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     warnings.filterwarnings(
@@ -301,7 +296,7 @@ def _build_transformer(
     source: SourceFolder,
     adapters: Adapters | None,
 ) -> nn.Module:
-    """The stock module with this rank's pieces of the weights, read in engine.dtype."""
+    """Build the stock module with this rank's shards of the weights, read in engine.dtype."""
     from megadiff.parallel.tensor_parallel import parallelize
 
     transformer = parallelize(
@@ -316,8 +311,8 @@ def _build_transformer(
         adapters=adapters,
     )
     for name, parameter in transformer.named_parameters():
-        place = parameter.placement
-        shard = Shard(local=parameter.detach(), offsets=place.offsets, shape=place.shape)
+        placement = parameter.placement
+        shard = Shard(local=parameter.detach(), offsets=placement.offsets, shape=placement.shape)
         if is_lora(name):
             fill_start(name, [shard], seed=config.seed)
         else:
@@ -328,13 +323,11 @@ def _build_transformer(
 
 
 def _build_ddp(transformer: nn.Module, mesh: Mesh):
-    """megatron-core's contiguous weights and float32 gradients, reduced while backward still runs.
-
-    calculate_per_token_loss makes its reduction a plain sum; of its config's sizes nothing is read here.
-    """
+    """Put the weights and float32 gradients into buffers, reduced while backward still runs."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    # calculate_per_token_loss makes the reduction a plain sum; DDP reads none of the sizes
     config = TransformerConfig(
         num_layers=1,
         hidden_size=mesh.tp,
@@ -350,7 +343,7 @@ def _build_ddp(transformer: nn.Module, mesh: Mesh):
 
 
 def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
-    """The engines' AdamW, over this rank's range of the buffers."""
+    """Build the engines' AdamW over this rank's range of the buffers."""
     from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -376,38 +369,3 @@ def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
         data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,
     )
-
-
-def _whole_piece(parameter: nn.Parameter) -> Piece:
-    """All of a local weight, not copied."""
-    flat = parameter.detach().view(-1)
-    return Piece(start=0, held=flat, model=flat)
-
-
-def _pieces(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, Piece]:
-    """name → this rank's piece, in the order of the parameters; those that lie in other ranks' ranges are left out."""
-    groups = (
-        (distributed.model_fp32_groups, distributed.shard_fp32_groups),
-        (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
-    )
-    held = {
-        parameter: shard
-        for model_groups, shard_groups in groups
-        for model_group, shard_group in zip(model_groups, shard_groups, strict=True)
-        for parameter, shard in zip(model_group, shard_group, strict=True)
-    }
-    pieces = {}
-    for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            piece = _whole_piece(parameter)
-            is_master = piece.held.dtype == torch.float32
-            pieces[name] = (
-                piece if is_master else replace(piece, held=piece.held.to("cpu", torch.float32))
-            )
-        elif parameter in held:
-            flat = parameter.detach().view(-1)
-            start = distributed._get_model_param_range_map(parameter)["param"].start
-            shard = held[parameter]
-            shard.placement = parameter.placement
-            pieces[name] = Piece(start=start, held=shard, model=flat[start : start + shard.numel()])
-    return pieces

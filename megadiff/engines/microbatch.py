@@ -1,8 +1,9 @@
-"""Cutting a batch into the pieces that one forward takes, the same for every engine.
+"""Cut a batch into microbatches, the rows of one forward, the same for every engine.
 
-A piece is of one component: rows of two experts never share a forward. Ranks may have different numbers of an expert's
-rows, as every prompt group has a window of its own, but all of them must make the same collectives. So a rank that has
-fewer pieces than another makes up for them with fillers, whose results are thrown away.
+Rows of two components never share a forward. Ranks may have different numbers of a component's
+rows, because every prompt group has a window of its own, but all of them must make the same
+collectives. So a rank with fewer microbatches than another adds fillers, whose results are thrown
+away.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ Batch = TrainBatch | FlowBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """B (sample, window step) pairs of a batch.
+    """Hold B (sample, window step) pairs of a batch.
 
-    sample_B, step_B: int64, which pair each row is. conditioning: name → [B, …], left where the batch has it; masks
-    stay on the CPU this way. The rest, in float32 on the device, is as in StepInputs.
+    sample_B, step_B: int64, which pair each row is. conditioning: name → [B, …], left where the
+    batch has it, so masks stay on the CPU. The rest, float32 on the device, is as in StepInputs.
     """
 
     sample_B: Tensor
@@ -39,8 +40,11 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowMicrobatch:
-    """B samples of a FlowBatch, noised to sigma_B: latents_BLC = (1 − sigma)·clean + sigma·noise. weight_B, and
-    target_BLC = noise − clean, in float32 on the device; the rest as in Microbatch."""
+    """Hold B samples of a FlowBatch, noised to sigma_B.
+
+    latents_BLC = (1 − sigma)·clean + sigma·noise, target_BLC = noise − clean. weight_B is float32
+    on the device too; the rest is as in Microbatch.
+    """
 
     latents_BLC: Tensor
     target_BLC: Tensor
@@ -50,9 +54,12 @@ class FlowMicrobatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What a component has of a batch. rows_R: int64, its rows on this rank, rising. num_microbatches: what every rank
-    makes of them, as many as the rank that has most; 0: no rank has any. num_pairs: weighted rows over all dp ranks."""
+class ComponentRows:
+    """Hold the rows of a batch that belong to one component.
+
+    rows_R: int64, its rows on this rank, rising. num_microbatches: what every rank makes of them,
+    as many as the rank with most; 0 if no rank has any. num_pairs: weighted rows over all dp ranks.
+    """
 
     rows_R: Tensor
     num_microbatches: int
@@ -63,29 +70,34 @@ def num_microbatches(num_rows: int, size: int) -> int:
     return -(-num_rows // size)
 
 
-def pieces(
-    batch: Batch, share: Share, size: int, device: torch.device
+def padded_microbatches(
+    batch: Batch, rows: ComponentRows, size: int, device: torch.device
 ) -> Iterator[tuple[Microbatch | FlowMicrobatch, bool]]:
-    """share.num_microbatches pieces, each with whether it counts: a filler is one row of this rank, of whichever
-    component."""
-    for piece in microbatches(batch, share.rows_R, size, device):
-        yield piece, True
-    for _ in range(share.num_microbatches - num_microbatches(len(share.rows_R), size)):
+    """Yield rows.num_microbatches microbatches, each with whether it counts.
+
+    A filler is the first row of this rank, of whichever component.
+    """
+    for microbatch in microbatches(batch, rows.rows_R, size, device):
+        yield microbatch, True
+    for _ in range(rows.num_microbatches - num_microbatches(len(rows.rows_R), size)):
         (filler,) = microbatches(batch, torch.zeros(1, dtype=torch.int64), 1, device)
         yield filler, False
 
 
 def component_rows(batch: Batch, component_of: Callable[[float], str]) -> dict[str, Tensor]:
-    """component → its rows [R] int64, rising; without the components that have none. On the CPU."""
+    """Return component → its rows [R] int64, rising, on the CPU.
+
+    Components without rows are left out.
+    """
     rows: dict[str, list[int]] = {}
     for row, component in enumerate(_components(batch, component_of)):
         rows.setdefault(component, []).append(row)
-    return {component: torch.tensor(each) for component, each in rows.items()}
+    return {component: torch.tensor(rows_R) for component, rows_R in rows.items()}
 
 
 @singledispatch
 def _components(batch: Batch, component_of: Callable[[float], str]) -> list[str]:
-    """Of each row, by the sigma at which its velocity is taken."""
+    """Name each row's component, by the sigma at which its velocity is taken."""
     raise TypeError(f"a {type(batch).__name__} is no batch")
 
 
@@ -103,7 +115,7 @@ def _(batch: FlowBatch, component_of: Callable[[float], str]) -> list[str]:
 
 @singledispatch
 def row_weights(batch: Batch) -> Tensor:
-    """[rows] of a batch."""
+    """Return the weight of each row of a batch, [R]."""
     raise TypeError(f"a {type(batch).__name__} is no batch")
 
 
@@ -121,19 +133,17 @@ def _(batch: FlowBatch) -> Tensor:
 def microbatches(
     batch: Batch, rows_R: Tensor, size: int, device: torch.device
 ) -> Iterator[Microbatch] | Iterator[FlowMicrobatch]:
-    """These rows of the batch, at most `size` in a piece; the last may be smaller."""
+    """Yield these rows of the batch, `size` in a microbatch; the last may be smaller."""
     raise TypeError(f"a {type(batch).__name__} is no batch")
 
 
 @microbatches.register
 def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Iterator[Microbatch]:
-    """Rows are (sample, window step) pairs.
-
-    A sample's steps follow each other: rows of one prompt stay together, so its text is seldom padded for another's.
-    """
     num_steps = batch.num_window_steps
     for row_B in _chunks(rows_R, size):
-        sample_B, step_B = row_B // num_steps, row_B % num_steps
+        # a sample's steps follow each other, so a text is seldom padded for another prompt's
+        sample_B = row_B // num_steps
+        step_B = row_B % num_steps
         index_B = batch.window_start_N.cpu()[sample_B] + step_B
         group_B = batch.group_index_N.cpu()[sample_B]
         yield Microbatch(
@@ -151,15 +161,13 @@ def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Ite
 def _(
     batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device
 ) -> Iterator[FlowMicrobatch]:
-    """Noised on the device: one pass over each tensor there; on the CPU none where rows follow each other, but for a GPU's
-    copy."""
     for row_B in _chunks(rows_R, size):
-        first, last = int(row_B[0]), int(row_B[-1])
+        first = int(row_B[0])
+        last = int(row_B[-1])
+        # a slice is a view; an index would copy the rows on the CPU
         rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
-        latents_BLC, noise_BLC = (
-            _on(device, batch.latents_NLC[rows]),
-            _on(device, batch.noise_NLC[rows]),
-        )
+        latents_BLC = _on(device, batch.latents_NLC[rows])
+        noise_BLC = _on(device, batch.noise_NLC[rows])
         sigma_B = _on(device, batch.sigma_N[rows])
         yield FlowMicrobatch(
             latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
@@ -171,48 +179,49 @@ def _(
 
 
 def _chunks(rows_R: Tensor, size: int) -> tuple[Tensor, ...]:
-    """torch splits nothing into one empty piece."""
+    # torch splits an empty tensor into one empty chunk
     return rows_R.split(size) if len(rows_R) else ()
 
 
 @singledispatch
 def loss_inputs(
-    batch: Batch, piece: Microbatch | FlowMicrobatch, velocity_BLC: Tensor
+    batch: Batch, microbatch: Microbatch | FlowMicrobatch, velocity_BLC: Tensor
 ) -> StepInputs | FlowInputs:
-    """The record that a loss sees."""
+    """Return the record that a loss sees."""
     raise TypeError(f"a {type(batch).__name__} is no batch")
 
 
 @loss_inputs.register
-def _(batch: FlowBatch, piece: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInputs:
+def _(batch: FlowBatch, microbatch: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInputs:
     return FlowInputs(
         velocity_BLC=velocity_BLC,
-        target_BLC=piece.target_BLC,
-        sigma_B=piece.sigma_B,
-        weight_B=piece.weight_B,
+        target_BLC=microbatch.target_BLC,
+        sigma_B=microbatch.sigma_B,
+        weight_B=microbatch.weight_B,
     )
 
 
 @loss_inputs.register
 def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
-    device, sample_B = velocity_BLC.device, microbatch.sample_B
-    old, rollout, ref_mean = (
-        None if value_NW is None else _moved(device, value_NW[sample_B, microbatch.step_B])
-        for value_NW in (batch.old_log_probs_NW, batch.rollout_log_probs_NW, batch.ref_means_NWLC)
-    )
+    device = velocity_BLC.device
+    sample_B = microbatch.sample_B
+
+    def rows_of(value_NW: Tensor | None) -> Tensor | None:
+        return None if value_NW is None else _moved(device, value_NW[sample_B, microbatch.step_B])
+
     return StepInputs(
         latents_BLC=microbatch.latents_BLC,
         prev_sample_BLC=microbatch.prev_sample_BLC,
         velocity_BLC=velocity_BLC,
         sigma_B=microbatch.sigma_B,
         sigma_next_B=microbatch.sigma_next_B,
-        old_log_prob_B=old,
+        old_log_prob_B=rows_of(batch.old_log_probs_NW),
         advantage_B=_on(device, batch.advantages_N[sample_B]),
         weight_B=_on(device, batch.weights_N[sample_B]),
         schedule=_on(device, batch.schedule),
         sampling=batch.sampling,
-        ref_mean_BLC=ref_mean,
-        rollout_log_prob_B=rollout,
+        ref_mean_BLC=rows_of(batch.ref_means_NWLC),
+        rollout_log_prob_B=rows_of(batch.rollout_log_probs_NW),
     )
 
 
@@ -221,7 +230,7 @@ def _conditioning(batch: Batch, group_B: Tensor, device: torch.device) -> Condit
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
-    """In float32, converted there."""
+    # converted there: bfloat16 moves half the bytes
     return _moved(device, value).to(torch.float32)
 
 
@@ -230,5 +239,5 @@ def _moved(device: torch.device, value: Tensor) -> Tensor:
 
 
 def _locked(device: torch.device, value: Tensor) -> Tensor:
-    """Page-locked where it will be copied to a GPU: from other memory the host waits for all that the GPU has to do before."""
+    # from other memory than page-locked the host would wait for all the GPU's work before the copy
     return value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value

@@ -1,13 +1,14 @@
-"""The VeOmni engine: FSDP2 / HSDP over dp and Ulysses over sp, for all weights or for LoRA beside frozen ones.
+"""The VeOmni engine: FSDP2 / HSDP over dp and Ulysses over sp, for all weights or for LoRA.
 
-The module is VeOmni's own, or where that is wrong under Ulysses (ModelAdapter.veomni_splits_tokens) diffusers' own, with
-its tokens split by megadiff.parallel. All that depends on VeOmni's version is in this file. Two habits matter to callers:
-- VeOmni replaces diffusers' `QwenImageTransformer2DModel.forward` in the whole process. A plain-diffusers reference
-  belongs in another process.
-- FSDP2 averages gradients over dp·sp ranks. Under Ulysses every sp rank computes the whole loss. The backward of VeOmni's
-  gather sums over sp, so that the average is the mean over dp; that of ours takes a rank's own part, and the average is a
-  sum over sp as well. Hence gradient_scale: the gradient is that of loss_sum / denominator of the global batch for every
-  layout.
+The module is VeOmni's own. Where that is wrong under Ulysses (ModelAdapter.veomni_splits_tokens) it
+is diffusers' own, with its tokens split by megadiff.parallel. All that depends on VeOmni's version
+is in this file. Two habits matter to callers:
+- VeOmni replaces diffusers' `QwenImageTransformer2DModel.forward` in the whole process. A
+  plain-diffusers reference belongs in another process.
+- FSDP2 averages gradients over dp·sp ranks. Under Ulysses every sp rank computes the whole loss.
+  The backward of VeOmni's gather sums over sp, so that the average is the mean over dp. That of
+  ours takes a rank's own part, so the average has to be multiplied by sp as well. gradient_scale
+  makes it the gradient of loss_sum / denominator of the global batch for every layout.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ if TYPE_CHECKING:  # needs megatron-core
 logger = logging.getLogger(__name__)
 
 TESTED_VERSIONS = ("0.1.12",)
-LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not use; VeOmni wants a choice for each
+# fused kernels that a diffusion transformer does not use; VeOmni wants a choice for each
+LANGUAGE_MODEL_OPS = (
     "moe",
     "cross_entropy_loss",
     "rms_norm",
@@ -61,14 +63,16 @@ LANGUAGE_MODEL_OPS = (  # fused kernels that a diffusion transformer does not us
     "causal_conv1d",
     "chunk_gated_delta_rule",
 )
-UNSHARDED_SHARE = (
-    0.25  # of the device's memory, that whole weights and gradients may take between microbatches
-)
+# of the device's memory, that whole weights and gradients may take between microbatches
+UNSHARDED_SHARE = 0.25
 
 
 class VeOmniEngine(ShardedEngine):
-    """The masters are FSDP2's own shards, which it gathers, cast to engine.dtype, around each forward and backward. What
-    LoRA leaves frozen, or train.components does, is held in engine.dtype."""
+    """Train a component whose masters are FSDP2's own shards.
+
+    FSDP2 gathers them, cast to engine.dtype, around forward and backward. Frozen weights are held
+    in engine.dtype.
+    """
 
     def __init__(
         self,
@@ -81,18 +85,18 @@ class VeOmniEngine(ShardedEngine):
         keep_reference: bool = False,
         average_decay: float = 0.0,
     ) -> None:
-        """Builds the sharded module and loads the component of model.path into it; each rank reads its own shards only.
-        The last three arguments are as in ShardedEngine."""
+        """Build the sharded module and load the component of model.path, each rank its own shards.
+
+        The last three arguments are as in ComponentState.
+        """
         check_installed(config)
         _check(mesh, adapter)
         transformer, adapters = _build_transformer(config, mesh, adapter, component, frozen=frozen)
         self._parameters: dict[str, DTensor] = dict(transformer.named_parameters())
         _load_source(self._parameters, adapter.model_folder / component, seed=config.seed)
-        masters = (
-            {name: p for name, p in self._parameters.items() if is_lora(name)}
-            if adapters
-            else self._parameters
-        )
+        masters = self._parameters
+        if adapters:
+            masters = {name: p for name, p in self._parameters.items() if is_lora(name)}
         trained = {} if frozen else masters
         self._fsdp_modules = [
             module for module in transformer.modules() if isinstance(module, FSDPModule)
@@ -124,9 +128,11 @@ class VeOmniEngine(ShardedEngine):
 
     @contextmanager
     def _microbatch(self, *, last: bool) -> Iterator[None]:
-        """Reduce gradients and free the gathered weights only after the last backward, where memory allows: then each update
-        gathers them once. (FSDP2 keeps the root's from forward to backward anyway. With guidance a block's backward comes
-        twice, and each of them reduces.)"""
+        """Reduce gradients and free gathered weights after the last backward only, if they fit.
+
+        Each update then gathers the weights once. FSDP2 keeps the root's from forward to backward
+        anyway. With guidance a block's backward comes twice, and each of them reduces.
+        """
         sync = last or self._sync_every_microbatch
         keeps = self._are_whole or not sync
         for module in self._fsdp_modules:
@@ -152,46 +158,53 @@ class VeOmniEngine(ShardedEngine):
         return self._parameters[name].shape
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
-        """Cast before the gather, which then moves half the bytes."""
         parameters = [self._parameters[name] for name in names]
         if group := _row_group(parameters):
-            pieces = [local(parameter.detach()) for parameter in parameters]
-            return gather_rows(pieces, [parameter.shape for parameter in parameters], dtype, group)
+            shards = [local(parameter.detach()) for parameter in parameters]
+            return gather_rows(shards, [parameter.shape for parameter in parameters], dtype, group)
         return [_full_weight(parameter, dtype) for parameter in parameters]
 
-    def _places(self, name: str, piece: Tensor) -> list[Shard]:
-        return [_shard(self._parameters[name], piece)]
+    def _shards(self, name: str, values: Tensor) -> list[Shard]:
+        return [_shard(self._parameters[name], values)]
 
     def _is_first_holder(self, name: str) -> bool:
         tensor = self._parameters[name]
         coordinate = tensor.device_mesh.get_coordinate()
         return all(
-            at == 0
-            for at, place in zip(coordinate, tensor.placements, strict=True)
-            if not place.is_shard()
+            index == 0
+            for index, placement in zip(coordinate, tensor.placements, strict=True)
+            if not placement.is_shard()
         )
 
     def _masters_changed(self) -> None:
         self._drop_unsharded()
 
     def _drop_unsharded(self) -> None:
-        """Free gathered weights. FSDP2 keeps the root's after a forward without backward, stale or not."""
+        """Free gathered weights. FSDP2 keeps the root's after a lone forward, stale or not."""
         self._are_whole = False
         for module in self._fsdp_modules:
             module.reshard()
 
 
 def _full_weight(parameter: DTensor, dtype: torch.dtype) -> Tensor:
+    # cast before the gather, which then moves half the bytes
     tensor = parameter.detach().to(dtype).full_tensor()
     is_policy = tensor.data_ptr() == local(parameter).data_ptr()  # not sharded and not cast
     return tensor.clone() if is_policy else tensor
 
 
 def _row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
-    """The ranks that share the rows of all these parameters; None where they do so in different ways, or one has all."""
-    mesh, placements = parameters[0].device_mesh, parameters[0].placements
+    """Return the ranks that share the rows of all these parameters.
+
+    None where the parameters are sharded in different ways, or one rank has all rows.
+    """
+    mesh = parameters[0].device_mesh
+    placements = parameters[0].placements
     dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
-    alike = all(one.device_mesh == mesh and one.placements == placements for one in parameters)
+    alike = all(
+        parameter.device_mesh == mesh and parameter.placements == placements
+        for parameter in parameters
+    )
     if (
         not alike
         or len(dims) != 1
@@ -209,28 +222,28 @@ def check_installed(config: Config) -> None:
 
 def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
     if not adapter.veomni_splits_tokens:
-        check_version(
-            "megatron-core", tested=MEGATRON_VERSIONS
-        )  # whose collectives megadiff.parallel splits tokens by
+        # megadiff.parallel splits tokens by its collectives
+        check_version("megatron-core", tested=MEGATRON_VERSIONS)
     if mesh.tp > 1:
         raise ValueError(
-            f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion transformers and ignores it; "
-            "set parallel.tp=1, or engine.backend=megatron"
+            f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion "
+            "transformers and ignores it; set parallel.tp=1, or engine.backend=megatron"
         )
     check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
     if mesh.device.type == "cpu" and torch.cuda.is_available():
         raise ValueError(
-            "run.device=cpu, but VeOmni takes the GPU that it sees; set CUDA_VISIBLE_DEVICES= as well"
+            "run.device=cpu, but VeOmni takes the GPU that it sees; "
+            "set CUDA_VISIBLE_DEVICES= as well"
         )
 
 
 def _build_transformer(
     config: Config, mesh: Mesh, adapter: ModelAdapter, component: str, *, frozen: bool
 ) -> tuple[nn.Module, Adapters | None]:
-    """The module under FSDP2 with uninitialised weights: float32 masters, compute in engine.dtype.
+    """Build the module under FSDP2 with uninitialised weights: float32 masters, engine.dtype math.
 
-    The plan's blocks are the units that FSDP2 gathers. Lengths that sp does not divide are padded and masked by the
-    module's forward. A world of one takes the same path.
+    The plan's blocks are the units that FSDP2 gathers. The module's forward pads and masks lengths
+    that sp does not divide. A world of one takes the same path.
     """
     _prepare_import(mesh)
     from veomni.arguments import MixedPrecisionConfig
@@ -247,29 +260,29 @@ def _build_transformer(
         name=None,
     )
     set_parallel_state(state)
-    plan, is_veomnis = adapter.plan, adapter.veomni_splits_tokens
-    model = (
-        _veomni_module(adapter.model_folder / component)
-        if is_veomnis
-        else adapter.empty_transformer(component)
-    )
+    plan = adapter.plan
+    is_veomnis = adapter.veomni_splits_tokens
+    dtype = DTYPES[config.engine.dtype]
+    if is_veomnis:
+        model = _veomni_module(adapter.model_folder / component)
+    else:
+        model = adapter.empty_transformer(component)
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
     if adapters or frozen:
         model.requires_grad_(not frozen)
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[config.engine.dtype])
+            parameter.data = parameter.data.to(dtype)
     if adapters:
         adapt_linears(model, adapters)
     if is_veomnis:
         adapter.adapt_veomni_module(model)
     else:
-        _split_tokens(model, adapter, mesh, DTYPES[config.engine.dtype])
+        _split_tokens(model, adapter, mesh, dtype)
     budget = config.engine.activation_memory_budget
     if config.model.float32_streams:
-        adapter.keep_streams_in_float32(model, DTYPES[config.engine.dtype])
-    within_blocks = (
-        config.engine.compile and mesh.sp == 1
-    )  # Ulysses' exchanges cut a block into several graphs
+        adapter.keep_streams_in_float32(model, dtype)
+    # Ulysses' exchanges cut a block into several graphs
+    within_blocks = config.engine.compile and mesh.sp == 1
     if not within_blocks:
         recompute_blocks(model, plan, budget=budget)
     mixed = MixedPrecisionConfig(
@@ -296,7 +309,7 @@ def _build_transformer(
 
 
 def _veomni_module(folder: Path) -> nn.Module:
-    """VeOmni's own class of the model, with its weights on the meta device."""
+    """Build VeOmni's own class of the model, with its weights on the meta device."""
     from veomni.arguments import OpsImplementationConfig
     from veomni.models import build_foundation_model
 
@@ -314,7 +327,7 @@ def _veomni_module(folder: Path) -> nn.Module:
 
 
 def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Over sp. What FSDP2 would cast together with the timesteps is cast here: the streams of features."""
+    """Split tokens over sp, and cast the streams, which FSDP2 would do only with the timesteps."""
     from megadiff.parallel.tokens import split_tokens
 
     split_tokens(model, adapter.plan, _axes(mesh), adapter.attention)
@@ -330,7 +343,7 @@ def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: to
 
 @cache
 def _axes(mesh: Mesh) -> TokenAxes:
-    """Its process groups are made once, for all components."""
+    """Make the process groups of Ulysses once, for all components."""
     from megadiff.parallel.tokens import ulysses_axes
 
     return ulysses_axes(mesh)
@@ -356,12 +369,12 @@ def _load_source(parameters: dict[str, DTensor], folder: Path, *, seed: int) -> 
 
 
 def unsharded_bytes(*, num_elements: int, num_trained: int, itemsize: int) -> int:
-    """Of the whole model's weights in engine.dtype and float32 gradients, which each rank holds between syncs."""
+    """Count what a rank holds between syncs: whole weights in engine.dtype, float32 gradients."""
     return num_elements * itemsize + num_trained * 4
 
 
 def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device) -> bool:
-    """Whether what each rank would hold between microbatches does not fit, so that each of them must be synced."""
+    """Tell whether a rank cannot hold all between microbatches, so that each must be synced."""
     if device.type == "cpu":
         return False
     num_bytes = unsharded_bytes(
@@ -378,9 +391,9 @@ def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device)
     return num_bytes > limit
 
 
-def _shard(tensor: DTensor, piece: Tensor) -> Shard:
-    """piece: of this rank, of the tensor or of another that is sharded as it is."""
+def _shard(tensor: DTensor, values: Tensor) -> Shard:
+    """Place this rank's values, the tensor's own or others that are sharded like it."""
     _, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return Shard(local=piece, offsets=tuple(offsets), shape=tuple(tensor.shape))
+    return Shard(local=values, offsets=tuple(offsets), shape=tuple(tensor.shape))

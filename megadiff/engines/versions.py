@@ -1,4 +1,4 @@
-"""What the engines were tested on, against what is installed."""
+"""Compare the versions that the engines were tested on with the installed ones."""
 
 from __future__ import annotations
 

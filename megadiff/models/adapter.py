@@ -37,7 +37,7 @@ class ModelAdapter(Protocol):
     video's frames follow each other. Only velocity() and the encoders know the model's shape of them.
 
     model_folder: the diffusers pipeline folder. components: its subfolders that are trained, e.g. ("transformer",);
-    several are experts of one shape, each in charge of a part of the schedule (component_of), so that one plan, num_heads
+    several are of one shape, each in charge of a part of the schedule (component_of), so that one plan, num_heads
     and width hold for all. num_heads: attention heads, which tensor parallelism and Ulysses split. width: channels of a
     token inside the transformer; mlp_ratio: times that, of its MLPs. plan: how a transformer is sharded.
     decoding: how many samples the VAE decodes at once. frames_per_s: at which its videos are played.

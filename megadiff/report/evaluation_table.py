@@ -77,7 +77,7 @@ def settings_text(evaluation: Evaluation) -> str:
 
 
 def _guidance(evaluation: Evaluation) -> str:
-    """Describe the guidance scales, both of a model with two experts; "" where none is on."""
+    """Describe the guidance scales, both of a model with two components; "" where none is on."""
     scale = evaluation.guidance_scale
     second = evaluation.guidance_scale_2
     if evaluation.true_cfg_scale > 1:

@@ -43,7 +43,7 @@ from megadiff.sync.transports.choose import build_transport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.train.board import FOLDER, Board
-from megadiff.train.components import check_experts
+from megadiff.train.components import check_components
 from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
 from megadiff.train.loop import Run
 from megadiff.train.probe import own_size
@@ -103,7 +103,7 @@ def check(
     adapter.validate(sampling)
     if config.model.float32_streams:
         adapter.check_float32_streams()
-    for warning in check_experts(config, adapter, on_policy=on_policy):
+    for warning in check_components(config, adapter, on_policy=on_policy):
         if os.environ.get("RANK", "0") == "0":
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)

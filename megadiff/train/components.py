@@ -1,4 +1,4 @@
-"""Which of a model's experts a run trains: what its stochastic windows cover, and whose turn it is."""
+"""Tell which components a run trains: those that its stochastic windows reach, by turns or not."""
 
 from __future__ import annotations
 
@@ -12,42 +12,38 @@ from megadiff.types import Sampling
 
 
 def component_steps(adapter: ModelAdapter, sampling: Sampling) -> dict[str, list[int]]:
-    """component → the steps of the schedule whose velocity it gives."""
+    """Return component → the steps of the schedule whose velocity it gives."""
     components = [adapter.component_of(sigma) for sigma in adapter.schedule(sampling)[:-1].tolist()]
-    return {
-        each: [step for step, other in enumerate(components) if other == each]
-        for each in adapter.components
-    }
+    steps: dict[str, list[int]] = {name: [] for name in adapter.components}
+    for step, name in enumerate(components):
+        steps[name].append(step)
+    return steps
 
 
 def window_pairs(adapter: ModelAdapter, sampling: Sampling) -> dict[str, int]:
-    """component → its (window start, step of the window) pairs, over all starts that a window may have."""
+    """Count each component's (window start, step of the window) pairs over all possible starts."""
     low, high = sampling.sde_window_range
     size = sampling.sde_window_size
     covered = [start + offset for start in range(low, high - size + 1) for offset in range(size)]
-    return {
-        each: sum(map(covered.count, steps))
-        for each, steps in component_steps(adapter, sampling).items()
-    }
+    steps = component_steps(adapter, sampling)
+    return {name: sum(map(covered.count, steps[name])) for name in steps}
 
 
 def trained_components(config: Config, adapter: ModelAdapter) -> list[str]:
-    """train.components, in the model's order; all where it is empty."""
-    return [
-        each
-        for each in adapter.components
-        if each in config.train.components or not config.train.components
-    ]
+    """Return train.components in the model's order, all where it is empty."""
+    chosen = config.train.components or adapter.components
+    return [name for name in adapter.components if name in chosen]
 
 
 def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
-    """How the groups of a step are sampled: step i takes number i modulo their count.
+    """Return how groups are sampled: step i takes number i modulo their count.
 
-    rollout.expert_windows=any: one. balanced: one for each trained expert, with its window among that one's steps only; so
-    experts get equally many optimizer steps, and in each of them only one has to be on the accelerator and to be pushed.
+    rollout.component_windows=any gives one. balanced gives one for each trained component, with its
+    window among that component's steps only. So components get equally many optimizer steps, and in
+    each of them only one has to be on the accelerator and to be pushed.
     """
     sampling = sampling_of(config.rollout)
-    if config.rollout.expert_windows == "any":
+    if config.rollout.component_windows == "any":
         return [sampling]
     low, high = sampling.sde_window_range
     steps = component_steps(adapter, sampling)
@@ -56,17 +52,21 @@ def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
         within = [step for step in steps[component] if low <= step < high]
         if len(within) < max(sampling.sde_window_size, 1):
             raise ValueError(
-                f"rollout.expert_windows=balanced: rollout.sde_window_range=[{low},{high}] has {len(within)} of {component}'s "
-                f"steps ({_span(steps[component])}), a window has rollout.sde_window_size={sampling.sde_window_size}; "
-                f"{_proposal(adapter, sampling, component)}, or expert_windows=any"
+                f"rollout.component_windows=balanced: rollout.sde_window_range=[{low},{high}] has "
+                f"{len(within)} of {component}'s steps ({_span(steps[component])}), a window has "
+                f"rollout.sde_window_size={sampling.sde_window_size}; "
+                f"{_proposal(adapter, sampling, component)}, or component_windows=any"
             )
         samplings.append(replace(sampling, sde_window_range=(within[0], within[-1] + 1)))
     return samplings
 
 
-def check_experts(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> list[str]:
-    """What to warn of before step 1: experts that no window reaches. Raises ValueError for components that the model has
-    not, and where nothing would be trained. on_policy: rows come from windows; else from sigmas anywhere."""
+def check_components(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> list[str]:
+    """Return warnings before step 1, of components that no window reaches.
+
+    Raises ValueError for components that the model has not, and where nothing would be trained.
+    on_policy: rows come from windows, else from sigmas anywhere.
+    """
     for key, names in (
         ("train.components", config.train.components),
         ("optim.component_lr", config.optim.component_lr),
@@ -74,65 +74,68 @@ def check_experts(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> 
         unknown = sorted(set(names) - set(adapter.components))
         if unknown:
             raise ValueError(
-                f"{key} names {', '.join(unknown)}, but this model's components are {', '.join(adapter.components)}"
+                f"{key} names {', '.join(unknown)}, but this model's components are "
+                f"{', '.join(adapter.components)}"
             )
     negative = {name: rate for name, rate in config.optim.component_lr.items() if not rate > 0}
     if negative:
         raise ValueError(
-            f"optim.component_lr={negative} is not positive; to leave a component out set train.components"
+            f"optim.component_lr={negative} is not positive; "
+            "to leave a component out set train.components"
         )
     return _unreached(config, adapter) if on_policy else []
 
 
-def describe_experts(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:
-    """component → its steps and pairs, whether it is trained; JSON."""
-    steps, trained = (
-        component_steps(adapter, sampling_of(config.rollout)),
-        trained_components(config, adapter),
-    )
+def describe_components(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:
+    """Return component → its steps and pairs and whether it is trained, as JSON."""
+    steps = component_steps(adapter, sampling_of(config.rollout))
+    trained = trained_components(config, adapter)
     pairs = _pairs(config, adapter)
     return {
-        each: {"steps": steps[each], "pairs": pairs[each], "trained": each in trained}
-        for each in steps
+        name: {"steps": steps[name], "pairs": pairs[name], "trained": name in trained}
+        for name in steps
     }
 
 
 def _pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
-    """Over the samplings that steps take in turn."""
-    found = [window_pairs(adapter, sampling) for sampling in step_samplings(config, adapter)]
-    return {component: sum(pairs[component] for pairs in found) for component in adapter.components}
+    """Count each component's pairs over the samplings that steps take in turn."""
+    totals = dict.fromkeys(adapter.components, 0)
+    for sampling in step_samplings(config, adapter):
+        for name, num_pairs in window_pairs(adapter, sampling).items():
+            totals[name] += num_pairs
+    return totals
 
 
 def _unreached(config: Config, adapter: ModelAdapter) -> list[str]:
-    sampling, trained, pairs = (
-        sampling_of(config.rollout),
-        trained_components(config, adapter),
-        _pairs(config, adapter),
-    )
+    sampling = sampling_of(config.rollout)
+    trained = trained_components(config, adapter)
+    pairs = _pairs(config, adapter)
     steps = component_steps(adapter, sampling)
     low, high = sampling.sde_window_range
     reached = [component for component in trained if pairs[component]]
     if sampling.sde_window_size and not reached:
         raise ValueError(
-            f"rollout.sde_window_range=[{low},{high}] reaches none of train.components={trained}; "
+            f"rollout.sde_window_range=[{low},{high}] reaches none of "
+            f"train.components={trained}; "
             f"{_proposal(adapter, sampling, trained[0])}"
         )
     return [
-        f"ONLY {', '.join(reached)} LEARNS: no window of rollout.sde_window_range=[{low},{high}] reaches {component}, which "
-        f"has steps {_span(steps[component])} of rollout.num_inference_steps={sampling.num_inference_steps}; "
-        f"{_proposal(adapter, sampling, component)} to train both, or train.components=[{','.join(reached)}] to mean it"
+        f"ONLY {', '.join(reached)} LEARNS: no window of rollout.sde_window_range=[{low},{high}] "
+        f"reaches {component}, which has steps {_span(steps[component])} of "
+        f"rollout.num_inference_steps={sampling.num_inference_steps}; "
+        f"{_proposal(adapter, sampling, component)} to train both, or "
+        f"train.components=[{','.join(reached)}] to mean it"
         for component in trained
         if reached and component not in reached
     ]
 
 
 def _proposal(adapter: ModelAdapter, sampling: Sampling, component: str) -> str:
-    """The range around the component's nearer end whose windows share their steps evenly between its two sides."""
-    steps, (low, _) = component_steps(adapter, sampling)[component], sampling.sde_window_range
-    last, size = (
-        sampling.num_inference_steps - 1,
-        max(sampling.sde_window_size, 1),
-    )  # the last step is never stochastic
+    """Propose the range around the component's nearer end, with as many steps on either side."""
+    steps = component_steps(adapter, sampling)[component]
+    low, _ = sampling.sde_window_range
+    last = sampling.num_inference_steps - 1  # which is never stochastic
+    size = max(sampling.sde_window_size, 1)
     if not steps or steps[0] >= last:
         return f"raise rollout.num_inference_steps, with which {component} gets a stochastic step,"
     border = steps[0] if steps[0] > low else steps[-1] + 1

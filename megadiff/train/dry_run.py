@@ -13,14 +13,14 @@ from megadiff.config.load import to_dict
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
-from megadiff.train.components import describe_experts
+from megadiff.train.components import describe_components
 from megadiff.train.sampling import sampling_of, sft_sampling
 
 
 def describe(
     config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
 ) -> dict[str, object]:
-    """Return the plan of a run as JSON values: sigmas, sde_window_range, …, layout, config.
+    """Return the plan of a run as JSON values: sigmas, sde_window_range, components, …, layout, config.
 
     Microbatches are counted as if every group had a signal.
     """
@@ -37,7 +37,7 @@ def describe(
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
         "sde_window_size": sampling.sde_window_size,
         "sde_window_range": list(sampling.sde_window_range),
-        "experts": describe_experts(config, adapter),
+        "components": describe_components(config, adapter),
         "num_prompts": num_prompts,
         "prompts_per_step": train.prompts_per_step,
         "samples_per_step": samples,

@@ -45,7 +45,7 @@ def update(
     """
     advantages_PG, weights_P = group_advantages(
         rewards[TOTAL],
-        global_std=config.algorithm.global_std,
+        kind=config.algorithm.advantage,
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
     indices = groups_to_train(groups, weights_P, config=config, mesh=mesh)

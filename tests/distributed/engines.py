@@ -19,9 +19,10 @@ from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import loss_inputs, microbatches
-from megadiff.engines.sharded import ShardedEngine, local
+from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
@@ -53,7 +54,7 @@ def build(
     adapter: ModelAdapter | None = None,
     components: tuple[str, ...] = (),
     balance: str = "share",
-) -> ExpertsEngine:
+) -> ComponentsEngine:
     """An engine of this rank. sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha. adapter: of
     another family than Qwen-Image. components: those that are trained, all by default."""
     from megatron.core import distributed
@@ -76,14 +77,14 @@ def build(
     config.lora.rank, config.lora.alpha = lora
     config.parallel.sequence_parallel = bool(sizes.get("sequence_parallel", True))
     config.train.microbatch_size = microbatch_size
-    config.train.components, config.train.expert_balance = list(components), balance
+    config.train.components, config.train.component_weighting = list(components), balance
     config.algorithm.kl_coef, config.algorithm.ema_decay = float(keep_reference), average_decay
     return build_engine(
         config, init_mesh(layout_of(sizes), device), adapter or QwenImageAdapter(tiny_model)
     )
 
 
-def only(engine: ExpertsEngine) -> ShardedEngine:
+def only(engine: ComponentsEngine) -> ShardedEngine:
     """What is inside the engine of a model with one component."""
     (member,) = engine.members.values()
     return member
@@ -153,7 +154,7 @@ def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGrou
 
 
 @contextmanager
-def forwards(engine: ExpertsEngine) -> Iterator[dict[bool, list[int]]]:
+def forwards(engine: ComponentsEngine) -> Iterator[dict[bool, list[int]]]:
     """Rows of each forward, by whether it has a gradient."""
     counted: dict[bool, list[int]] = {True: [], False: []}
     velocity = engine.adapter.velocity
@@ -213,7 +214,7 @@ def gradient_shards(engine: ShardedEngine) -> dict[str, list[Shard]]:
         name: local(held.grad) for name, held in engine._optimized.items() if held.grad is not None
     }
     gradients = {name: gradient for name, gradient in held.items() if engine._is_first_holder(name)}
-    return {name: engine._places(name, gradient.clone()) for name, gradient in gradients.items()}
+    return {name: engine._shards(name, gradient.clone()) for name, gradient in gradients.items()}
 
 
 def whole(folder: ShardFolder, name: str) -> Tensor:

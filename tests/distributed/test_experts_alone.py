@@ -11,9 +11,9 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
 from megadiff.diffusion import sde
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import component_rows, microbatches
-from megadiff.engines.sharded import local
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.plan import LORA_B
 from megadiff.tensors.shards import ShardFolder
@@ -82,7 +82,7 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
     assert figures[0] == figures[1]
 
 
-def _all_moments_rest(engine: ExpertsEngine) -> bool:
+def _all_moments_rest(engine: ComponentsEngine) -> bool:
     moments = [
         moment for member in engine.members.values() for moment in member._moments().values()
     ]

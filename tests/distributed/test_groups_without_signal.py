@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megadiff.algorithms import build_algorithm
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import ShardFolder
 from megadiff.train import update as update_module
@@ -91,7 +91,9 @@ def _worker(model: Path, out: Path, case: Case, backend: str) -> None:
     )
 
 
-def _update(engine: ExpertsEngine, batch: TrainBatch, rewards_PG: torch.Tensor) -> dict[str, float]:
+def _update(
+    engine: ComponentsEngine, batch: TrainBatch, rewards_PG: torch.Tensor
+) -> dict[str, float]:
     engine.config.algorithm.group_size, engine.config.train.updates_per_step = 2, UPDATES
     for member in engine.members.values():
         for group in member.optimizer.param_groups:

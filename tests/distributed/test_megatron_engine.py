@@ -20,7 +20,7 @@ from torch import Tensor
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
@@ -96,7 +96,7 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     _check_broken_gradient(engine)
 
 
-def _check_named_weights(engine: ExpertsEngine, tiny_model: Path) -> None:
+def _check_named_weights(engine: ComponentsEngine, tiny_model: Path) -> None:
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     stock_order = [
         f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()
@@ -117,7 +117,7 @@ def _check_named_weights(engine: ExpertsEngine, tiny_model: Path) -> None:
         tensor.zero_()  # the receiver's own
 
 
-def _check_reference(engine: ExpertsEngine) -> None:
+def _check_reference(engine: ComponentsEngine) -> None:
     batch = mine(engine, 1.0)
     start = engine.log_probs(batch)
     for _ in range(2):
@@ -132,7 +132,7 @@ def _check_reference(engine: ExpertsEngine) -> None:
         assert torch.equal(engine.log_probs(batch).log_probs_NW, policy.log_probs_NW)
 
 
-def _check_broken_gradient(engine: ExpertsEngine) -> None:
+def _check_broken_gradient(engine: ComponentsEngine) -> None:
     """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is sound."""
     batch = mine(engine, 1.0)
     before = engine.log_probs(batch).log_probs_NW
@@ -330,7 +330,7 @@ def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
         assert differing(out / f"{dtype}_emptied", out / f"{dtype}_kept") == []
 
 
-def _with_main_grad(engine: ExpertsEngine) -> list[Tensor]:
+def _with_main_grad(engine: ComponentsEngine) -> list[Tensor]:
     return [
         parameter
         for parameter in only(engine).transformer.parameters()
@@ -338,7 +338,7 @@ def _with_main_grad(engine: ExpertsEngine) -> list[Tensor]:
     ]
 
 
-def _buffer_bytes(engine: ExpertsEngine) -> list[int]:
+def _buffer_bytes(engine: ComponentsEngine) -> list[int]:
     """Distinct sizes of the storages under the gradients of all parameters."""
     return sorted(
         {parameter.main_grad.untyped_storage().nbytes() for parameter in _with_main_grad(engine)}
@@ -377,7 +377,7 @@ def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> No
         build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(tiny_model))
 
 
-def _updates(engine: ExpertsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
     """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
     for step in range(first, stop):
         engine.config.train.microbatch_size = (7, 16)[step % 2]
@@ -389,11 +389,11 @@ def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ExpertsEngine:
+def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ComponentsEngine:
     return _engine(
         tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend
     )
 
 
-def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ExpertsEngine:
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ComponentsEngine:
     return build(tiny_model, sizes, **{"backend": "megatron", **options})

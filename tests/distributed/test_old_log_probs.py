@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.advantage import group_advantages
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.collectives import sum_tensor
@@ -66,7 +66,7 @@ def _worker(model: Path, out: Path, name: str) -> None:
         dist.barrier()
 
 
-def _engine(model: Path, name: str, num_updates: int) -> ExpertsEngine:
+def _engine(model: Path, name: str, num_updates: int) -> ComponentsEngine:
     adapter = WanAdapter(model) if name.startswith("experts") else QwenImageAdapter(model)
     engine = build(
         model,
@@ -90,7 +90,7 @@ def _engine(model: Path, name: str, num_updates: int) -> ExpertsEngine:
     return engine
 
 
-def _groups(engine: ExpertsEngine) -> list[RolloutGroup]:
+def _groups(engine: ComponentsEngine) -> list[RolloutGroup]:
     """This rank's, as if replicas had recorded log_probs that are ABOVE_W the trainer's."""
     is_pair = len(engine.members) > 1
     batch = batch_of(engine.adapter, "apart", 2, engine.mesh.dp_rank) if is_pair else mine(engine)
@@ -98,7 +98,7 @@ def _groups(engine: ExpertsEngine) -> list[RolloutGroup]:
     return [group_of(batch, index, recorded_NW) for index in range(len(REWARDS_PG))]
 
 
-def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
+def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
     config, num_updates = engine.config, engine.config.train.updates_per_step
     with forwards(engine) as counted:
         figures = update(
@@ -121,12 +121,12 @@ def _update_own(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, 
     return figures
 
 
-def _update_before(engine: ExpertsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
+def _update_before(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
     """Old log_probs of all rows from one pass over the batch, in other microbatches than those of the updates."""
     algorithm, config = build_algorithm(engine.config.algorithm), engine.config
     reduce = dict(all_reduce=lambda value: sum_tensor(value, engine.mesh.dp_group))
     batch = to_train_batch(
-        groups, *group_advantages(REWARDS_PG, global_std=config.algorithm.global_std, **reduce)
+        groups, *group_advantages(REWARDS_PG, kind=config.algorithm.advantage, **reduce)
     )
     with engine.reference():
         batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)

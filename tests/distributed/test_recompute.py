@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import num_microbatches
-from megadiff.engines.sharded import local
 from megadiff.models.registry import build_adapter
 from tests.distributed.engines import LOSS, build, only, train_batch
 from tests.distributed.ranks import run_ranks
@@ -96,7 +96,7 @@ def _kept_bytes(transformer: nn.Module) -> Iterator[list[int]]:
         yield sizes
 
 
-def _update(engine: ExpertsEngine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:
+def _update(engine: ComponentsEngine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:
     """(name → this rank's piece of the gradient, forwards of each block, microbatches) of one update."""
     member, mesh = only(engine), engine.mesh
     gradients: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ from torch import Tensor
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.compiling import VARIANTS
-from megadiff.engines.components import ExpertsEngine
+from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.microbatch import microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import resolve_layout
@@ -352,7 +352,7 @@ def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None
         save_file(values, file)
 
 
-def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ExpertsEngine:
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ComponentsEngine:
     return build(tiny_model, sizes, backend="veomni", microbatch_size=3, **options)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadiff.config.validate import MAX_LORA_RANK
+from megadiff.config.schema import MAX_LORA_RANK
 from megadiff.sync.sync import CommitCheck, Ledger
 from megadiff.sync.transports.base import SyncError
 from megadiff.tensors.fingerprint import fingerprints

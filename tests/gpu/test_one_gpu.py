@@ -39,10 +39,10 @@ def _offload_worker(pipeline, backend, rank):
     before = {key: piece.clone() for key, _, piece in only(engine)._state()}
     log_probs = engine.log_probs(batch).log_probs_NW
     used = torch.cuda.memory_allocated()
-    engine.offload()
+    only(engine).offload()
     assert torch.cuda.memory_allocated() < used
     assert torch.equal(engine.log_probs(batch).log_probs_NW, log_probs)
-    engine.onload()
+    only(engine).onload()
     for key, _, piece in only(engine)._state():
         assert torch.equal(piece, before[key]), key
     assert engine.update(batch, LOSS)["optim/grad_norm"] > 0

@@ -104,7 +104,7 @@ class QwenImageAdapter(EncodesPrompts):
             )
         if sampling.guidance_scale_2:
             raise ValueError(
-                f"rollout.guidance_scale_2={sampling.guidance_scale_2}, but this model has no second expert; set it to 0"
+                f"rollout.guidance_scale_2={sampling.guidance_scale_2}, but this model has no second component; set it to 0"
             )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:

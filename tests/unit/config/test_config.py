@@ -51,6 +51,15 @@ def test_saved_config_loads_to_the_same(base, tmp_path):
     [
         ("train.num_step=3", "unknown key train.num_step; did you mean train.num_steps"),
         ("lr=3", "unknown key lr; did you mean optim.lr"),
+        (
+            "train.expert_balance=equal",
+            "unknown key train.expert_balance; it is now train.component_weighting, with the same",
+        ),
+        ("rollout.expert_windows=any", "it is now rollout.component_windows, with the same values"),
+        (
+            "algorithm.global_std=false",
+            "it is now algorithm.advantage: true is global, false is group",
+        ),
         ("reward.color.wieght=2", "did you mean reward.color.weight"),
         ("train.num_steps=abc", "train.num_steps: Value 'abc'"),
         ("seed=1.5", "seed: Value '1.5'"),
@@ -95,7 +104,7 @@ def test_what_the_user_must_give(tmp_path):
         ),
         ("rollout.sde_type=sde", 1, r"rollout.sde_type='sde' is not one of flow_sde"),
         ("algorithm.group_size=1", 1, r"algorithm.group_size=1 < 2"),
-        ("optim.lr=0", 1, r"optim.lr=0.0 is not positive"),
+        ("optim.lr=0", 1, r"optim.lr=0.0 <= 0; set optim.lr>0"),
         ("optim.lr=nan", 1, r"optim.lr=nan is not a finite number"),
         ("rollout.mode=separate", 1, r"rollout.registry"),
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
@@ -145,7 +154,7 @@ def test_what_the_user_must_give(tmp_path):
             r"old_log_prob='replica' is not one of rollout, recompute, auto",
         ),
         ("lora.rank=-1", 1, r"lora.rank=-1 < 0"),
-        ("lora.rank=513", 1, r"lora.rank=513 is above 512.*set lora.rank=512 or less"),
+        ("lora.rank=513", 1, r"lora.rank=513 > 512; set lora.rank<=512"),
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
         ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number"),
         ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),

@@ -11,7 +11,12 @@ from megadiff.cli.train import main
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.planner import command as plan_command
-from megadiff.train.components import check_experts, describe_experts, step_samplings, window_pairs
+from megadiff.train.components import (
+    check_components,
+    describe_components,
+    step_samplings,
+    window_pairs,
+)
 from megadiff.train.sampling import sampling_of
 
 HIGH, LOW = (
@@ -34,28 +39,30 @@ def pair(tiny_wan: dict[str, Path]):
     return build_adapter(tiny_wan["t2v_a14b"])
 
 
-def test_a_window_that_misses_an_expert_is_said_with_the_range_that_does_not(pair):
+def test_a_window_that_misses_a_component_is_said_with_the_range_that_does_not(pair):
     config = _config(sde_window_range=[0, 5])
-    (warning,) = check_experts(config, pair, on_policy=True)
+    (warning,) = check_components(config, pair, on_policy=True)
     assert "ONLY transformer LEARNS" in warning and "transformer_2, which has steps 5-9" in warning
     assert (
         "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] to mean it"
         in warning
     )
     proposed = _config(sde_window_range=[3, 7])
-    assert check_experts(proposed, pair, on_policy=True) == []
+    assert check_components(proposed, pair, on_policy=True) == []
     assert window_pairs(pair, sampling_of(proposed.rollout)) == {HIGH: 3, LOW: 3}
-    late = check_experts(_config(sde_window_range=[6, 9]), pair, on_policy=True)
+    late = check_components(_config(sde_window_range=[6, 9]), pair, on_policy=True)
     assert "ONLY transformer_2 LEARNS" in late[0] and "sde_window_range=[3,7]" in late[0]
 
 
 def test_what_is_meant_is_not_warned_of(pair, tiny_model):
     config = _config(sde_window_range=[0, 5])
     config.train.components = [HIGH]
-    assert check_experts(config, pair, on_policy=True) == []
-    assert check_experts(_config(sde_window_range=[0, 5]), pair, on_policy=False) == []
+    assert check_components(config, pair, on_policy=True) == []
+    assert check_components(_config(sde_window_range=[0, 5]), pair, on_policy=False) == []
     assert (
-        check_experts(_config(sde_window_range=[0, 5]), build_adapter(tiny_model), on_policy=True)
+        check_components(
+            _config(sde_window_range=[0, 5]), build_adapter(tiny_model), on_policy=True
+        )
         == []
     )
 
@@ -81,19 +88,21 @@ def test_refusals(components, rates, message, pair):
     config = _config(sde_window_range=[0, 5])
     config.train.components, config.optim.component_lr = components, rates
     with pytest.raises(ValueError, match=message):
-        check_experts(config, pair, on_policy=True)
+        check_components(config, pair, on_policy=True)
 
 
 def test_balanced_windows_take_turns(pair, tiny_model):
-    config = _config(sde_window_range=[1, 9], expert_windows="balanced")
+    config = _config(sde_window_range=[1, 9], component_windows="balanced")
     ranges = [sampling.sde_window_range for sampling in step_samplings(config, pair)]
     assert ranges == [(1, 5), (5, 9)]
-    pairs = {component: each["pairs"] for component, each in describe_experts(config, pair).items()}
+    pairs = {
+        component: each["pairs"] for component, each in describe_components(config, pair).items()
+    }
     assert pairs == {HIGH: 6, LOW: 6}
-    assert step_samplings(_config(expert_windows="balanced"), build_adapter(tiny_model)) == [
+    assert step_samplings(_config(component_windows="balanced"), build_adapter(tiny_model)) == [
         sampling_of(_config().rollout)
     ]
-    narrow = _config(sde_window_range=[0, 6], expert_windows="balanced")
+    narrow = _config(sde_window_range=[0, 6], component_windows="balanced")
     with pytest.raises(
         ValueError,
         match=r"has 1 of transformer_2's steps \(5-9\), a window has rollout.sde_window_size=2",
@@ -101,7 +110,7 @@ def test_balanced_windows_take_turns(pair, tiny_model):
         step_samplings(narrow, pair)
 
 
-def test_dry_run_shows_every_expert(tiny_wan, tmp_path, capsys, caplog):
+def test_dry_run_shows_every_component(tiny_wan, tmp_path, capsys, caplog):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red picture\na blue picture\n")
     arguments = [
@@ -111,8 +120,8 @@ def test_dry_run_shows_every_expert(tiny_wan, tmp_path, capsys, caplog):
         "rollout.guidance_scale_2=2",
     ]  # fmt: skip
     assert main([*arguments, "--dry-run", "--json"]) == 0
-    experts = json.loads(capsys.readouterr().out)["experts"]
-    assert experts == {
+    components = json.loads(capsys.readouterr().out)["components"]
+    assert components == {
         HIGH: {"steps": [0, 1, 2, 3, 4], "pairs": 8, "trained": True},
         LOW: {"steps": [5, 6, 7, 8, 9], "pairs": 0, "trained": True},
     }

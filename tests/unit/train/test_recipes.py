@@ -1,4 +1,4 @@
-"""The recipes of full size fit their models: sizes, windows, experts, rewards and prompts, without any weights."""
+"""The recipes of full size fit their models: sizes, windows, components, rewards and prompts, without any weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megadiff.diffusion.schedule import check_window
 from megadiff.models.registry import build_adapter
 from megadiff.planner.memory_plan import PHASES
 from megadiff.rewards.score import Scorer
-from megadiff.train.components import check_experts, describe_experts
+from megadiff.train.components import check_components, describe_components
 from megadiff.train.sampling import sampling_of
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return load_config([str(request.param)])
 
 
-def test_the_model_draws_at_the_recipes_size_and_no_expert_is_forgotten(recipe: Config) -> None:
+def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(recipe: Config) -> None:
     if not (Path(recipe.model.path) / "scheduler").is_dir():  # assets/qwen_image has shapes only
         return
     adapter, sampling = build_adapter(Path(recipe.model.path)), sampling_of(recipe.rollout)
@@ -40,10 +40,10 @@ def test_the_model_draws_at_the_recipes_size_and_no_expert_is_forgotten(recipe: 
         window_size=sampling.sde_window_size,
         window_range=sampling.sde_window_range,
     )
-    assert check_experts(recipe, adapter, on_policy=True) == []
-    experts = describe_experts(recipe, adapter)
-    assert all(each["trained"] and each["pairs"] for each in experts.values())
-    assert len(experts) == (2 if (Path(recipe.model.path) / "transformer_2").is_dir() else 1)
+    assert check_components(recipe, adapter, on_policy=True) == []
+    components = describe_components(recipe, adapter)
+    assert all(each["trained"] and each["pairs"] for each in components.values())
+    assert len(components) == (2 if (Path(recipe.model.path) / "transformer_2").is_dir() else 1)
 
 
 def test_the_rewards_can_score_the_prompts(recipe: Config) -> None:

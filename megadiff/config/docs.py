@@ -1,0 +1,82 @@
+"""Describe every key of the schema, for docs/configuration.md and `megadiff train --help-config`.
+
+python -m megadiff.config.docs > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+
+from omegaconf import MISSING
+
+from megadiff.config.schema import Config, RewardConfig
+
+SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
+MARKDOWN_HEAD = """# Configuration
+
+`megadiff train CONFIG.yaml … key=value …` merges yaml files from left to right, then the overrides.
+A key without a default must be given. `megadiff train --help-config` prints this page as text.
+This page is made from [config/schema.py](../megadiff/config/schema.py):
+`python -m megadiff.config.docs > docs/configuration.md`.
+"""
+
+
+def to_text() -> str:
+    """Return all keys for a terminal: type, default, rules and a sentence for each."""
+    lines = []
+    for name, kind, keys in _sections():
+        lines += ["", f"{name}: {kind.__doc__.splitlines()[0]}"]
+        for field in keys:
+            if field.metadata["heading"]:
+                lines += ["", f"  {field.metadata['heading']}"]
+            rules = f"  [{_rules(field)}]" if _rules(field) else ""
+            lines.append(f"  {field.name}: {field.type} = {_default(field)}{rules}")
+            lines.append(f"      {field.metadata['text']}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def to_markdown() -> str:
+    """Return docs/configuration.md: a table for each section, or each group of its keys."""
+    lines = [MARKDOWN_HEAD]
+    for name, kind, keys in _sections():
+        lines += [f"## {name}", "", kind.__doc__.splitlines()[0]]
+        for field in keys:
+            if field.metadata["heading"]:
+                lines += ["", f"### {field.metadata['heading']}"]
+            if field.metadata["heading"] or field is keys[0]:
+                lines += ["", "| key | type | default | rules | |", "|---|---|---|---|---|"]
+            cells = [f"`{field.name}`", field.type, _default(field), _rules(field)]
+            lines.append(f"| {' | '.join([*cells, field.metadata['text']])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _sections() -> Iterator[tuple[str, type, list[dataclasses.Field]]]:
+    """Yield each section's name, its class and its keys, in the schema's order."""
+    fields = dataclasses.fields(Config)
+    yield "Top level", Config, [field for field in fields if field.metadata]
+    for field in fields:
+        if field.name == "reward":
+            yield "reward.NAME", RewardConfig, [*dataclasses.fields(RewardConfig)]
+        elif not field.metadata:
+            section = field.default_factory
+            yield field.name, section, [*dataclasses.fields(section)]
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return json.dumps(field.default_factory())
+    return "(must be given)" if field.default == MISSING else json.dumps(field.default)
+
+
+def _rules(field: dataclasses.Field) -> str:
+    bounds = field.metadata["bounds"].items()
+    rules = [f"{SIGNS[name]} {bound}" for name, bound in bounds]
+    return ", ".join([*field.metadata["choices"], *rules])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_markdown())

@@ -1,0 +1,60 @@
+"""Every key is described, and docs/configuration.md is what the schema says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from megadiff.cli.main import main
+from megadiff.config.docs import to_markdown, to_text
+from megadiff.config.load import all_keys
+from megadiff.config.schema import Config, RewardConfig, RolloutConfig
+
+ROOT = Path(__file__).parents[3]
+SECTIONS = [
+    field.default_factory
+    for field in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(field.default_factory)
+]
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == to_markdown(), "run python -m megadiff.config.docs > docs/configuration.md"
+
+
+def test_every_key_has_one_sentence() -> None:
+    keys = [field for kind in [*SECTIONS, RewardConfig] for field in dataclasses.fields(kind)]
+    keys += [field for field in dataclasses.fields(Config) if field.metadata]
+    assert len(keys) > 80
+    for field in keys:
+        assert re.fullmatch(r"[A-Za-z].{15,}\.", field.metadata["text"]), field.name
+    for kind in SECTIONS:
+        assert not kind.__doc__.startswith(f"{kind.__name__}("), f"{kind.__name__}: no docstring"
+
+
+def test_text_and_page_have_every_key() -> None:
+    text, page = to_text(), to_markdown()
+    keys = set(all_keys()) - {"reward"}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        in_text = re.search(rf"^{section or 'Top level'}: (?:.+\n|\n  )+?  {name}: ", text, re.M)
+        assert in_text, key
+        assert f"| `{name}` |" in page, key
+    assert "  lr: float = (must be given)  [> 0, ≤ 10]\n      " in text
+    assert "  type: str = (must be given)\n" in text  # of a reward
+
+
+def test_rollout_stands_in_three_groups() -> None:
+    headings = [field.metadata["heading"] for field in dataclasses.fields(RolloutConfig)]
+    headings = [heading for heading in headings if heading]
+    assert headings == ["How a sample is drawn", "How a replica runs", "Where replicas are"]
+    for heading in headings:
+        assert f"\n### {heading}\n" in to_markdown()
+        assert f"\n  {heading}\n" in to_text()
+
+
+def test_help_config_prints_the_keys(capsys) -> None:
+    assert main(["train", "--help-config"]) == 0
+    assert capsys.readouterr().out == to_text()
