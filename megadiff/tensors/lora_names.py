@@ -80,7 +80,7 @@ def is_alpha(value: object) -> bool:
     return type(value) in (int, float) and 0 < value <= LARGEST_ALPHA
 
 
-def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:
+def worker_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:
     """The part of a base or LoRA tensor that goes with a worker's boxes of base weights; None: all of it.
 
     A LoRA's A is cut along the inputs that the worker has of the base weight, its B along the outputs.
