@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from megadiff.convert.convert import BACKENDS, TARGETS, Options, convert
-from megadiff.tensors.streaming import Advance
+from megadiff.convert.copying import Advance
 
 logger = logging.getLogger(__name__)
 DESCRIPTION = """Convert weights, tensor by tensor: memory stays below 1 GiB whatever the size of the model.

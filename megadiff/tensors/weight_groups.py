@@ -1,4 +1,4 @@
-"""Groups of weights that travel together or stay: a component's base weights, or its LoRA tensors."""
+"""Group weights that travel together: a component's base weights, or its LoRA tensors."""
 
 from __future__ import annotations
 
