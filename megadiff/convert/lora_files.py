@@ -1,7 +1,7 @@
 """LoRA files of other libraries: peft's folder and diffusers' file, in and out, with alpha.
 
-Both hold A [rank, in] and B [out, rank] unscaled, as megadiff does. alpha is in adapter_config.json of peft and in the
-metadata of diffusers' file; without it, readers take alpha = rank.
+Both hold A [rank, in] and B [out, rank] unscaled, as megadiff does. alpha is in peft's
+adapter_config.json and in the metadata of diffusers' file. Without it, readers take alpha = rank.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
 
 
 def lora_misfits(lora: LoraFile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List what does not fit the weights that pairs are added to. shapes: of a model's parameters."""
+    """List the pairs that do not fit the model's weights. shapes: of its parameters."""
     problems = []
     for module in lora.spec.modules:
         shape = (

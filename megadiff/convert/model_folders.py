@@ -126,7 +126,7 @@ def open_model(path: Path) -> ModelFolder:
 
 
 def open_single_file(path: Path, *, base: Path | None) -> ModelFolder:
-    """Open one file of all a component's weights; its config.json lies beside it, or in the base."""
+    """Open one file of all a component's weights. config.json lies beside it, or in the base."""
     home = base or path.parent
     folder = _only_component(base) if base else home
     if not (folder / "config.json").is_file():
@@ -212,7 +212,7 @@ def rest_of(base: ModelFolder) -> OtherFiles:
 def write_index(
     base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]
 ) -> None:
-    """Write a component's index, where the base has one, with the size that the tensors have now."""
+    """Write a component's index, where the base has one, with the tensors' size now."""
     path = _index_file(base)
     if path is None:
         return

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is read, at `path`. Only headers are, until a tensor is asked for.
+    """A model, checkpoint or LoRA at `path`. Only headers are read until a tensor is asked for.
 
     base: the model that it is, or that it was trained from; None for a LoRA alone.
     lora: set for weights that are low-rank pairs over the base; None for whole weights.

@@ -78,8 +78,10 @@ def _with_lora(
     weight: StoredTensor, a: StoredTensor, b: StoredTensor, *, scale: float
 ) -> StoredTensor:
     def read() -> Tensor:
-        held = weight.read().float()
-        return torch.addmm(held, b.read().float(), a.read().float(), alpha=scale)
+        # In float32, so that the sum is rounded once, when it is cast. The copy is changed in place,
+        # as large weights take much memory.
+        total = weight.read().to(torch.float32, copy=True)
+        return total.addmm_(b.read().float(), a.read().float(), alpha=scale)
 
     meta = TensorMeta(dtype=torch.float32, shape=weight.meta.shape)
     return StoredTensor(meta=meta, path=weight.path, read=read)

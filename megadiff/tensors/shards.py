@@ -260,8 +260,9 @@ class ShardFolder:
             target.local[of_target].copy_(source[of_shard])
 
     def _read(self, shard: StoredShard) -> Tensor:
-        if self._last and self._last[0] is shard:
-            return self._last[1]
+        last = self._last  # once, as another thread may replace it
+        if last and last[0] is shard:
+            return last[1]
         tensor = shard.read()
         self._last = (shard, tensor)
         return tensor

@@ -54,7 +54,7 @@ LARGEST_READ = 1 << 30  # bytes in one call of the system, which takes 2 GiB at 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:
-    """What a header says of a tensor, but for its place."""
+    """Dtype and shape of a tensor, as a header has them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
