@@ -1,13 +1,16 @@
-"""Speed and memory of `megadiff convert` against cp of the same data. See docs/converting.md.
+"""Measure speed and memory of `megadiff convert` against cp of the same data.
 
     python tools/bench_convert.py --gib 4 --json convert.json
 
-Writes a transformer of Qwen-Image's width with random float32 weights of about --gib, then, --rounds times in turn: cp of
-it, diffusers → megatron tp 4, cp of that, and back. Each is a process of its own; before each the disk has caught up
-(sync), old outputs are gone and the input has been read once, so that all start from the page cache; neither cp nor the
-converter waits for the disk (with --sync both do). Seconds are medians. The converter's are those it reports, from its first
-read to its last write; `process` is with Python's start and its imports. `× cp` is the median of the ratios to the cp
-just before. Exit code 1 when what came back differs from what was sent.
+It writes a transformer of Qwen-Image's width with random float32 weights of about --gib. Then it
+runs, --rounds times in turn: cp of it, diffusers → megatron tp 4, cp of that, and back. Each is a
+process of its own. Before each the disk has caught up (sync), old outputs are gone and the input
+has been read once, so that all start from the page cache. Neither cp nor the converter waits for
+the disk (with --sync both do).
+
+Seconds are medians. The converter's are those it reports, from its first read to its last write;
+`process` is with Python's start and its imports. `× cp` is the median of the ratios to the cp just
+before. Exit code 1 when what came back differs from what was sent. See docs/converting.md.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from megadiff.models.registry import component_model
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "assets" / "qwen_image"  # config files of the real model
-REPORT, PEAK = re.compile(r"([\d.]+) GiB in ([\d.]+) s"), re.compile(r"VmHWM:\s+(\d+) kB")
+REPORT = re.compile(r"([\d.]+) GiB in ([\d.]+) s")
+PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 SECONDS = ("cp_s", "convert_s", "process_s")
 CONVERT = """
 import sys
@@ -73,8 +77,11 @@ def main(argv: list[str]) -> int:
 
 
 def measure(folder: Path, *, gib: float, rounds: int, sync: bool) -> dict:
-    """All figures: seconds by run, sizes and peak memory in bytes."""
-    source, shards, back, copy = (folder / name for name in ("source", "tp4", "back", "copy"))
+    """Return all figures: seconds by run, sizes and peak memory in bytes."""
+    source = folder / "source"
+    shards = folder / "tp4"
+    back = folder / "back"
+    copy = folder / "copy"
     write_source(folder, source, gib=gib)
     runs: dict[str, list[dict]] = {"to_tp4": [], "to_diffusers": []}
     same = True
@@ -85,24 +92,16 @@ def measure(folder: Path, *, gib: float, rounds: int, sync: bool) -> dict:
             ("to_tp4", source, shards, ("--to", "megatron", "--tp", "4")),
             ("to_diffusers", shards, back, ("--to", "diffusers")),
         ):
-            run = {
-                "cp_s": time_cp(src, copy, sync=sync),
-                **time_convert(src, dst, options, sync=sync),
-            }
-            runs[key].append(run)
+            cp_s = time_cp(src, copy, sync=sync)
+            runs[key].append({"cp_s": cp_s, **time_convert(src, dst, options, sync=sync)})
         same &= filecmp.cmp(source / WEIGHTS_NAME, back / WEIGHTS_NAME, shallow=False)
-    files = [
-        file
-        for component in open_model(source).components.values()
-        for file in component.opened.values()
-    ]
-    meta = {name: meta for file in files for name, meta in file.tensors.items()}
-    largest = max(each.num_bytes for each in meta.values())
-    num_bytes = sum(each.num_bytes for each in meta.values())
+    sizes = []
+    for component in open_model(source).components.values():
+        sizes += [stored.meta.num_bytes for stored in component.tensors.values()]
     machine = {"cpu": cpu_name(), "versions": versions()}
     return {
-        "num_bytes": num_bytes,
-        "largest_tensor": largest,
+        "num_bytes": sum(sizes),
+        "largest_tensor": max(sizes),
         "sync": sync,
         "same": same,
         "runs": runs,
@@ -111,7 +110,7 @@ def measure(folder: Path, *, gib: float, rounds: int, sync: bool) -> dict:
 
 
 def write_source(folder: Path, source: Path, *, gib: float) -> None:
-    """The transformer in float32, one file."""
+    """Write the transformer in float32, as one file."""
     shapes = component_model(SHAPES / "transformer").shapes
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     block = sum(size for name, size in sizes.items() if name.startswith("transformer_blocks.0."))
@@ -119,9 +118,9 @@ def write_source(folder: Path, source: Path, *, gib: float) -> None:
     layers = max(round((gib * 2**30 - rest) / block), 1)
     write_random_transformer(SHAPES, folder / "random", device="cpu", num_layers=layers)
     weights = folder / "random" / "transformer"
-    parts = sorted(weights.glob("*.safetensors"))
-    if len(parts) == 1:  # so that it comes back as one file
-        parts[0].rename(weights / WEIGHTS_NAME)
+    files = sorted(weights.glob("*.safetensors"))
+    if len(files) == 1:  # so that it comes back as one file
+        files[0].rename(weights / WEIGHTS_NAME)
         (weights / f"{WEIGHTS_NAME}.index.json").unlink()
     convert(
         weights,
@@ -133,7 +132,7 @@ def write_source(folder: Path, source: Path, *, gib: float) -> None:
 
 
 def time_cp(src: Path, copy: Path, *, sync: bool) -> float:
-    """Seconds."""
+    """Return the seconds that cp takes."""
     _prepare(src)
     start = time.perf_counter()
     subprocess.run(["cp", "-r", src, copy], check=True)
@@ -145,7 +144,7 @@ def time_cp(src: Path, copy: Path, *, sync: bool) -> float:
 
 
 def time_convert(src: Path, dst: Path, options: tuple[str, ...], *, sync: bool) -> dict[str, float]:
-    """Seconds that the converter reports, those of its process, and its peak resident bytes."""
+    """Return the converter's seconds, those of its process, and its peak resident bytes."""
     _prepare(src)
     command = [sys.executable, "-c", CONVERT, src, dst, *options, *(["--sync"] if sync else [])]
     start = time.perf_counter()
@@ -164,10 +163,12 @@ def time_convert(src: Path, dst: Path, options: tuple[str, ...], *, sync: bool) 
 
 
 def table(figures: dict) -> str:
-    gib, largest = figures["num_bytes"] / 2**30, figures["largest_tensor"] / 2**30
+    gib = figures["num_bytes"] / 2**30
+    largest = figures["largest_tensor"] / 2**30
     waited = "until it is on the disk" if figures["sync"] else "into the page cache"
     lines = [
-        f"{gib:.2f} GiB float32, largest tensor {largest:.3f} GiB, {waited}; {figures['machine']['cpu']}",
+        f"{gib:.2f} GiB float32, largest tensor {largest:.3f} GiB, {waited}; "
+        f"{figures['machine']['cpu']}",
         f"memory allowed: 1 GiB + 2 × largest = {1 + 2 * largest:.2f} GiB",
         "",
         "| | cp s | convert s | GiB/s | × cp | process s | peak GiB |",
@@ -179,7 +180,8 @@ def table(figures: dict) -> str:
         ratio = statistics.median(run["cp_s"] / run["convert_s"] for run in runs)
         peak = max(run["peak_rss"] for run in runs) / 2**30
         lines.append(
-            f"| {title} | {cp:.2f} | {seconds:.2f} | {gib / seconds:.2f} | {ratio:.2f} | {process:.1f} | {peak:.2f} |"
+            f"| {title} | {cp:.2f} | {seconds:.2f} | {gib / seconds:.2f} | {ratio:.2f} | "
+            f"{process:.1f} | {peak:.2f} |"
         )
     same = "the same file" if figures["same"] else "ANOTHER FILE"
     return "\n".join([*lines, "", f"what came back is {same}"]) + "\n"

@@ -1,4 +1,7 @@
-"""`megadiff convert` without an installed package: python tools/convert_ckpt.py SRC DST --to FORMAT. See docs/converting.md."""
+"""Run `megadiff convert` without an installed package. See docs/converting.md.
+
+python tools/convert_ckpt.py SRC DST --to FORMAT
+"""
 
 from __future__ import annotations
 

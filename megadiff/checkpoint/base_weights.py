@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megadiff.tensors.row_sources import FileRows
+from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.seals import digest
-from megadiff.tensors.streaming import fingerprints_of
 from megadiff.tensors.tensor_file import TensorFile
 
 
@@ -26,7 +25,7 @@ def tensor_fingerprints(
     """
     opened = {path: TensorFile(path) for paths in files.values() for path in paths}
     total = sum(meta.num_bytes for file in opened.values() for meta in file.tensors.values())
-    mine: dict[str, tuple[TensorFile, str]] = {}
+    fingerprints: dict[str, str] = {}
     before = 0
     for component, paths in files.items():
         for path in paths:
@@ -34,14 +33,14 @@ def tensor_fingerprints(
                 # Neighbours go to one rank, which so reads one range of the files.
                 owner = min(before * world_size // max(total, 1), world_size - 1)
                 if owner == rank:
-                    mine[f"{component}.{name}"] = (opened[path], name)
+                    fingerprints[f"{component}.{name}"] = fingerprint(opened[path].tensor(name))
                 before += meta.num_bytes
-    return fingerprints_of(FileRows(mine), advance=lambda _: None)
+    return fingerprints
 
 
 def base_fingerprint(of_ranks: Iterable[Mapping[str, str]]) -> str:
     """Return the one fingerprint of what all ranks found."""
     joined: dict[str, str] = {}
-    for digits_of_rank in of_ranks:
-        joined |= digits_of_rank
+    for fingerprints in of_ranks:
+        joined |= fingerprints
     return digest(json.dumps(joined, sort_keys=True).encode())

@@ -1,7 +1,9 @@
-"""Atomic checkpoints: written aside, fingerprinted, renamed, then `latest` moved. A torn one is named and skipped.
+"""Atomic checkpoints: written aside, fingerprinted, renamed, then `latest` moved.
 
 checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
 checkpoints/latest      the name of the newest whole one, which is noticed when it goes missing
+
+A torn checkpoint is named and skipped.
 """
 
 from __future__ import annotations
@@ -52,16 +54,23 @@ class Checkpoints:
         self, run_folder: Path, config: Config, mesh: Mesh, *, base: Mapping[str, str] | None = None
     ) -> None:
         """base: as base_weights() has it."""
-        self.folder, self.config, self.mesh = run_folder / "checkpoints", config, mesh
+        self.folder = run_folder / "checkpoints"
+        self.config = config
+        self.mesh = mesh
         self.saved_step = 0
         self._finishing = threading.Lock()  # a rescue's thread may save while save() does
         self._aside: set[Path] = set()  # what either of them writes at the moment
         self._base = dict(base or {})
 
     def save(self, engine: Engine, progress: Progress) -> Path:
-        """Write the checkpoint of progress.step. Raises AgreedError (e.g. a full disk); earlier ones stay whole."""
-        target, aside = self.folder_of(progress.step), self.aside_of(progress.step)
-        group, is_first = self.mesh.cpu_group, self.mesh.rank == 0
+        """Write the checkpoint of progress.step.
+
+        Raises CheckpointError, e.g. for a full disk; earlier checkpoints stay whole.
+        """
+        target = self.folder_of(progress.step)
+        aside = self.aside_of(progress.step)
+        group = self.mesh.cpu_group
+        is_first = self.mesh.rank == 0
         self._aside.add(aside)
         try:
             agreed(lambda: _fresh_folder(aside), group, here=is_first)
@@ -91,11 +100,12 @@ class Checkpoints:
     def load(
         self, engine: Engine, load_prompts: Callable[[dict[str, int | str]], None]
     ) -> Progress:
-        """Continue from the newest checkpoint that loads, or start at step 0 where there is none (or resume is `never`).
+        """Continue from the newest checkpoint that loads.
 
-        Raises AgreedError when there are checkpoints and none of them loads: starting over would
-        hide the loss. Also for one over another base (unless checkpoint.accept_changes is set), and
-        for one of other data, which load_prompts refuses.
+        Starts at step 0 where there is none, or resume is `never`. Raises AgreedError when there
+        are checkpoints and none of them loads: starting over would hide the loss. Also for one over
+        another base (unless checkpoint.accept_changes is set), and for one of other data, which
+        load_prompts refuses.
         """
         group = self.mesh.cpu_group
         candidates = agreed(self._candidates, group, here=self.mesh.rank == 0)
@@ -118,8 +128,8 @@ class Checkpoints:
             return progress
         if problems:
             raise AgreedError(
-                f"no checkpoint of {self.folder} loads: {'; '.join(problems)}; restore one, or set checkpoint.resume=never "
-                "to start over"
+                f"no checkpoint of {self.folder} loads: {'; '.join(problems)}; restore one, or set "
+                "checkpoint.resume=never to start over"
             )
         return Progress(base=self._base)
 
@@ -170,7 +180,8 @@ class Checkpoints:
         ]
         if absent:
             raise ValueError(
-                f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem that all nodes share"
+                f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem "
+                "that all nodes share"
             )
         (aside / PROGRESS).write_bytes(progress_record(aside, progress))
         sync_entry(aside / CONFIG)
@@ -189,7 +200,10 @@ class Checkpoints:
             shutil.rmtree(torn, ignore_errors=True)
 
     def _put_away_other_history(self, step: int) -> None:
-        """Checkpoints of this step and later ones are of a run that was given up (resumed from before, or started over)."""
+        """Rename checkpoints of this step and later ones.
+
+        They are of a run that was given up: resumed from an earlier step, or started over.
+        """
         for folder in whole_looking(self.folder):
             if folder.name >= step_name(step):
                 logger.warning(
@@ -198,12 +212,12 @@ class Checkpoints:
                 folder.rename(self.folder / f"{GIVEN_UP}{folder.name}_{time.time_ns()}")
 
     def _candidates(self) -> list[str]:
-        """Checkpoint folders to try, the best first."""
+        """Return the checkpoint folders to try, the best first."""
         resume = self.config.checkpoint.resume
-        if resume not in ("auto", "never"):
-            return [resume]
         if resume == "never":
             return []
+        if resume != "auto":
+            return [resume]
         folders = whole_looking(self.folder)
         self._check_latest(folders)
         return [str(folder) for folder in reversed(folders)]
@@ -242,9 +256,9 @@ def base_weights(config: Config, adapter: ModelAdapter, mesh: Mesh) -> dict[str,
     if not config.lora.rank and not config.algorithm.kl_coef:
         return {}
     files = {name: weight_files(adapter.model_folder / name) for name in adapter.components}
-    rank, world_size = mesh.rank, mesh.world_size
     digits = agreed(
-        lambda: tensor_fingerprints(files, rank=rank, world_size=world_size), mesh.cpu_group
+        lambda: tensor_fingerprints(files, rank=mesh.rank, world_size=mesh.world_size),
+        mesh.cpu_group,
     )
     return {
         "path": str(adapter.model_folder.resolve()),

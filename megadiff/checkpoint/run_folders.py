@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint's weights: where the run stood, its config, and which checkpoint of a run is meant.
+"""Read and write what lies beside a checkpoint's weights, and choose a run's checkpoint.
 
 runs/<name>/checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
 progress.json is sealed and holds digests of the other files: a checkpoint is these and no others.
@@ -20,16 +20,17 @@ from megadiff.tensors.shards import SHARD_SUFFIX
 from megadiff.tensors.tensor_file import header_of
 from megadiff.types import Progress
 
-PROGRESS, CONFIG = "progress.json", "config.yaml"
+PROGRESS = "progress.json"
+CONFIG = "config.yaml"
 
 
 def step_name(step: int) -> str:
-    """Folder name of a step, sorting by step."""
+    """Name a step's folder. Names sort by step."""
     return f"step_{step:06d}"
 
 
 def whole_looking(folder: Path) -> list[Path]:
-    """Checkpoint folders that were renamed into place, oldest first."""
+    """Return the checkpoint folders that were renamed into place, oldest first."""
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
 
 
@@ -38,17 +39,19 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
-    """A run's checkpoint of a step; its newest for None. Raises ValueError that names those there are."""
-    found = whole_looking(run / "checkpoints")
-    if not found:
+    """Return a run's checkpoint of a step; its newest for None.
+
+    Raises ValueError that names those there are.
+    """
+    folders = whole_looking(run / "checkpoints")
+    if not folders:
         raise ValueError(f"{run}/checkpoints holds no checkpoint (step_…)")
     if step is None:
-        return found[-1]
+        return folders[-1]
     chosen = run / "checkpoints" / step_name(step)
-    if chosen not in found:
-        raise ValueError(
-            f"{run} has no checkpoint of step {step}, but {', '.join(path.name for path in found)}"
-        )
+    if chosen not in folders:
+        names = ", ".join(folder.name for folder in folders)
+        raise ValueError(f"{run} has no checkpoint of step {step}, but {names}")
     return chosen
 
 
@@ -102,8 +105,8 @@ def read_progress(folder: Path) -> Progress:
         digest_now = _file_digest(path)
         if digest_now != digests[name]:
             raise ValueError(
-                f"{path} has the digest {digest_now}, {PROGRESS} says {digests[name]}; it is corrupt "
-                "or of another checkpoint, use the one before"
+                f"{path} has the digest {digest_now}, {PROGRESS} says {digests[name]}; it is "
+                "corrupt or of another checkpoint, use the one before"
             )
     return progress
 
@@ -119,7 +122,7 @@ def _file_digest(path: Path) -> str:
 
 
 def read_config(checkpoint: Path) -> dict:
-    """The config of the run that wrote the checkpoint, as plain dicts. Raises ValueError when there is none."""
+    """Read the config of the run that wrote the checkpoint. Raises ValueError for none."""
     path = checkpoint / CONFIG
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -131,16 +134,18 @@ def read_config(checkpoint: Path) -> dict:
 
 
 def model_path(checkpoint: Path) -> Path:
-    """model.path of the run that wrote the checkpoint. Raises ValueError when its config.yaml does not say, or it is gone."""
+    """Return model.path of the run that wrote the checkpoint. Raises ValueError when it is gone."""
     try:
         path = Path(read_config(checkpoint)["model"]["path"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint / CONFIG} names no model.path ({error}); name the model folder with --base"
+            f"{checkpoint / CONFIG} names no model.path ({error}); name the model folder with "
+            "--base"
         ) from error
     if not path.is_dir():
         raise ValueError(
-            f"{checkpoint} was trained from {path}, which is not there; name the model folder with --base"
+            f"{checkpoint} was trained from {path}, which is not there; name the model folder with "
+            "--base"
         )
     return path
 
@@ -148,9 +153,9 @@ def model_path(checkpoint: Path) -> Path:
 def merged_config(
     config: Mapping[str, object], changes: Mapping[str, Mapping[str, object]]
 ) -> dict[str, object]:
-    """A config with some keys of some sections changed."""
+    """Return a config with some keys of some sections changed."""
     merged = dict(config)
     for section, values in changes.items():
-        held = merged.get(section)
-        merged[section] = {**(held if isinstance(held, dict) else {}), **values}
+        before = merged.get(section)
+        merged[section] = {**(before if isinstance(before, dict) else {}), **values}
     return merged

@@ -1,4 +1,4 @@
-"""`megadiff convert SRC DST --to FORMAT`: weights from one format or layout into another, streamed."""
+"""Run `megadiff convert SRC DST --to FORMAT`: weights from one format or layout into another."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ import torch
 from tqdm import tqdm
 
 from megadiff.convert.convert import BACKENDS, TARGETS, Options, convert
-from megadiff.tensors.streaming import Advance
+from megadiff.convert.copying import Advance
 
 logger = logging.getLogger(__name__)
-DESCRIPTION = """Convert weights, tensor by tensor: memory stays below 1 GiB whatever the size of the model.
+DESCRIPTION = """Convert weights, tensor by tensor, in less than 1 GiB + 2 × the largest tensor.
 
-SRC   a diffusers pipeline folder, its transformer's folder or one .safetensors file of that; a run or one of its
-      checkpoints, of either engine and any layout; a peft folder or a diffusers LoRA file, for a model of several
-      trained components (Wan2.2's experts) a folder of such folders, each named as its component
+SRC   one of:
+      - a diffusers pipeline folder, its transformer's folder, or one .safetensors file of that
+      - a run or one of its checkpoints, of either engine and any layout
+      - a peft folder or a diffusers LoRA file; for a model of several trained components (Wan2.2's
+        experts) a folder of such folders, each named as its component
 DST   a folder to create. It appears when it is whole. SRC is only read."""
 FORMATS = """formats:
-  diffusers   a pipeline folder where SRC or its base is one, else a component's; of LoRA weights diffusers' LoRA file
+  diffusers   a pipeline folder where SRC or its base is one, else a component's; of LoRA weights
+              diffusers' LoRA file
   megatron    a checkpoint in the layout of --tp N, with optimizer state where SRC has it
   fsdp        a checkpoint in the layout of --dp N
   peft        LoRA weights as a folder that peft and diffusers load
@@ -58,7 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("keep", "float32", "bfloat16"),
         default="keep",
-        help="of the weights in diffusers' and peft's files; keep (default): as the base model has them, of a LoRA as SRC has",
+        help="of the weights in diffusers' and peft's files; keep (default): as the base model has "
+        "them, of a LoRA as SRC has",
     )
     parser.add_argument(
         "--raw",
@@ -82,20 +86,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Names DST on stdout. Returns 0, or 2 with the reason on stderr; SIGTERM unwinds and exits with 143."""
+    """Run the command, which names DST on stdout.
+
+    Returns 0, or 2 with the reason on stderr. SIGTERM unwinds and exits with 143.
+    """
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    before = signal.signal(signal.SIGTERM, _stop)  # unwinds, so that nothing half-written is left
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # hashing is one thread's work; more fight with the one that writes
+    # It unwinds, so that nothing half-written is left.
+    handler_before = signal.signal(signal.SIGTERM, _stop)
+    num_threads_before = torch.get_num_threads()
+    # Hashing is one thread's work; more would fight with the one that writes.
+    torch.set_num_threads(1)
     try:
         written = convert(args.src, args.dst, _options(args), progress=_bar)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     finally:
-        torch.set_num_threads(threads)
-        signal.signal(signal.SIGTERM, before)
+        torch.set_num_threads(num_threads_before)
+        signal.signal(signal.SIGTERM, handler_before)
     gib = written.num_bytes / 2**30
     logger.info("%.2f GiB in %.2f s, %.2f GiB/s", gib, written.seconds, gib / written.seconds)
     sys.stdout.write(f"{args.dst}\n")
@@ -124,7 +133,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 @contextmanager
 def _bar(task: str, num_bytes: int) -> Iterator[Advance]:
-    """A progress bar with GiB/s on stderr, where that is a terminal."""
+    """Show a progress bar with GiB/s on stderr, where that is a terminal."""
     with tqdm(
         total=num_bytes, desc=task, unit="iB", unit_scale=True, unit_divisor=1024, disable=None
     ) as bar:

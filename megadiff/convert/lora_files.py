@@ -1,7 +1,7 @@
 """LoRA files of other libraries: peft's folder and diffusers' file, in and out, with alpha.
 
-Both hold A [rank, in] and B [out, rank] unscaled, as megadiff does. alpha is in adapter_config.json of peft and in the
-metadata of diffusers' file; without it, readers take alpha = rank.
+Both hold A [rank, in] and B [out, rank] unscaled, as megadiff does. alpha is in peft's
+adapter_config.json and in the metadata of diffusers' file. Without it, readers take alpha = rank.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.convert.model_folders import COMPONENT, FLOATS, ModelFolder, listed
+from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_file
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.tensors.lora_names import is_alpha
 from megadiff.tensors.model_files import read_json
-from megadiff.tensors.row_sources import FileRows
-from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
+from megadiff.tensors.tensor_file import TensorFile
 from megadiff.types import LoraSpec
 
-PEFT_CONFIG, PEFT_WEIGHTS, DIFFUSERS_WEIGHTS = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "pytorch_lora_weights.safetensors",
-)
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
-DIFFUSERS_PREFIX = "transformer."  # whichever component: diffusers loads a file into one transformer, asking for this name
+# Whichever component: diffusers loads a file into one transformer, asking for this name.
+DIFFUSERS_PREFIX = "transformer."
 METADATA_KEY = "lora_adapter_metadata"  # diffusers': JSON, keys with the component in front
-NEUTRAL = {  # settings of peft's LoraConfig that would change what A and B mean, with the values that do not
+# Settings of peft's LoraConfig that would change what A and B mean, with the values that do not.
+NEUTRAL = {
     "use_dora": False,
     "bias": "none",
     "lora_bias": False,
@@ -41,15 +41,15 @@ NEUTRAL = {  # settings of peft's LoraConfig that would change what A and B mean
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFile:
-    """A LoRA as it lies on disk. rows: the tensors `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
+    """A LoRA on disk. tensors: `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
 
     path: Path
     spec: LoraSpec
-    rows: FileRows
+    tensors: dict[str, StoredTensor]
 
 
 def has_loras(path: Path) -> bool:
-    """Whether path is a LoRA: one file, a folder of one, or a folder of folders for a model's several components."""
+    """Tell whether path is a LoRA: one file, a folder of one, or of a folder for each component."""
     if path.is_file():
         return any(
             re.search(r"\.(lora_|lora\.)(A|B|up|down)\b", name) for name in TensorFile(path).tensors
@@ -58,36 +58,40 @@ def has_loras(path: Path) -> bool:
 
 
 def open_loras(path: Path, *, base: ModelFolder | None) -> dict[str, LoraFile]:
-    """Component → its LoRA: a peft folder, a folder with diffusers' file, or such a file; of several components a folder of
-    such folders, each named as its component. One alone is of the base's only component, or of that with its folder's name.
+    """Open component → its LoRA: a peft folder, a folder with diffusers' file, or such a file.
 
-    Raises ValueError that names file, tensor and reason, when the components' LoRAs are not of one kind, or when one alone
-    could be of several components.
+    For several components: a folder of such folders, each named as its component. One alone is of
+    the base's only component, or of that with its folder's name.
+    Raises ValueError that names file, tensor and reason, when the components' LoRAs are not of one
+    kind, or when one alone could be of several components.
     """
     if path.is_file() or _is_lora_folder(path):
         return {_component_of_one(path, base): _open_lora(path)}
-    found = {folder.name: _open_lora(folder) for folder in _component_folders(path)}
-    (first, wanted), *others = ((name, lora.spec) for name, lora in found.items())
-    for name, spec in others:
+    loras = {folder.name: _open_lora(folder) for folder in _component_folders(path)}
+    first = next(iter(loras))
+    wanted = loras[first].spec
+    for name, lora in loras.items():
+        spec = lora.spec
         if spec != wanted:
             raise ValueError(
-                f"{path}: the LoRA of {name} (rank {spec.rank}, alpha {spec.alpha:g}, {len(spec.modules)} modules) is unlike "
-                f"that of {first} (rank {wanted.rank}, alpha {wanted.alpha:g}, {len(wanted.modules)} modules); convert each "
-                "folder by itself"
+                f"{path}: the LoRA of {name} (rank {spec.rank}, alpha {spec.alpha:g}, "
+                f"{len(spec.modules)} modules) is unlike that of {first} (rank {wanted.rank}, "
+                f"alpha {wanted.alpha:g}, {len(wanted.modules)} modules); convert each folder by "
+                "itself"
             )
-    return found
+    return loras
 
 
 def _component_of_one(path: Path, base: ModelFolder | None) -> str:
-    """Nothing in a LoRA's files says which of a model's components it is of."""
+    """Name the component of a LoRA by its folder, as nothing in its files says it."""
     if base is None or len(base.components) == 1:
         return COMPONENT
     name = (path.parent if path.is_file() else path).resolve().name
     if name not in base.components:
         folders = " or ".join(str(component.folder) for component in base.components.values())
         raise ValueError(
-            f"{path} may be of any of the {len(base.components)} components of {base.path}: give --base {folders}, or "
-            f"name its folder {' or '.join(base.components)}"
+            f"{path} may be of any of the {len(base.components)} components of {base.path}: give "
+            f"--base {folders}, or name its folder {' or '.join(base.components)}"
         )
     return name
 
@@ -97,7 +101,7 @@ def _is_lora_folder(path: Path) -> bool:
 
 
 def _component_folders(path: Path) -> list[Path]:
-    """A model's own folder may hold LoRAs, but is none."""
+    """Return the folders of a LoRA for several components. A model's own folder is none."""
     if any((path / name).is_file() for name in ("model_index.json", "config.json")):
         return []
     return [
@@ -106,29 +110,29 @@ def _component_folders(path: Path) -> list[Path]:
 
 
 def _open_lora(path: Path) -> LoraFile:
-    if (path / PEFT_CONFIG).is_file():
-        file = TensorFile(_present(path / PEFT_WEIGHTS))
-        return _lora(
-            file,
-            prefix=PEFT_PREFIX,
-            config=read_json(path / PEFT_CONFIG),
-            config_file=path / PEFT_CONFIG,
-        )
+    config_file = path / PEFT_CONFIG
+    if config_file.is_file():
+        weights = path / PEFT_WEIGHTS
+        if not weights.is_file():
+            raise ValueError(
+                f"{weights} is missing; only safetensors are read, save the adapter as such"
+            )
+        config = read_json(config_file)
+        return _lora(TensorFile(weights), PEFT_PREFIX, config=config, config_file=config_file)
     file = TensorFile(path if path.is_file() else path / DIFFUSERS_WEIGHTS)
-    return _lora(
-        file, prefix=DIFFUSERS_PREFIX, config=_diffusers_config(file), config_file=file.path
-    )
+    config = _diffusers_config(file)
+    return _lora(file, DIFFUSERS_PREFIX, config=config, config_file=file.path)
 
 
 def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
-    """adapter_config.json. target_modules are whole names, so that no other module matches."""
+    """Return what adapter_config.json holds."""
     return {
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": str(base) if base else None,
         "r": spec.rank,
         "lora_alpha": _plain(spec.alpha),
-        "target_modules": list(spec.modules),
+        "target_modules": list(spec.modules),  # whole names, so that no other module matches
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -139,7 +143,7 @@ def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
 
 
 def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
-    """Of diffusers' file."""
+    """Return the metadata of diffusers' file."""
     config = {
         "r": spec.rank,
         "lora_alpha": _plain(spec.alpha),
@@ -149,69 +153,65 @@ def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
     return {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
-def named_as(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, TensorMeta]:
-    """The tensors as peft (PEFT_PREFIX) or diffusers (`transformer.`) name them, in a file's order."""
-    return canonical_order({f"{prefix}{name}": meta for name, meta in tensors.items()})
-
-
-def lora_misfits(
-    rows: FileRows, spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """What does not fit the weights that the pairs are added to, each with its file. shapes: of the base's parameters."""
+def lora_misfits(lora: LoraFile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """List the pairs that do not fit the model's weights. shapes: of its parameters."""
     problems = []
-    for module in spec.modules:
-        a, b = (rows.tensors[f"{module}.{part}"].shape for part in (LORA_A, LORA_B))
+    for module in lora.spec.modules:
+        shape = (
+            lora.tensors[f"{module}.{LORA_B}"].meta.shape[0],
+            lora.tensors[f"{module}.{LORA_A}"].meta.shape[1],
+        )
         weight = shapes.get(f"{module}.weight")
-        where = rows.file_of(f"{module}.{LORA_A}")
         if weight is None or len(weight) != 2:
-            problems.append(f"{where}: {module} is no linear layer of the model")
-        elif (b[0], a[1]) != tuple(weight):
+            problems.append(f"{lora.path}: {module} is no linear layer of the model")
+        elif shape != tuple(weight):
             problems.append(
-                f"{where}: {module} is for a weight {(b[0], a[1])}, the model's is {tuple(weight)}"
+                f"{lora.path}: {module} is for a weight {shape}, the model's is {tuple(weight)}"
             )
     return problems
 
 
 def _lora(
-    file: TensorFile, *, prefix: str, config: Mapping[str, object] | None, config_file: Path
+    file: TensorFile,
+    prefix: str,
+    *,
+    config: Mapping[str, object] | None,
+    config_file: Path,
 ) -> LoraFile:
-    keys, problems = {}, []
-    for name, meta in file.tensors.items():
-        canonical = name.removeprefix(prefix)
-        if not name.startswith(prefix) or not canonical.endswith((f".{LORA_A}", f".{LORA_B}")):
-            problems.append(
-                f"{name} is neither {prefix}MODULE.{LORA_A} nor {prefix}MODULE.{LORA_B}"
-            )
+    tensors: dict[str, StoredTensor] = {}
+    problems = []
+    for key, meta in file.tensors.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or not name.endswith((f".{LORA_A}", f".{LORA_B}")):
+            problems.append(f"{key} is neither {prefix}MODULE.{LORA_A} nor {prefix}MODULE.{LORA_B}")
         elif meta.dtype not in FLOATS or len(meta.shape) != 2:
-            problems.append(f"{name} is {meta.dtype} {meta.shape}, not a matrix of floats")
-        keys[canonical] = (file, name)
-    modules = sorted({name.rsplit(".", 2)[0] for name in keys})
-    problems += [
-        f"{m}.{part} is missing"
-        for m in modules
-        for part in (LORA_A, LORA_B)
-        if f"{m}.{part}" not in keys
-    ]
+            problems.append(f"{key} is {meta.dtype} {meta.shape}, not a matrix of floats")
+        tensors[name] = from_file(file, key)
+    modules = sorted({name.rsplit(".", 2)[0] for name in tensors})
+    for module in modules:
+        for suffix in (LORA_A, LORA_B):
+            if f"{module}.{suffix}" not in tensors:
+                problems.append(f"{module}.{suffix} is missing")
     if problems or not modules:
         raise ValueError(
             f"{file.path} is no LoRA that can be read: {listed(problems) or 'it holds no tensor'}"
         )
-    rows = FileRows(keys)
-    rank = _one_rank(rows, modules, file.path)
+    rank = _one_rank(tensors, modules, file.path)
     alpha = _alpha(config, rank, config_file) if config is not None else float(rank)
-    return LoraFile(
-        path=file.path, spec=LoraSpec(rank=rank, alpha=alpha, modules=tuple(modules)), rows=rows
-    )
+    spec = LoraSpec(rank=rank, alpha=alpha, modules=tuple(modules))
+    return LoraFile(path=file.path, spec=spec, tensors=tensors)
 
 
-def _one_rank(rows: FileRows, modules: list[str], path: Path) -> int:
+def _one_rank(tensors: StoredTensors, modules: list[str], path: Path) -> int:
     ranks: dict[int, str] = {}
     for module in modules:
-        for part, dim in ((LORA_A, 0), (LORA_B, 1)):
-            ranks.setdefault(rows.tensors[f"{module}.{part}"].shape[dim], f"{module}.{part}")
+        for suffix, dim in ((LORA_A, 0), (LORA_B, 1)):
+            name = f"{module}.{suffix}"
+            ranks.setdefault(tensors[name].meta.shape[dim], name)
     if len(ranks) > 1:
         raise ValueError(
-            f"{path} has several ranks: {', '.join(f'{rank} of {name}' for rank, name in ranks.items())}; megadiff has one "
+            f"{path} has several ranks: "
+            f"{', '.join(f'{rank} of {name}' for rank, name in ranks.items())}; megadiff has one "
             "lora.rank for all modules"
         )
     return next(iter(ranks))
@@ -228,13 +228,15 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
     ]
     if odd:
         raise ValueError(
-            f"{path}: {', '.join(odd)} is more than A and B of one rank and alpha, which is all megadiff takes"
+            f"{path}: {', '.join(odd)} is more than A and B of one rank and alpha, which is all "
+            "megadiff takes"
         )
-    found, alpha = config.get("r", rank), config.get("lora_alpha")
-    if found != rank:
+    rank_said = config.get("r", rank)
+    if rank_said != rank:
         raise ValueError(
-            f"{path}: r={found}, but the tensors have rank {rank}; they are not of one adapter"
+            f"{path}: r={rank_said}, but the tensors have rank {rank}; they are not of one adapter"
         )
+    alpha = config.get("lora_alpha")
     if not is_alpha(alpha):
         raise ValueError(f"{path}: lora_alpha={alpha!r:.80} is no positive number")
     use_rslora = config.get("use_rslora", False)
@@ -244,7 +246,7 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
 
 
 def _diffusers_config(file: TensorFile) -> dict[str, object] | None:
-    """What diffusers put into the file's metadata, without the component in front; None where there is nothing."""
+    """Parse what diffusers put into the file's metadata; None where there is nothing."""
     if METADATA_KEY not in file.metadata:
         return None
     try:
@@ -252,12 +254,6 @@ def _diffusers_config(file: TensorFile) -> dict[str, object] | None:
         return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in packed.items()}
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file.path}: the metadata {METADATA_KEY} is no JSON object") from error
-
-
-def _present(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; only safetensors are read, save the adapter as such")
-    return path
 
 
 def _plain(number: float) -> float | int:

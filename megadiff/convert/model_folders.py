@@ -1,9 +1,9 @@
-"""A diffusers folder as source, base and destination of a conversion: which file holds which tensor, and whether all fit."""
+"""Open diffusers folders: which file holds which tensor, and whether all fit config.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megadiff.convert.other_files import OtherFiles, other_files
+from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_file
 from megadiff.models.registry import (
     ComponentModel,
     build_adapter,
@@ -18,7 +19,6 @@ from megadiff.models.registry import (
     component_model,
 )
 from megadiff.tensors.model_files import read_json, weight_files
-from megadiff.tensors.row_sources import FileRows
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
 
 COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
@@ -39,8 +39,8 @@ NUM_NAMED = 8  # problems that one message lists
 class Component:
     """A trained component of a model. folder: with its config.json. files: its weights.
 
-    name: its folder's in a pipeline. where: its place in a folder like the model's. is_single_file: it came as one file
-    without a folder around it.
+    name: its folder's in a pipeline. where: its path within a folder like the model's.
+    is_single_file: it came as one file without a folder around it.
     """
 
     name: str
@@ -51,39 +51,46 @@ class Component:
 
     @cached_property
     def model(self) -> ComponentModel:
-        """By config.json alone. Raises ValueError for an unknown kind of model."""
+        """Describe the model by config.json alone. Raises ValueError for an unknown kind."""
         return component_model(self.folder)
 
     @cached_property
     def opened(self) -> dict[str, TensorFile]:
-        """Name of a weight file → the file. Raises ValueError for one that is not whole."""
+        """Open the weight files, by the names that they are written under.
+
+        Raises ValueError for one that is not whole.
+        """
+        if self.is_single_file:
+            return {WEIGHTS_NAME: TensorFile(self.files[0])}
         return {path.name: TensorFile(path) for path in self.files}
 
-    def rows(self) -> FileRows:
-        """The weights, all there and as config.json wants them. Raises ValueError that names file and tensor otherwise."""
-        keys: dict[str, tuple[TensorFile, str]] = {}
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the weights, all there and as config.json wants them, in the model's order.
+
+        Raises ValueError that names file and tensor otherwise.
+        """
+        tensors: dict[str, StoredTensor] = {}
         problems = []
         for file in self.opened.values():
             for name in file.tensors:
-                if name in keys:
-                    problems.append(f"{file.path}: {name} is in {keys[name][0].path.name} as well")
-                keys[name] = (file, name)
-        rows = FileRows(keys)
-        of = f"{self.folder}/config.json"
-        problems += misfits(rows.tensors, self.model.shapes, file_of=rows.file_of, dtypes=FLOATS)
+                if name in tensors:
+                    problems.append(f"{file.path}: {name} is in {tensors[name].path.name} as well")
+                tensors[name] = from_file(file, name)
+        problems += misfits(tensors, self.model.shapes, dtypes=FLOATS)
         if problems:
-            raise ValueError(f"{self._weights_place()} does not fit {of}: {listed(problems)}")
-        return FileRows({name: keys[name] for name in self.model.shapes})
-
-    def _weights_place(self) -> Path:
-        return self.files[0] if len(self.files) == 1 else self.files[0].parent
+            weights = self.files[0] if len(self.files) == 1 else self.files[0].parent
+            raise ValueError(
+                f"{weights} does not fit {self.folder}/config.json: {listed(problems)}"
+            )
+        return {name: tensors[name] for name in self.model.shapes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """path: as it was named. home: the folder of the model that it is of; path, but for a single file.
+    """A model on disk. path: as it was named. components: those that are trained, in its order.
 
-    components: those that are trained, by name, in the model's order.
+    home: the folder of the model that it is of, which is path, but for a single file.
     """
 
     path: Path
@@ -92,37 +99,40 @@ class ModelFolder:
 
 
 def open_model(path: Path) -> ModelFolder:
-    """A pipeline folder or a trained component's. Raises ValueError as check_model_folder does, or that says what it is not."""
+    """Open a pipeline folder or a trained component's.
+
+    Raises ValueError as check_model_folder does, or that says what it is not.
+    """
     if (path / "model_index.json").is_file():
         check_model_folder(path)
-        found = [
-            Component(
+        components = {
+            name: Component(
                 name=name,
                 folder=path / name,
                 where=Path(name),
                 files=tuple(weight_files(path / name)),
             )
             for name in build_adapter(path).components
-        ]
-        return ModelFolder(
-            path=path, home=path, components={component.name: component for component in found}
-        )
+        }
+        return ModelFolder(path=path, home=path, components=components)
     if (path / "config.json").is_file():
-        component = Component(
-            name=COMPONENT, folder=path, where=Path(), files=tuple(weight_files(path))
-        )
+        files = tuple(weight_files(path))
+        component = Component(name=COMPONENT, folder=path, where=Path(), files=files)
         return ModelFolder(path=path, home=path, components={COMPONENT: component})
     raise ValueError(
-        f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a component's (config.json)"
+        f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a "
+        "component's (config.json)"
     )
 
 
 def open_single_file(path: Path, *, base: Path | None) -> ModelFolder:
-    """One file of all a component's weights; its config.json lies beside it, or in the base."""
-    folder, home = (_only_component(base), base) if base else (path.parent, path.parent)
+    """Open one file of all a component's weights. config.json lies beside it, or in the base."""
+    home = base or path.parent
+    folder = _only_component(base) if base else home
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} holds no config.json, which says what {path.name} must hold; name a model folder with --base"
+            f"{folder} holds no config.json, which says what {path.name} must hold; name a model "
+            "folder with --base"
         )
     component = Component(
         name=COMPONENT, folder=folder, where=Path(), files=(path,), is_single_file=True
@@ -135,35 +145,32 @@ def _only_component(base: Path) -> Path:
     if len(components) > 1:
         folders = " or ".join(str(component.folder) for component in components)
         raise ValueError(
-            f"{base} has {len(components)} components that one file may be of; give --base {folders}"
+            f"{base} has {len(components)} components that one file may be of; give --base "
+            f"{folders}"
         )
     return next(iter(components)).folder
 
 
 def misfits(
-    tensors: Mapping[str, TensorMeta],
+    tensors: StoredTensors,
     shapes: Mapping[str, tuple[int, ...]],
     *,
-    file_of: Callable[[str], str],
     dtypes: Sequence[torch.dtype],
 ) -> list[str]:
-    """What is missing, extra, or of another shape or dtype than a model has, each with its file."""
+    """List what is missing, extra, or of another shape or dtype than a model has, with its file."""
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
     problems += [
-        f"{file_of(name)}: {name} is not in the model"
+        f"{tensors[name].path}: {name} is not in the model"
         for name in sorted(tensors.keys() - shapes.keys())
     ]
     for name in sorted(shapes.keys() & tensors.keys()):
-        meta = tensors[name]
+        meta = tensors[name].meta
+        where = f"{tensors[name].path}: {name}"
         if meta.shape != tuple(shapes[name]):
-            problems.append(
-                f"{file_of(name)}: {name} has shape {meta.shape}, the model's is {tuple(shapes[name])}"
-            )
+            problems.append(f"{where} has shape {meta.shape}, the model's is {tuple(shapes[name])}")
         if meta.dtype not in dtypes:
             wanted = " or ".join(map(_short, dtypes))
-            problems.append(
-                f"{file_of(name)}: {name} is {_short(meta.dtype)}, weights must be {wanted}"
-            )
+            problems.append(f"{where} is {_short(meta.dtype)}, weights must be {wanted}")
     return problems
 
 
@@ -172,27 +179,16 @@ def listed(problems: Sequence[str]) -> str:
     return "; ".join(problems[:NUM_NAMED]) + more
 
 
-def file_tensors(
-    base: Component, dtypes: Mapping[str, torch.dtype]
-) -> dict[str, dict[str, TensorMeta]]:
-    """File name → its tensors in their order, as the base's files have them but for the dtypes.
+def file_tensors(base: Component, tensors: StoredTensors) -> dict[str, dict[str, TensorMeta]]:
+    """Return file name → its tensors in their order, spread over files as the base's are.
 
     Where the dtypes are the base's, the order is too, so that the same weights give the same file.
     """
     files = {}
     for name, file in base.opened.items():
-        tensors = {
-            key: TensorMeta(dtype=dtypes[key], shape=meta.shape)
-            for key, meta in file.tensors.items()
-        }
-        kept = tensors if tensors == file.tensors else canonical_order(tensors)
-        files[WEIGHTS_NAME if base.is_single_file else name] = kept
+        metas = {key: tensors[key].meta for key in file.tensors}
+        files[name] = metas if metas == file.tensors else canonical_order(metas)
     return files
-
-
-def file_metadata(base: Component, files: Sequence[str]) -> dict[str, dict[str, str]]:
-    """File name → its metadata, the base's."""
-    return dict(zip(files, (file.metadata for file in base.opened.values()), strict=True))
 
 
 def rest_of(base: ModelFolder) -> OtherFiles:
@@ -216,19 +212,21 @@ def rest_of(base: ModelFolder) -> OtherFiles:
 def write_index(
     base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]
 ) -> None:
-    """The index of a component in several files: the base's, with the size that the tensors have now."""
-    if len(files) == 1 and not _index_file(base):
+    """Write a component's index, where the base has one, with the tensors' size now."""
+    path = _index_file(base)
+    if path is None:
         return
-    found = _index_file(base)
-    index = read_json(found) if found else {}
-    total = sum(meta.num_bytes for tensors in files.values() for meta in tensors.values())
-    metadata = {**index.get("metadata", {}), "total_size": total}
-    index |= {
-        "metadata": metadata,
-        "weight_map": {name: file for file, held in files.items() for name in held},
-    }
+    index = read_json(path)
+    total_size = 0
+    weight_map = {}
+    for file, metas in files.items():
+        for name, meta in metas.items():
+            total_size += meta.num_bytes
+            weight_map[name] = file
+    index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
+    index["weight_map"] = weight_map
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it
-    (folder / found.name).write_text(text, encoding="utf-8")
+    (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def _index_file(base: Component) -> Path | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_FILES = 100_000  # of a model folder, which has some dozens
+MAX_FILES = 100_000  # a model folder has some dozens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class OtherFiles:
 
 
 def other_files(root: Path, *, is_left_out: Callable[[Path], bool]) -> OtherFiles:
-    """Find what is copied. is_left_out: of a path within root.
+    """Find what is copied. is_left_out: tells it of a path within root.
 
     Raises ValueError that names what is neither file nor folder, and a link that is not followed.
     """

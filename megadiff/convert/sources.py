@@ -1,9 +1,9 @@
-"""What a conversion reads, recognised by its content: a diffusers model, a checkpoint, a LoRA of another library."""
+"""Open what a conversion reads, told by its content: a diffusers model, a checkpoint or a LoRA."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,10 +25,9 @@ from megadiff.convert.model_folders import (
     open_model,
     open_single_file,
 )
+from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_checkpoint, prefixed
 from megadiff.parallel.lora import lora_shapes
-from megadiff.parallel.plan import is_lora
 from megadiff.tensors.lora_names import lora_from_json
-from megadiff.tensors.row_sources import JoinedRows, RowSource, ShardRows
 from megadiff.tensors.shards import AVERAGED, TRAINED, ShardFolder, shard_file
 from megadiff.types import LoraSpec, Progress
 
@@ -37,18 +36,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """path: what is read. base: the model that it is, or that it was trained from; None of a LoRA alone.
+    """A model, checkpoint or LoRA at `path`. Only headers are read until a tensor is asked for.
 
-    lora: of weights that are low-rank pairs over the base; None of whole weights. policy: component → its tensors (the
-    running average where there is one), by their own names. state: all that a checkpoint would hold, under its names
-    (`model/transformer.<name>`). values, progress, config: of the checkpoint, or of a run that is yet to start.
+    base: the model that it is, or that it was trained from; None for a LoRA alone.
+    lora: set for weights that are low-rank pairs over the base; None for whole weights.
+    policy: component → its tensors by their own names, the running average where there is one.
+    state: all that a checkpoint would hold, under its names (`model/transformer.<name>`).
+    values, progress, config: of the checkpoint, or of a run that is yet to start.
     """
 
     path: Path
     base: ModelFolder | None
     lora: LoraSpec | None
-    policy: Mapping[str, RowSource]
-    state: RowSource
+    policy: Mapping[str, StoredTensors]
+    state: StoredTensors
     values: Mapping[str, object]
     progress: Progress = field(default_factory=Progress)
     config: Mapping[str, object] = field(default_factory=dict)
@@ -59,21 +60,22 @@ class Source:
 
 
 def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -> Source:
-    """base: the model folder where path does not say, or says another. raw: not the running average.
+    """Open path, whatever it is. raw: not the running average.
 
-    Only headers are read. Raises ValueError that says what was looked for, or what is wrong with which file and tensor.
+    base: the model folder where path does not say, or says another. Raises ValueError that says
+    what was looked for, or what is wrong with which file and tensor.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     is_run = (path / "checkpoints").is_dir()
     if step is not None and not is_run:
         raise ValueError(
-            f"--step {step} chooses among the checkpoints of a run, but {path} is no run's folder (checkpoints/)"
+            f"--step {step} chooses among the checkpoints of a run, but {path} is no run's folder "
+            "(checkpoints/)"
         )
     if is_run or is_checkpoint(path) or shard_file(path, 0).is_file():
-        return _open_checkpoint(
-            chosen_checkpoint(path, step=step) if is_run else path, base=base, raw=raw
-        )
+        folder = chosen_checkpoint(path, step=step) if is_run else path
+        return _open_checkpoint(folder, base=base, raw=raw)
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
     if has_loras(path):
@@ -87,14 +89,15 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
             )
         return _open_model(open_model(path))
     raise ValueError(
-        f"{path} is nothing that can be converted. Looked for: a run (checkpoints/step_…), a checkpoint (progress.json), a "
-        "pipeline (model_index.json), a component (config.json), a LoRA (adapter_config.json or "
-        "pytorch_lora_weights.safetensors) or one for each component, one .safetensors file"
+        f"{path} is nothing that can be converted. Looked for: a run (checkpoints/step_…), a "
+        "checkpoint (progress.json), a pipeline (model_index.json), a component (config.json), a "
+        "LoRA (adapter_config.json or pytorch_lora_weights.safetensors) or one for each component, "
+        "one .safetensors file"
     )
 
 
 def _open_model(model: ModelFolder) -> Source:
-    policy = {name: component.rows() for name, component in model.components.items()}
+    policy = {name: component.tensors for name, component in model.components.items()}
     return Source(
         path=model.path,
         base=model,
@@ -108,12 +111,12 @@ def _open_model(model: ModelFolder) -> Source:
 def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
     loras = open_loras(path, base=base)
     spec = next(iter(loras.values())).spec
-    policy: dict[str, RowSource] = {name: lora.rows for name, lora in loras.items()}
+    policy = {name: lora.tensors for name, lora in loras.items()}
     if base:
         _check_components(path, policy, base)
         for name, lora in loras.items():
             component = base.components[name]
-            problems = lora_misfits(lora.rows, spec, component.model.shapes)
+            problems = lora_misfits(lora, component.model.shapes)
             if problems:
                 raise ValueError(f"{lora.path} does not fit {component.folder}: {listed(problems)}")
     values = {"optimizer_steps": {}, "lora": asdict(spec)}
@@ -123,36 +126,40 @@ def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
 
 
 def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
-    progress, shards = read_progress(folder), ShardFolder(folder)
+    progress = read_progress(folder)
+    shards = ShardFolder(folder)
     model = open_model(base or model_path(folder))
     spec = lora_from_json(shards.values.get("lora"))
-    state = ShardRows(shards, {name: name for name in shards.shapes})
-    shapes = {
-        name: lora_shapes(spec, component.model.shapes) if spec else component.model.shapes
-        for name, component in model.components.items()
-    }
+    state = from_checkpoint(shards)
+    shapes = _trained_shapes(model, spec)
     _check_state(state, shapes, folder=folder, base=model)
-    averaged = (
-        set()
-        if raw
-        else {name.partition("/")[2] for name in shards.shapes if name.startswith(f"{AVERAGED}/")}
-    )
-    kinds = {name: AVERAGED if name in map(_component, averaged) else TRAINED for name in shapes}
+    policy = {}
+    for component, shapes_of_component in shapes.items():
+        # A component has averages of all its parameters, or of none.
+        average = f"{AVERAGED}/{component}."
+        is_averaged = not raw and any(name.startswith(average) for name in state)
+        prefix = average if is_averaged else f"{TRAINED}/{component}."
+        policy[component] = {name: state[f"{prefix}{name}"] for name in shapes_of_component}
     return Source(
         path=folder,
         base=model,
         lora=spec,
-        policy={
-            component: ShardRows(
-                shards, {name: f"{kinds[component]}/{component}.{name}" for name in of_component}
-            )
-            for component, of_component in shapes.items()
-        },
+        policy=policy,
         state=state,
         values=shards.values,
         progress=progress,
         config=read_config(folder) if (folder / "config.yaml").is_file() else {},
     )
+
+
+def _trained_shapes(
+    model: ModelFolder, lora: LoraSpec | None
+) -> dict[str, Mapping[str, tuple[int, ...]]]:
+    """Return component → parameter → shape, in the model's order, of what training changes."""
+    return {
+        name: lora_shapes(lora, component.model.shapes) if lora else component.model.shapes
+        for name, component in model.components.items()
+    }
 
 
 def check_base(source: Source, *, is_named: bool) -> None:
@@ -176,59 +183,61 @@ def check_base(source: Source, *, is_named: bool) -> None:
     logger.warning("warning: %s; they are taken, as --base names them", problem)
 
 
-def _trained(policy: Mapping[str, RowSource]) -> JoinedRows:
-    """The state of a run that is yet to start from these weights."""
-    return JoinedRows({f"{TRAINED}/{component}.": rows for component, rows in policy.items()})
+def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
+    """Return the state of a run that is yet to start from these weights."""
+    state = {}
+    for component, tensors in policy.items():
+        state |= prefixed(f"{TRAINED}/{component}.", tensors)
+    return state
 
 
-def _check_components(path: Path, policy: Mapping[str, RowSource], base: ModelFolder) -> None:
+def _check_components(path: Path, policy: Mapping[str, StoredTensors], base: ModelFolder) -> None:
     unknown = [name for name in policy if name not in base.components]
     if unknown:
         raise ValueError(
-            f"{path} is of {', '.join(unknown)}, but {base.path} has {', '.join(base.components)}; give --base the model "
-            "that it was trained from"
+            f"{path} is of {', '.join(unknown)}, but {base.path} has "
+            f"{', '.join(base.components)}; give --base the model that it was trained from"
         )
 
 
 def _check_state(
-    state: ShardRows,
+    state: StoredTensors,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     *,
     folder: Path,
     base: ModelFolder,
 ) -> None:
-    """Weights of all the parameters of all components, averages of all of some components, moments of some parameters,
-    float32, nothing else; all pieces there. shapes: component → parameter → shape."""
-    wanted_of_all = {
-        f"{component}.{name}": shape
-        for component, held in shapes.items()
-        for name, shape in held.items()
-    }
-    of_kind: dict[str, dict] = {TRAINED: {}}
-    for name, meta in state.tensors.items():
+    """Raise ValueError unless the state is a checkpoint's. shapes: component → parameter → shape.
+
+    It has weights of all parameters, averages of all of some components, moments of some
+    parameters, in float32, and nothing else.
+    """
+    all_shapes: dict[str, tuple[int, ...]] = {}
+    for component, shapes_of_component in shapes.items():
+        all_shapes |= {f"{component}.{name}": shape for name, shape in shapes_of_component.items()}
+    tensors_by_kind: dict[str, dict[str, StoredTensor]] = {TRAINED: {}}
+    for name, stored in state.items():
         kind, _, parameter = name.rpartition("/")
-        of_kind.setdefault(kind, {})[parameter] = meta
+        tensors_by_kind.setdefault(kind, {})[parameter] = stored
     problems = []
-    for kind, tensors in of_kind.items():
-        whole = {TRAINED: set(shapes), AVERAGED: set(map(_component, tensors))}.get(kind, set())
+    for kind, tensors in tensors_by_kind.items():
+        whole_components: set[str] = set()
+        if kind == TRAINED:
+            whole_components = set(shapes)
+        elif kind == AVERAGED:
+            whole_components = set(map(_component, tensors))
         wanted = {
             name: shape
-            for name, shape in wanted_of_all.items()
-            if name in tensors or _component(name) in whole
+            for name, shape in all_shapes.items()
+            if name in tensors or _component(name) in whole_components
         }
-        found = misfits(
-            tensors,
-            wanted,
-            file_of=lambda name, kind=kind: state.file_of(f"{kind}/{name}"),
-            dtypes=(torch.float32,),
-        )
-        problems += [f"{kind}: {problem}" for problem in found]
+        of_kind = misfits(tensors, wanted, dtypes=(torch.float32,))
+        problems += [f"{kind}: {problem}" for problem in of_kind]
     if problems:
-        configs = ", ".join(
-            f"{component.folder}/config.json" for component in base.components.values()
-        )
+        configs = [f"{component.folder}/config.json" for component in base.components.values()]
         raise ValueError(
-            f"{folder} does not fit {configs}, the model it was trained from (name that with --base): {listed(problems)}"
+            f"{folder} does not fit {', '.join(configs)}, the model it was trained from (name that "
+            f"with --base): {listed(problems)}"
         )
 
 
@@ -236,28 +245,20 @@ def _component(parameter: str) -> str:
     return parameter.partition(".")[0]
 
 
-def state_order(name: str, order: Mapping[str, int]) -> tuple[int, int, str]:
-    """Sorts a checkpoint's names as the engines write them: weights, averages, then moments, each in the model's order."""
-    kind, _, parameter = name.rpartition("/")
-    return (
-        (TRAINED, AVERAGED).index(kind) if kind in (TRAINED, AVERAGED) else 2,
-        order[parameter],
-        kind,
-    )
+def state_order(source: Source) -> Callable[[str], tuple[int, int, str]]:
+    """Return a sort key that puts a checkpoint's names in the engines' order.
 
+    Weights come first, then averages, then moments, each in the model's order.
+    """
+    parameters: list[str] = []
+    for component, shapes in _trained_shapes(source.base, source.lora).items():
+        parameters += [f"{component}.{name}" for name in shapes]
+    order = {name: index for index, name in enumerate(parameters)}
+    kinds = (TRAINED, AVERAGED)
 
-def parameter_order(source: Source) -> dict[str, int]:
-    """Parameter (`transformer.<name>`) → its place in the model."""
-    names = [
-        f"{component}.{name}"
-        for component, rows in source.policy.items()
-        for name in _ordered(source, component, rows)
-    ]
-    return {name: place for place, name in enumerate(names)}
+    def key(name: str) -> tuple[int, int, str]:
+        kind, _, parameter = name.rpartition("/")
+        rank = kinds.index(kind) if kind in kinds else len(kinds)
+        return rank, order[parameter], kind
 
-
-def _ordered(source: Source, component: str, rows: RowSource) -> list[str]:
-    if not source.base:
-        return sorted(rows.tensors)
-    shapes = source.base.components[component].model.shapes
-    return list(lora_shapes(source.lora, shapes) if any(map(is_lora, rows.tensors)) else shapes)
+    return key

@@ -34,7 +34,9 @@ from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters, lora_parameters
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import Placement, is_lora
-from megadiff.tensors.shards import TRAINED, Shard, ShardFolder, SourceFolder, flat_shards
+from megadiff.tensors.flat_shards import flat_shards
+from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
+from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import DTYPES
 
 TESTED_VERSIONS = ("0.16.1",)

@@ -41,7 +41,8 @@ from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
-from megadiff.tensors.shards import Shard, SourceFolder
+from megadiff.tensors.shards import Shard
+from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import DTYPES
 
 if TYPE_CHECKING:  # needs megatron-core

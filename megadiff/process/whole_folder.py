@@ -1,7 +1,7 @@
 """A folder that appears whole or not at all: written aside, then renamed.
 
-Beside DST stand `.DST.writing-*` while it is written and `.DST.replaced-*` while an old one gives way. A process that was
-killed leaves them; the next one clears up, as their locks are then free.
+Beside DST stand `.DST.writing-*` while it is written, and `.DST.replaced-*` while an old one gives
+way. A process that was killed leaves them. The next one clears up, as their locks are then free.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 NUM_SPARE = 8  # descriptors: rmtree has two open for each level of folders
-WRITING, REPLACED = "writing", "replaced"
+WRITING = "writing"
+REPLACED = "replaced"
 
 
 def check_destination(dst: Path, *, force: bool, sources: Sequence[Path]) -> None:
-    """Raises ValueError when dst holds something (but for force), or is, holds or lies in one of the sources."""
-    place = dst.resolve()
+    """Raise ValueError when dst holds something (but for force), or overlaps one of the sources."""
+    real_dst = dst.resolve()
     for source in sources:
-        held = source.resolve()
-        if place == held:
+        real_source = source.resolve()
+        if real_dst == real_source:
             raise ValueError(f"{dst} is what is read ({source}); name another folder")
-        if held in place.parents:
+        if real_source in real_dst.parents:
             raise ValueError(f"{dst} lies in {source}, which is read; name a folder elsewhere")
-        if place in held.parents:
+        if real_dst in real_source.parents:
             raise ValueError(f"{dst} holds {source}, which is read; name a folder elsewhere")
     if dst.is_dir() and not any(dst.iterdir()):
         return
@@ -45,9 +46,10 @@ def check_destination(dst: Path, *, force: bool, sources: Sequence[Path]) -> Non
 
 @contextmanager
 def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
-    """An empty folder that becomes dst when the block ends well, and is removed otherwise. force: in place of an old one.
+    """Yield an empty folder that becomes dst when the block ends well, and is removed otherwise.
 
-    Raises OSError as writing does, and ValueError when dst holds something by then.
+    force: an old dst is replaced. Raises OSError as writing does, and ValueError when dst holds
+    something by then.
     """
     dst = dst.resolve()
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -70,18 +72,18 @@ def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
 
 
 def check_space(dst: Path, num_bytes: int) -> None:
-    """Raises ValueError when the filesystem of dst (some folder above it exists) has less than num_bytes free."""
+    """Raise ValueError when the filesystem of dst has less than num_bytes free."""
     above = next(folder for folder in dst.resolve().parents if folder.is_dir())
     free = shutil.disk_usage(above).free
     if num_bytes > free:
         raise ValueError(
-            f"{dst} needs {num_bytes / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are free there; make room, or name "
-            "another disk"
+            f"{dst} needs {num_bytes / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are free there; "
+            "make room, or name another disk"
         )
 
 
 def clear_up(dst: Path) -> None:
-    """Removes what processes left that were killed; an old folder whose place is empty is put back."""
+    """Remove what killed processes left; an old folder that was not replaced is put back."""
     dst = dst.resolve()
     for replaced in sorted(dst.parent.glob(_pattern(dst, REPLACED))):
         if os.path.lexists(dst):
@@ -96,7 +98,7 @@ def clear_up(dst: Path) -> None:
 
 
 def _replace(aside: Path, dst: Path, *, force: bool) -> None:
-    """aside becomes dst. An old dst goes last, and comes back when its place could not be taken."""
+    """Rename aside to dst. An old dst goes last, and comes back when that fails."""
     if not dst.is_dir() or not any(dst.iterdir()):
         os.replace(aside, dst)  # takes the place of an empty folder too
         sync_entry(dst.parent)
@@ -125,8 +127,11 @@ def _pattern(dst: Path, state: str) -> str:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that locks the folder for as long as the process lives; None when another has it, or where the
-    filesystem has no locks (what is left there stays)."""
+    """Lock the folder for as long as the process lives, and return the descriptor.
+
+    Returns None when another process has the lock, or where the filesystem has no locks. What is
+    left there stays.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +142,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def sync_tree(folder: Path) -> None:
-    """All of a folder is on the disk when this returns."""
+    """Flush all of a folder to the disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync_entry(Path(parent) / name)
@@ -145,7 +150,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_entry(path: Path) -> None:
-    """Flush a file or a folder entry to the disk: a rename must never become durable before what it names."""
+    """Flush a file or a folder's entries to the disk.
+
+    A rename must never become durable before what it names.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

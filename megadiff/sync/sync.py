@@ -21,9 +21,14 @@ from megadiff.parallel.collectives import raise_together
 from megadiff.sync.bucket import Bucket
 from megadiff.sync.transports.base import SyncError, Transport
 from megadiff.tensors.fingerprint import fingerprints
-from megadiff.tensors.lora_names import Box, lora_manifest, lora_modules, piece_box, used_tensor
+from megadiff.tensors.lora_names import Box, lora_manifest, lora_modules, used_tensor, worker_box
 from megadiff.tensors.manifest import Manifest, name_difference
-from megadiff.tensors.parts import Part, by_part, of_parts, part_of
+from megadiff.tensors.weight_groups import (
+    WeightGroup,
+    names_by_weight_group,
+    rows_of_weight_groups,
+    weight_group_of,
+)
 from megadiff.types import LoraSpec
 
 logger = logging.getLogger(__name__)
@@ -104,14 +109,15 @@ class WeightSync:
         held, self._held = self._held, None  # unknown, until the replicas have committed
         lora = self.engine.lora
         whole = self.manifest | (lora_manifest(lora, self.manifest) if lora else {})
-        every = parts = set(by_part(whole))
+        every = parts = set(names_by_weight_group(whole))
         if held:
             parts = every & {
-                Part(component, is_lora=lora is not None) for component in self.engine.changed
+                WeightGroup(component, is_lora=lora is not None)
+                for component in self.engine.changed
             }
         ledger = Ledger(self.places, lora=lora, held=held.of(every - parts) if held else None)
         self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
-        error = self._send(version, ledger, of_parts(whole, parts))
+        error = self._send(version, ledger, rows_of_weight_groups(whole, parts))
         raise_together(error, self.cpu_group)
         self.engine.mark_pushed()
         self._held, self._sent = ledger, ledger.num_bytes
@@ -155,7 +161,7 @@ class WeightSync:
         return error
 
     def _buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        parts = sorted(by_part(manifest))
+        parts = sorted(names_by_weight_group(manifest))
         base, lora = (
             [part.component for part in parts if part.is_lora == is_lora]
             for is_lora in (False, True)
@@ -207,7 +213,7 @@ class Ledger:
         boxes = self.places[replica][worker]
         names = {name for name, _ in self._prints}
         return {
-            name: self._prints[name, piece_box(name, boxes, lora_rank=self.lora_rank)]
+            name: self._prints[name, worker_box(name, boxes, lora_rank=self.lora_rank)]
             for name in names
         }
 
@@ -215,11 +221,11 @@ class Ledger:
         """The modules, with their component, that a LoRA must be bound to."""
         return lora_modules(name for name, _ in self._prints)
 
-    def of(self, parts: Collection[Part]) -> Ledger:
+    def of(self, parts: Collection[WeightGroup]) -> Ledger:
         """With the tensors of these parts alone."""
         rest = Ledger(self.places, lora=self.lora)
         rest._prints = {
-            key: value for key, value in self._prints.items() if part_of(key[0]) in parts
+            key: value for key, value in self._prints.items() if weight_group_of(key[0]) in parts
         }
         return rest
 
@@ -228,7 +234,7 @@ class Ledger:
         pieces: dict[Box | None, dict[str, Tensor]] = {}
         workers = [boxes for replica in self.places.values() for boxes in replica]
         for name, tensor in bucket:
-            for box in {piece_box(name, boxes, lora_rank=self.lora_rank) for boxes in workers}:
+            for box in {worker_box(name, boxes, lora_rank=self.lora_rank) for boxes in workers}:
                 cut = tensor if box is None else tensor[tuple(slice(*one) for one in box)]
                 pieces.setdefault(box, {})[name] = used_tensor(name, cut, self.lora)
         return pieces

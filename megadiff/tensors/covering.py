@@ -1,4 +1,4 @@
-"""Whether boxes make up a tensor: each element in exactly one of them."""
+"""Tell whether boxes make up a tensor: each element in exactly one of them."""
 
 from __future__ import annotations
 

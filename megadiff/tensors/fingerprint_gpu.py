@@ -1,6 +1,7 @@
-"""The row sums and hashes of weights/fingerprint.py for many tensors on a GPU at once: one pass over memory, one launch.
+"""Fingerprint many tensors on a GPU at once: the row sums and hashes of tensors/fingerprint.py.
 
-A launch of its own for each of a transformer's two thousand tensors would take longer than reading them.
+It takes one pass over memory and one launch. A launch for each of a transformer's two thousand
+tensors would take longer than reading them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ COLUMNS = 16  # of the matrix product; a GPU's tiles have no fewer
 
 
 def totals(tensors: Sequence[Tensor], factors_BS: Tensor, *, multiplier: int, mix: int) -> Tensor:
-    """[len(tensors)] int64: of each the sum of its hashed rows, mod 2^64.
+    """Return [len(tensors)] int64, the sum of each tensor's hashed rows, mod 2^64.
 
-    tensors: contiguous, on one GPU, at any address. factors_BS: [row bytes, sums] int8 there. multiplier, mix: of the hash.
+    tensors: contiguous, on one GPU, at any address. factors_BS: [row bytes, sums] int8 there.
+    multiplier, mix: of the hash.
     """
     row_bytes, num_sums = factors_BS.shape
     device = factors_BS.device
@@ -45,22 +47,23 @@ def totals(tensors: Sequence[Tensor], factors_BS: Tensor, *, multiplier: int, mi
 @triton.jit
 def _hash_tiles(
     table, owners, factors, result, multiplier, mix,
-    ROW_BYTES: tl.constexpr, NUM_SUMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_BYTES: tl.constexpr, COLUMNS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, NUM_SUMS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_BYTES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of one tensor: their products with the factors, hashed with their places, added to its total."""
+    """Add a tile's hashes to its tensor's total: rows times factors, hashed with row indices."""
     tile = tl.program_id(0)
     owner = tl.load(owners + tile)
     data = tl.load(table + owner * 3).to(tl.pointer_type(tl.int8))
     num_bytes = tl.load(table + owner * 3 + 1)
     row = (tile - tl.load(table + owner * 3 + 2)) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column, place = tl.arange(0, COLUMNS), tl.arange(0, TILE_BYTES)
+    column = tl.arange(0, COLUMNS)
+    byte = tl.arange(0, TILE_BYTES)
     sums = tl.zeros((TILE_ROWS, COLUMNS), dtype=tl.int32)
     for start in range(0, ROW_BYTES, TILE_BYTES):
-        offset = row[:, None] * ROW_BYTES + (start + place)[None, :]
+        offset = row[:, None] * ROW_BYTES + (start + byte)[None, :]
         values = tl.load(data + offset, mask=offset < num_bytes, other=0)
-        sums += tl.dot(
-            values, tl.load(factors + (start + place)[:, None] * COLUMNS + column[None, :])
-        )
+        rows_of_factors = (start + byte)[:, None] * COLUMNS
+        sums += tl.dot(values, tl.load(factors + rows_of_factors + column[None, :]))
     low, high = tl.split(sums.to(tl.int64).reshape(TILE_ROWS, COLUMNS // 2, 2))
     words = (low & 0xFFFFFFFF) | (high << 32)  # as the CPU reads pairs of int32
     word = tl.arange(0, COLUMNS // 2)[None, :]

@@ -1,4 +1,4 @@
-"""How LoRA tensors are called, their shapes, what is multiplied with, and which part goes with a part of the base weight."""
+"""LoRA tensors: their names and shapes, what is multiplied with, and which box a worker has."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
 
 
 def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
-    """The LoRA tensors over the modules of `base` (`<component>.<module>.weight` rows), of every component that has the
-    module: A [rank, in], B [out, rank], in the base weight's dtype. Raises ValueError for a module that is no matrix."""
+    """Return the LoRA tensors over the modules of `base`, in the base weight's dtype.
+
+    base: `<component>.<module>.weight` rows. Every component that has the module gets A [rank, in]
+    and B [out, rank]. Raises ValueError for a module that is no matrix.
+    """
     manifest: Manifest = {}
     components = sorted({name.partition(".")[0] for name in base})
     for module in lora.modules:
-        found = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
-        if not found:
+        having = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
+        if not having:
             raise ValueError(
-                f"lora module {module!r} is a matrix of none of the components {', '.join(components)}"
+                f"lora module {module!r} is a matrix of none of the components "
+                f"{', '.join(components)}"
             )
-        for component in found:
+        for component in having:
             weight = base[f"{component}.{module}.weight"]
             rows, columns = weight["shape"]
             for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
@@ -41,12 +45,12 @@ def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
 
 
 def lora_modules(names: Iterable[str]) -> set[str]:
-    """The modules, with their component, to which the LoRA tensors among `names` belong."""
+    """Return the modules, with their component, of the LoRA tensors among `names`."""
     return {module_of(name) for name in names if is_lora(name)}
 
 
 def lora_from_json(value: object) -> LoraSpec | None:
-    """The inverse of dataclasses.asdict, and None for null. Raises ValueError that says what is wrong."""
+    """Parse dataclasses.asdict's value; None for null. Raises ValueError that says why not."""
     if value is None:
         return None
     keys = {"rank", "alpha", "modules"}
@@ -54,7 +58,9 @@ def lora_from_json(value: object) -> LoraSpec | None:
         raise ValueError(
             f"lora={value!r:.200} must be null or an object of rank, alpha and modules"
         )
-    rank, alpha, modules = value["rank"], value["alpha"], value["modules"]
+    rank = value["rank"]
+    alpha = value["alpha"]
+    modules = value["modules"]
     if type(rank) is not int or rank < 1:
         raise ValueError(f"lora.rank={rank!r} must be an integer of at least 1")
     if not is_alpha(alpha):
@@ -80,10 +86,11 @@ def is_alpha(value: object) -> bool:
     return type(value) in (int, float) and 0 < value <= LARGEST_ALPHA
 
 
-def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:
-    """The part of a base or LoRA tensor that goes with a worker's boxes of base weights; None: all of it.
+def worker_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:
+    """Return a worker's box of a base or LoRA tensor; None for all of it.
 
-    A LoRA's A is cut along the inputs that the worker has of the base weight, its B along the outputs.
+    base_boxes: the worker's, of base weights. A LoRA's A is cut along the inputs that the worker
+    has of the base weight, its B along the outputs.
     """
     if not is_lora(name):
         return base_boxes.get(name)
@@ -95,9 +102,10 @@ def piece_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -
 
 
 def used_tensor(name: str, tensor: Tensor, spec: LoraSpec) -> Tensor:
-    """What a replica's forward pass multiplies with: A itself, and alpha / rank · B, rounded once from float32 to B's dtype.
+    """Return what a replica's forward pass multiplies with: A itself, and alpha / rank · B.
 
-    The same bits on CPU and GPU, so that a replica that scales otherwise shows in its fingerprints.
+    The product is rounded once, from float32 to B's dtype. It has the same bits on CPU and GPU, so
+    that a replica that scales otherwise shows in its fingerprints.
     """
     return scaled(tensor, spec) if name.endswith(LORA_B) else tensor
 

@@ -1,4 +1,4 @@
-"""What tensors a model consists of: name → (dtype, shape), read from safetensors headers without loading data."""
+"""List a model's tensors, name → (dtype, shape), from safetensors headers without loading data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Manifest = dict[str, dict[str, object]]  # name → {"dtype": "bfloat16", "shape
 
 
 def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: str) -> Manifest:
-    """Manifest of the named components under `component.name`, with dtype as the replicas hold them."""
+    """Return the manifest of components as `component.name`, with dtype as replicas hold them."""
     manifest: Manifest = {}
     for component in components:
         for path in weight_files(model_folder / component):
@@ -22,11 +22,10 @@ def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: s
 
 
 def name_difference(expected: set[str], found: set[str]) -> str:
-    """'' when equal, else a text with the counts and the first names of what is missing and what is extra."""
-    parts = []
+    """Count and name what is missing and what is extra. Returns '' when the names are equal."""
+    texts = []
     for label, names in (("missing", expected - found), ("extra", found - expected)):
         if names:
-            parts.append(
-                f"{len(names)} {label}: {', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}"
-            )
-    return "; ".join(parts)
+            more = ", …" if len(names) > 5 else ""
+            texts.append(f"{len(names)} {label}: {', '.join(sorted(names)[:5])}{more}")
+    return "; ".join(texts)

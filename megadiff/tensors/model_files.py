@@ -1,4 +1,4 @@
-"""Reading a diffusers folder: its JSON and its safetensors files, with errors that name the file and the fix."""
+"""Read a diffusers folder's JSON and safetensors files, with errors that name file and fix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ValueError when there is no such file, or something else in it."""
+    """Read the JSON object in a file. Raises ValueError when there is none."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; fetch the whole model folder")
     try:
@@ -42,24 +42,28 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of one component: a single one, or those that its index lists. Raises ValueError.
+    """Return one component's safetensors files: a single one, or those that its index lists.
 
-    Only the names that diffusers and transformers load by default: variants (`….fp16.safetensors`) beside them do not count.
+    Only the names that diffusers and transformers load by default count, and not variants
+    (`….fp16.safetensors`) beside them. Raises ValueError.
     """
     for stem in ("diffusion_pytorch_model", "model"):
-        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        index = folder / f"{stem}.safetensors.index.json"
+        single = folder / f"{stem}.safetensors"
         if index.is_file():
             shards = _indexed_files(index)
             missing = [name for name in shards if not (folder / name).is_file()]
             if missing:
                 raise ValueError(
-                    f"{folder} lacks {', '.join(missing)}, which {index.name} lists; fetch the whole folder"
+                    f"{folder} lacks {', '.join(missing)}, which {index.name} lists; fetch the "
+                    "whole folder"
                 )
             return [folder / name for name in shards]
         if single.is_file():
             return [single]
     raise ValueError(
-        f"{folder} holds neither diffusion_pytorch_model nor model .safetensors; fetch the whole model folder"
+        f"{folder} holds neither diffusion_pytorch_model nor model .safetensors; fetch the whole "
+        "model folder"
     )
 
 
@@ -78,7 +82,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def open_weights(path: Path) -> safe_open:
-    """An open safetensors file; opening compares the header's offsets with the file's size. Raises ValueError."""
+    """Open a safetensors file. Raises ValueError when its header does not fit its size."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

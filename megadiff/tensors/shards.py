@@ -1,8 +1,9 @@
-"""Tensors on disk, read by slice: a checkpoint's per-rank shard files, and the diffusers folders weights start from.
+"""A checkpoint's shard files, one a rank, read by whichever box of a tensor is asked for.
 
-A shard file is plain safetensors; what no safetensors field says (which tensor a piece is of and where it lies in it, its
-fingerprint) is JSON in the header's metadata. Pieces carry their place, so that any layout can read what any other has
-written. The first piece of a tensor in a file has the tensor's name there, a further one NAME#1, NAME#2, …
+A shard file is plain safetensors. What no safetensors field says is JSON in the header's metadata:
+for each shard its tensor, its box in that, and its fingerprint. So any layout can read what any
+other has written. The first shard of a tensor in a file has the tensor's name there, a further one
+NAME#1, NAME#2, …
 
 Fingerprints cover the tensors' bytes, the header's seal covers the header: no bit is just trusted.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from megadiff.tensors.covering import cover
 from megadiff.tensors.fingerprint import fingerprint
-from megadiff.tensors.model_files import open_weights, parse_json, weight_files
+from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter, reserve_descriptors
 
@@ -29,72 +30,23 @@ SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
 FORMAT = 4  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
-TRAINED, AVERAGED = (
-    "model",
-    "average",
-)  # the kinds of weights in a checkpoint: names are KIND/COMPONENT.NAME
+# The kinds of weights in a checkpoint, whose names are KIND/COMPONENT.NAME.
+TRAINED = "model"
+AVERAGED = "average"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A piece of a tensor. local: the piece. offsets: where it begins in the full tensor. shape: the full tensor's."""
+    """A box of a tensor, in memory. offsets: where it begins in the full tensor of that shape."""
 
     local: Tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-def flat_shards(flat: Tensor, start: int, box: Shard) -> list[Shard]:
-    """Pieces that make up a contiguous range of a box, sharing the range's memory.
-
-    flat: 1-D, elements start … start + numel of the row-major box. box: where the box lies in its full tensor; its
-    `local` gives the box's shape only (a meta tensor will do). At most 2·ndim − 1 pieces: the end of a row, whole rows,
-    the beginning of a row.
-    """
-    shards, at = [], 0
-    for offsets, shape in _boxes(tuple(box.local.shape), start, start + flat.numel()):
-        size = math.prod(shape)
-        place = tuple(begin + offset for begin, offset in zip(box.offsets, offsets, strict=True))
-        shards.append(Shard(local=flat[at : at + size].view(shape), offsets=place, shape=box.shape))
-        at += size
-    return shards
-
-
-def _boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, shape) of the boxes that elements start … stop of a row-major array are made of, in their order."""
-    if start >= stop:
-        return
-    if len(shape) <= 1:
-        yield (start,) * len(shape), (stop - start,) * len(shape)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # the range lies within a row
-        yield from _row_boxes(shape, last, start, stop)
-        return
-    yield from _row_boxes(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
-    yield from _row_boxes(shape, last, last * row, stop)
-
-
-def _row_boxes(
-    shape: tuple[int, ...], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    begin = row * math.prod(shape[1:])
-    for offsets, sizes in _boxes(shape[1:], start - begin, stop - begin):
-        yield (row, *offsets), (1, *sizes)
-
-
-def shard_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}{SHARD_SUFFIX}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class PiecePlace:
-    """A piece in a shard file. tensor: whose it is. shape: that tensor's. offsets, local_shape: the piece's box in it."""
+class TensorBox:
+    """A box of a tensor of some shape: where it begins, and its own shape."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -103,71 +55,75 @@ class PiecePlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A piece that can be read: `key` is its name in the file."""
+class StoredShard:
+    """A shard in a file. key: its name there. fingerprint: what was written with it."""
 
     file: TensorFile
     key: str
-    place: PiecePlace
+    box: TensorBox
     fingerprint: str
 
-    def check(self, found: str) -> None:
-        """Raises ValueError when the piece's bytes have another fingerprint than was written."""
-        if found != self.fingerprint:
+    def read(self) -> Tensor:
+        """Return the shard. Raises ValueError when its bytes have another fingerprint."""
+        tensor = self.file.tensor(self.key)
+        if fingerprint(tensor) != self.fingerprint:
             raise ValueError(
-                f"{self.file.path}: tensor {self.key!r} does not match its fingerprint; the file is corrupt"
+                f"{self.file.path}: tensor {self.key!r} does not match its fingerprint; the file "
+                "is corrupt"
             )
+        return tensor
 
 
-def piece_keys(places: Sequence[PiecePlace]) -> dict[str, PiecePlace]:
-    """Names in a file: the tensor's, and with a number behind it for its further pieces."""
-    keys: dict[str, PiecePlace] = {}
-    count: dict[str, int] = {}
-    for place in places:
-        index = count[place.tensor] = count.get(place.tensor, -1) + 1
-        keys[f"{place.tensor}#{index}" if index else place.tensor] = place
-    return keys
+def shard_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}{SHARD_SUFFIX}"
 
 
 class ShardWriter:
-    """One rank's file of pieces, which may be written in parts. close() takes their fingerprints. Raises OSError."""
+    """One rank's file of float32 shards, whose header is completed by close().
+
+    fingerprints: of each shard by its key, filled in before close().
+    """
 
     def __init__(
         self,
         folder: Path,
-        pieces: Mapping[str, tuple[PiecePlace, TensorMeta]],
+        boxes: Mapping[str, TensorBox],
         *,
         rank: int,
         num_files: int,
         values: Mapping[str, object],
     ) -> None:
-        """pieces: key (as of piece_keys) → place and dtype. values: JSON, the same on every rank."""
-        self._places = {key: place for key, (place, _) in pieces.items()}
-        self._num_files, self._values = num_files, dict(values)
-        tensors = {key: meta for key, (_, meta) in pieces.items()}
-        metadata = self._metadata(dict.fromkeys(pieces, UNKNOWN))
-        self.file = TensorWriter(shard_file(folder, rank), tensors, metadata=metadata)
+        """boxes: by the shards' keys. values: JSON, the same on every rank. Raises OSError."""
+        self.fingerprints = dict.fromkeys(boxes, UNKNOWN)
+        self._boxes = dict(boxes)
+        self._num_files = num_files
+        self._values = dict(values)
+        tensors = {
+            key: TensorMeta(dtype=torch.float32, shape=box.local_shape)
+            for key, box in boxes.items()
+        }
+        self.file = TensorWriter(shard_file(folder, rank), tensors, metadata=self._metadata())
 
-    def close(self, fingerprints: Mapping[str, str], *, sync: bool = False) -> None:
-        """sync: the file is on the disk when this returns."""
-        self.file.close(metadata=self._metadata(fingerprints), sync=sync)
+    def close(self, *, sync: bool = False) -> None:
+        """Write the fingerprints. sync: the file is on the disk when this returns."""
+        self.file.close(metadata=self._metadata(), sync=sync)
 
-    def _metadata(self, fingerprints: Mapping[str, str]) -> dict[str, str]:
-        pieces = {
+    def _metadata(self) -> dict[str, str]:
+        entries = {
             key: {
-                "tensor": place.tensor,
-                "shape": place.shape,
-                "offsets": place.offsets,
-                "local_shape": place.local_shape,
-                "fingerprint": fingerprints[key],
+                "tensor": box.tensor,
+                "shape": box.shape,
+                "offsets": box.offsets,
+                "local_shape": box.local_shape,
+                "fingerprint": self.fingerprints[key],
             }
-            for key, place in self._places.items()
+            for key, box in self._boxes.items()
         }
         index = {
             "format": FORMAT,
             "num_files": self._num_files,
             "values": self._values,
-            "tensors": pieces,
+            "tensors": entries,
         }
         return {METADATA_KEY: json.dumps(index), SEAL_KEY: UNSEALED}
 
@@ -180,45 +136,39 @@ def write_shards(
     num_files: int,
     values: Mapping[str, object] | None = None,
 ) -> None:
-    """Write one rank's pieces in float32, one by one, so that only one is copied to host memory at a time. In whatever dtype
-    frozen weights are held, a checkpoint is the same: whichever components were trained.
+    """Write one rank's shards in float32, whatever dtype frozen weights are held in.
 
-    Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A piece that several ranks hold
-    is written by one of them. values: JSON, the same on every rank.
+    Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A shard that
+    several ranks hold is written by one of them. values: JSON, the same on every rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = [
-        (_place_of(name, shard), shard.local)
-        for name, shards_of in shards.items()
-        for shard in shards_of
-    ]
-    keys = piece_keys([place for place, _ in found])
-    tensors = dict(zip(keys, (local for _, local in found), strict=True))
-    pieces = {
-        key: (place, TensorMeta(dtype=torch.float32, shape=place.local_shape))
-        for key, place in keys.items()
-    }
-    writer = ShardWriter(folder, pieces, rank=rank, num_files=num_files, values=values or {})
-    digits = {}
+    boxes: dict[str, TensorBox] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, shards_of_tensor in shards.items():
+        for index, shard in enumerate(shards_of_tensor):
+            key = f"{name}#{index}" if index else name
+            tensors[key] = shard.local
+            boxes[key] = TensorBox(
+                tensor=name,
+                shape=shard.shape,
+                offsets=shard.offsets,
+                local_shape=tuple(shard.local.shape),
+            )
+    writer = ShardWriter(folder, boxes, rank=rank, num_files=num_files, values=values or {})
     for key, tensor in tensors.items():
+        # One by one, so that host memory holds the copy of one shard only.
         on_host = tensor.detach().to("cpu", torch.float32).contiguous()
-        digits[key] = fingerprint(on_host)
+        writer.fingerprints[key] = fingerprint(on_host)
         writer.file.write(key, on_host)
-    writer.close(digits, sync=True)
-
-
-def _place_of(name: str, shard: Shard) -> PiecePlace:
-    return PiecePlace(
-        tensor=name, shape=shard.shape, offsets=shard.offsets, local_shape=tuple(shard.local.shape)
-    )
+    writer.close(sync=True)
 
 
 class ShardFolder:
     """The shard files of a checkpoint, as the full tensors that they make up.
 
-    values: what write_shards was given. shapes: name → shape of the full tensor. pieces: name → its
-    pieces, which are disjoint and cover it. num_files: of as many ranks. Raises ValueError, naming
-    the file and where it can the tensor, when a file is missing, damaged or of another checkpoint.
+    values: what write_shards was given. shapes: name → shape of the full tensor. num_files: of as
+    many ranks. The shards of a tensor are disjoint and cover it. Raises ValueError, naming the file
+    and where it can the tensor, when a file is missing, damaged or of another checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -227,19 +177,18 @@ class ShardFolder:
         self.values: dict[str, object] = index["values"]
         self.num_files: int = index["num_files"]
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.pieces: dict[str, list[Piece]] = {}
-        self._last: tuple[Piece, Tensor] | None = (
-            None  # the piece read last: boxes of one range often share it
-        )
+        self._shards: dict[str, list[StoredShard]] = {}
+        # What was read last: boxes of one range often overlap the same shard.
+        self._last: tuple[StoredShard, Tensor] | None = None
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
             if rank:
                 file, index = _read_index(shard_file(self.folder, rank))
                 self._check_index(file, index)
-            for piece in _pieces(file, index):
-                self._add(piece)
-        for name, pieces in self.pieces.items():
-            _check_cover(self.folder, name, pieces)
+            for shard in _stored_shards(file, index):
+                self._add(shard)
+        for name, shards in self._shards.items():
+            _check_cover(self.folder, name, shards)
 
     def _check_index(self, file: TensorFile, index: Mapping[str, object]) -> None:
         for key, expected in (("num_files", self.num_files), ("values", self.values)):
@@ -249,55 +198,82 @@ class ShardFolder:
                     f"{expected!r:.200}; they are of two checkpoints, use the one before"
                 )
 
-    def _add(self, piece: Piece) -> None:
-        tensor, shape = piece.place.tensor, piece.place.shape
-        known = self.shapes.setdefault(tensor, shape)
-        if known != shape:
+    def _add(self, shard: StoredShard) -> None:
+        tensor = shard.box.tensor
+        shape = shard.box.shape
+        known_shape = self.shapes.setdefault(tensor, shape)
+        if known_shape != shape:
             raise ValueError(
-                f"{piece.file.path} is corrupt: {tensor!r} has shape {shape}, and {known} elsewhere"
+                f"{shard.file.path} is corrupt: {tensor!r} has shape {shape}, and {known_shape} "
+                "elsewhere"
             )
-        self.pieces.setdefault(tensor, []).append(piece)
+        self._shards.setdefault(tensor, []).append(shard)
 
-    def read_into(self, name: str, shard: Shard) -> None:
-        """Fill shard.local, bit for bit, from whichever pieces overlap it. Each piece read is checked whole."""
-        if name not in self.pieces:
+    def meta(self, name: str) -> TensorMeta:
+        """Return dtype and shape of a full tensor. Raises ValueError when its shards disagree."""
+        shards = self._shards[name]
+        dtypes = {shard.file.tensors[shard.key].dtype for shard in shards}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{shards[0].file.path}: {name!r} has pieces of "
+                f"{' and '.join(sorted(map(str, dtypes)))}"
+            )
+        return TensorMeta(dtype=dtypes.pop(), shape=self.shapes[name])
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a full tensor, not to be written to. Raises ValueError for a damaged shard."""
+        meta = self.meta(name)
+        shards = self._shards[name]
+        if len(shards) == 1:
+            return shards[0].read()
+        full = torch.empty(meta.shape, dtype=meta.dtype)
+        self.read_into(name, Shard(local=full, offsets=(0,) * len(meta.shape), shape=meta.shape))
+        return full
+
+    def read_into(self, name: str, target: Shard) -> None:
+        """Fill target.local, bit for bit, from whichever shards overlap it.
+
+        Every shard that is read is checked whole. Raises ValueError.
+        """
+        if name not in self._shards:
             raise ValueError(
                 f"{self.folder} holds no tensor {name!r}; another model or engine wrote it"
             )
-        if self.shapes[name] != shard.shape:
+        if self.shapes[name] != target.shape:
             raise ValueError(
-                f"{self.folder}: {name!r} has shape {self.shapes[name]}, but this model's is {shard.shape}; "
-                "load it with the model that wrote it"
+                f"{self.folder}: {name!r} has shape {self.shapes[name]}, but this model's is "
+                f"{target.shape}; load it with the model that wrote it"
             )
-        for piece in self.pieces[name]:
+        for shard in self._shards[name]:
             overlap = _overlap(
-                piece.place.offsets, piece.place.local_shape, shard.offsets, shard.local.shape
+                shard.box.offsets, shard.box.local_shape, target.offsets, target.local.shape
             )
             if overlap is None:
                 continue
-            of_piece, of_shard = overlap
-            source = self._read_piece(piece)
-            if source.dtype != shard.local.dtype:
+            of_shard, of_target = overlap
+            source = self._read(shard)
+            if source.dtype != target.local.dtype:
                 raise ValueError(
-                    f"{piece.file.path}: {name!r} is {source.dtype}, but this engine holds it as {shard.local.dtype}"
+                    f"{shard.file.path}: {name!r} is {source.dtype}, but this engine holds it as "
+                    f"{target.local.dtype}"
                 )
-            shard.local[of_shard].copy_(source[of_piece])
+            target.local[of_target].copy_(source[of_shard])
 
-    def _read_piece(self, piece: Piece) -> Tensor:
-        if self._last and self._last[0] is piece:
-            return self._last[1]
-        tensor = piece.file.tensor(piece.key)
-        piece.check(fingerprint(tensor))
-        self._last = (piece, tensor)
+    def _read(self, shard: StoredShard) -> Tensor:
+        last = self._last  # once, as another thread may replace it
+        if last and last[0] is shard:
+            return last[1]
+        tensor = shard.read()
+        self._last = (shard, tensor)
         return tensor
 
 
-def _check_cover(folder: Path, name: str, pieces: Sequence[Piece]) -> None:
-    """Raise ValueError unless the pieces are disjoint and cover their tensor."""
-    shape = pieces[0].place.shape
-    if cover(((piece.place.offsets, piece.place.local_shape) for piece in pieces), shape):
+def _check_cover(folder: Path, name: str, shards: Sequence[StoredShard]) -> None:
+    """Raise ValueError unless the shards are disjoint and cover their tensor."""
+    shape = shards[0].box.shape
+    if cover(((shard.box.offsets, shard.box.local_shape) for shard in shards), shape):
         return
-    num_stored = sum(math.prod(piece.place.local_shape) for piece in pieces)
+    num_stored = sum(math.prod(shard.box.local_shape) for shard in shards)
     num_wanted = math.prod(shape)
     if num_stored < num_wanted:
         raise ValueError(
@@ -305,49 +281,13 @@ def _check_cover(folder: Path, name: str, pieces: Sequence[Piece]) -> None:
             "the checkpoint is incomplete, use the one before"
         )
     raise ValueError(
-        f"{folder}: the {len(pieces)} pieces of {name!r}, of {num_stored} elements in all, do not "
+        f"{folder}: the {len(shards)} pieces of {name!r}, of {num_stored} elements in all, do not "
         f"cover its {num_wanted} elements once each; the checkpoint is corrupt, use the one before"
     )
 
 
-class SourceFolder:
-    """The weights of one diffusers component: one safetensors file, or several with an index.
-
-    Raises ValueError when there are no weights, an indexed file is missing, or one is not whole.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        files = [open_weights(path) for path in weight_files(self.folder)]
-        self._file_of = {name: file for file in files for name in file.keys()}
-
-    def check_names(
-        self, shapes: Mapping[str, tuple[int, ...]], *, of: str = "its config.json"
-    ) -> None:
-        """Raises ValueError that names what is missing, extra or of another shape than the parameters of a model, `of`."""
-        problems = [f"missing {name}" for name in sorted(set(shapes) - set(self._file_of))]
-        problems += [
-            f"not in the model: {name}" for name in sorted(set(self._file_of) - set(shapes))
-        ]
-        for name in sorted(set(shapes) & set(self._file_of)):
-            shape = tuple(self._file_of[name].get_slice(name).get_shape())
-            if shape != tuple(shapes[name]):
-                problems.append(f"{name} has shape {shape}, the model's is {tuple(shapes[name])}")
-        if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ValueError(f"{self.folder} does not fit {of}: {'; '.join(problems[:8])}{more}")
-
-    def read_into(self, name: str, shard: Shard) -> None:
-        """Fill shard.local with its part of the tensor, cast to the shard's dtype. Reads nothing else of the file."""
-        place = tuple(
-            slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True)
-        )
-        if shard.local.numel():
-            shard.local.copy_(self._file_of[name].get_slice(name)[place])
-
-
 def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
-    """A shard file and what its metadata says, after a check that all the tensors it announces are there."""
+    """Open a shard file and parse its metadata. Raises ValueError where either is damaged."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; the checkpoint is incomplete, use the one before")
     file = TensorFile(path)
@@ -369,14 +309,14 @@ def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
     return file, index
 
 
-def _pieces(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Piece]:
+def _stored_shards(file: TensorFile, index: Mapping[str, Any]) -> Iterator[StoredShard]:
     if index["tensors"].keys() != file.tensors.keys():
         raise ValueError(
             f"{file.path} is corrupt: its metadata lists other tensors than its header"
         )
     for key, entry in index["tensors"].items():
         try:
-            box = _place(entry)
+            box = _box(entry)
             written = str(entry["fingerprint"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -387,12 +327,12 @@ def _pieces(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Piece]:
                 f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and "
                 f"{box.local_shape}"
             )
-        yield Piece(file=file, key=key, place=box, fingerprint=written)
+        yield StoredShard(file=file, key=key, box=box, fingerprint=written)
 
 
-def _place(entry: Mapping[str, Any]) -> PiecePlace:
+def _box(entry: Mapping[str, Any]) -> TensorBox:
     """Raise KeyError, TypeError or ValueError for an entry that is none."""
-    box = PiecePlace(
+    box = TensorBox(
         tensor=entry["tensor"],
         shape=tuple(entry["shape"]),
         offsets=tuple(entry["offsets"]),
@@ -407,16 +347,21 @@ def _place(entry: Mapping[str, Any]) -> PiecePlace:
 
 
 def _overlap(
-    piece_at, piece_shape, wanted_at, wanted_shape
+    first_offsets: Sequence[int],
+    first_shape: Sequence[int],
+    second_offsets: Sequence[int],
+    second_shape: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where two boxes of one tensor meet, as slices of each; None when they do not."""
-    of_piece, of_wanted = [], []
-    for p_at, p_size, w_at, w_size in zip(
-        piece_at, piece_shape, wanted_at, wanted_shape, strict=True
+    """Return where two boxes of one tensor meet, as slices of each; None when they do not."""
+    of_first = []
+    of_second = []
+    for first, first_size, second, second_size in zip(
+        first_offsets, first_shape, second_offsets, second_shape, strict=True
     ):
-        begin, end = max(p_at, w_at), min(p_at + p_size, w_at + w_size)
+        begin = max(first, second)
+        end = min(first + first_size, second + second_size)
         if begin >= end:
             return None
-        of_piece.append(slice(begin - p_at, end - p_at))
-        of_wanted.append(slice(begin - w_at, end - w_at))
-    return tuple(of_piece), tuple(of_wanted)
+        of_first.append(slice(begin - first, end - first))
+        of_second.append(slice(begin - second, end - second))
+    return tuple(of_first), tuple(of_second)

@@ -1,8 +1,9 @@
-"""Safetensors files by parts: any bytes of a tensor, read or mapped, and written anywhere.
+"""Safetensors files, tensor by tensor: read or mapped, and written in any order.
 
-The safetensors library maps whole files, whose pages then count as the process's own memory; here only what is looked at
-is. A file that is written has its header first (`__metadata__` in front, compact JSON, padded with spaces to 8 bytes: as
-the safetensors library and hence diffusers write it), then the tensors, one after another.
+The safetensors library maps whole files, whose pages then count as the process's own memory. Here
+only the tensors that are in use do. A file that is written has its header first, as the library and
+hence diffusers write it: `__metadata__` in front, compact JSON, padded with spaces to 8 bytes. Then
+come the tensors, one after another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, check_seal, sealed
 
-DTYPES_BY_NAME = {  # in the order in which the safetensors library puts tensors of several dtypes: it keeps them aligned
+# In the order in which the safetensors library puts tensors, which keeps them aligned.
+DTYPES_BY_NAME = {
     "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,13 +46,15 @@ NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 SPARE_DESCRIPTORS = 64  # for all that a process opens beside
 LENGTH_BYTES = 8  # of a header's length, in front of it
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses more
-MADV_POPULATE_READ = 22  # Linux 5.14; an error where a page cannot be read, which on touching it would kill the process
+LEAST_MAPPED = 1 << 20  # bytes; less is sooner read than mapped
+# Linux 5.14. It fails where a page cannot be read, which on touching it would kill the process.
+MADV_POPULATE_READ = 22
 LARGEST_READ = 1 << 30  # bytes in one call of the system, which takes 2 GiB at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:
-    """What a header says of a tensor, but for its place."""
+    """Dtype and shape of a tensor, as a header has them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,7 +65,7 @@ class TensorMeta:
 
 
 class TensorFile:
-    """A safetensors file, open for reading. tensors: in the order of their data. metadata: text by key.
+    """A safetensors file, open for reading. tensors: in the order of their data.
 
     Opening reads the header and compares it with the file's size, and with its seal where it has
     one. Raises ValueError that names the file, what is wrong, and the tensor where it is about one.
@@ -84,13 +88,26 @@ class TensorFile:
     def close(self) -> None:
         self._close()
 
-    def read_into(self, name: str, data: Tensor, *, offset: int = 0) -> None:
-        """Fill data (contiguous, any dtype) with the tensor's bytes from byte `offset` on."""
-        view = tensor_bytes(data)
-        at = self._start + self._begins[name] + offset
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor, not to be written to. Raises ValueError when it cannot be read.
+
+        A large one lies in the file's own pages, mapped for as long as the result lives.
+        """
+        meta = self.tensors[name]
+        begin = self._start + self._begins[name]
+        # A short read is faster than mapping. Tensors at odd addresses are slow, or not allowed.
+        if meta.num_bytes >= LEAST_MAPPED and begin % meta.dtype.itemsize == 0:
+            pages = self._mapped(name, begin, meta.num_bytes)
+            if pages is not None:
+                return pages.view(meta.dtype).view(meta.shape)
+        tensor = torch.empty(meta.shape, dtype=meta.dtype)
+        self._read_into(name, tensor_bytes(tensor), begin)
+        return tensor
+
+    def _read_into(self, name: str, view: memoryview, begin: int) -> None:
         while len(view):
             try:
-                num_read = os.preadv(self._descriptor, [view[:LARGEST_READ]], at)
+                num_read = os.preadv(self._descriptor, [view[:LARGEST_READ]], begin)
             except OSError as error:
                 raise ValueError(
                     f"{self.path}: tensor {name!r} cannot be read: {error.strerror}"
@@ -99,19 +116,17 @@ class TensorFile:
                 raise ValueError(
                     f"{self.path} is truncated: tensor {name!r} was cut short while it was read"
                 )
-            view, at = view[num_read:], at + num_read
+            view = view[num_read:]
+            begin += num_read
 
-    def mapped(self, name: str, *, offset: int, num_bytes: int) -> Tensor | None:
-        """uint8 [num_bytes], a part of the tensor in the file's own pages, mapped for as long as the result lives; not to be
-        written to. None where the filesystem maps no files or the part begins at an odd place: read_into does it then."""
-        at = self._start + self._begins[name] + offset
-        within = at % mmap.ALLOCATIONGRANULARITY
-        if at % self.tensors[name].dtype.itemsize or not num_bytes:
-            return None
+    def _mapped(self, name: str, begin: int, num_bytes: int) -> Tensor | None:
+        """Map bytes of the file as uint8 [num_bytes]; None where the filesystem maps no files."""
+        within = begin % mmap.ALLOCATIONGRANULARITY
         try:
+            # Private and writable, as torch takes no other.
             pages = mmap.mmap(
-                self._descriptor, within + num_bytes, flags=mmap.MAP_PRIVATE, offset=at - within
-            )  # private and writable, as torch takes no other
+                self._descriptor, within + num_bytes, flags=mmap.MAP_PRIVATE, offset=begin - within
+            )
         except (OSError, ValueError):
             return None
         try:
@@ -119,16 +134,10 @@ class TensorFile:
         except OSError as error:
             if error.errno != errno.EINVAL:  # of an older kernel
                 raise ValueError(
-                    f"{self.path} is truncated or cannot be read: tensor {name!r}, {num_bytes} bytes from byte {at} on"
+                    f"{self.path} is truncated or cannot be read: tensor {name!r}, {num_bytes} "
+                    f"bytes from byte {begin} on"
                 ) from error
         return torch.frombuffer(pages, dtype=torch.uint8)[within:]
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, in memory of its own."""
-        meta = self.tensors[name]
-        tensor = torch.empty(meta.shape, dtype=meta.dtype)
-        self.read_into(name, tensor)
-        return tensor
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         try:
@@ -149,33 +158,38 @@ class TensorFile:
             entries = [_entry(name, values) for name, values in header.items()]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is corrupt"
+                f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is "
+                "corrupt"
             ) from error
         entries.sort(key=lambda entry: entry.data_offsets)
-        at = 0
+        expected = 0  # tensors lie one after another
         for entry in entries:
-            name = entry.name
-            dtype = entry.dtype
-            shape = entry.shape
             begin, end = entry.data_offsets
-            if dtype not in DTYPES_BY_NAME:
+            where = f"tensor {entry.name!r}"
+            if entry.dtype not in DTYPES_BY_NAME:
                 raise ValueError(
-                    f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} none"
+                    f"{self.path}: {where} has dtype {entry.dtype}, of "
+                    f"{', '.join(DTYPES_BY_NAME)} none"
                 )
-            meta = TensorMeta(dtype=DTYPES_BY_NAME[dtype], shape=shape)
-            if min(shape, default=0) < 0 or begin != at or end - begin != meta.num_bytes:
+            meta = TensorMeta(dtype=DTYPES_BY_NAME[entry.dtype], shape=entry.shape)
+            is_negative = min(entry.shape, default=0) < 0
+            if is_negative or begin != expected or end - begin != meta.num_bytes:
                 raise ValueError(
-                    f"{self.path} is corrupt: tensor {name!r} lies at bytes {begin} to {end}, but {dtype} {shape} from byte "
-                    f"{at} on has {meta.num_bytes}"
+                    f"{self.path} is corrupt: {where} lies at bytes {begin} to {end}, but "
+                    f"{entry.dtype} {entry.shape} from byte {expected} on has {meta.num_bytes}"
                 )
             if self._start + end > self.size:
                 raise ValueError(
-                    f"{self.path} is truncated: tensor {name!r} ends at byte {self._start + end}, the file at {self.size}"
+                    f"{self.path} is truncated: {where} ends at byte {self._start + end}, the file "
+                    f"at {self.size}"
                 )
-            self.tensors[name], self._begins[name], at = meta, begin, end
-        if self._start + at != self.size:
+            self.tensors[entry.name] = meta
+            self._begins[entry.name] = begin
+            expected = end
+        if self._start + expected != self.size:
             raise ValueError(
-                f"{self.path} is corrupt: its tensors end at byte {self._start + at}, the file at {self.size}"
+                f"{self.path} is corrupt: its tensors end at byte {self._start + expected}, the "
+                f"file at {self.size}"
             )
 
 
@@ -235,7 +249,7 @@ def header_of(descriptor: int) -> bytes:
 
 
 class TensorWriter:
-    """A safetensors file that is written. Its tensors lie in the order of `tensors`; their bytes may come in any order.
+    """A safetensors file that is written. tensors: in the order of their data; any comes first.
 
     metadata may be given again to close(), if its length as JSON is the same. Where it has UNSEALED
     under SEAL_KEY, the header is sealed. Raises OSError.
@@ -244,23 +258,25 @@ class TensorWriter:
     def __init__(
         self, path: Path, tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]
     ) -> None:
-        self.path, self._tensors = Path(path), dict(tensors)
+        self.path = Path(path)
+        self._tensors = dict(tensors)
         header = header_bytes(self._tensors, metadata=metadata)
-        self._header_length, at = len(header), len(header)
+        self._header_length = len(header)
         self._begins: dict[str, int] = {}
+        self.size = len(header)
         for name, meta in self._tensors.items():
-            self._begins[name], at = at, at + meta.num_bytes
-        self.size = at
+            self._begins[name] = self.size
+            self.size += meta.num_bytes
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._write_at(header, 0)
 
-    def write(self, name: str, data: Tensor, *, offset: int = 0) -> None:
-        """data (contiguous) becomes the tensor's bytes from byte `offset` on."""
-        self._write_at(tensor_bytes(data), self._begins[name] + offset)
+    def write(self, name: str, data: Tensor) -> None:
+        """Write the tensor's data, which is contiguous and on the CPU."""
+        self._write_at(tensor_bytes(data), self._begins[name])
 
     def close(self, *, metadata: Mapping[str, str] | None = None, sync: bool = False) -> None:
-        """sync: the file is on the disk when this returns."""
+        """Close the file, which may be closed. sync: it is on the disk when this returns."""
         if metadata is not None:
             header = header_bytes(self._tensors, metadata=metadata)
             assert len(header) == self._header_length, "metadata of another length"
@@ -269,14 +285,12 @@ class TensorWriter:
             os.fsync(self._descriptor)
         self._close()
 
-    def abandon(self) -> None:
-        self._close()
-
-    def _write_at(self, data: memoryview | bytes, at: int) -> None:
+    def _write_at(self, data: memoryview | bytes, begin: int) -> None:
         view = memoryview(data)
         while len(view):
-            num_written = os.pwrite(self._descriptor, view[:LARGEST_READ], at)
-            view, at = view[num_written:], at + num_written
+            num_written = os.pwrite(self._descriptor, view[:LARGEST_READ], begin)
+            view = view[num_written:]
+            begin += num_written
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, str]) -> bytes:
@@ -285,15 +299,15 @@ def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, st
     tensors: in the order of their data.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    begin = 0
     for name, meta in tensors.items():
-        end = at + meta.num_bytes
+        end = begin + meta.num_bytes
         entries[name] = {
             "dtype": NAMES_OF_DTYPES[meta.dtype],
             "shape": list(meta.shape),
-            "data_offsets": [at, end],
+            "data_offsets": [begin, end],
         }
-        at = end
+        begin = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin aligned
     header = struct.pack("<Q", len(text)) + text
@@ -301,13 +315,13 @@ def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, st
 
 
 def canonical_order(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-    """As the safetensors library orders them, and hence diffusers: by dtype, then by name."""
-    rank = {dtype: place for place, dtype in enumerate(DTYPES_BY_NAME.values())}
-    return dict(sorted(tensors.items(), key=lambda item: (rank[item[1].dtype], item[0])))
+    """Order tensors as the safetensors library and diffusers do: by dtype, then by name."""
+    dtypes = list(DTYPES_BY_NAME.values())
+    return dict(sorted(tensors.items(), key=lambda item: (dtypes.index(item[1].dtype), item[0])))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, in its own memory."""
+    """Return the bytes of a contiguous tensor on the CPU, in its own memory."""
     flat = tensor.detach().reshape(-1)
     assert flat.data_ptr() == tensor.data_ptr() or not flat.numel(), "the tensor is not contiguous"
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from megadiff.diffusion import sde
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.tensors.shards import Shard, SourceFolder
+from megadiff.tensors.shards import Shard
+from megadiff.tensors.source_folder import SourceFolder
 from tests.distributed.ranks import run_ranks
 
 TOLERANCES = {

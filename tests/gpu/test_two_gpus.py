@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
-from megadiff.tensors.shards import Shard, SourceFolder
+from megadiff.tensors.shards import Shard
+from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import Sampling
 from tests.distributed.ranks import run_ranks
 

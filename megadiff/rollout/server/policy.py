@@ -6,7 +6,7 @@ from typing import Any
 
 from megadiff.tensors.lora_names import lora_manifest
 from megadiff.tensors.manifest import Manifest, name_difference
-from megadiff.tensors.parts import Part, by_part
+from megadiff.tensors.weight_groups import WeightGroup, names_by_weight_group
 from megadiff.types import LoraSpec
 
 UNPUSHED = -1  # the version of the weights on disk, before any push
@@ -64,7 +64,7 @@ class PolicyState:
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
         parts = self._checked_parts(manifest, lora)
-        left_out = sorted(parts - by_part(manifest).keys())
+        left_out = sorted(parts - names_by_weight_group(manifest).keys())
         lacking = [str(part) for part in left_out if not self._holds(part, lora)]
         if lacking:
             raise Refused(
@@ -128,14 +128,14 @@ class PolicyState:
         self.require_ready()
         self.state = "asleep"
 
-    def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[Part]:
+    def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[WeightGroup]:
         """All parts that the replica uses after the push. Raises Refused(400) for a manifest that is not of whole ones."""
         try:
             known = self.expected | (lora_manifest(lora, self.expected) if lora else {})
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        whole = by_part(known)
-        for part, found in by_part(manifest).items():
+        whole = names_by_weight_group(known)
+        for part, found in names_by_weight_group(manifest).items():
             expected = whole.get(part, set())
             difference = name_difference(expected, found)
             if difference:
@@ -147,7 +147,7 @@ class PolicyState:
             _check_same(name, row, known[name])
         return set(whole)
 
-    def _holds(self, part: Part, lora: LoraSpec | None) -> bool:
+    def _holds(self, part: WeightGroup, lora: LoraSpec | None) -> bool:
         """Whether the part, of a policy with this LoRA, was committed before and is untouched."""
         return self._holds_all and self.state == "ready" and (not part.is_lora or lora == self.lora)
 

@@ -25,7 +25,7 @@ from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.manifest import Manifest
 from megadiff.tensors.model_files import read_json
-from megadiff.tensors.parts import Part, by_part, part_of
+from megadiff.tensors.weight_groups import WeightGroup, names_by_weight_group, weight_group_of
 from megadiff.types import LoraSpec
 
 KEPT = 2  # newest versions: a late joiner may be reading the one before
@@ -44,9 +44,9 @@ class DiskTransport(Transport):
         self.folder = folder
         self._part = folder
         self._memory = HostMemory()
-        self._pending: dict[Part, int] = {}  # of the push that is open
+        self._pending: dict[WeightGroup, int] = {}  # of the push that is open
         self._manifest: dict[str, Any] = {}
-        self._held: dict[Part, int] = {}  # the version that holds each part
+        self._held: dict[WeightGroup, int] = {}  # the version that holds each part
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class DiskTransport(Transport):
         self._part = self.folder / f"version_{version:08d}.part"
         self._part.mkdir()
         kept = {part: held for part, held in self._held.items() if lora or not part.is_lora}
-        self._pending = kept | dict.fromkeys(by_part(manifest), version)
+        self._pending = kept | dict.fromkeys(names_by_weight_group(manifest), version)
         self._manifest = {
             "version": version,
             "parts": {str(part): held for part, held in self._pending.items()},
@@ -141,7 +141,7 @@ def newest(folder: Path) -> StoredVersion:
         name: (_place(folder, version) / row["file"], row)
         for version in sorted(set(top["parts"].values()))
         for name, row in read_json(_place(folder, version) / MANIFEST)["tensors"].items()
-        if top["parts"].get(str(part_of(name))) == version
+        if top["parts"].get(str(weight_group_of(name))) == version
     }
     return StoredVersion(
         version=top["version"],

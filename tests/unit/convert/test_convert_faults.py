@@ -310,12 +310,12 @@ def test_verify_finds_a_bit_that_changed_on_its_way_to_the_disk(
 ) -> None:
     write, spoiled = TensorWriter.write, []
 
-    def spoil(self: TensorWriter, name: str, data: Tensor, *, offset: int = 0) -> None:
+    def spoil(self: TensorWriter, name: str, data: Tensor) -> None:
         if name.endswith(NAME) and not spoiled:
             data = data.clone()
             data[3, 5] += 1e-3
             spoiled.append(name)
-        write(self, name, data, offset=offset)
+        write(self, name, data)
 
     monkeypatch.setattr(TensorWriter, "write", spoil)
     error = refused(capsys, model, tmp_path / "out", "--dtype", "float32", "--verify")
@@ -335,14 +335,14 @@ def test_more_ranks_than_rows_are_refused(model: Path, tmp_path: Path, capsys) -
 
 FEW_FILES = (  # the converter where few files may be open; with "late", only once it writes
     "import os, resource, sys; from megadiff.convert.command import main\n"
-    "from megadiff.tensors import streaming\n"
+    "from megadiff.convert import jobs\n"
     "def limit():\n"
     "    most = len(os.listdir('/proc/self/fd')) + 30\n"
     "    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
-    "init = streaming.ShardSink.__init__\n"
+    "write = jobs.CheckpointJob.write\n"
     "def late(*args, **kwargs):\n"
-    "    limit(); init(*args, **kwargs)\n"
-    "if sys.argv[1] == 'late': streaming.ShardSink.__init__ = late\n"
+    "    limit(); write(*args, **kwargs)\n"
+    "if sys.argv[1] == 'late': jobs.CheckpointJob.write = late\n"
     "else: limit()\n"
     "sys.exit(main(sys.argv[2:]))"
 )

@@ -15,14 +15,9 @@ from torch import Tensor
 
 from megadiff.tensors import shards
 from megadiff.tensors.covering import cover
-from megadiff.tensors.shards import (
-    Shard,
-    ShardFolder,
-    SourceFolder,
-    flat_shards,
-    shard_file,
-    write_shards,
-)
+from megadiff.tensors.flat_shards import flat_shards
+from megadiff.tensors.shards import Shard, ShardFolder, shard_file, write_shards
+from megadiff.tensors.source_folder import SourceFolder
 
 FULL = {
     "a": torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3,

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter, canonical_order
+from megadiff.tensors.tensor_file import (
+    LEAST_MAPPED,
+    TensorFile,
+    TensorMeta,
+    TensorWriter,
+    canonical_order,
+)
 
 TENSORS = {
     "z.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -56,17 +62,26 @@ def test_a_file_is_the_one_that_the_library_writes(file: Path, tmp_path: Path) -
     assert writer.size == file.stat().st_size
 
 
-def test_parts_are_written_and_read_anywhere(tmp_path: Path) -> None:
-    writer = TensorWriter(
-        tmp_path / "f", metas({"z": TENSORS["z.weight"]}), metadata={"key": "0000"}
-    )
-    writer.write("z", TENSORS["z.weight"][2], offset=32)
-    writer.write("z", TENSORS["z.weight"][:2])
+def test_metadata_of_the_same_length_is_given_again_at_the_end(tmp_path: Path) -> None:
+    tensors = {"z": TENSORS["z.weight"]}
+    writer = TensorWriter(tmp_path / "f", metas(tensors), metadata={"key": "0000"})
+    writer.write("z", TENSORS["z.weight"])
     writer.close(metadata={"key": "1234"})
     assert torch.equal(load_file(tmp_path / "f")["z"], TENSORS["z.weight"])
-    opened, row = TensorFile(tmp_path / "f"), torch.zeros(1, 4)
-    opened.read_into("z", row, offset=16)
-    assert torch.equal(row, TENSORS["z.weight"][1:2]) and opened.metadata == {"key": "1234"}
+    assert TensorFile(tmp_path / "f").metadata == {"key": "1234"}
+
+
+@pytest.mark.parametrize("num_bytes", [LEAST_MAPPED - 4, LEAST_MAPPED, LEAST_MAPPED + 4])
+@pytest.mark.parametrize("text", ["x", "xyz" * 1000])
+def test_a_large_tensor_is_mapped(tmp_path: Path, num_bytes: int, text: str) -> None:
+    """Wherever in a page it begins, and however it is cut short."""
+    tensors = {"a": torch.arange(3), "z": torch.arange(num_bytes // 4, dtype=torch.float32)}
+    save_file(tensors, tmp_path / "f", metadata={"key": text})
+    opened = TensorFile(tmp_path / "f")
+    assert torch.equal(opened.tensor("z"), tensors["z"])
+    (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-5000])
+    with pytest.raises(ValueError, match="f is truncated"):
+        opened.tensor("z")
 
 
 def test_everything_is_read_back(file: Path) -> None:

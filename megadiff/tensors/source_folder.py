@@ -1,0 +1,49 @@
+"""The weights that a run starts from, read by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megadiff.tensors.model_files import open_weights, weight_files
+from megadiff.tensors.shards import Shard
+
+
+class SourceFolder:
+    """The weights of one diffusers component: one safetensors file, or several with an index.
+
+    Raises ValueError when there are no weights, an indexed file is missing, or one is not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        files = [open_weights(path) for path in weight_files(self.folder)]
+        self._file_of = {name: file for file in files for name in file.keys()}
+
+    def check_names(
+        self, shapes: Mapping[str, tuple[int, ...]], *, of: str = "its config.json"
+    ) -> None:
+        """Raise ValueError for what is missing, extra or of another shape than in a model.
+
+        of: the model, as the message names it.
+        """
+        problems = [f"missing {name}" for name in sorted(set(shapes) - set(self._file_of))]
+        problems += [
+            f"not in the model: {name}" for name in sorted(set(self._file_of) - set(shapes))
+        ]
+        for name in sorted(set(shapes) & set(self._file_of)):
+            shape = tuple(self._file_of[name].get_slice(name).get_shape())
+            if shape != tuple(shapes[name]):
+                problems.append(f"{name} has shape {shape}, the model's is {tuple(shapes[name])}")
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ValueError(f"{self.folder} does not fit {of}: {'; '.join(problems[:8])}{more}")
+
+    def read_into(self, name: str, shard: Shard) -> None:
+        """Fill shard.local with its part of the tensor, cast to its dtype. Nothing else is read."""
+        slices = tuple(
+            slice(begin, begin + size)
+            for begin, size in zip(shard.offsets, shard.local.shape, strict=True)
+        )
+        if shard.local.numel():
+            shard.local.copy_(self._file_of[name].get_slice(name)[slices])
