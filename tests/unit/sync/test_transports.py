@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadiff.config.validate import CHOICES
+from megadiff.config.schema import SyncConfig
 from megadiff.sync.bucket import BucketBody, bucket_manifest
 from megadiff.sync.transports import disk, group, shared_memory
 from megadiff.sync.transports.base import HttpTransport, SyncError, Transport
@@ -376,7 +376,8 @@ def test_a_description_of_no_group(key):
 
 def test_the_table_names_its_senders_and_what_the_config_takes():
     assert {sender.name for sender in Transport.__subclasses__()} == TRANSPORTS.keys()
-    assert {"auto", *OPTIONS} == set(CHOICES["sync.transport"])
+    transport = SyncConfig.__dataclass_fields__["transport"]
+    assert {"auto", *OPTIONS} == set(transport.metadata["choices"])
 
 
 def test_only_rank_0_sends(memory, tmp_path):
