@@ -17,10 +17,10 @@ from megadiff.checkpoint.checkpoints import Checkpoints, base_weights, whole_loo
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.tensors.model_files import weight_files
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import Progress
+from tests.meshes import one_rank_mesh
 
 
 class SmallEngine:
@@ -45,8 +45,7 @@ def _checkpoints(folder, *, base=None, **keys):
     config.run.name, config.checkpoint.keep = "test", 2
     for key, value in keys.items():
         setattr(config.checkpoint, key, value)
-    mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
-    return Checkpoints(folder, config, mesh, base=base)
+    return Checkpoints(folder, config, one_rank_mesh(), base=base)
 
 
 def _save_steps(checkpoints, steps):
@@ -259,7 +258,7 @@ def test_a_checkpoint_over_another_base_is_refused_unless_it_is_meant(tmp_path, 
 def test_base_weights_are_told_apart_by_their_bits(tiny_model, tmp_path):
     """Scaled by 1.05: the same names, shapes and sizes. How tensors lie in files does not count."""
     config = Config()
-    mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
+    mesh = one_rank_mesh()
     assert base_weights(config, build_adapter(tiny_model), mesh) == {}
     config.algorithm.kl_coef = 0.04
     original = base_weights(config, build_adapter(tiny_model), mesh)

@@ -24,6 +24,7 @@ from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
 from tests.distributed.ranks import run_ranks
+from tests.meshes import one_rank_mesh
 
 CAPTIONS = ["a red circle", "a blue square on a white wall", "a red circle", "红色的圆", "a dog"]
 ALL = torch.arange(len(CAPTIONS))
@@ -35,11 +36,8 @@ def init_alone(world_size: int = 1) -> Mesh:
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    fresh = not torch.distributed.is_initialized()
-    yield init_alone()
-    if fresh:
-        torch.distributed.destroy_process_group()
+def mesh() -> Mesh:
+    return one_rank_mesh()
 
 
 @pytest.fixture

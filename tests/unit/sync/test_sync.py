@@ -8,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from megadiff.config.schema import ParallelConfig
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.parallel.plan import is_lora
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
 from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.lora_names import lora_manifest, lora_modules, used_tensor
 from megadiff.types import LoraSpec
+from tests.meshes import one_rank_mesh
 
 WEIGHTS = {
     f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
@@ -97,9 +96,7 @@ def _cut(tensor, box):
 
 @pytest.fixture(scope="module")
 def cpu_group():
-    parallel = ParallelConfig()
-    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=parallel.dp_replicate, world_size=1)
-    return init_mesh(layout, "cpu").cpu_group
+    return one_rank_mesh().cpu_group
 
 
 def _sync(cpu_group, source, *targets, manifest=MANIFEST):

@@ -18,10 +18,10 @@ from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.checkpoint.run_folders import read_config, read_progress
 from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.tensors import shards
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import Progress
+from tests.meshes import one_rank_mesh
 
 NUM_RANKS = 2
 TENSORS = {
@@ -87,9 +87,8 @@ def checkpoints(run: Path, *, num_steps: int = 70) -> Checkpoints:
     config.run.name = "flips"
     config.train.num_steps = num_steps
     config.model.path = "assets/shapes"
-    layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1)
     base = {"path": "assets/shapes", "fingerprint": "0123456789abcdef" * 2}
-    return Checkpoints(run, config, init_mesh(layout, "cpu"), base=base)
+    return Checkpoints(run, config, one_rank_mesh(), base=base)
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,15 @@ from contextlib import closing
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megadiff.config.schema import RewardConfig
 from megadiff.data.prompts import prompt_id
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.rewards.color import closeness
 from megadiff.rewards.score import Scorer
 from megadiff.train import evaluate as module
 from megadiff.train.evaluate import EVAL_STEP, eval_metrics, evaluate, pictured, spread
 from megadiff.types import Prompt, RolloutRequest, Sampling
+from tests.meshes import one_rank_mesh
 from tests.stub_fleet import StubFleet
 
 SAMPLING = Sampling(height=8, width=8, num_inference_steps=4, sde_type="ode", sde_window_size=0)
@@ -110,9 +109,7 @@ def test_pictures_are_balanced_over_tasks_and_prefer_different_prompts():
 
 @pytest.fixture(scope="module")
 def mesh():
-    mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), "cpu")
-    yield mesh
-    dist.destroy_process_group()
+    return one_rank_mesh()
 
 
 def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
