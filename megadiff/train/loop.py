@@ -15,7 +15,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.train import parity, probe
 from megadiff.train.components import step_samplings
-from megadiff.train.record import Recorder, rollout_metrics, sample_records
+from megadiff.train.record import Recorder, rollout_metrics, sample_records, step_work
 from megadiff.train.replicas import RunReplicas
 from megadiff.train.rescue import Rescue
 from megadiff.train.sampling import group_requests, sample_and_score
@@ -76,6 +76,7 @@ def train(run: Run) -> None:
             run.rescue.finish_step(progress, run.prompts.state())
             with timers("measure"):
                 stats |= rollout_metrics(groups, rewards, step=progress.step, mesh=run.mesh)
+                stats |= step_work(groups, run.adapter, config, run.mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=run.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
         gate = {}  # its gaps belong to the first step

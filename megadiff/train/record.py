@@ -12,6 +12,7 @@ import torch
 
 from megadiff.algorithms.advantage import ZERO_STD
 from megadiff.config.schema import Config
+from megadiff.models.adapter import ModelAdapter
 from megadiff.observe import diversity
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.metrics import format_number
@@ -19,6 +20,7 @@ from megadiff.observe.progress import ProgressBar
 from megadiff.observe.samples import SampleRecord
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers
+from megadiff.observe.utilisation import peak_tflops, utilisation
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
@@ -57,6 +59,7 @@ class Recorder:
         self.timers = timers
         self.memory = memory
         self._recorded_step = 0
+        self._peak_tflops = peak_tflops(mesh.device)
 
     def is_due(self, every: int, step: int) -> bool:
         """Say whether step is a multiple of `every` (0: never) or the last of the run."""
@@ -89,6 +92,7 @@ class Recorder:
         figures: equal on every rank but for seconds. samples: called where images are due.
         """
         metrics = {**figures, **self.timers.pop(), **self._memory()}
+        metrics = utilisation(metrics, self._peak_tflops)
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
         failure: AgreedError | None = None
@@ -134,6 +138,32 @@ class Recorder:
             self.trackers.images(step, samples())
         if self.progress_bar:
             self.progress_bar.update(step, metrics)
+
+
+def step_work(
+    groups: list[RolloutGroup], adapter: ModelAdapter, config: Config, mesh: Mesh
+) -> dict[str, float]:
+    """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
+
+    Collective. Rollout is a forward for each step of a sample, training a forward and a backward
+    for each step of the window. Replicas of their own are counted with rollout.num_replicas.
+    """
+    backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
+    work = {"perf/tflop_rollout": 0.0, "perf/tflop_train": 0.0}
+    for group in groups:
+        num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
+        forward = adapter.flops(group.sampling, num_text_tokens) * len(group.sample_indices) / 1e12
+        work["perf/tflop_rollout"] += forward * group.sampling.num_inference_steps
+        work["perf/tflop_train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
+    work = all_reduce_sums(work, mesh.cpu_group)
+    num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
+    num_rollout_devices = mesh.world_size
+    if config.rollout.mode == "separate":
+        num_rollout_devices = config.rollout.num_replicas * config.rollout.tp
+    return {
+        "perf/tflop_rollout": work["perf/tflop_rollout"] / num_copies / num_rollout_devices,
+        "perf/tflop_train": work["perf/tflop_train"] / num_copies / mesh.world_size,
+    }
 
 
 def rollout_metrics(

@@ -1,13 +1,16 @@
 """A step's diversity over several ranks is that of one rank that holds all groups."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megadiff.config.schema import Config
 from megadiff.observe import diversity
 from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.train.record import diversity_metrics
+from megadiff.train.record import diversity_metrics, step_work
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
 from tests.stub_fleet import StubFleet
@@ -32,11 +35,28 @@ def groups(texts: tuple[str, ...]) -> list[RolloutGroup]:
     ]
 
 
+class TeraAdapter:
+    """A forward of one sample is a TFLOP for each token of text."""
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        return 1e12 * num_text_tokens
+
+
 def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
     mesh = init_mesh(
         resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu"
     )
-    metrics = diversity_metrics(groups(texts[mesh.dp_rank :: mesh.dp]), mesh)
+    mine = groups(texts[mesh.dp_rank :: mesh.dp])
+    metrics = diversity_metrics(mine, mesh)
+    window = [
+        replace(
+            group,
+            conditioning={"prompt_embeds": torch.zeros(1, 7, 1)},
+            log_probs_GW=torch.zeros(4, 2),
+        )
+        for group in mine
+    ]
+    metrics |= step_work(window, TeraAdapter(), Config(), mesh)
     Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
 
 
@@ -50,6 +70,9 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
         "diversity/saturation": sum(map(diversity.saturation, pixels.values())) / 5,
         "diversity/clipped_share": sum(map(diversity.clipped_share, pixels.values())) / 5,
         "diversity/colour_entropy_bit": diversity.colour_entropy_bit(open_prompts),
+        # 5 groups of 4 samples, 7 tokens; 4 steps, and a window of 2 forward and twice that back.
+        "perf/tflop_rollout": 5 * 4 * 7 * 4 / world_size,
+        "perf/tflop_train": 5 * 4 * 7 * 2 * 3 / world_size,
     }
     for rank in range(world_size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(expected)

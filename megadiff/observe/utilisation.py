@@ -1,0 +1,45 @@
+"""Rate a step by the model's floating point operations: TFLOP/s, and their share of the peak."""
+
+from __future__ import annotations
+
+import torch
+
+# Dense bfloat16 products with float32 sums, TFLOP/s, as NVIDIA's data sheets have them. Of names
+# that begin alike the longer one comes first. What a GPU reaches under its power limit is less.
+PEAK_TFLOPS = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GH200": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA L40S": 362.0,
+}
+STAGES = {"rollout": "time/rollout_s", "train": "time/train_s"}
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the device's peak; None for a CPU, or a GPU that the table does not have."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for start, peak in PEAK_TFLOPS.items() if name.startswith(start)), None)
+
+
+def utilisation(metrics: dict[str, float], peak: float | None) -> dict[str, float]:
+    """Return `metrics` with rates in place of a step's work.
+
+    perf/tflop_{rollout,train}: the work of one device, in TFLOP. It becomes perf/tflops_* (a
+    second) and, where the peak is known, perf/mfu_* from 0 to 1. What is computed twice, such as
+    activations or old log_probs, is no work of the model and does not count.
+    """
+    rated = dict(metrics)
+    for stage, seconds in STAGES.items():
+        work = rated.pop(f"perf/tflop_{stage}", None)
+        if work is None or not metrics.get(seconds):
+            continue
+        rated[f"perf/tflops_{stage}"] = work / metrics[seconds]
+        if peak is not None:
+            rated[f"perf/mfu_{stage}"] = work / metrics[seconds] / peak
+    return rated
