@@ -12,7 +12,7 @@ import torch
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import environment_token, serve_command
-from megadiff.rollout.server.owner import RUN_CHARS
+from megadiff.rollout.limits import RUN_CHARS
 from megadiff.train.replicas import (
     _access,
     _launch,
