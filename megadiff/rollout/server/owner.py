@@ -31,7 +31,9 @@ class Owner:
 
     def check_begin(self, run: str | None) -> None:
         """Raise Refused(423) while the replica is another run's; waiting may help."""
-        if self._is_foreign(run) and not self._is_free():
+        # A call that takes long, such as a large batch, is no silence.
+        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
+        if self._is_foreign(run) and not (self._released or is_silent):
             raise Refused(
                 LOCKED,
                 f"{_named(run)} cannot have this replica: {_named(self.run)} works with it, was "
@@ -53,7 +55,14 @@ class Owner:
     def check(self, run: str | None) -> None:
         """Raise Refused(409) for a bucket, a commit or a sleep of another run than the owner."""
         if self._is_foreign(run):
-            raise self._refusal(run)
+            lost = f", which took it from {_named(run)}" if run == self._before else ""
+            raise Refused(
+                409,
+                f"this replica works for {_named(self.run)} since "
+                f"{self._clock() - self._since_s:.0f} s{lost}, and holds its weights; "
+                f"{_named(run)} has to push its own weights first, or needs replicas of its own "
+                "(rollout.registry)",
+            )
 
     def check_generate(self, run: str | None, asked_version: int | None) -> None:
         """Raise Refused(409) where the answer would come from another run's weights.
@@ -93,22 +102,8 @@ class Owner:
     def _is_foreign(self, run: str | None) -> bool:
         return self.run is not None and run != self.run
 
-    def _is_free(self) -> bool:
-        # A call that takes long, such as a large batch, is no silence.
-        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
-        return self._released or is_silent
-
     def _silent_s(self) -> float:
         return self._clock() - self._heard_s
-
-    def _refusal(self, run: str | None) -> Refused:
-        lost = f", which took it from {_named(run)}" if run == self._before else ""
-        return Refused(
-            409,
-            f"this replica works for {_named(self.run)} since {self._clock() - self._since_s:.0f} s"
-            f"{lost}, and holds its weights; {_named(run)} has to push its own weights first, or "
-            "needs replicas of its own (rollout.registry)",
-        )
 
 
 def _named(run: str | None) -> str:

@@ -72,7 +72,10 @@ class PolicyState:
             raise Refused(400, f"version={version} must be at least 0")
         parts = self._checked_parts(manifest, lora)
         left_out = sorted(parts - by_part(manifest).keys())
-        lacking = [str(part) for part in left_out if not self._holds(part, lora)]
+        # A LoRA of another spec is another LoRA; a push that broke off left a mixture.
+        holds_base = self._holds_all and self.state == "ready"
+        holds_lora = holds_base and lora == self.lora
+        lacking = [str(p) for p in left_out if not (holds_lora if p.is_lora else holds_base)]
         if lacking:
             raise Refused(
                 409,
@@ -164,10 +167,6 @@ class PolicyState:
         for name, row in manifest.items():
             _check_same(name, row, rows[name])
         return set(parts)
-
-    def _holds(self, part: Part, lora: LoraSpec | None) -> bool:
-        """Tell whether the part, of a policy with this LoRA, was committed and is untouched."""
-        return self._holds_all and self.state == "ready" and (not part.is_lora or lora == self.lora)
 
     def _require_updating(self) -> None:
         if self.state != "updating":

@@ -31,7 +31,6 @@ def replica_app(app: FastAPI, replica: Replica, *, token: str | None, url: str =
 
     url: as announced; proofs are tied to it.
     """
-    _add_state(app, replica)
     _add_rollout(app, replica)
     _add_weights(app, replica)
     _add_hello(app, token=token, url=url)
@@ -51,7 +50,7 @@ def _route(app: FastAPI, method: str, path: str) -> Callable[[Handler], None]:
     return register
 
 
-def _add_state(app: FastAPI, replica: Replica) -> None:
+def _add_rollout(app: FastAPI, replica: Replica) -> None:
     @_route(app, "GET", "/health")
     async def health(_: Request) -> Any:
         return {
@@ -64,12 +63,6 @@ def _add_state(app: FastAPI, replica: Replica) -> None:
             "vllm_omni": version("vllm-omni"),
         }
 
-    @_route(app, "GET", "/rl/weights/places")
-    async def weights_places(_: Request) -> Any:
-        return {"workers": replica.places}
-
-
-def _add_rollout(app: FastAPI, replica: Replica) -> None:
     @_route(app, "POST", "/rl/generate")
     async def generate(request: Request) -> Any:
         requests = requests_from_json(await _json(request, replica))
@@ -94,6 +87,10 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
 
 def _add_weights(app: FastAPI, replica: Replica) -> None:
     """Add the routes of a push."""
+
+    @_route(app, "GET", "/rl/weights/places")
+    async def weights_places(_: Request) -> Any:
+        return {"workers": replica.places}
 
     @_route(app, "POST", "/rl/weights/begin")
     async def weights_begin(request: Request) -> Any:

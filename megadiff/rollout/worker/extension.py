@@ -48,7 +48,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     lora_manager: PolicyLora
     _freed: FreedWeights | None = None
     _parked: ParkedWeights | None = None
-    _fp8: Fp8Linears | None = None
+    _fp8 = Fp8Linears({})  # of no layer, unless the replica was told to compute in FP8
     _has_new_weights = False  # base weights that have no FP8 copies yet
 
     def init_device(self) -> None:
@@ -131,8 +131,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         Joins the trainer's group where the transport has one.
         """
-        if self._fp8 is not None:
-            self._fp8.make_room()
+        self._fp8.make_room()
         if self._freed is not None:
             self._freed.take_back()
             self._freed = None
@@ -164,8 +163,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         self._parked.park()
         self._freed = FreedWeights(self._parameters().values())
         self._freed.free()
-        if self._fp8 is not None:
-            self._fp8.free_copies()
+        self._fp8.free_copies()
         self.trim()
 
     def trim(self) -> None:
@@ -187,8 +185,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         `keeps_weights` tells whether the weights stay, so that the next push may leave them out.
         """
-        if self._fp8 is None:
-            return {"keeps_weights": True}
         if self._has_new_weights:
             self._fp8.refresh()
             if self._fp8.in_place:
@@ -202,7 +198,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         fingerprints: name → digits of what the pipeline computes with at this moment, LoRA tensors
         as `used_tensor` has them. Raises RuntimeError where only FP8 copies are left.
         """
-        if self._fp8 is not None and not self._fp8.keeps_weights:
+        if not self._fp8.keeps_weights:
             raise RuntimeError(
                 "the weights have given way to their FP8 copies; fingerprints are taken before "
                 "quantize()"

@@ -92,8 +92,8 @@ class PolicyLora(DiffusionLoRAManager):
     def used(self, *, places: Mapping[str, ServedPlace]) -> dict[str, Tensor]:
         """Return LoRA name → the tensor that a bound layer multiplies with, A or scale · B.
 
-        They are views. A tensor-parallel worker holds its own columns of a row-parallel layer's A, and its own rows of a
-        column-parallel layer's B.
+        They are views. A tensor-parallel worker holds its own columns of a row-parallel layer's A,
+        and its own rows of a column-parallel layer's B.
         """
         if self.spec is None:
             return {}

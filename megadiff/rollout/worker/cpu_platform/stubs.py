@@ -39,25 +39,22 @@ class _Missing:
     """Stand for any attribute of a stub; raises ImportError when called."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.__name__ = name
 
     def __getattr__(self, attribute: str) -> _Missing:
-        if attribute.startswith("__"):
+        if attribute.startswith("__"):  # Python asks for many of these to see what a value can do
             raise AttributeError(attribute)
-        return _Missing(f"{self._name}.{attribute}")
+        return _Missing(f"{self.__name__}.{attribute}")
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise ImportError(f"{self._name} is not installed; CPU replicas run without it")
+        raise ImportError(f"{self.__name__} is not installed; CPU replicas run without it")
 
 
 class _StubModule(ModuleType):
     __version__ = "0.0.0"
     __path__: list[str] = []
 
-    def __getattr__(self, name: str) -> _Missing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Missing(f"{self.__name__}.{name}")
+    __getattr__ = _Missing.__getattr__  # type: ignore[assignment]  # it needs __name__ alone
 
 
 class _StubFinder:

@@ -1,6 +1,7 @@
 """Patch vllm-omni for the CPU worker: three patches that a CPU run needs, one for speed.
 
-Importing this module applies them. It is imported by name, from CpuOmniPlatform, and therefore only where that platform is active.
+Importing this module applies them. CpuOmniPlatform names it, so it is imported only where that
+platform is active.
 """
 
 from __future__ import annotations
@@ -28,21 +29,6 @@ def _keep_linear_weight(layer: nn.Module, remove_weight: bool = False) -> None:
     be loaded.
     """
     layer.cpu_linear = nn.functional.linear
-
-
-def _sdpa_forward(
-    self: SDPAImpl,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_metadata: object = None,
-) -> torch.Tensor:
-    """Attend on the CPU, where AttentionImpl.forward knows the in-tree platforms only.
-
-    It is patched on SDPAImpl itself because vllm-omni's float32 fallback creates one directly, past
-    the platform's choice of backend.
-    """
-    return self._forward_impl(query, key, value, attn_metadata)
 
 
 def _rotate_pairs(
@@ -95,6 +81,8 @@ def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
 
 
 layer_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
-SDPAImpl.forward = _sdpa_forward
+# AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself, because
+# vllm-omni's float32 fallback creates one directly, past the platform's choice of backend.
+SDPAImpl.forward = SDPAImpl._forward_impl
 RotaryEmbedding.forward_native = partialmethod(_rotate_pairs, RotaryEmbedding.forward_native)
 omni_worker.WorkerProc._async_output_loop = _send_outputs_loop
