@@ -1,20 +1,26 @@
-"""The bounds of what a replica accepts."""
+"""Bound what a replica accepts, and name what both ends of its routes must agree on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-REQUEST_BYTES = (
-    2**16
-)  # of JSON besides a first frame: texts of 4 bytes a character come as 12, the samples' indices
+# A request's JSON without its first frame: the texts and the samples' indices. JSON escapes a
+# character of 4 bytes as 12.
+REQUEST_BYTES = 2**16
+
+RUN_HEADER = "x-megadiff-run"  # of every request that a run sends
+RUN_CHARS = 128
+LOCKED = 423  # the HTTP status of a weight push that may begin later
+OWNER_SILENT_S = 60.0  # a run that is silent for longer may be gone: another run may begin a push
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper bounds; side in pixels, pixels of one sample's frames, prompt_chars in characters,
-    bodies in bytes.
+    """Hold the upper bounds of requests.
 
-    image_*: of the OpenAI images API; pixels of all images of a request, work in pixels × steps.
+    side is in pixels, pixels counts one sample's frames, prompt_chars is in characters, bodies are
+    in bytes. image_* are for the OpenAI images API: image_pixels counts all images of a request,
+    image_work is pixels × steps.
     """
 
     group_size: int = 1024
@@ -35,5 +41,6 @@ class Limits:
     image_answer_s: float = 300.0  # from the request to its answer, the queue included
 
     def num_first_frames(self, *, height: int, width: int) -> int:
-        """How many requests that bring a first frame one call may hold."""
-        return self.json_bytes // (4 * height * width + REQUEST_BYTES)  # base64 of 3 bytes is 4
+        """Return how many requests that bring a first frame one call may hold."""
+        # base64 turns a pixel's 3 bytes into 4
+        return self.json_bytes // (4 * height * width + REQUEST_BYTES)

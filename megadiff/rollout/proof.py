@@ -14,7 +14,7 @@ import secrets
 
 TRAINER = "trainer"
 REPLICA = "replica"
-LEAST_CHARS = 16
+MIN_TOKEN_CHARS = 16
 _TOKEN = re.compile(r"[!-~]+")
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
@@ -24,8 +24,8 @@ def check_token(token: str, *, source: str = "MEGADIFF_TOKEN") -> str:
     problem = ""
     if not _TOKEN.fullmatch(token):
         problem = "has some that are not visible ASCII"
-    elif len(token) < LEAST_CHARS:  # whoever is sent a proof could guess it
-        problem = f"is shorter than {LEAST_CHARS}"
+    elif len(token) < MIN_TOKEN_CHARS:  # whoever is sent a proof could guess it
+        problem = f"is shorter than {MIN_TOKEN_CHARS}"
     if problem:
         raise ValueError(
             f"the token of {source}, {len(token)} characters, {problem}; draw one with: "

@@ -30,7 +30,7 @@ from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.disk import clear
 
 logger = logging.getLogger(__name__)
-RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.owner at most
+RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.limits at most
 RUN_ID_FILE = "run_id"  # in the run's folder
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megadiff.checkpoint.checkpoints import whole_looking
-from megadiff.rollout.server.owner import RUN_HEADER
+from megadiff.rollout.limits import RUN_HEADER
 from tests.e2e.servers import ENVIRONMENT
 
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"

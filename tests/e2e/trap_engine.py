@@ -49,7 +49,7 @@ class TrapExtension(RolloutWorkerExtension):
         "unbind"."""
         (place,) = (
             place
-            for name, place in self._places().items()
+            for name, place in self._places.items()
             if name == f"transformer.{module}.weight"
         )
         layer = self.lora_manager._lora_modules[place.parameter.removesuffix(".weight")]
@@ -63,13 +63,13 @@ class TrapExtension(RolloutWorkerExtension):
         tensor.detach().view(torch.int32).view(-1)[5] ^= 1
 
     def bound(self) -> tuple[str, ...]:
-        return tuple(self.lora_manager.bound_modules(places=self._places()))
+        return tuple(self.lora_manager.bound_modules(places=self._places))
 
     def used(self) -> dict[str, Tensor]:
         return {
             name: tensor.clone()
             for name, tensor in (
-                self._views() | self.lora_manager.used(places=self._places())
+                self._views() | self.lora_manager.used(places=self._places)
             ).items()
         }
 

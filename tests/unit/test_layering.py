@@ -68,6 +68,24 @@ def test_outbuildings_are_never_imported_by_the_house():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_programs_of_rollout_do_not_import_each_other():
+    """Trainer, server and worker are three processes; what they share stands beside the folders."""
+    programs = ("client", "server", "worker")
+    wrong = []
+    for path in sorted((ROOT / "rollout").rglob("*.py")):
+        program_of_file = path.relative_to(ROOT / "rollout").parts[0]
+        # A file beside the folders is shared, so it may import none of the three.
+        foreign = tuple(
+            f"megadiff.rollout.{program}." for program in programs if program != program_of_file
+        )
+        wrong += [
+            f"{path.relative_to(ROOT.parent)} imports {name}"
+            for name in sorted(_imports(path))
+            if f"{name}.".startswith(foreign)
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_schema_imports_no_torch():
     assert not {name.partition(".")[0] for name in _imports(ROOT / "config" / "schema.py")} & {
         "torch",

@@ -19,6 +19,7 @@ from megadiff.rollout.client.bounded_http import (
     Exchange,
     NoAnswer,
 )
+from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import (
     REPLICA,
     TRAINER,
@@ -28,7 +29,6 @@ from megadiff.rollout.proof import (
     new_nonce,
     sign,
 )
-from megadiff.rollout.server.owner import RUN_HEADER
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.sync.bucket import BucketBody
 from megadiff.tensors.manifest import Manifest

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
 from megadiff.rollout.client.processes import ReplicaProcess, log_tail
-from megadiff.rollout.server.owner import LOCKED, OWNER_SILENT_S
+from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
 from megadiff.sync.bucket import BucketBody
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
 GIVE_UP_S = 10.0  # after an owner's silence is over
-ALIVE_S = 15.0  # between two signs of life; rollout.owner has OWNER_SILENT_S
+ALIVE_S = 15.0  # between two signs of life; below OWNER_SILENT_S
 CALLS_PER_REPLICA = 2  # the next one waits at the replica, so that it never idles between calls
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from megadiff.rollout.server.policy import Refused
 
 BODY_SILENT_S = 30.0  # without a byte of a body that is not whole
-BODY_BYTES_PER_S = 2**18  # and at least as fast as this beyond those seconds: 8 GiB have nine hours
+BODY_BYTES_PER_S = 2**18  # the least rate beyond those seconds: 8 GiB may take nine hours
 
 
 class PromptBody:
-    """ASGI's `receive`, which raises Refused(408) when the client stops in the middle of the body.
+    """Wrap ASGI's `receive`: raise Refused(408) when the client stops in the middle of the body.
 
     Only the time that is spent waiting for the client counts: a replica that is busy reads later.
     """
@@ -51,13 +51,12 @@ async def chunks(receive: Any) -> AsyncIterator[bytes]:
 
     Raises ConnectionError when the client leaves before their end.
     """
-    more = True
-    while more:
+    message = {"more_body": True}
+    while message.get("more_body"):
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ConnectionError("the client left before the end of its body")
         yield message.get("body", b"")
-        more = message.get("more_body", False)
 
 
 async def read_json(receive: Any, max_bytes: int) -> Any:

@@ -8,22 +8,21 @@ import logging
 import re
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from megadiff.models.pipeline_base import NO_LORA_REQUESTS
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import read_json
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
+from megadiff.rollout.server.requests import check_text
 
 logger = logging.getLogger(__name__)
 IMAGES_PATH = "/v1/images/generations"
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 DEFAULT_SIDE = 1024  # where a request names no size: what vllm-omni's image models take
 DEFAULT_STEPS = 50
-# all others reach further than an image: files of the host, devices, code of other models
-FIELDS = {
+# All others reach further than an image: files of the host, devices, code of other models.
+FIELDS: dict[str, type | tuple[type, ...]] = {
     "prompt": str,
     "negative_prompt": str,
     "model": str,
@@ -59,24 +58,16 @@ def check_image_request(body: object, limits: Limits) -> dict[str, Any]:
     if not request.get("prompt"):
         raise ValueError("the body needs 'prompt', a text that is not empty")
     for name in ("prompt", "negative_prompt"):
-        _check_text(name, request.get(name, ""), limits.prompt_chars)
+        check_text(name, request.get(name, ""), limits.prompt_chars)
     _check_work(request, limits)
     return request
-
-
-def _check_text(name: str, text: str, max_chars: int) -> None:
-    if len(text) > max_chars:
-        raise ValueError(f"{name} has {len(text)} characters, at most {max_chars} are taken")
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError(f"{name} holds a lone surrogate, which is no Unicode text; remove it")
 
 
 def _check_work(request: dict[str, Any], limits: Limits) -> None:
     size = SIZE.fullmatch(request.get("size", f"{DEFAULT_SIDE}x{DEFAULT_SIDE}"))
     if size is None:
         raise ValueError(f"size={request['size']!r:.40} must be WIDTHxHEIGHT in pixels, as 512x512")
-    width = int(size[1])
-    height = int(size[2])
+    width, height = map(int, size.groups())
     num_images = request.get("n", 1)
     num_steps = request.get("num_inference_steps", DEFAULT_STEPS)
     bounds = {
@@ -101,70 +92,54 @@ def _check_work(request: dict[str, Any], limits: Limits) -> None:
         )
 
 
-class ImageDoor:
-    """Answer IMAGES_PATH through vllm-omni's own route, which sees no client and no deadline.
+async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, send: Any) -> None:
+    """Answer one POST to IMAGES_PATH through vllm-omni's own route.
 
-    vllm-omni's way to end a request whose client left is to forget it: the engine goes on, and the
-    next call waits. Here the engine is told to stop (Replica.stoppable), and the request counts as
-    in flight until it has.
+    That route sees no client and no deadline. vllm-omni's way to end a request whose client left is
+    to forget it: the engine goes on, and the next call waits. Here the engine is told to stop
+    (Replica.stoppable), and the request counts as in flight until it has.
+    Raises Refused and ValueError for what is not taken.
     """
-
-    def __init__(self, app: Any, replica: Replica) -> None:
-        self._app = app
-        self._replica = replica
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one POST. Raises Refused and ValueError for what is not taken."""
-        limits = self._replica.limits
-        body = await read_json(receive, limits.image_json_bytes)
-        request = check_image_request(body, limits)
-        if self._replica.num_image_calls >= limits.image_calls:
-            raise Refused(503, f"{limits.image_calls} image requests wait already; try again later")
-        self._replica.num_image_calls += 1
-        try:
-            async with (
-                self._replica.generating(),
-                self._replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
-            ):
-                stoppable = request | {"extra_params": {STOP_KEY: stop.path}}
-                answer = await self._answer(scope, stoppable)
-        finally:
-            self._replica.num_image_calls -= 1
-        if stop.reason:
-            raise Refused(503, f"the image was given up: {stop.reason}")
-        for message in answer:
-            await send(message)
-
-    async def _answer(self, scope: Any, request: dict[str, Any]) -> list[Any]:
-        """Return the messages of vllm-omni's answer, once the engine is done."""
-        body = json.dumps(request).encode()
-        others = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
-        headers = [*others, (b"content-length", str(len(body)).encode())]
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-        answer: list[Any] = []
-
-        async def receive() -> Any:
-            if unread:
-                return unread.pop()
-            await asyncio.Event().wait()  # never a client that leaves
-
-        async def keep(message: Any) -> None:
-            answer.append(message)
-
-        try:
-            await self._app(scope | {"headers": headers}, receive, keep)
-        except Exception:
-            logger.exception("an image request failed")
-            if not answer:
-                return await _messages(JSONResponse({"error": "see the replica's log"}, 500), scope)
-        return answer
+    limits = replica.limits
+    request = check_image_request(await read_json(receive, limits.image_json_bytes), limits)
+    if replica.num_image_calls >= limits.image_calls:
+        raise Refused(503, f"{limits.image_calls} image requests wait already; try again later")
+    replica.num_image_calls += 1
+    try:
+        async with (
+            replica.generating(),
+            replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
+        ):
+            stoppable = request | {"extra_params": {STOP_KEY: stop.path}}
+            answer = await _vllm_omni_answer(app, scope, stoppable)
+    finally:
+        replica.num_image_calls -= 1
+    if stop.reason:
+        raise Refused(503, f"the image was given up: {stop.reason}")
+    if not answer:
+        raise Refused(500, "see the replica's log")
+    for message in answer:
+        await send(message)
 
 
-async def _messages(response: JSONResponse, scope: Any) -> list[Any]:
-    messages: list[Any] = []
+async def _vllm_omni_answer(app: Any, scope: Any, request: dict[str, Any]) -> list[Any]:
+    """Return the messages of vllm-omni's answer once the engine is done; none where it failed."""
+    body = json.dumps(request).encode()
+    others = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+    headers = [*others, (b"content-length", str(len(body)).encode())]
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+    answer: list[Any] = []
+
+    async def receive() -> Any:
+        if unread:
+            return unread.pop()
+        await asyncio.Event().wait()  # never a client that leaves
 
     async def keep(message: Any) -> None:
-        messages.append(message)
+        answer.append(message)
 
-    await response(scope, asyncio.Event().wait, keep)
-    return messages
+    try:
+        await app(scope | {"headers": headers}, receive, keep)
+    except Exception:
+        logger.exception("an image request failed")
+    return answer

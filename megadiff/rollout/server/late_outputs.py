@@ -1,8 +1,9 @@
-"""A race of vllm-omni 0.26's engine, mended: without this about one large output in a thousand is never delivered.
+"""Mend a race of vllm-omni 0.26's engine, which loses about one large output in a thousand.
 
-The engine's reader thread looks for whoever waits for an output, finds nobody, unpacks the output (milliseconds for many
-images) and only then keeps it under its id. A request that begins to wait meanwhile finds nothing kept, waits for a
-message that has come already, and fails after 30 s. 0.28 keeps and looks in one piece.
+The engine's reader thread looks whether a request waits for an output and sees none. It unpacks the
+output (milliseconds for many images) and only then stores it under its id. A request that begins to
+wait meanwhile finds nothing stored, waits for a message that has come already, and fails after
+30 s. 0.28 looks and stores under one lock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 
 class CompletedOutputs(dict[str, Future]):
-    """Outputs that nobody waited for when they came; one that somebody waits for by now is handed over instead.
+    """Store outputs that nobody waited for when they came; hand over those awaited by now.
 
     waiting: id → future, the engine's own table. Both are only touched under the engine's lock.
     """
@@ -25,18 +26,22 @@ class CompletedOutputs(dict[str, Future]):
         waiting = self._waiting.pop(output_id, None)
         if waiting is None or waiting.done():
             super().__setitem__(output_id, completed)
-        elif completed.exception() is not None:
-            waiting.set_exception(completed.exception())
+        elif error := completed.exception():
+            waiting.set_exception(error)
         else:
             waiting.set_result(completed.result())
 
 
-def deliver_late_outputs(executor: type) -> None:
-    """Make the executor class (vllm_omni's MultiprocDiffusionExecutor, 0.26) lose none of its outputs."""
+def deliver_late_outputs(executor: Any) -> None:
+    """Make an executor class lose none of its outputs.
+
+    executor: vllm_omni's MultiprocDiffusionExecutor, 0.26; untyped, as a method is replaced.
+    """
     stock = executor.wait_output_ready
 
     def wait_output_ready(self: Any, async_output_id: str) -> Future:
         with self._futures_lock:
+            # once for each executor, whose tables its constructor has made
             if not isinstance(self._completed_outputs, CompletedOutputs):
                 self._completed_outputs = CompletedOutputs(
                     self._output_futures, self._completed_outputs

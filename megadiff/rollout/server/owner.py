@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
 from megadiff.rollout.server.policy import Refused
-
-RUN_HEADER = "x-megadiff-run"  # of every request that a run sends
-RUN_CHARS = 128
-LOCKED = 423  # the status of a begin that may succeed later
-OWNER_SILENT_S = 60.0  # after this an owner may be gone, and another run may begin a push
 
 
 class Owner:
-    """The run whose push began last owns the replica, until it gives it up or is silent.
+    """Give the replica to the run whose push began last, until it gives it up or is silent.
 
     nobody → (begin) → owned → (release, or OWNER_SILENT_S without a sign of life) → free
     → (begin) → owned by another.
     The weights stay the owner's when it is gone: only its own generate is answered from them.
-    A run is named by RUN_HEADER. "" is everybody without a name; they count as one run.
+    A run is named by RUN_HEADER. "" is everybody without a name; they count as one run. None is the
+    replica itself, which loads weights before it serves.
     clock: seconds that never go back.
     """
 
@@ -32,9 +29,11 @@ class Owner:
         self._num_calls = 0
         self._released = False
 
-    def check_begin(self, run: str) -> None:
+    def check_begin(self, run: str | None) -> None:
         """Raise Refused(423) while the replica is another run's; waiting may help."""
-        if self._is_foreign(run) and not self._is_free():
+        # A call that takes long, such as a large batch, is no silence.
+        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
+        if self._is_foreign(run) and not (self._released or is_silent):
             raise Refused(
                 LOCKED,
                 f"{_named(run)} cannot have this replica: {_named(self.run)} works with it, was "
@@ -43,7 +42,7 @@ class Owner:
                 f"has ended or was silent for {OWNER_SILENT_S:.0f} s",
             )
 
-    def take(self, run: str) -> None:
+    def take(self, run: str | None) -> None:
         """Make the run the owner; check_begin() has allowed it."""
         if run != self.run:
             self._before = self.run
@@ -53,12 +52,19 @@ class Owner:
         self._released = False
         self.hear(run)
 
-    def check(self, run: str) -> None:
+    def check(self, run: str | None) -> None:
         """Raise Refused(409) for a bucket, a commit or a sleep of another run than the owner."""
         if self._is_foreign(run):
-            raise self._refusal(run)
+            lost = f", which took it from {_named(run)}" if run == self._before else ""
+            raise Refused(
+                409,
+                f"this replica works for {_named(self.run)} since "
+                f"{self._clock() - self._since_s:.0f} s{lost}, and holds its weights; "
+                f"{_named(run)} has to push its own weights first, or needs replicas of its own "
+                "(rollout.registry)",
+            )
 
-    def check_generate(self, run: str, asked_version: int | None) -> None:
+    def check_generate(self, run: str | None, asked_version: int | None) -> None:
         """Raise Refused(409) where the answer would come from another run's weights.
 
         Who asks for no version takes what is there, once the owner has given it up.
@@ -67,16 +73,16 @@ class Owner:
             return
         self.check(run)
 
-    def hear(self, run: str) -> None:
+    def hear(self, run: str | None) -> None:
         """Note a sign of life. Another run than the owner's says nothing about the owner."""
         if run == self.run:
             self._heard_s = self._clock()
 
     @contextmanager
-    def calling(self, run: str) -> Iterator[None]:
+    def calling(self, run: str | None) -> Iterator[None]:
         """Count a call of the run as in flight; its failure is no sign of life."""
         is_owner = run == self.run
-        since_s = self._since_s
+        since_s = self._since_s  # changes when another run takes the replica
         self.hear(run)
         self._num_calls += is_owner
         try:
@@ -86,31 +92,18 @@ class Owner:
             if is_owner and since_s == self._since_s:
                 self._num_calls -= 1
 
-    def release(self, run: str) -> bool:
+    def release(self, run: str | None) -> bool:
         """Give the replica up for the next run; False where the run does not own it."""
         if self.run is None or self._is_foreign(run):
             return False
         self._released = True
         return True
 
-    def _is_foreign(self, run: str) -> bool:
+    def _is_foreign(self, run: str | None) -> bool:
         return self.run is not None and run != self.run
-
-    def _is_free(self) -> bool:
-        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
-        return self._released or is_silent
 
     def _silent_s(self) -> float:
         return self._clock() - self._heard_s
-
-    def _refusal(self, run: str) -> Refused:
-        lost = f", which took it from {_named(run)}" if run == self._before else ""
-        return Refused(
-            409,
-            f"this replica works for {_named(self.run)} since {self._clock() - self._since_s:.0f} s"
-            f"{lost}, and holds its weights; {_named(run)} has to push its own weights first, or "
-            "needs replicas of its own (rollout.registry)",
-        )
 
 
 def _named(run: str | None) -> str:

@@ -1,4 +1,7 @@
-"""Which weights a replica holds, and when it may generate. No tensors, no I/O: the rules of a weight push."""
+"""Decide which weights a replica holds, and when it may generate.
+
+Pure state, the rules of a weight push: no tensors, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ UNPUSHED = -1  # the version of the weights on disk, before any push
 
 
 class Refused(Exception):
-    """A request that this replica does not serve: an HTTP status and a text that says why and what to do."""
+    """Refuse a request, with an HTTP status and a text that says why and what to do."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -21,12 +24,14 @@ class Refused(Exception):
 
 
 class PolicyState:
-    """ready → (begin) → updating → (commit) → ready, and ready → asleep → (begin) → updating. It generates only when ready.
+    """Keep the state of a replica's weights; it generates only when ready.
 
-    expected: every base tensor of the pipeline. A push brings whole parts: a component's base weights, or its LoRA tensors.
-    What it leaves out must have been committed before, and stays in use: the LoRA tensors only under an equal spec. A push
-    that fails on the way leaves the state at updating, because the weights are then a mixture; the next one brings all.
-    Asleep it holds no weights: the push that wakes it brings all, too.
+    ready → (begin) → updating → (commit) → ready, and ready → asleep → (begin) → updating.
+    A push brings whole parts: a component's base weights, or its LoRA tensors. What it leaves out
+    must have been committed before, and stays in use: LoRA tensors only under an equal spec.
+    A push that fails on the way leaves the state at updating, because the weights are then a
+    mixture. The next one brings all of them; so does the push that wakes a sleeping replica.
+    expected: every base tensor of the pipeline.
     """
 
     def __init__(self, expected: Manifest) -> None:
@@ -36,19 +41,18 @@ class PolicyState:
         self.pending_version: int | None = None
         self.num_pushes = 0  # that have begun: a bucket belongs to one of them
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
-        self._holds_all = (
-            False  # every base weight was pushed and kept, and nothing was broken off since
-        )
+        # whether every base weight was pushed and kept, and no push broke off since
+        self._holds_all = False
         self._pending: Manifest = {}
         self._received: set[str] = set()
 
     def require_ready(self, asked_version: int | None = None) -> None:
-        """Raises Refused(409) unless it is ready and holds the asked version (None: any)."""
+        """Raise Refused(409) unless it is ready and holds the asked version (None: any)."""
         if self.state == "updating":
             raise Refused(
                 409,
-                f"version {self.pending_version} is being pushed over version {self.version} and is not committed; "
-                "finish the push, or begin it again",
+                f"version {self.pending_version} is being pushed over version {self.version} and "
+                "is not committed; finish the push, or begin it again",
             )
         if self.state == "asleep":
             raise Refused(409, "the replica is asleep and holds no weights; push all of them")
@@ -59,26 +63,35 @@ class PolicyState:
             )
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
-        """Enter updating. Raises Refused when a part is left out that is not held (409), or for tensors that this pipeline
-        does not take (400)."""
+        """Enter updating.
+
+        Raises Refused when a part is left out that the replica does not hold (409), and for tensors
+        that this pipeline does not take (400).
+        """
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
         parts = self._checked_parts(manifest, lora)
         left_out = sorted(parts - names_by_weight_group(manifest).keys())
-        lacking = [str(part) for part in left_out if not self._holds(part, lora)]
+        # A LoRA of another spec is another LoRA; a push that broke off left a mixture.
+        holds_base = self._holds_all and self.state == "ready"
+        holds_lora = holds_base and lora == self.lora
+        lacking = [str(p) for p in left_out if not (holds_lora if p.is_lora else holds_base)]
         if lacking:
             raise Refused(
                 409,
-                f"the push leaves out {' and '.join(lacking)}, which this replica does not hold from pushes before it; push "
-                "everything",
+                f"the push leaves out {' and '.join(lacking)}, which this replica does not hold "
+                "from pushes before it; push everything",
             )
         self._holds_all = False
         self.num_pushes += 1
-        self.state, self.pending_version, self.lora = "updating", version, lora
-        self._pending, self._received = manifest, set()
+        self.state = "updating"
+        self.pending_version = version
+        self.lora = lora
+        self._pending = manifest
+        self._received = set()
 
     def check_bucket(self, bucket: Manifest) -> None:
-        """Raises Refused when no push is open (409), or for a tensor that is unknown or of another kind (400)."""
+        """Raise Refused when no push is open (409), or for an unknown or unlike tensor (400)."""
         self._require_updating()
         unknown = sorted(bucket.keys() - self._pending.keys())
         if unknown:
@@ -96,11 +109,11 @@ class PolicyState:
             )
 
     def loaded(self, bucket: Manifest) -> None:
-        """The bucket's tensors are in the pipeline."""
+        """Note that the bucket's tensors are in the pipeline."""
         self._received |= bucket.keys()
 
     def check_commit(self, version: int) -> None:
-        """Raises Refused when no push is open or another version is (409), or when tensors did not arrive (400)."""
+        """Raise Refused unless the push of this version is open (409) and complete (400)."""
         self._require_updating()
         if version != self.pending_version:
             raise Refused(
@@ -109,59 +122,65 @@ class PolicyState:
             )
         difference = name_difference(set(self._pending), self._received)
         if difference:
-            raise Refused(
-                400, f"commit of version {version} before all tensors came: {difference}; send them"
-            )
+            message = f"commit of version {version} before all tensors came: {difference}"
+            raise Refused(400, f"{message}; send them")
 
     def commit(self, *, keeps_base: bool = True) -> None:
-        """The pending version is the policy. keeps_base: whether the base weights are held as they came, so that a later push
-        may leave them out."""
+        """Make the pending version the policy.
+
+        keeps_base: whether the base weights stay as they came, so that a later push may omit them.
+        """
         assert self.pending_version is not None
-        self.state, self.version, self.pending_version = "ready", self.pending_version, None
+        self.state = "ready"
+        self.version = self.pending_version
+        self.pending_version = None
         self._holds_all = keeps_base
 
     def lose_received(self) -> None:
-        """What came is not whole any more: the push can only begin again."""
+        """Forget the tensors that came, as they are not whole any more; only a new push helps."""
         self._received = set()
 
     def fall_asleep(self) -> None:
+        """Enter asleep. Raises Refused(409) when not ready."""
         self.require_ready()
         self.state = "asleep"
 
     def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[WeightGroup]:
-        """All parts that the replica uses after the push. Raises Refused(400) for a manifest that is not of whole ones."""
+        """Return all parts that the replica uses after the push.
+
+        Raises Refused(400) unless the manifest consists of whole parts.
+        """
         try:
-            known = self.expected | (lora_manifest(lora, self.expected) if lora else {})
+            rows = self.expected | (lora_manifest(lora, self.expected) if lora else {})
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        whole = names_by_weight_group(known)
-        for part, found in names_by_weight_group(manifest).items():
-            expected = whole.get(part, set())
-            difference = name_difference(expected, found)
+        parts = names_by_weight_group(rows)
+        for part, names in names_by_weight_group(manifest).items():
+            expected = parts.get(part, set())
+            difference = name_difference(expected, names)
             if difference:
                 raise Refused(
                     400,
-                    f"the manifest differs from the {len(expected)} tensors of {part}: {difference}",
+                    f"the manifest differs from the {len(expected)} tensors of {part}: "
+                    f"{difference}",
                 )
         for name, row in manifest.items():
-            _check_same(name, row, known[name])
-        return set(whole)
-
-    def _holds(self, part: WeightGroup, lora: LoraSpec | None) -> bool:
-        """Whether the part, of a policy with this LoRA, was committed before and is untouched."""
-        return self._holds_all and self.state == "ready" and (not part.is_lora or lora == self.lora)
+            _check_same(name, row, rows[name])
+        return set(parts)
 
     def _require_updating(self) -> None:
         if self.state != "updating":
             raise Refused(
                 409,
-                f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin first",
+                f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin "
+                "first",
             )
 
 
 def _check_same(name: str, row: dict[str, Any], expected: dict[str, object]) -> None:
-    # JSON's 128.0 and true equal integers, and would be no shape further on
+    # JSON's 128.0 and true equal integers, but are no sizes further on.
     if row != expected or any(type(size) is not int for size in row["shape"]):
         raise Refused(
-            400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape"
+            400,
+            f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape",
         )

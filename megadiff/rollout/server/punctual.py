@@ -18,7 +18,7 @@ TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-lengt
 
 
 class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two classes
-    """uvicorn's own protocol, which keeps half a request for ever, with deadlines."""
+    """Add deadlines to uvicorn's own protocol, which keeps half a request for ever."""
 
     strangers: ClassVar[dict[PunctualProtocol, None]] = {}  # oldest first
 
@@ -34,7 +34,7 @@ class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # o
 
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_deadline()
-        self.resume_writing()
+        self.resume_writing()  # ends the other deadline
         self.strangers.pop(self, None)
         super().connection_lost(error)
 

@@ -1,4 +1,4 @@
-"""One replica: an engine, the state of its weights, and what the RL routes do with both."""
+"""Do the work behind the RL routes: an engine, the state of its weights, and who owns them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Stop:
-    """End a request in the engine by a file. reason: "" as long as it is not there."""
+    """End a request in the engine by creating a file.
+
+    reason: "" as long as the file is not there.
+    """
 
     path: str
     reason: str = ""
@@ -47,8 +50,11 @@ class Stop:
 
 
 class Replica:
-    """Lives in the server's event loop. Generation and weight pushes exclude each other: `begin` closes the door first
-    and then waits for the requests inside."""
+    """Generate samples and take weights, within the server's event loop.
+
+    The two exclude each other: `weights_begin` first refuses new requests, then waits for those in
+    the engine.
+    """
 
     def __init__(
         self,
@@ -63,14 +69,23 @@ class Replica:
         private_folder: Path,
         weights_folder: Path | None = None,
     ) -> None:
-        """expected: of the base weights. places: as the worker extension's policy_places() returns them. model_rule: raises
-        ValueError for what the model cannot sample. arithmetic: what /health says of how it computes. weights_folder: the
-        one from which buckets on disk are taken. private_folder: of this replica and its workers
-        alone."""
-        self.engine, self.name, self.limits = engine, name, limits
-        self.model_rule, self.arithmetic = model_rule, dict(arithmetic)
-        self.places, self.weights_folder = list(places), weights_folder
+        """Start with the weights that the engine has loaded.
+
+        expected: the manifest of the base weights.
+        places: as the worker extension's policy_places() returns them.
+        model_rule: raises ValueError for what the model cannot sample.
+        arithmetic: what /health says about how it computes.
+        private_folder: only this replica and its workers use it.
+        weights_folder: buckets on disk are taken from there.
+        """
+        self.engine = engine
+        self.name = name
+        self.limits = limits
+        self.model_rule = model_rule
+        self.arithmetic = dict(arithmetic)
+        self.places = list(places)
         self.private_folder = private_folder
+        self.weights_folder = weights_folder
         self.policy = PolicyState(expected)
         self.owner = Owner(time.monotonic)
         self.in_flight = 0
@@ -80,7 +95,10 @@ class Replica:
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[int]:
-        """Counts a request as in flight; yields the policy version, which cannot change meanwhile. Raises Refused."""
+        """Count a request as in flight; yield the policy version, which cannot change meanwhile.
+
+        Raises Refused.
+        """
         self.policy.require_ready()
         self.in_flight += 1
         try:
@@ -118,7 +136,7 @@ class Replica:
     async def generate(
         self, requests: Sequence[RolloutRequest], receive: Any, *, run: str | None = None
     ) -> tuple[bytes, float]:
-        """(encoded RolloutGroups, drawn as one batch; seconds inside the engine).
+        """Return encoded RolloutGroups, sampled as one batch, and the seconds inside the engine.
 
         receive: ASGI's, after the body: when the client leaves, the engine stops.
         Raises Refused, and ValueError for a bad request or for requests that do not go together.
@@ -144,14 +162,18 @@ class Replica:
         *,
         run: str | None = None,
     ) -> None:
-        """Refuse new generation, wait until the requests in flight are done, and make ready for how buckets come."""
-        if transport.get("name") not in tuple(TRANSPORTS):  # what is asked may have no hash
+        """Refuse new generation, wait for the requests in flight, and prepare the transport.
+
+        Raises Refused, and ValueError for an unknown transport.
+        """
+        # A name from outside may have no hash.
+        if transport.get("name") not in tuple(TRANSPORTS):
             raise ValueError(
                 f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}"
             )
         self.owner.check_begin(run)
         async with self._weights_lock:
-            self.owner.check_begin(run)  # another run may have been before in the queue
+            self.owner.check_begin(run)  # again: another run may have waited before this one
             self.policy.begin(version, manifest, lora)
             self.owner.take(run)
             with self.owner.calling(run):
@@ -171,20 +193,30 @@ class Replica:
             await self._receive(receive, path, run)
             async with self._weights_lock:
                 self.policy.check_push(push)
-                return await self._load(
-                    file_manifest(path), {"transport": "file", "path": str(path)}
-                )
+                source = {"transport": "file", "path": str(path)}
+                return await self._load(file_manifest(path), source)
 
     async def weights_bucket_at(self, source: object, *, run: str | None = None) -> list[str]:
-        """Loads the tensors of a bucket that lies elsewhere; returns their names. Raises Refused or ValueError."""
+        """Load the tensors of a bucket that lies elsewhere; return their names.
+
+        source: the JSON that says where. Raises Refused or ValueError.
+        """
+        async with self._in_push(run):
+            self.policy.check_bucket({})  # refuse before the bucket is opened
+            return await self._load(*resolve(source, weights_folder=self.weights_folder))
+
+    @asynccontextmanager
+    async def _in_push(self, run: str | None) -> AsyncIterator[None]:
+        """Hold the lock for a step of the push that is open on entry.
+
+        Raises Refused for another run than the owner, and when a new push began in the queue.
+        """
         self.owner.check(run)
         push = self.policy.num_pushes
         with self.owner.calling(run):
             async with self._weights_lock:
                 self.policy.check_push(push)
-                self.policy.check_bucket({})
-                manifest, source = resolve(source, weights_folder=self.weights_folder)
-                return await self._load(manifest, source)
+                yield
 
     async def _receive(self, receive: Any, path: Path, run: str | None) -> None:
         """Write the body to the file. Each chunk is a sign of life of the run."""
@@ -208,48 +240,41 @@ class Replica:
         return sorted(bucket)
 
     async def weights_commit(self, version: int, *, run: str | None = None) -> list[dict[str, Any]]:
-        """Of each worker: fingerprints (name → digits) of what it now uses, or makes FP8 copies of; bound_modules of the LoRA.
-        Raises Refused."""
-        self.owner.check(run)
-        push = self.policy.num_pushes
-        with self.owner.calling(run):
-            async with self._weights_lock:
-                self.policy.check_push(push)
-                return await self._commit(version)
+        """Put the pushed weights to use; return what each worker then uses.
 
-    async def _commit(self, version: int) -> list[dict[str, Any]]:
-        self.policy.check_commit(version)
-        lora = self.policy.lora
-        await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
-        workers = (await call_worker(self.engine, "fingerprints"))["workers"]
-        self.policy.commit(keeps_base=await self._quantized())
-        logger.info(
-            "%s holds policy version %d, %d tensors",
-            self.name,
-            version,
-            len(workers[0]["fingerprints"]),
-        )
+        A worker's answer has fingerprints (name → digits; with FP8, of the weights that the copies
+        are made from) and bound_modules, those of the LoRA. Raises Refused.
+        """
+        async with self._in_push(run):
+            self.policy.check_commit(version)
+            lora = self.policy.lora
+            await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
+            workers = (await call_worker(self.engine, "fingerprints"))["workers"]
+            keeps_base = True
+            if self.arithmetic.get("fp8"):
+                # If quantize fails, weights may be gone: a second commit must not succeed.
+                self.policy.lose_received()
+                keeps_base = (await call_worker(self.engine, "quantize"))["keeps_weights"]
+            self.policy.commit(keeps_base=keeps_base)
+        num_tensors = len(workers[0]["fingerprints"])
+        logger.info("%s holds policy version %d, %d tensors", self.name, version, num_tensors)
         return workers
 
-    async def _quantized(self) -> bool:
-        """Makes FP8 copies, where products are in FP8; returns whether the weights were kept as they came."""
-        if not self.arithmetic.get("fp8"):
-            return True
-        self.policy.lose_received()  # else a commit could be tried again, if the next line failed
-        return (await call_worker(self.engine, "quantize"))["keeps_weights"]
-
     async def sleep(self, *, run: str | None = None) -> None:
-        """Gives the memory of all weights back, until a push brings all of the policy's. Raises Refused when not ready."""
+        """Give the memory of all weights back, until a push brings all of the policy's.
+
+        Raises Refused when not ready.
+        """
         self.owner.check(run)
         with self.owner.calling(run):
             async with self._weights_lock:
-                self.owner.check(run)
+                self.owner.check(run)  # again: another run may have begun a push in the queue
                 self.policy.fall_asleep()
                 await self._drained()
                 await call_worker(self.engine, "free_weights")
 
     async def trim(self, *, run: str | None = None) -> None:
-        """Gives memory back that no sample or weight needs at the moment."""
+        """Give memory back that no sample or weight needs at the moment."""
         self.owner.check(run)
         with self.owner.calling(run):
             await call_worker(self.engine, "trim")
@@ -262,18 +287,19 @@ class Replica:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
         sampling = requests[0].sampling
+        # A prompt's other columns are for rewards; the worker needs none of them.
+        plain_requests = tuple(
+            dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, fields={}))
+            for request in requests
+        )
         parameters = OmniDiffusionSamplingParams(
             height=sampling.height,
             width=sampling.width,
             num_inference_steps=sampling.num_inference_steps,
-            true_cfg_scale=max(
-                1.0, sampling.true_cfg_scale
-            ),  # vllm-omni takes 0 for "not given" and then uses 4
+            # vllm-omni takes 0 for "not given" and then uses 4
+            true_cfg_scale=max(1.0, sampling.true_cfg_scale),
             num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
-            extra_args={
-                REQUESTS_KEY: tuple(map(_without_fields, requests)),
-                STOP_KEY: stop.path,
-            },
+            extra_args={REQUESTS_KEY: plain_requests, STOP_KEY: stop.path},
         )
         outputs = self.engine.generate(
             prompt={"prompt": requests[0].prompt.text},
@@ -282,8 +308,3 @@ class Replica:
         )
         last = [output async for output in outputs][-1]
         return last.multimodal_output["metadata"][RESULT_KEY]
-
-
-def _without_fields(request: RolloutRequest) -> RolloutRequest:
-    """What the worker needs of a request: a prompt's other columns are for rewards."""
-    return dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, fields={}))

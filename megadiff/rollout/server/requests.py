@@ -1,8 +1,7 @@
-"""Whether a replica takes a request. Every refusal is a ValueError with both numbers, the rule and the fix."""
+"""Check a request for samples. A refusal is a ValueError with both numbers, rule and fix."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from megadiff.diffusion.schedule import check_window
@@ -10,70 +9,65 @@ from megadiff.diffusion.sde import NOISE_SCALES
 from megadiff.rollout.limits import Limits
 from megadiff.types import DTYPES, RolloutRequest, Sampling
 
-ModelRule = Callable[
-    [Sampling], None
-]  # ModelAdapter.validate: what the model cannot sample is its ValueError
+ModelRule = Callable[[Sampling], None]  # ModelAdapter.validate, which raises ValueError
 
 
 def check_requests(
     requests: Sequence[RolloutRequest], limits: Limits, model_rule: ModelRule
 ) -> None:
-    """Raises ValueError unless all can be sampled in one batch; a fault of one request names its place and prompt."""
+    """Raise ValueError unless all can be sampled in one batch.
+
+    A fault of one request names its index and prompt.
+    """
     if not requests:
         raise ValueError("the list of requests is empty; send at least one")
-    for place, request in enumerate(requests):
+    first = requests[0].sampling
+    for index, request in enumerate(requests):
         try:
             check_request(request, limits, model_rule)
         except ValueError as error:
             raise ValueError(
-                f"requests[{place}] (prompt {request.prompt.id[:64]}): {error}"
+                f"requests[{index}] (prompt {request.prompt.id[:64]}): {error}"
             ) from None
-        _check_same_sampling(place, request.sampling, requests[0].sampling)
+        for name, value in vars(request.sampling).items():
+            if value != getattr(first, name):
+                raise ValueError(
+                    f"requests[{index}] has {name}={value}, requests[0] has "
+                    f"{name}={getattr(first, name)}; a batch shares one sampling: send the others "
+                    "in a call of their own"
+                )
     num_samples = sum(len(request.sample_indices) for request in requests)
     if num_samples > limits.batch_size:
         raise ValueError(
-            f"{len(requests)} requests ask for {num_samples} samples, a call takes {limits.batch_size}; send fewer "
-            "requests at once (rollout.batch_size)"
+            f"{len(requests)} requests ask for {num_samples} samples, a call takes "
+            f"{limits.batch_size}; send fewer requests at once (rollout.batch_size)"
         )
-
-
-def _check_same_sampling(place: int, sampling: Sampling, first: Sampling) -> None:
-    for name, value in vars(sampling).items():
-        if value != getattr(first, name):
-            raise ValueError(
-                f"requests[{place}] has {name}={value}, requests[0] has {name}={getattr(first, name)}; a batch shares "
-                "one sampling: send the others in a call of their own"
-            )
 
 
 def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule) -> None:
-    """Raises ValueError for the first rule that the request breaks."""
+    """Raise ValueError for the first rule that the request breaks."""
     sampling = request.sampling
-    for name, text in (
-        ("prompt", request.prompt.text),
-        ("negative prompt", request.prompt.negative_text),
-    ):
-        _check_text(name, text, limits.prompt_chars)
-    for name, limit in (
-        ("height", limits.side),
-        ("width", limits.side),
-        ("num_frames", limits.num_frames),
-    ):
-        if not 0 < getattr(sampling, name) <= limit:
-            raise ValueError(f"{name}={getattr(sampling, name)} must be positive, at most {limit}")
+    check_text("prompt", request.prompt.text, limits.prompt_chars)
+    check_text("negative prompt", request.prompt.negative_text, limits.prompt_chars)
+    bounds = {"height": limits.side, "width": limits.side, "num_frames": limits.num_frames}
+    for name, limit in bounds.items():
+        value = getattr(sampling, name)
+        if not 0 < value <= limit:
+            raise ValueError(f"{name}={value} must be positive, at most {limit}")
     num_pixels = sampling.height * sampling.width * sampling.num_frames
     if num_pixels > limits.pixels:
         raise ValueError(
-            f"{sampling.num_frames} frames of {sampling.width}x{sampling.height} are {num_pixels} pixels, a sample has at "
-            f"most {limits.pixels}; ask for fewer or smaller frames"
+            f"{sampling.num_frames} frames of {sampling.width}x{sampling.height} are {num_pixels} "
+            f"pixels, a sample has at most {limits.pixels}; ask for fewer or smaller frames"
         )
     if not 1 <= sampling.num_inference_steps <= limits.num_inference_steps:
         raise ValueError(
-            f"num_inference_steps={sampling.num_inference_steps} must be 1 to {limits.num_inference_steps}"
+            f"num_inference_steps={sampling.num_inference_steps} must be 1 to "
+            f"{limits.num_inference_steps}"
         )
     for name in ("true_cfg_scale", "guidance_scale", "guidance_scale_2", "eta"):
         value = getattr(sampling, name)
-        if not (math.isfinite(value) and 0 <= value <= 100):
+        if not 0 <= value <= 100:  # NaN fails every comparison
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
     model_rule(sampling)
     _check_first_frame(request)
@@ -81,7 +75,8 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
     _check_samples(request.sample_indices, limits.group_size)
 
 
-def _check_text(name: str, text: str, max_chars: int) -> None:
+def check_text(name: str, text: str, max_chars: int) -> None:
+    """Raise ValueError for a text that is too long or that no tokenizer takes."""
     if len(text) > max_chars:
         raise ValueError(
             f"the {name} has {len(text)} characters, at most {max_chars} are taken; shorten it"
@@ -91,13 +86,15 @@ def _check_text(name: str, text: str, max_chars: int) -> None:
 
 
 def _check_first_frame(request: RolloutRequest) -> None:
-    """The model's rule has said whether it takes one."""
-    sampling, found = request.sampling, len(request.first_frame)
+    """Raise ValueError unless its size fits; the model's rule has said whether it takes one."""
+    sampling = request.sampling
+    size = len(request.first_frame)
     needed = 3 * sampling.height * sampling.width if sampling.first_frame else 0
-    if found != needed:
+    if size != needed:
         raise ValueError(
-            f"the first frame has {found} bytes, a sampling of {sampling.width}x{sampling.height} with "
-            f"first_frame={sampling.first_frame} needs {needed}; send RGB, 3 bytes a pixel, where the sampling has a first frame"
+            f"the first frame has {size} bytes, a sampling of {sampling.width}x{sampling.height} "
+            f"with first_frame={sampling.first_frame} needs {needed}; send RGB, 3 bytes a pixel, "
+            "where the sampling has a first frame"
         )
 
 
@@ -113,7 +110,8 @@ def _check_sde(request: RolloutRequest) -> None:
         return
     if not sampling.eta:
         raise ValueError(
-            f"eta=0 with sde_type={sampling.sde_type}: a stochastic step needs noise; set eta>0 or ode"
+            f"eta=0 with sde_type={sampling.sde_type}: a stochastic step needs noise; set eta>0 or "
+            "ode"
         )
     if sampling.sde_type == "flow_cps" and sampling.eta > 1:
         raise ValueError(f"eta={sampling.eta} with sde_type=flow_cps must be at most 1")
@@ -129,5 +127,6 @@ def _check_samples(sample_indices: tuple[int, ...], group_size: int) -> None:
         raise ValueError(f"{len(sample_indices)} sample_indices; a group has 1 to {group_size}")
     if len(set(sample_indices)) != len(sample_indices):
         raise ValueError(
-            f"sample_indices={list(sample_indices)} holds an index twice; each sample has its own noise"
+            f"sample_indices={list(sample_indices)} holds an index twice; each sample has its own "
+            "noise"
         )

@@ -1,8 +1,9 @@
-"""FP8 matrix products in a replica's blocks: e4m3 copies of the bfloat16 weights that pushes bring.
+"""Compute matrix products in FP8 in a replica's blocks, with e4m3 copies of bfloat16 weights.
 
-Weights are scaled by row (an output feature), inputs by token, both at the largest magnitude; products accumulate in
-float32 (`torch._scaled_mm`, compute capability 8.9 and higher). What is pushed, fingerprinted and wrapped by LoRA is the bfloat16
-weight; in place, the copy alone is kept after that. LoRA's own products stay in bfloat16.
+Weights are scaled by row (an output feature), inputs by token, both at the largest magnitude.
+Products accumulate in float32 (`torch._scaled_mm`, compute capability 8.9 and higher). The bfloat16
+weight is pushed, fingerprinted and wrapped by LoRA; in place, only the copy stays after that.
+LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,41 +19,43 @@ from megadiff.rollout.worker.freed_weights import FreedWeights
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 CAPABILITY = (8, 9)
-MULTIPLE = 16  # of both dimensions of a weight, which the kernel wants
+MULTIPLE = 16  # the kernel wants both dimensions of a weight to be multiples of it
 
 
 class Fp8Linears:
-    """Layers of vLLM whose products are in FP8 from here on. layers: name → a linear layer with a bfloat16 `weight`.
+    """Switch layers of vLLM to FP8 products.
 
-    in_place: the weights' memory is given back as soon as they have their copies, one after another, until make_room(), which
-    must come before each change of them, as refresh() must follow it. Never are all of both there.
+    layers: name → a linear layer with a bfloat16 `weight`.
+    in_place: the weights' memory is given back, layer by layer, as soon as they have their copies.
+    BF16 weights and FP8 copies are never all in memory at once. Before each change of the weights
+    comes make_room(), after it refresh().
     Raises ValueError for a layer that FP8 products do not take.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, in_place: bool = False) -> None:
-        self.in_place, self._layers = in_place, list(layers.values())
-        self._weights: list[FreedWeights] = []  # of each layer
-        self._copies: list[FreedWeights] = []
+        self.in_place = in_place
+        self._layers: list[tuple[nn.Module, FreedWeights, FreedWeights]] = []  # weight, copies
         for name, layer in layers.items():
-            _check(name, layer.weight)
-            layer.register_buffer(
-                "fp8_weight", torch.empty_like(layer.weight, dtype=FP8), persistent=False
-            )
-            scale = torch.empty(
-                1, layer.weight.shape[0], dtype=torch.float32, device=layer.weight.device
-            )
-            layer.register_buffer("fp8_scale", scale, persistent=False)
+            weight = layer.weight
+            _check(name, weight)
+            fp8_weight = torch.empty_like(weight, dtype=FP8)
+            fp8_scale = weight.new_empty(1, len(weight), dtype=torch.float32)
+            layer.register_buffer("fp8_weight", fp8_weight, persistent=False)
+            layer.register_buffer("fp8_scale", fp8_scale, persistent=False)
             layer.quant_method = _Fp8Method()
-            self._weights.append(FreedWeights([layer.weight]))
-            self._copies.append(FreedWeights([layer.fp8_weight, layer.fp8_scale]))
-            self._copies[-1].free()  # until refresh() comes to it
+            copies = FreedWeights([fp8_weight, fp8_scale])
+            copies.free()  # until refresh() comes to it
+            self._layers.append((layer, FreedWeights([weight]), copies))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The copies from what the weights are now. When it raises, make_room() and all weights must come again."""
+        """Make the copies from what the weights are now.
+
+        When it raises, some weights are gone: make_room() and all weights must come again.
+        """
         self.keeps_weights = not self.in_place
-        for layer, weights, copies in zip(self._layers, self._weights, self._copies, strict=True):
+        for layer, weights, copies in self._layers:
             copies.take_back()
             quantized, scale = quantize_rows(layer.weight)
             layer.fp8_weight.copy_(quantized)
@@ -61,21 +64,21 @@ class Fp8Linears:
                 weights.free()
 
     def free_copies(self) -> None:
-        """Until refresh()."""
-        for copies in self._copies:
+        """Give the copies' memory back until refresh()."""
+        for _, _, copies in self._layers:
             copies.free()
 
     def make_room(self) -> None:
-        """For weights that are about to come. Raises as FreedWeights.take_back."""
+        """Allocate memory for weights that are about to come; raises as FreedWeights.take_back."""
         if self.in_place:
             self.free_copies()
-        for weights in self._weights:
+        for _, weights, _ in self._layers:
             weights.take_back()
         self.keeps_weights = True
 
 
 class _Fp8Method:
-    """In place of a vLLM layer's `quant_method`, which its forward and LoRA's wrapper call."""
+    """Replace a vLLM layer's `quant_method`, which its forward and LoRA's wrapper call."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
@@ -84,7 +87,10 @@ class _Fp8Method:
 def fp8_linear(
     x: Tensor, weight_ON: Tensor, scale_1O: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """x: [..., N] bfloat16; weight_ON: [O, N] e4m3; scale_1O: [1, O] float32, of its rows. Returns [..., O] bfloat16."""
+    """Return x @ weight.T + bias, [..., O] bfloat16.
+
+    x: [..., N] bfloat16. weight_ON: e4m3. scale_1O: float32, of the weight's rows.
+    """
     quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
     y = torch._scaled_mm(
         quantized, weight_ON.T, scale_a=scale, scale_b=scale_1O, out_dtype=torch.bfloat16
@@ -94,14 +100,21 @@ def fp8_linear(
 
 
 def quantize_rows(x_RN: Tensor) -> tuple[Tensor, Tensor]:
-    """x_RN: [R, N]. Returns e4m3 [R, N] and float32 [R, 1]: x = quantized × scale, a row's largest magnitude at e4m3's."""
+    """Return e4m3 [R, N] and float32 scales [R, 1], with x = quantized × scale.
+
+    A row's largest magnitude becomes e4m3's largest.
+    """
     x = x_RN.float()
+    # at least 1e-12, so that a row of zeros is not divided by zero
     scale_R1 = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
     return (x / scale_R1).clamp_(-LARGEST, LARGEST).to(FP8), scale_R1
 
 
 def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
-    """Of one component's weights those of the blocks' attention and MLPs, which see every token. names: diffusers'."""
+    """Return the weights of the blocks' attention and MLPs, which see every token.
+
+    names: those of one component's weights, as in diffusers.
+    """
     kinds = plan.kinds(names)
     return [
         name
@@ -113,15 +126,17 @@ def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
 def _check(name: str, weight: Tensor) -> None:
     if weight.dtype != torch.bfloat16:
         raise ValueError(
-            f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set model.dtype=bfloat16"
+            f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set "
+            "model.dtype=bfloat16"
         )
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < CAPABILITY:
         major, minor = torch.cuda.get_device_capability(weight.device)
         raise ValueError(
-            f"FP8 products need a GPU of compute capability 8.9 or more, this one has {major}.{minor}"
+            "FP8 products need a GPU of compute capability 8.9 or more, this one has "
+            f"{major}.{minor}"
         )
     if any(size % MULTIPLE for size in weight.shape):
         raise ValueError(
-            f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is {tuple(weight.shape)}; set "
-            "rollout.fp8=false"
+            f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is "
+            f"{tuple(weight.shape)}; set rollout.fp8=false"
         )

@@ -12,8 +12,8 @@ from megadiff.rollout.client import fleet as fleet_module
 from megadiff.rollout.client.client import NotProven, ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet, ReplicaDied
 from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
-from megadiff.rollout.server.owner import RUN_HEADER
 from tests.unit.rollout.addresses import Stranger, drip, replica_routes, reply
 
 TOKEN = "s3cret-" + "0" * 25

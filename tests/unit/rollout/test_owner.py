@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megadiff.rollout.server.owner import LOCKED, OWNER_SILENT_S, Owner
+from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
+from megadiff.rollout.server.owner import Owner
 from megadiff.rollout.server.policy import Refused
 
 

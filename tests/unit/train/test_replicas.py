@@ -15,7 +15,7 @@ from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
 from megadiff.observe.timers import Timers
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import environment_token
-from megadiff.rollout.server.owner import RUN_CHARS
+from megadiff.rollout.limits import RUN_CHARS
 from megadiff.train.replicas import (
     RunReplicas,
     _access,

@@ -1,4 +1,4 @@
-"""vllm-omni on a machine without an accelerator, as an out-of-tree platform plugin.
+"""Run vllm-omni on a machine without an accelerator, as an out-of-tree platform plugin.
 
 Found through the entry point `vllm_omni.platform_plugins`. Inert unless vLLM itself is a CPU build.
 Tested with vllm-omni 0.26 and 0.28.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def register() -> str | None:
-    """Dotted name of the platform class on a CPU build of vLLM, None (leave vllm-omni alone) on any other."""
+    """Return the platform class's dotted name on a CPU build of vLLM, else None: no change."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

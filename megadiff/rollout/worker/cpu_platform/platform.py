@@ -1,6 +1,8 @@
-"""The CPU platform: what vllm-omni asks of a device, answered for host memory and plain PyTorch kernels."""
+"""Answer what vllm-omni asks of a device, for host memory and plain PyTorch kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import psutil
 import torch
@@ -8,59 +10,42 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
+def _always(answer: object) -> Any:
+    """Return a class method that gives one answer, whatever it is asked with."""
+    return classmethod(lambda cls, *args, **kwargs: answer)
+
+
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """Memory figures are the host's, in bytes. torch.cpu lacks the device-memory functions, so each is answered here
-    (vLLM's Platform would otherwise hand out None for them)."""
+    """Run on the CPU. Memory figures are the host's, in bytes.
+
+    torch.cpu lacks the device-memory functions, so each is answered here: vLLM's Platform would
+    hand out None for them.
+    """
 
     _omni_enum = OmniPlatformEnum.OOT
 
-    @classmethod
-    def get_diffusion_worker_cls(cls) -> str:
-        return "megadiff.rollout.worker.cpu_platform.worker.CpuDiffusionWorker"
+    get_diffusion_worker_cls = _always(
+        "megadiff.rollout.worker.cpu_platform.worker.CpuDiffusionWorker"
+    )
+    get_diffusion_attn_backend_cls = _always(
+        "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
+    )
+    get_default_stage_config_path = _always("vllm_omni/deploy")
+    get_torch_device = _always(torch.device("cpu"))
+    # ranks that may share the host; vllm-omni checks world sizes against it
+    get_device_count = _always(8)
+    supports_torch_inductor = _always(False)
+    supports_diffusion_dense_flash_attention = _always(False)
+    supports_cpu_offload = _always(False)
+    get_device_version = _always(None)
+    synchronize = _always(None)
+    empty_cache = _always(None)
+    reset_peak_memory_stats = _always(None)
 
     @classmethod
-    def get_diffusion_attn_backend_cls(cls, *args: object, **kwargs: object) -> str:
-        return "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
-
-    @classmethod
-    def get_default_stage_config_path(cls) -> str:
-        return "vllm_omni/deploy"
-
-    @classmethod
-    def supports_torch_inductor(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_diffusion_dense_flash_attention(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_cpu_offload(cls) -> bool:
-        return False
-
-    @classmethod
-    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
-        return torch.device("cpu")
-
-    @classmethod
-    def get_device_count(cls) -> int:
-        return 8  # ranks that may share the host; vllm-omni checks world sizes against it
-
-    @classmethod
-    def get_device_version(cls) -> str | None:
-        return None
-
-    @classmethod
-    def synchronize(cls) -> None:
-        pass
-
-    @classmethod
-    def empty_cache(cls) -> None:
-        pass
-
-    @classmethod
-    def reset_peak_memory_stats(cls, device: object = None) -> None:
-        pass
+    def get_device_memory(cls, device: object = None) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     @classmethod
     def get_free_memory(cls, device: object = None) -> int:
@@ -71,18 +56,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return psutil.virtual_memory().total
 
     @classmethod
-    def get_device_memory(cls, device: object = None) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
-
-    @classmethod
-    def max_memory_allocated(cls, device: object = None) -> int:
-        return psutil.Process().memory_info().rss
-
-    @classmethod
-    def max_memory_reserved(cls, device: object = None) -> int:
-        return psutil.Process().memory_info().rss
-
-    @classmethod
     def memory_reserved(cls, device: object = None) -> int:
         return psutil.Process().memory_info().rss
+
+    # torch's allocator of host memory keeps no peak
+    max_memory_allocated = memory_reserved
+    max_memory_reserved = memory_reserved

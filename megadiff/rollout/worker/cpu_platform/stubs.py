@@ -1,8 +1,8 @@
-"""Import-only stand-ins for torchvision and torchaudio.
+"""Provide import-only stand-ins for torchvision and torchaudio.
 
-vllm-omni imports both at module level, but their wheels on PyPI are CUDA builds that fail to import beside a CPU torch.
-Neither is used for text-to-image or text-to-video, so whichever is *not installed* becomes a stub that raises
-when called.
+vllm-omni imports both at module level, but their wheels on PyPI are CUDA builds that fail to import
+beside a CPU torch. Neither is used for text-to-image or text-to-video. So whichever is *not
+installed* becomes a stub that raises when called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ STUBBED = ("torchvision", "torchaudio")
 
 
 def install_stubs() -> None:
-    """Make `import torchvision` and `import torchaudio` work where they are not installed; again: does nothing."""
+    """Make `import torchvision` and `import torchaudio` work where they are not installed.
+
+    A second call does nothing.
+    """
     missing = {
         name
         for name in STUBBED
@@ -24,7 +27,7 @@ def install_stubs() -> None:
     }
     if not missing:
         return
-    # transformers caches its answers to "is it installed": let it look before the stubs make it believe so
+    # transformers caches its answers to "is it installed": it must look before the stubs say yes
     from transformers.utils import is_torchaudio_available, is_torchvision_available
 
     is_torchaudio_available()
@@ -33,42 +36,37 @@ def install_stubs() -> None:
 
 
 class _Missing:
-    """Any attribute of a stub: can be passed around and subclassed by name, raises ImportError when called."""
+    """Stand for any attribute of a stub; raises ImportError when called."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.__name__ = name
 
     def __getattr__(self, attribute: str) -> _Missing:
-        if attribute.startswith("__"):
+        if attribute.startswith("__"):  # Python asks for many of these to see what a value can do
             raise AttributeError(attribute)
-        return _Missing(f"{self._name}.{attribute}")
+        return _Missing(f"{self.__name__}.{attribute}")
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise ImportError(f"{self._name} is not installed; CPU replicas run without it")
+        raise ImportError(f"{self.__name__} is not installed; CPU replicas run without it")
 
 
 class _StubModule(ModuleType):
     __version__ = "0.0.0"
     __path__: list[str] = []
 
-    def __getattr__(self, name: str) -> _Missing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Missing(f"{self.__name__}.{name}")
+    __getattr__ = _Missing.__getattr__  # type: ignore[assignment]  # it needs __name__ alone
 
 
 class _StubFinder:
-    """A finder and loader at the end of sys.meta_path: asked only for modules that nothing else provides."""
+    """Find and load stubs, at the end of sys.meta_path: only what nothing else provides."""
 
     def __init__(self, roots: set[str]) -> None:
         self._roots = roots
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return (
-            ModuleSpec(name, loader=self, is_package=True)
-            if name.partition(".")[0] in self._roots
-            else None
-        )
+        if name.partition(".")[0] not in self._roots:
+            return None
+        return ModuleSpec(name, loader=self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StubModule(spec.name)

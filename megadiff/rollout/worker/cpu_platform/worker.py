@@ -1,6 +1,7 @@
-"""The CPU worker, and patches of vllm-omni: three that a CPU run needs, one for speed. Importing this module applies them.
+"""Patch vllm-omni for the CPU worker: three patches that a CPU run needs, one for speed.
 
-It is imported by name, from CpuOmniPlatform, and therefore only where that platform is active.
+Importing this module applies them. CpuOmniPlatform names it, so it is imported only where that
+platform is active.
 """
 
 from __future__ import annotations
@@ -17,27 +18,17 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
 from vllm_omni.diffusion.layers.rope import RotaryEmbedding
 
 logger = logging.getLogger(__name__)
-
-
+# The patches below are all that a CPU needs: the class itself is the stock one.
 CpuDiffusionWorker = omni_worker.DiffusionWorker
 
 
 def _keep_linear_weight(layer: nn.Module, remove_weight: bool = False) -> None:
-    """Use torch's own linear. vLLM's CPU path packs the weight and leaves `layer.weight` empty, after which no new
-    weights can be loaded."""
+    """Use torch's own linear.
+
+    vLLM's CPU path packs the weight and leaves `layer.weight` empty, after which no new weights can
+    be loaded.
+    """
     layer.cpu_linear = nn.functional.linear
-
-
-def _sdpa_forward(
-    self: SDPAImpl,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_metadata: object = None,
-) -> torch.Tensor:
-    """AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself because vllm-omni's float32
-    fallback creates one directly, past the platform's choice of backend."""
-    return self._forward_impl(query, key, value, attn_metadata)
 
 
 def _rotate_pairs(
@@ -47,8 +38,11 @@ def _rotate_pairs(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotary embedding of neighbouring pairs as one complex product, as diffusers has it: the same bits as the stock one,
-    which takes half as long as all else in a small model's forward. cos, sin: [T, D/2], or the stock path."""
+    """Rotate neighbouring pairs by one complex product, as diffusers does: the same bits.
+
+    The stock one takes half as long as all else in a small model's forward. It stays for cos and
+    sin that are not [T, D/2].
+    """
     if (
         not self.interleaved
         or cos.ndim != 2
@@ -61,28 +55,24 @@ def _rotate_pairs(
 
 
 def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
-    """WorkerProc's output thread without streams: a CPU has no `torch.accelerator.current_accelerator()`.
+    """Run WorkerProc's output thread without streams: a CPU has no current accelerator.
 
-    Used by the multi-process executor only, which is the one that 0.26 has.
+    Only the multi-process executor uses it, which is the one that 0.26 has.
     """
     while (item := self._async_output_queue.get()) is not None:
         output, async_output_id, _ = item
         try:
             omni_worker.pack_diffusion_output_shm(output)
             result = {"output": output}
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-        ) as error:  # shared memory is full, or something in it cannot be packed
+        # shared memory is full, or something in the output cannot be packed
+        except (OSError, ValueError, TypeError) as error:
             logger.exception("packing an output failed")
             result = {"error": str(error)}
         message = omni_worker.AsyncDiffusionOutput(
             kind=omni_worker.AsyncOutputKind.OUTPUT_READY, async_output_id=async_output_id, **result
         )
-        send = (
-            getattr(self, "_enqueue_result", None) or self.result_mq.enqueue
-        )  # 0.28 serialises its writers
+        # 0.28 serialises its writers
+        send = getattr(self, "_enqueue_result", None) or self.result_mq.enqueue
         send(message)
         if hasattr(self, "_async_output_done"):
             with self._async_output_done:
@@ -91,6 +81,8 @@ def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
 
 
 layer_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
-SDPAImpl.forward = _sdpa_forward
+# AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself, because
+# vllm-omni's float32 fallback creates one directly, past the platform's choice of backend.
+SDPAImpl.forward = SDPAImpl._forward_impl
 RotaryEmbedding.forward_native = partialmethod(_rotate_pairs, RotaryEmbedding.forward_native)
 omni_worker.WorkerProc._async_output_loop = _send_outputs_loop
