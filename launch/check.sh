@@ -6,9 +6,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup.sh
 bin=.venv/bin
 $bin/ruff check .
-$bin/ruff format --check --quiet . || { $bin/ruff format --check . && exit 1; }
+$bin/ruff format --check .
 $bin/mypy megadiff
 site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
 trap 'rm -rf "$site"' EXIT
-NO_MKDOCS_2_WARNING=1 $bin/mkdocs build --strict --quiet --site-dir "$site"
+$bin/mkdocs build --strict --quiet --site-dir "$site"
 echo "check: lint, layout, types and docs are right"
