@@ -1,11 +1,14 @@
-"""The RL-gain benchmark: how far, and how fast, RL takes a model's held-out score. See docs/shapes.md.
+"""The RL-gain benchmark: how far, and how fast, RL takes a model's held-out score.
+
+See docs/shapes.md.
 
     python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] [--parallel N] [key=value …]
 
-Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and end score, steps and
-seconds to the target, seconds per step, diversity, alarms. A table goes to stdout; DIR gets gain.json, gain.svg and the
-runs with their logs. The same command again continues: finished runs are kept, others start over. Without a config:
-configs/shapes/flowgrpo.yaml. On several GPUs each of the parallel runs has one for itself while there are enough.
+Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and
+end score, steps and seconds to the target, seconds per step, diversity, alarms. A table goes to
+stdout; DIR gets gain.json, gain.svg and the runs with their logs. The same command again continues:
+finished runs are kept, others start over. Without a config: configs/shapes/flowgrpo.yaml. On
+several GPUs each of the parallel runs has one for itself while there are enough.
 
 Exit codes: 0 done, 1 a run failed, 2 something asked for is wrong, 130 or 143 interrupted.
 """
@@ -61,7 +64,10 @@ STOP_S = 60.0  # a run that is told to stop has this long to stop its replicas
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run that is asked for. arguments: of `megadiff train`, without OURS. metric: the score that is compared."""
+    """One run that is asked for.
+
+    arguments: of `megadiff train`, without OURS. metric: the score that is compared.
+    """
 
     setting: str
     seed: int
@@ -93,7 +99,10 @@ class Job:
 
 @dataclass(kw_only=True)
 class Active:
-    """A run that is on. stamps_s: step → seconds since the process started at which its row was seen."""
+    """A run that is on.
+
+    stamps_s: step → seconds since the process started at which its row was seen.
+    """
 
     job: Job
     slot: int
@@ -132,14 +141,17 @@ def slug(text: str) -> str:
 
 
 def settings_of(varied: Sequence[str]) -> list[list[str]]:
-    """["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …]. Commas within [] do not separate. ValueError: no
-    key=values, or a key twice."""
+    """["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …].
+
+    Commas within [] do not separate. ValueError: no key=values, or a key twice.
+    """
     axes: dict[str, list[str]] = {}
     for each in varied:
         key, equals, values = each.partition("=")
         if not equals or not key or key in axes or not values:
             raise ValueError(
-                f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. optim.lr=5e-5,1e-4"
+                f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. "
+                "optim.lr=5e-5,1e-4"
             )
         axes[key] = [f"{key}={value}" for value in re.split(r",(?![^\[]*\])", values)]
     return [list(setting) for setting in product(*axes.values())]
@@ -154,8 +166,10 @@ def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Every run that is asked for, seeds of one setting together. ValueError: a config that does not load or never
-    evaluates, two settings of one name."""
+    """Every run that is asked for, seeds of one setting together.
+
+    ValueError: a config that does not load or never evaluates, two settings of one name.
+    """
     configs = [each for each in options.config if not is_override(each)] or [DEFAULT_CONFIG]
     overrides = [each for each in options.config if is_override(each)]
     for each in (*overrides, *options.vary):
@@ -166,7 +180,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     settings = {setting_name(setting, configs): setting for setting in settings_of(options.vary)}
     if len({slug(name) for name in settings}) < len(settings_of(options.vary)):
         raise ValueError(
-            f"two settings would share a name; vary keys and values that differ: {', '.join(settings)}"
+            "two settings would share a name; vary keys and values that differ: "
+            f"{', '.join(settings)}"
         )
     runs_folder = options.out.resolve() / "runs"
     return [
@@ -190,7 +205,8 @@ def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, m
     preferred = [key for key in (metric or PREFERRED, *known) if key in known]
     if not preferred or (metric and metric not in known):
         raise ValueError(
-            f"{name}: --metric {metric or PREFERRED} is none of its rewards: {', '.join(known) or 'it has none'}"
+            f"{name}: --metric {metric or PREFERRED} is none of its rewards: "
+            f"{', '.join(known) or 'it has none'}"
         )
     return Job(
         setting=name,
@@ -202,7 +218,10 @@ def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, m
 
 
 def kept_result(job: Job) -> RunResult | None:
-    """The result of a run that finished earlier. ValueError when that run was another one than is asked for now."""
+    """The result of a run that finished earlier.
+
+    ValueError when that run was another one than is asked for now.
+    """
     if not job.result_path.exists():
         return None
     plain = json.loads(job.result_path.read_text("utf-8"))
@@ -213,7 +232,8 @@ def kept_result(job: Job) -> RunResult | None:
         return None
     if result.arguments != job.arguments:
         raise ValueError(
-            f"{job.result_path} is of a run with {' '.join(result.arguments)}, now {' '.join(job.arguments)} is asked for; "
+            f"{job.result_path} is of a run with {' '.join(result.arguments)}, now "
+            f"{' '.join(job.arguments)} is asked for; "
             "give another --out"
         )
     return result
@@ -281,15 +301,19 @@ def finish(active: Active) -> RunResult:
 
 @contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """A descriptor that keeps `out` ours. Runs inherit it, so that the folder stays taken while one of them lives, even if
-    this process is killed. ValueError when it is taken."""
+    """A descriptor that keeps `out` ours.
+
+    Runs inherit it, so that the folder stays taken while one of them lives, even if this process is
+    killed. ValueError when it is taken.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"{out} is in use by another benchmark, or by a run that one left; end it, or give another --out"
+                f"{out} is in use by another benchmark, or by a run that one left; end it, or "
+                "give another --out"
             ) from error
         yield file.fileno()
 
@@ -297,8 +321,10 @@ def locked(out: Path) -> Iterator[int]:
 def run_all(
     jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tuple[str, str]], *, lock: int
 ) -> list[RunResult]:
-    """Runs what is not finished yet, --parallel at a time; the record in --out is kept up to date. Stops what is on when
-    it is left by an interrupt. The results in the order of the jobs."""
+    """Runs what is not finished yet, --parallel at a time; the record in --out is kept up to date.
+
+    Stops what is on when it is left by an interrupt. The results in the order of the jobs.
+    """
     results = {job.name: result for job in jobs if (result := kept_result(job)) is not None}
     waiting = deque(job for job in jobs if job.name not in results)
     logger.info("%d runs, %d of them finished earlier", len(jobs), len(results))

@@ -1,4 +1,7 @@
-"""What a benchmark ran on: GPUs, CPU, versions. Imports neither torch nor anything that touches a GPU."""
+"""What a benchmark ran on: GPUs, CPU, versions.
+
+Imports neither torch nor anything that touches a GPU.
+"""
 
 from __future__ import annotations
 

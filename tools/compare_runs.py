@@ -141,7 +141,10 @@ def write_images(folder: Path) -> None:
 
 
 def first_difference(before: list[dict[str, object]], after: list[dict[str, object]]) -> str:
-    """Return '' where both are equal, else where they differ first. JSON carries a float exactly."""
+    """Return '' where both are equal, else where they differ first.
+
+    JSON carries a float exactly.
+    """
     if len(before) != len(after):
         return f"{len(before)} steps before, {len(after)} after"
     for old, new in zip(before, after, strict=True):

@@ -4,7 +4,8 @@
 
 Each trial starts a trainer (alone, under torchrun with two ranks, or with a replica of its own),
 waits a random time, and sends SIGTERM, SIGINT or SIGKILL to a random rank, torchrun, its process
-group, or a replica. Trials go on with the run of the trial before, so each resumes what another left.
+group, or a replica. Trials go on with the run of the trial before, so each resumes what another
+left.
 
 Counted: finished steps that no checkpoint has, although the weights were whole (no rank of several,
 nor the only one, was killed by SIGKILL); processes that are left, found by a mark in their
@@ -369,7 +370,8 @@ def main(argv: list[str] | None = None) -> int:
             storm.replica.wait(20)
     say(
         f"{options.count} trials, seed {options.seed}: {totals['lost']} finished steps lost where "
-        f"weights were whole ({totals['killed']} trials killed a rank's), {totals['left']} processes "
+        f"weights were whole ({totals['killed']} trials killed a rank's), {totals['left']} "
+        "processes "
         f"left, {totals['hangs']} ends over {options.limit_s:.0f} s, {totals['gaps']} gaps in the "
         f"metrics; slowest end {slowest:.1f} s"
     )

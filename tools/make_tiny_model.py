@@ -1,7 +1,8 @@
-"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2 with one or two transformers.
+"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2
+with one or two transformers.
 
-See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a family's real sizes, by
-tools/random_weights.py, whose own options may follow:
+See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a
+family's real sizes, by tools/random_weights.py, whose own options may follow:
 
     python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] [--text-layers N] [--device cuda]
 """
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.size and args.family != "qwen_image":
             raise ValueError(
-                f"--size {args.size}: {args.family} has one tiny size; leave it out, or give --size full"
+                f"--size {args.size}: {args.family} has one tiny size; leave it out, or give "
+                "--size full"
             )
         sizes = {"size": args.size} if args.size else {}
         FAMILIES[args.family](args.out, dtype=args.dtype or "float32", seed=args.seed or 0, **sizes)

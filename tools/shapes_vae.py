@@ -1,4 +1,6 @@
-"""Training the tiny VAE of assets/shapes: Qwen-Image's architecture at base width 16, on generated 64×64 images."""
+"""Training the tiny VAE of assets/shapes: Qwen-Image's architecture at base width 16, on generated
+64×64 images.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ WARMUP_STEPS = 200
 def train_vae(
     *, num_images: int, num_steps: int, batch_size: int, peak_lr: float
 ) -> AutoencoderKLQwenImage:
-    """A float32 VAE on the CPU with its latents' mean and std in its config; logs how many reconstructions verify."""
+    """A float32 VAE on the CPU with its latents' mean and std in its config; logs how many
+    reconstructions verify.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     pixels, _ = sample_images(num_images, seed=DATA_SEED)
@@ -78,7 +82,9 @@ def _optimise(
     batch_size: int,
     peak_lr: float,
 ) -> None:
-    """AdamW, cosine to 2 %. On a GPU a step is one CUDA graph: its few hundred kernels are small."""
+    """AdamW, cosine to 2 %. On a GPU a step is one CUDA graph: its few hundred kernels are
+    small.
+    """
     device = images_NCHW.device
     on_gpu = device.type == "cuda"
     parameters = list(vae.parameters())
@@ -130,7 +136,9 @@ def _optimise(
 def _as_graph(
     step: Callable[[], tuple[Tensor, Tensor]], fill: Callable[[], None]
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The step captured as a CUDA graph, after a few plain ones at learning rate 0 that allocate all it needs."""
+    """The step captured as a CUDA graph, after a few plain ones at learning rate 0 that allocate
+    all it needs.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

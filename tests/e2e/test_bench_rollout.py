@@ -1,4 +1,6 @@
-"""The rollout benchmark as it is called, on the tiny model: diffusers and a real replica, a line for each way."""
+"""The rollout benchmark as it is called, on the tiny model: diffusers and a real replica, a line
+for each way.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The report in a real browser: what is drawn, not what is written. Needs Chromium (apt-get install chromium)."""
+"""The report in a real browser: what is drawn, not what is written.
+
+Needs Chromium (apt-get install chromium).
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def look(
     report: Path, tmp_path: Path, *, width: int, probe: str = PROBE, budget_ms: int = 5000
 ) -> dict:
-    """What the probe saw of the report in a window of this width. budget_ms: how long its clock runs."""
+    """What the probe saw of the report in a window of this width.
+
+    budget_ms: how long its clock runs.
+    """
     html = report.read_text("utf-8")
     page = tmp_path / "probed.html"
     page.write_text(

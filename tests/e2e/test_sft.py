@@ -1,4 +1,6 @@
-"""Supervised runs as a user starts them: every layout, killed and resumed, evaluated on averaged weights, exported."""
+"""Supervised runs as a user starts them: every layout, killed and resumed, evaluated on averaged
+weights, exported.
+"""
 
 import json
 import os
@@ -62,7 +64,10 @@ SAMPLING = Sampling(height=64, width=64, num_inference_steps=3, sde_type="ode", 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory, tiny_model):
-    """One folder for all runs: the latents are made once. Its images/ has six images and five captions."""
+    """One folder for all runs: the latents are made once.
+
+    Its images/ has six images and five captions.
+    """
     trainer = Trainer(tmp_path_factory.mktemp("sft"), tiny_model)
     write_images(trainer.folder / "images")
     (trainer.folder / "held_out.txt").write_text("a green wall\na black wall\n")
@@ -88,7 +93,9 @@ def write_rows(folder, rows):
 
 @pytest.fixture(scope="module")
 def shared(trainer, registry):
-    """Settings of a run that is evaluated before, half-way and after on replicas that are there already."""
+    """Settings of a run that is evaluated before, half-way and after on replicas that are there
+    already.
+    """
     replicas = ["rollout.mode=separate", f"rollout.registry={registry}"]
     evaluation = [
         "eval.every=10",
@@ -108,7 +115,9 @@ def reference(trainer, shared):
 
 @pytest.fixture(scope="module")
 def held(reference, registry):
-    """Latents from the weights that the run's last evaluation gave to the replica, and the client of it."""
+    """Latents from the weights that the run's last evaluation gave to the replica, and the client
+    of it.
+    """
     address = json.loads((registry / "replica_0.json").read_text())
     client = ReplicaClient(address["url"], "replica_0")
     owner = ReplicaClient(address["url"], "replica_0", run=client.health()["run"])
@@ -170,8 +179,9 @@ def push(client, version, folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(trainer, shared, held):
-    """The run on two data-parallel ranks, on two sequence-parallel ones without averaged weights, and on two
-    tensor-parallel ones of the other engine."""
+    """The run on two data-parallel ranks, on two sequence-parallel ones without averaged weights,
+    and on two tensor-parallel ones of the other engine.
+    """
     runs = {
         "dp": [AVERAGED],
         "sp": ["algorithm.ema_decay=0"],
@@ -238,11 +248,16 @@ def test_a_run_of_two_ranks_becomes_a_pipeline_of_its_averaged_weights(two_ranks
 
 
 def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
-    """Bit for bit: losses, evaluations, and all that the last checkpoint holds, the averaged weights among it."""
+    """Bit for bit: losses, evaluations, and all that the last checkpoint holds, the averaged
+    weights among it.
+    """
     process = subprocess.Popen(
         trainer.command(*shared, AVERAGED, name="killed"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd=trainer.folder,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        cwd=trainer.folder,
+    )
     metrics = trainer.folder / "killed" / "metrics.jsonl"
     _wait_for(
         lambda: metrics.exists() and metrics.read_text().count("\n") >= 13
@@ -287,7 +302,10 @@ def test_the_report_tells_loss_and_evaluation(reference):
         ("empty", "empty: holds none of them; need metadata.jsonl"),
         (
             "uncaptioned",
-            "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or text or prompt",
+            (
+                "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or "
+                "text or prompt"
+            ),
         ),
         ("absent", "absent/9.png does not exist; restore it or remove the row"),
     ],
@@ -345,7 +363,10 @@ def test_a_video_model_learns_from_images_whatever_its_evaluations_sample(tiny_w
 
 
 def test_a_full_disk_while_encoding(trainer):
-    """A file-size limit stands for the full disk. What was there before stays, and half a cache does not."""
+    """A file-size limit stands for the full disk.
+
+    What was there before stays, and half a cache does not.
+    """
     cache = trainer.folder / "cache"
     before = sorted(cache.iterdir()) if cache.exists() else []
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -62,7 +62,9 @@ def run(
 
 
 def differing(kind: str, tiny_wan: dict[str, Path], wan_registries: dict[str, Path]) -> set[str]:
-    """The components whose held base weights are not all as the model folder has them, by the replica's fingerprints."""
+    """The components whose held base weights are not all as the model folder has them, by the
+    replica's fingerprints.
+    """
     ((name, url),) = urls_of(wan_registries[kind]).items()
     client = ReplicaClient(url, name)
     client.weights_begin(100, {})  # a push of nothing: its commit says what the replica uses
@@ -104,7 +106,9 @@ def test_layout_does_not_matter(run: Run, one_process, kind: str, layout: str) -
 
 
 def test_image_to_video(run: Run, tmp_path: Path) -> None:
-    """The gate, rewards, samples and an evaluation from first frames, the drawn tokens split over two ranks."""
+    """The gate, rewards, samples and an evaluation from first frames, the drawn tokens split over
+    two ranks.
+    """
     colours = ["red", "green", "blue", "yellow"]
     for colour in colours:
         Image.new("RGB", (64, 64), colour).save(tmp_path / f"{colour}.png")
@@ -154,7 +158,9 @@ def test_both_experts_learn_where_the_window_spans_the_boundary(
 def test_a_window_on_one_side_trains_one_expert(
     run: Run, tiny_wan, wan_registries, window: str, component: str
 ) -> None:
-    """The gate is of both all the same, and after the first push only the one that learns travels."""
+    """The gate is of both all the same, and after the first push only the one that learns
+    travels.
+    """
     rows = run(
         "t2v_a14b", component, f"rollout.sde_window_range={window}", "rollout.sde_window_size=2"
     ).rows

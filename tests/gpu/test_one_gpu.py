@@ -105,7 +105,9 @@ def test_a_replica_frees_its_weights_until_a_push_brings_them(replica, tiny_mode
 
 
 def test_lora_outlives_sleep(replica, tiny_model):
-    """Base and adapter come with the push that wakes the replica, which then samples the same bits."""
+    """Base and adapter come with the push that wakes the replica, which then samples the same
+    bits.
+    """
     file = tiny_model / "transformer" / "diffusion_pytorch_model.safetensors"
     base = {f"transformer.{name}": tensor for name, tensor in load_file(file).items()}
     spec = LoraSpec(rank=3, alpha=5.0, modules=linears(base))
@@ -135,7 +137,9 @@ def test_noise_has_the_same_identity_as_on_a_cpu(replica):
 
 
 def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
-    """Two steps of the quickstart on cuda: the parity gate passes in float32 and the run learns from finite numbers."""
+    """Two steps of the quickstart on cuda: the parity gate passes in float32 and the run learns
+    from finite numbers.
+    """
     done = subprocess.run(
         [
             *(

@@ -1,4 +1,6 @@
-"""A rank that fails under NCCL leaves the others in collectives that never end: their steps are saved all the same."""
+"""A rank that fails under NCCL leaves the others in collectives that never end: their steps are
+saved all the same.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""A folder of megadiff/ imports only from those above it, so that any file can be read knowing only what is above."""
+"""A folder of megadiff/ imports only from those above it, so that any file can be read knowing only
+what is above.
+"""
 
 import ast
 from pathlib import Path
@@ -6,7 +8,8 @@ from pathlib import Path
 import megadiff
 
 ORDER = (
-    "types config observe diffusion algorithms process parallel tensors models sync data rewards engines"
+    "types config observe diffusion algorithms process parallel tensors models sync data "
+    "rewards engines"
     " checkpoint rollout train planner convert report cli"
 ).split()
 OUTBUILDINGS = (
@@ -25,7 +28,8 @@ def _imports(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, (
-                f"{path.relative_to(ROOT.parent)}:{node.lineno}: relative import; use an absolute one"
+                f"{path.relative_to(ROOT.parent)}:{node.lineno}: relative import; use an "
+                "absolute one"
             )
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names

@@ -1,4 +1,6 @@
-"""A model of two trained components converts as one of one: every format holds both, and every bit is where it was."""
+"""A model of two trained components converts as one of one: every format holds both, and every bit
+is where it was.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The cache of latents: right numbers, found again, shared by ranks, and never half of it taken for whole."""
+"""The cache of latents: right numbers, found again, shared by ranks, and never half of it taken for
+whole.
+"""
 
 from __future__ import annotations
 

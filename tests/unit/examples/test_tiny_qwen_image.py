@@ -1,4 +1,6 @@
-"""The tiny pipeline: whole, reproducible, usable by stock diffusers, and made so that colours can be learnt."""
+"""The tiny pipeline: whole, reproducible, usable by stock diffusers, and made so that colours can
+be learnt.
+"""
 
 import json
 import os

@@ -1,5 +1,7 @@
-"""tools/bench_gain.py: settings and jobs, the clock of a run, figures, table and plot. Its runs are stand-ins: a few
-lines of Python that write what a run writes."""
+"""tools/bench_gain.py: settings and jobs, the clock of a run, figures, table and plot.
+
+Its runs are stand-ins: a few lines of Python that write what a run writes.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,16 @@ from megadiff.config.load import load_config
 
 ROOT = Path(__file__).parents[3]
 ROW = {
-    "time/step_s": 4.0, "time/rollout_s": 1.5, "time/sample_s": 2.0, "time/train_s": 1.0,
-    "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,
-    "policy/clip_fraction": 0.5, "reward/zero_std_ratio": 0.0,
-}  # fmt: skip
+    "time/step_s": 4.0,
+    "time/rollout_s": 1.5,
+    "time/sample_s": 2.0,
+    "time/train_s": 1.0,
+    "optim/grad_norm": 1.0,
+    "sync/gib": 0.5,
+    "memory/peak_gib": 3.0,
+    "policy/clip_fraction": 0.5,
+    "reward/zero_std_ratio": 0.0,
+}
 
 HANGING = """
 import json, os, signal, subprocess, sys, time
@@ -174,8 +180,9 @@ def test_a_run(tiny_model, tmp_path, capsys):
 
 @pytest.mark.parametrize("way", ["--timeout-s", "SIGTERM"])
 def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
-    """A trainer that ignores SIGTERM, with a child in a session of its own, as torchrun's ranks and replicas are: after
-    one step nothing more comes. None of them is left."""
+    """A trainer that ignores SIGTERM, with a child in a session of its own, as torchrun's ranks and
+    replicas are: after one step nothing more comes. None of them is left.
+    """
     trainer = tmp_path / "trainer.py"
     trainer.write_text(HANGING)
     run, pids = tmp_path / "bench.py", tmp_path / "pids"

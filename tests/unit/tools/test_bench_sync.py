@@ -1,4 +1,6 @@
-"""The sync benchmark as it is called, on the tiny model: a real replica, a line for each transport, a table."""
+"""The sync benchmark as it is called, on the tiny model: a real replica, a line for each transport,
+a table.
+"""
 
 import json
 
@@ -37,8 +39,11 @@ def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd, mo
     machine, *rows = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
     assert machine["cpu"] and machine["versions"]["torch"]
     assert [(row["transport"], row["what"]) for row in rows] == [
-        ("shm", "all weights"), ("pipe", "all weights"), ("shm", "lora"), ("pipe", "lora"),
-    ]  # fmt: skip
+        ("shm", "all weights"),
+        ("pipe", "all weights"),
+        ("shm", "lora"),
+        ("pipe", "lora"),
+    ]
     whole, refused, lora, _ = rows
     for row in (whole, lora):
         assert row["seconds"] > 0 and row["gib_per_s"] > 0 and 0 < row["commit_share"] < 1
