@@ -2,7 +2,8 @@
 
 See docs/shapes.md.
 
-    python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] [--parallel N] [key=value …]
+    python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] \\
+        [--parallel N] [key=value …]
 
 Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and
 end score, steps and seconds to the target, seconds per step, diversity, alarms. A table goes to

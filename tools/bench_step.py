@@ -2,7 +2,8 @@
 
 See docs/performance.md.
 
-    python tools/bench_step.py CONFIG.yaml … --gpus 2 [--steps 3] [--warmup 1] [--timeout-s 500] [--out FILE.json] [key=value …]
+    python tools/bench_step.py CONFIG.yaml … --gpus 2 [--steps 3] [--warmup 1] \\
+        [--timeout-s 500] [--out FILE.json] [key=value …]
 
 Runs `megadiff train` as a user would (replicas, rewards, sync, update; torchrun for several GPUs)
 and stops it once --steps steps after --warmup are logged. A model folder that holds configs only

@@ -1,13 +1,14 @@
 """Seconds of a weight push to a real replica, by transport. See docs/sync.md.
 
-    python tools/bench_sync.py [--transport http shm nccl disk] [--gpu 0] [--layers N] [--bucket-mib 512] [--lora-rank 64]
+    python tools/bench_sync.py [--transport http shm nccl disk] [--gpu 0] [--layers N] \\
+        [--bucket-mib 512] [--lora-rank 64]
 
 Starts `megadiff serve` on --gpu (0: the trainer's own GPU, 1: another; no matter on a CPU) and
 pushes random weights that lie on the trainer's device to it, --repeat times for each transport
 after a first push that is told apart, as it opens groups and memory. A model folder that holds
-configs only (assets/qwen_image) is first filled with random weights in
---scratch: 55 GB of disk at full size, less with --layers and --text-layers. Prints a line of JSON for every transport, and
-a table: seconds (median), GiB/s, where they went. commit is the replica's own verification and the
+configs only (assets/qwen_image) is first filled with random weights in --scratch: 55 GB of disk at
+full size, less with --layers and --text-layers. Prints a line of JSON for every transport, and a
+table: seconds (median), GiB/s, where they went. commit is the replica's own verification and the
 only part that waits for nothing else; fingerprint is the trainer's, computed while buckets travel.
 Every push is verified. Exit code 1 when a transport failed; the others are still measured.
 """

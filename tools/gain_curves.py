@@ -279,9 +279,15 @@ COLOURS = ("#0b7a75", "#c2571a", "#3b5bdb", "#a61e4d", "#5c940d", "#7048e8", "#4
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP, _BOTTOM = 960, 400, 56, 64, 56, 44  # pixels
 _STYLE = """
 text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Roboto, sans-serif; fill: #5d6566; }
-.title { font-size: 16px; font-weight: 600; fill: #16191a; } .end { text-anchor: end; } .middle { text-anchor: middle; }
-path { fill: none; vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round; stroke-width: 2; }
-.grid { stroke: #e6e7e2; stroke-width: 1; } .target { stroke: #8f9797; stroke-width: 1; stroke-dasharray: 4 4; }
+.title { font-size: 16px; font-weight: 600; fill: #16191a; }
+.end { text-anchor: end; }
+.middle { text-anchor: middle; }
+path {
+  fill: none; vector-effect: non-scaling-stroke;
+  stroke-linejoin: round; stroke-linecap: round; stroke-width: 2;
+}
+.grid { stroke: #e6e7e2; stroke-width: 1; }
+.target { stroke: #8f9797; stroke-width: 1; stroke-dasharray: 4 4; }
 .band { stroke: none; opacity: .13; }
 """
 

@@ -142,8 +142,18 @@ class Storm:
             return
         shutil.rmtree(self.registry, ignore_errors=True)
         command = [
-            *(sys.executable, "-m", "megadiff.cli.serve", str(self.model), "--dtype", "float32"),
-            *("--port", "0", "--registry", str(self.registry), "--parent-pid", str(os.getpid())),
+            sys.executable,
+            "-m",
+            "megadiff.cli.serve",
+            str(self.model),
+            "--dtype",
+            "float32",
+            "--port",
+            "0",
+            "--registry",
+            str(self.registry),
+            "--parent-pid",
+            str(os.getpid()),
         ]
         # Not marked: it outlives the trials.
         environment = {key: os.environ[key] for key in os.environ if key != MARK}
@@ -155,7 +165,9 @@ class Storm:
         """Start the run's next attempt, in a process group of its own as a shell does."""
         arguments = [
             str(self.folder / "storm.yaml"),
-            *(f"run.dir={self.folder}", "run.name=run", f"model.path={self.model}"),
+            f"run.dir={self.folder}",
+            "run.name=run",
+            f"model.path={self.model}",
             f"data.prompts={ROOT / 'assets/prompts/colors.txt'}",
         ]
         if start != "colocated":

@@ -4,7 +4,8 @@ with one or two transformers.
 See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a
 family's real sizes, by tools/random_weights.py, whose own options may follow:
 
-    python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] [--text-layers N] [--device cuda]
+    python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] \\
+        [--text-layers N] [--device cuda]
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from examples.tiny_models import qwen_image as qwen_image
-from examples.tiny_models import wan22 as wan22
+from examples.tiny_models import qwen_image, wan22
 
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen_image": qwen_image.write_tiny_pipeline,

@@ -1,6 +1,7 @@
 """Model folders of any size with random weights, for benchmarks at real size.
 
-    python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] [--text-layers N] [--device cuda]
+    python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] \\
+        [--text-layers N] [--device cuda]
 
 writes a whole pipeline folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4
 B (and 14 GB of text encoder, unless --text-layers says otherwise), 10 GB for Wan2.2 TI2V-5B (and 11
@@ -27,8 +28,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from examples.tiny_models import qwen_image as qwen_image
-from examples.tiny_models import wan22 as wan22
+from examples.tiny_models import qwen_image, wan22
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.tensors.model_files import read_json

@@ -110,15 +110,14 @@ OMISSIONS = {
         layout=WITH_SP,
         without=patched("megadiff.parallel.regions.sum_over_tp", by=lambda *args: None),
         wrong=(
-            *(
-                "patch_embedding",
-                "time_embedder",
-                "time_proj",
-                "text_embedder",
-                "blocks.0.scale_shift_table",
-                "proj_out",
-            ),
-            *("blocks.1.norm2", "to_out.0.bias"),
+            "patch_embedding",
+            "time_embedder",
+            "time_proj",
+            "text_embedder",
+            "blocks.0.scale_shift_table",
+            "proj_out",
+            "blocks.1.norm2",
+            "to_out.0.bias",
         ),
     ),
 }

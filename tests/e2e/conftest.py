@@ -22,7 +22,12 @@ run: {device: cpu}
 model: {dtype: float32}
 train: {num_steps: 3, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
 algorithm: {group_size: 4, clip_range: 1e-4}
-rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], start_timeout_s: 240}
+rollout:
+  height: 64
+  width: 64
+  num_inference_steps: 6
+  sde_window_range: [0, 4]
+  start_timeout_s: 240
 engine: {dtype: float32}
 optim: {lr: 1e-4}
 parallel: {dp: 0}
@@ -54,15 +59,14 @@ class Trainer:
         launcher = [sys.executable, "-m", "megadiff.cli.train"]
         if num_processes > 1:
             launcher = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--standalone",
-                    "--nproc-per-node",
-                    str(num_processes),
-                ),
-                *("-m", "megadiff.cli.train"),
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(num_processes),
+                "-m",
+                "megadiff.cli.train",
             ]
         base = self.folder / "base.yaml"
         base.write_text(CONFIG)

@@ -54,16 +54,20 @@ def start(
     """
     registry, log = folder / "registry", folder / "replica.log"
     command = [
-        *("-m", "megadiff.cli.serve", str(model), "--dtype", "float32", "--port", "0"),
-        *(
-            "--name",
-            "replica-7",
-            "--registry",
-            str(registry),
-            "--parent-pid",
-            str(os.getpid()),
-            *options,
-        ),
+        "-m",
+        "megadiff.cli.serve",
+        str(model),
+        "--dtype",
+        "float32",
+        "--port",
+        "0",
+        "--name",
+        "replica-7",
+        "--registry",
+        str(registry),
+        "--parent-pid",
+        str(os.getpid()),
+        *options,
     ]
     process = (
         _fresh(command, log, overlay)

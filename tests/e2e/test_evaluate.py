@@ -36,13 +36,13 @@ def prompts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def keys(prompts, registry):
     return [
-        *(
-            "eval.every=2",
-            f"eval.prompts={prompts}",
-            "eval.num_samples=10",
-            "eval.num_inference_steps=4",
-        ),
-        *("optim.lr=1e-3", "rollout.mode=separate", f"rollout.registry={registry}"),
+        "eval.every=2",
+        f"eval.prompts={prompts}",
+        "eval.num_samples=10",
+        "eval.num_inference_steps=4",
+        "optim.lr=1e-3",
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
     ]
 
 

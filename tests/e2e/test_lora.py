@@ -34,8 +34,12 @@ LAYOUTS = {  # number of ranks, overrides; the transports are shared out among t
 SAME = ("reward/mean", "loss/policy", "optim/grad_norm", "policy/kl_ref")
 MACHINE = ("time/", "perf/", "memory/")  # what a clock or the machine decides
 WHOLE = (
-    *("train.num_steps=6", "checkpoint.every=3", "checkpoint.keep=2"),
-    *("eval.every=6", "eval.num_samples=6", f"eval.prompts={ROOT / 'assets/prompts/colors.txt'}"),
+    "train.num_steps=6",
+    "checkpoint.every=3",
+    "checkpoint.keep=2",
+    "eval.every=6",
+    "eval.num_samples=6",
+    f"eval.prompts={ROOT / 'assets/prompts/colors.txt'}",
 )
 
 
@@ -43,12 +47,13 @@ WHOLE = (
 def runs(in_ranks, registry):
     """Runs `megadiff train` with LoRA on this many ranks."""
     shared = [
-        *(
-            "rollout.mode=separate",
-            f"rollout.registry={registry}",
-            f"sync.folder={registry.parent / 'weights'}",
-        ),
-        *(f"lora.rank={RANK}", f"lora.alpha={ALPHA}", "optim.lr=1e-3", "algorithm.kl_coef=0.04"),
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
+        f"sync.folder={registry.parent / 'weights'}",
+        f"lora.rank={RANK}",
+        f"lora.alpha={ALPHA}",
+        "optim.lr=1e-3",
+        "algorithm.kl_coef=0.04",
     ]
     return lambda name, num_ranks, *overrides: in_ranks(name, num_ranks, *shared, *overrides)
 

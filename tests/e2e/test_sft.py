@@ -42,19 +42,16 @@ CAPTIONS = [
     "a wall",
 ]
 SETTINGS = [
-    *(
-        "algorithm.name=sft",
-        "algorithm.group_size=2",
-        "train.updates_per_step=1",
-        "train.num_steps=20",
-    ),
-    *("train.prompts_per_step=2", "train.microbatch_size=3"),
-    *(
-        "optim.lr=1e-3",
-        "optim.warmup_steps=8",
-        "checkpoint.every=10",
-        "rollout.num_inference_steps=3",
-    ),
+    "algorithm.name=sft",
+    "algorithm.group_size=2",
+    "train.updates_per_step=1",
+    "train.num_steps=20",
+    "train.prompts_per_step=2",
+    "train.microbatch_size=3",
+    "optim.lr=1e-3",
+    "optim.warmup_steps=8",
+    "checkpoint.every=10",
+    "rollout.num_inference_steps=3",
 ]
 AVERAGED = "algorithm.ema_decay=0.99"
 SAME = ("loss/flow_matching", "optim/grad_norm", "optim/lr")

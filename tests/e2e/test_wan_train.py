@@ -19,13 +19,13 @@ from tests.e2e.pushes import folder_weights, urls_of
 
 EXPERTS = ("transformer", "transformer_2")
 COMMON = (  # of 6 steps with shift 5, 0 to 2 are the high-noise expert's
-    *("rollout.mode=separate", "rollout.num_frames=5", "rollout.sde_window_range=[0,5]"),
-    *(
-        "reward.color.type=frame",
-        "reward.color.args.reward=color",
-        "train.updates_per_step=1",
-        "optim.lr=1e-3",
-    ),
+    "rollout.mode=separate",
+    "rollout.num_frames=5",
+    "rollout.sde_window_range=[0,5]",
+    "reward.color.type=frame",
+    "reward.color.args.reward=color",
+    "train.updates_per_step=1",
+    "optim.lr=1e-3",
 )
 GAP = "parity/log_prob_gap_max"
 LAYOUTS = {

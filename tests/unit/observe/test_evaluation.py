@@ -61,9 +61,21 @@ def test_the_record_holds_every_figure_and_comes_back_as_it_was(tmp_path):
     assert read_evaluation(tmp_path) == found
     record = json.loads((tmp_path / "evaluation.json").read_text("utf-8"))
     assert record.keys() == {
-        *("model", "step", "seed", "num_inference_steps", "height", "width", "num_frames"),
-        *("true_cfg_scale", "guidance_scale", "guidance_scale_2"),
-        *("num_samples", "num_prompts", "rewards", "diversity", "samples"),
+        "model",
+        "step",
+        "seed",
+        "num_inference_steps",
+        "height",
+        "width",
+        "num_frames",
+        "true_cfg_scale",
+        "guidance_scale",
+        "guidance_scale_2",
+        "num_samples",
+        "num_prompts",
+        "rewards",
+        "diversity",
+        "samples",
     }
     assert (record["num_samples"], record["num_prompts"]) == (140, 70)
     strict = record["rewards"]["shapes_strict"]

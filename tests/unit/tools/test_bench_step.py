@@ -31,11 +31,14 @@ HANGING = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-folder = next(Path(one.removeprefix("run.dir=")) for one in sys.argv if one.startswith("run.dir=")) / "bench"
+(run_dir,) = [text.removeprefix("run.dir=") for text in sys.argv if text.startswith("run.dir=")]
+folder = Path(run_dir) / "bench"
 (folder / "logs").mkdir(parents=True)
 (folder / "logs" / "replica_0.log").write_text("of a replica")
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-(folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step_s": 2.0, "memory/train_gib": 5.0}) + "\\n")
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleeper, start_new_session=True)
+row = {"step": 1, "time/step_s": 2.0, "memory/train_gib": 5.0}
+(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 print("the last thing it said", flush=True)
 ready = folder.parent.parent / "pids.part"
 ready.write_text(f"{os.getpid()} {child.pid}")
@@ -49,7 +52,8 @@ from pathlib import Path
 sys.path.insert(0, {tools!r})
 import bench_step
 bench_step.STOP_S = 0.5
-clock = lambda: 1000.0 if Path({pids!r}).exists() else 0.0  # no time passes before the trainer hangs
+# No time passes before the trainer hangs.
+clock = lambda: 1000.0 if Path({pids!r}).exists() else 0.0
 bench_step.time = Namespace(sleep=time.sleep, monotonic=clock, perf_counter=clock)
 bench_step._launcher = lambda options: [sys.executable, {trainer!r}]
 bench_step._model = lambda config, options, scratch: (Path(config.model.path), {{}})
