@@ -93,6 +93,7 @@ def test_several_nodes_prefer_copies_of_a_sharded_node(plan):
     assert all(layout["dp"] * layout["sp"] * layout["tp"] == 64 for layout in found["layouts"])
 
 
+@pytest.mark.slow
 def test_where_replicas_count(plan):
     def parts(*arguments: str) -> dict:
         return plan(*arguments)[0]["layouts"][0]["phases"]

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 CONFIG = str(ROOT / "configs/quickstart.yaml")
 
 
+@pytest.mark.slow
 def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
     options = [
         "--model",

@@ -144,6 +144,7 @@ def test_a_run_that_cannot_start_is_shown(tiny_model, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run(tiny_model, tmp_path, capsys):
     """With a real replica, stopped after its steps, nothing left behind."""
     out = tmp_path / "out.json"

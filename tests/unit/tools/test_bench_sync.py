@@ -6,8 +6,10 @@ import json
 
 import bench_replica
 import bench_sync
+import pytest
 
 
+@pytest.mark.slow
 def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd, monkeypatch):
     """The replica has a token, as on a host where MEGADIFF_TOKEN is set."""
     monkeypatch.setenv("MEGADIFF_TOKEN", "0123456789abcdef" * 2)
