@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 def _launch(
     configs: list[str], model: Path, size: int, layout: str, options: argparse.Namespace
 ) -> bool:
-    """One layout in processes of its own; its line comes on their stdout."""
+    """Measure one layout in processes of its own; its line comes on their stdout."""
     overrides = [
         f"model.path={model}",
         f"rollout.height={size}",
@@ -199,11 +199,10 @@ def _pretend(world_size: int, config: Config) -> None:
 def synthetic_batch(
     config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int
 ) -> TrainBatch:
-    """This dp rank's share of `rows` samples with one window step each, of the same global batch
-    for every layout.
+    """Return this dp rank's rows of a batch of `rows` samples with one window step each.
 
-    Without old log_probs no row is clipped: rows without a gradient would be cheaper, as products
-    with zeros draw less power.
+    The global batch is the same for every layout. Without old log_probs no row is clipped: rows
+    without a gradient would be cheaper, as products with zeros draw less power.
     """
     sampling = sampling_of(config.rollout)
     generator = torch.Generator().manual_seed(0)
@@ -230,8 +229,9 @@ def synthetic_batch(
 
 
 def kernel_table(work: Callable[[], object], *, top: int) -> str:
-    """Markdown: of each of the `top` kernels (operators on a CPU) that work() spends most time in,
-    ms, share of all kernels' time and number of calls.
+    """Return a markdown table of the `top` kernels that work() spends most time in.
+
+    On a CPU operators stand for kernels. Columns: ms, share of all kernels' time, number of calls.
     """
     with profile() as seen:
         work()

@@ -100,7 +100,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Active:
-    """A run that is on.
+    """A run whose process has started.
 
     stamps_s: step → seconds since the process started at which its row was seen.
     """
@@ -114,7 +114,7 @@ class Active:
     stamps_s: dict[int, float] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Stamps the rows that are new in metrics.jsonl."""
+        """Stamp the rows that are new in metrics.jsonl."""
         path = self.job.folder / "metrics.jsonl"
         if not path.exists() or path.stat().st_size == self.offset:
             return
@@ -137,12 +137,12 @@ class Active:
 
 
 def slug(text: str) -> str:
-    """A setting's name as the name of a folder."""
+    """Return a setting's name as the name of a folder."""
     return re.sub(r"[^\w.=+-]+", "_", text).strip("_")
 
 
 def settings_of(varied: Sequence[str]) -> list[list[str]]:
-    """["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …].
+    """Return every combination: ["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …].
 
     Commas within [] do not separate. ValueError: no key=values, or a key twice.
     """
@@ -159,7 +159,7 @@ def settings_of(varied: Sequence[str]) -> list[list[str]]:
 
 
 def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
-    """The varied keys without their sections; without any, the names of the config files."""
+    """Return the varied keys without their sections; without any, the names of the config files."""
     short = [
         f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}" for each in setting
     ]
@@ -167,7 +167,7 @@ def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Every run that is asked for, seeds of one setting together.
+    """Return every run that is asked for, seeds of one setting together.
 
     ValueError: a config that does not load or never evaluates, two settings of one name.
     """
@@ -219,7 +219,7 @@ def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, m
 
 
 def kept_result(job: Job) -> RunResult | None:
-    """The result of a run that finished earlier.
+    """Return the result of a run that finished earlier.
 
     ValueError when that run was another one than is asked for now.
     """
@@ -241,7 +241,7 @@ def kept_result(job: Job) -> RunResult | None:
 
 
 def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]], *, lock: int) -> Active:
-    """Starts the run's process in a session of its own, from an empty folder."""
+    """Start the run's process in a session of its own, from an empty folder."""
     shutil.rmtree(job.folder, ignore_errors=True)  # of a run that was interrupted or failed
     job.runs_folder.mkdir(parents=True, exist_ok=True)
     environment = {"TOKENIZERS_PARALLELISM": "false", **os.environ}
@@ -264,7 +264,7 @@ def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]], *, lock: int) ->
 
 
 def finish(active: Active) -> RunResult:
-    """The result of a run whose process has ended, also written beside its folder."""
+    """Return the result of a run whose process has ended, and write it beside its folder."""
     process_s = time.monotonic() - active.start_s
     active.look()
     job, code = active.job, active.process.returncode
@@ -302,7 +302,7 @@ def finish(active: Active) -> RunResult:
 
 @contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """A descriptor that keeps `out` ours.
+    """Return a descriptor that keeps `out` ours.
 
     Runs inherit it, so that the folder stays taken while one of them lives, even if this process is
     killed. ValueError when it is taken.
@@ -322,9 +322,9 @@ def locked(out: Path) -> Iterator[int]:
 def run_all(
     jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tuple[str, str]], *, lock: int
 ) -> list[RunResult]:
-    """Runs what is not finished yet, --parallel at a time; the record in --out is kept up to date.
+    """Run what is not finished yet, --parallel at a time, and keep the record in --out up to date.
 
-    Stops what is on when it is left by an interrupt. The results in the order of the jobs.
+    An interrupt stops the runs that have started. Returns the results in the order of the jobs.
     """
     results = {job.name: result for job in jobs if (result := kept_result(job)) is not None}
     waiting = deque(job for job in jobs if job.name not in results)
@@ -352,7 +352,7 @@ def run_all(
 
 
 def stop(active: Sequence[Active]) -> None:
-    """Tells runs to stop and waits; their whole sessions are killed when they do not."""
+    """Tell runs to stop and wait; kill the whole sessions of those that do not."""
     for each in active:
         each.process.terminate()
     for each in active:
@@ -369,7 +369,7 @@ def write_record(
     options: argparse.Namespace,
     gpus: Sequence[tuple[str, str]],
 ) -> None:
-    """gain.json and gain.svg of the runs that have ended so far."""
+    """Write gain.json and gain.svg of the runs that have ended so far."""
     figures = [figures_of(run, options.target) for run in runs]
     record = {
         "command": ["python", "tools/bench_gain.py", *options.command],
@@ -391,12 +391,12 @@ def write_record(
 
 
 def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResult]:
-    """The results there are, in the order in which the runs were asked for."""
+    """Return the results there are, in the order in which the runs were asked for."""
     return [results[job.name] for job in jobs if job.name in results]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Aside and renamed, so that an interrupt leaves the old one whole."""
+    """Write aside and rename, so that an interrupt leaves the old file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, "utf-8")
@@ -408,7 +408,7 @@ def is_override(argument: str) -> bool:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `command` holds the arguments as they were given."""
+    """Return the options; `command` holds the arguments as they were given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -455,7 +455,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; see the module's text."""
+    """Return the exit code; see the module's text."""
     options = parse(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr

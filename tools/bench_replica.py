@@ -20,8 +20,10 @@ START_TIMEOUT_S = 900.0
 def served_model(
     folder: Path, scratch: Path, *, device: str, layers: int, text_layers: int
 ) -> Path:
-    """The folder, or in scratch one of its configs with random weights: where it has none, or other
-    depths are asked for (0: as its configs say). 55 GB at Qwen-Image's full size.
+    """Return the folder, or one in scratch with its configs and random weights.
+
+    Scratch is used where the folder has no weights, or other depths are asked for (0: as its
+    configs say). 55 GB at Qwen-Image's full size.
     """
     if not (layers or text_layers) and any((folder / "transformer").glob("*.safetensors")):
         return folder

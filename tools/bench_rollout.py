@@ -92,8 +92,10 @@ def main(argv: list[str]) -> int:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line for each way; the ratio is to plain images of the same replica, or the eager
-    one's for diffusers; - where they were not measured.
+    """Return a markdown table, a line for each way.
+
+    The ratio is to plain images of the same replica, or the eager one's for diffusers; - where they
+    were not measured.
     """
     speed = {row["way"]: row["images_per_s"] for row in rows}
     lines = ["", "| way | s | images/s | sample-steps/s | of `images` |", "|---|---|---|---|---|"]
@@ -109,7 +111,7 @@ def table(rows: list[dict]) -> str:
 def _measured(
     model: Path, scratch: Path, device: str, options: argparse.Namespace
 ) -> Iterator[tuple[str, list[float]]]:
-    """(way, seconds of each call). The GPU holds one model at a time."""
+    """Return (way, seconds of each call). The GPU holds one model at a time."""
     if "diffusers" in options.ways:
         yield "diffusers", _diffusers(model, device, options)
         gc.collect()
@@ -234,7 +236,7 @@ def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> N
 
 
 def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
-    """Seconds of 1 + repeat calls, each of which ends with its result on the host."""
+    """Return the seconds of 1 + repeat calls, each of which ends with its result on the host."""
     seconds = []
     for place in range(1 + repeat):
         start = time.perf_counter()
@@ -244,7 +246,7 @@ def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
 
 
 def _shares(total: int, most: int) -> list[int]:
-    """total in as few equal parts of at most `most` as there can be."""
+    """Divide total into as few equal parts of at most `most` as there can be."""
     count = -(-total // most)
     return [total // count + (place < total % count) for place in range(count)]
 

@@ -134,8 +134,9 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
 def figures(
     rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace
 ) -> dict:
-    """Medians over the rows, and rates from the model's FLOPs; that of rollout until the slowest
-    rank has samples and rewards.
+    """Return medians over the rows, and rates from the model's FLOPs.
+
+    The rate of rollout counts until the slowest rank has samples and rewards.
     """
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
@@ -165,8 +166,10 @@ def figures(
 
 
 def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]:
-    """The planner's phase → its peak for this config on --gpus of --gpu; {} where the layout cannot
-    run on them. The gate of a new run comes before AdamW's first step, which makes its state.
+    """Return the planner's phase → its peak for this config on --gpus of --gpu.
+
+    {} where the layout cannot run on them. The gate of a new run comes before AdamW's first step,
+    which makes its state.
     """
     num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
     machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
@@ -187,8 +190,9 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
 def memory_gib(
     rows: list[dict], planned: dict[str, float], *, warmup: int
 ) -> dict[str, dict[str, float]]:
-    """phase → measured (of the fullest GPU, all processes, after the warmup; the gate is before it)
-    and planned, each where it is known. {} on a CPU.
+    """Return phase → measured and planned GiB, each where it is known; {} on a CPU.
+
+    Measured is of the fullest GPU, all processes, after the warmup; the gate is before it.
     """
     found: dict[str, dict[str, float]] = {}
     for phase, name in PLANNED.items():
@@ -202,7 +206,10 @@ def memory_gib(
 
 
 def table(report: dict) -> str:
-    """Markdown: a row a stage, with its share of the step; then a row a phase, with its memory."""
+    """Return markdown: a row a stage, with its share of the step.
+
+    Then a row a phase, with its memory.
+    """
     step = report["seconds"]["time/step_s"]
     lines = ["| stage | s | share |", "|---|---|---|"]
     for key, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
@@ -245,8 +252,9 @@ def _memory_row(phase: str, *, measured: float, planned: float | None = None) ->
 
 
 def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, dict]:
-    """The folder that is trained, and what is known of it: with random weights where it has none,
-    or others are asked for.
+    """Return the folder that is trained, and what is known of it.
+
+    Its weights are random where it has none, or others are asked for.
     """
     folder = Path(config.model.path)
     has_weights = any((folder / "transformer").glob("*.safetensors"))
@@ -274,8 +282,9 @@ def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
 def _run(
     arguments: list[str], options: argparse.Namespace, log: Path, metrics: Path
 ) -> tuple[list[dict], bool]:
-    """The rows of `megadiff train`, which is stopped when there are enough of them, and whether
-    --timeout-s came first.
+    """Return the rows of `megadiff train`, and whether --timeout-s came first.
+
+    It is stopped when there are enough rows.
     """
     wanted = options.warmup + options.steps
     end = time.monotonic() + (options.timeout_s or float("inf"))
@@ -298,7 +307,7 @@ def _run(
 
 
 def _launcher(options: argparse.Namespace) -> list[str]:
-    """The command line of the CLI, by torchrun for several GPUs."""
+    """Return the command line of the CLI, by torchrun for several GPUs."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     return [sys.executable, *(torchrun if options.gpus > 1 else []), "-m", "megadiff.cli.main"]
 
@@ -308,7 +317,7 @@ def _rows(metrics: Path) -> list[dict]:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """The trainer stops its replicas.
+    """Stop the trainer, which stops its replicas.
 
     What is left after STOP_S of it, or of what it had started (torchrun's ranks and replicas have
     process groups of their own), is killed: it would hold the GPUs.
@@ -345,7 +354,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _seen(log: Path, folder: Path) -> str:
-    """The ends of the logs, and the steps that were logged."""
+    """Return the ends of the logs, and the steps that were logged."""
     logs = [log, *sorted((folder / "logs").glob("*.log"))]
     parts = [f"--- {each.name}\n{_tail(each)}" for each in logs]
     for row in _rows(folder / "metrics.jsonl"):

@@ -135,7 +135,7 @@ def _measured(
     mesh: Mesh,
     folder: Path,
 ) -> dict:
-    """One row: a first push and --repeat further ones."""
+    """Return one row: a first push and --repeat further ones."""
     row = {
         "transport": transport,
         "what": "lora" if source.lora else "all weights",
@@ -166,7 +166,7 @@ def _measured(
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line for each measurement."""
+    """Return a markdown table, a line for each measurement."""
     columns = {
         "transport": "transport",
         "way": "way",

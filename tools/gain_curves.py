@@ -85,7 +85,7 @@ class Figures:
 def points_of(
     rows: Sequence[Row], stamps_s: Mapping[int, float], log: str, metric: str
 ) -> list[Point]:
-    """The rows of a run on the clock of its first step.
+    """Return the rows of a run on the clock of its first step.
 
     stamps_s: step → when its row was seen, on any one clock; rows that never were are left out.
     """
@@ -115,30 +115,33 @@ def points_of(
 
 
 def stage_medians(rows: Sequence[Row]) -> dict[str, float]:
-    """time/* metric → its median over the steps."""
+    """Return time/* metric → its median over the steps."""
     keys = [key for key in metric_keys(rows) if key.startswith("time/")]
     return {key: value for key in keys if (value := median(column(rows, key))) is not None}
 
 
 def mean_step_s(rows: Sequence[Row]) -> float | None:
-    """Mean time/step_s of the steps, None without one."""
+    """Return the mean time/step_s of the steps, None without one."""
     return mean_or_none(column(rows, "time/step_s"))
 
 
 def alarms_of(log: str) -> list[tuple[int, str]]:
-    """(step, sentence) of every alarm in a run's log."""
+    """Return (step, sentence) of every alarm in a run's log."""
     return [(int(step), sentence) for step, sentence in _ALARM.findall(log)]
 
 
 def error_of(log: str) -> str:
-    """The last line that begins with "error:", else the last line at all."""
+    """Return the last line that begins with "error:", else the last line at all."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", log) if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or [""])[-1][:300]
 
 
 def figures_of(run: RunResult, target: float) -> Figures | None:
-    """None for a run that failed, or that has no evaluation before and after its steps."""
+    """Return the figures of a run.
+
+    None for one that failed, or that has no evaluation before and after its steps.
+    """
     scored = run.scored
     if run.exit_code or len(scored) < 2:
         return None
@@ -155,7 +158,7 @@ def figures_of(run: RunResult, target: float) -> Figures | None:
 
 
 def by_setting(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Setting → its runs, both in the order given."""
+    """Return setting → its runs, both in the order given."""
     return {
         name: [run for run in runs if run.setting == name]
         for name in dict.fromkeys(run.setting for run in runs)
@@ -163,8 +166,9 @@ def by_setting(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def table(runs: Sequence[RunResult], *, target: float) -> str:
-    """A markdown table, a row a setting: means over its finished seeds, and each seed where it
-    matters; below it what failed and which alarms were logged.
+    """Return a markdown table, a row a setting: means over its finished seeds.
+
+    Each seed is shown where it matters. Below it: what failed, and which alarms were logged.
     """
     goal = f"{100 * target:g} %" if 0 <= target <= 1 else format_number(target)
     head = [
@@ -224,12 +228,12 @@ def _mean_text(values: Sequence[float | None]) -> str:
 
 
 def score_text(score: float) -> str:
-    """51.4 % of a score within 0 … 1, three digits of any other."""
+    """Return 51.4 % of a score within 0 … 1, three digits of any other."""
     return f"{100 * score:.1f} %" if 0 <= score <= 1 else format_number(score)
 
 
 def gain_text(start: float, end: float) -> str:
-    """In points where both are shares."""
+    """Return the gain, in points where both are shares."""
     both_shares = 0 <= start <= 1 and 0 <= end <= 1
     return f"{100 * (end - start):+.1f} points" if both_shares else f"{end - start:+.3g}"
 
@@ -249,7 +253,7 @@ class Curve:
 
 
 def curves(runs: Sequence[RunResult]) -> list[Curve]:
-    """A curve for every setting with a finished run."""
+    """Return a curve for every setting with a finished run."""
     found = []
     for name, group in by_setting(runs).items():
         scores = [
@@ -293,8 +297,9 @@ path {
 
 
 def plot(found: Sequence[Curve], *, metric: str, target: float) -> str:
-    """An SVG image: the score over steps and over seconds, the mean of the seeds as a line, their
-    range as a band.
+    """Return an SVG image: the score over steps and over seconds.
+
+    The mean of the seeds is a line, their range a band.
     """
     ends = [value for each in found for value in (*each.low, *each.high)]
     y_axis = value_axis([*ends, target] if ends else [])

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _full_size(out: Path, model: Path, options: list[str]) -> int:
-    """options: of random_weights; they may name another model."""
+    """Run random_weights with these options, which may name another model."""
     import random_weights  # beside this file
 
     return random_weights.main([str(out), "--model", str(model), *options])

@@ -30,7 +30,7 @@ calls = Counter[str]()  # of each stand-in
 
 
 def pretend(world_size: int) -> None:
-    """Makes this process rank 0 of world_size, for all groups it will make.
+    """Make this process rank 0 of world_size, for all groups it will make.
 
     Call it before anything else of torch.distributed. Once in a process: it replaces functions of
     torch.distributed.
@@ -51,8 +51,9 @@ def pretend(world_size: int) -> None:
 
 
 def check_called() -> None:
-    """Raises RuntimeError when FSDP2 has not gathered and reduced by the stand-ins: this torch
-    calls other functions.
+    """Raise RuntimeError when FSDP2 has not gathered and reduced by the stand-ins.
+
+    Then this torch calls other functions.
     """
     missing = [kind for kind in STAND_INS if not calls[kind]]
     if missing:
@@ -64,8 +65,9 @@ def check_called() -> None:
 
 
 def repeat_own(output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
-    """input_tensor: this rank's piece, which may be the first part of output_tensor's own memory,
-    as it is with FSDP2.
+    """Gather as if every rank had this rank's piece.
+
+    input_tensor: that piece. With FSDP2 it is the first part of output_tensor's own memory.
     """
     calls["gather"] += 1
     pieces = output_tensor.view(-1, input_tensor.numel())

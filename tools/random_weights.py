@@ -41,8 +41,9 @@ GATE = 0.5
 
 
 def write_random_transformer(source: Path, out: Path, *, device: str, num_layers: int = 0) -> int:
-    """The model of source's config.json files, with random bfloat16 weights; returns the number of
-    its parameters.
+    """Write the model of source's config.json files with random bfloat16 weights.
+
+    Returns the number of its parameters.
 
     source: a pipeline folder, of which model_index.json and the config.json files are enough.
     num_layers: 0 keeps the config's. device: on which numbers are drawn. Weights are normal, those
@@ -102,9 +103,10 @@ def _write_component(
 def write_random_pipeline(
     source: Path, out: Path, *, device: str, num_layers: int = 0, text_layers: int = 0
 ) -> int:
-    """write_random_transformer, and beside it all that a replica needs: a tokenizer of few words, a
-    text encoder and VAE of source's configs with random bfloat16 weights. text_layers: 0 keeps the
-    config's.
+    """Write write_random_transformer's model, and beside it all that a replica needs.
+
+    That is a tokenizer of few words, and a text encoder and VAE of source's configs with random
+    bfloat16 weights. text_layers: 0 keeps the config's.
     """
     num_parameters = write_random_transformer(source, out, device=device, num_layers=num_layers)
     text_config = read_json(source / "text_encoder" / "config.json")
@@ -138,8 +140,10 @@ BUILDERS = {"QwenImagePipeline": _qwen_image, "WanPipeline": _wan}
 
 
 def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
-    """The config with what planning does not need: the rotary embedding and the special tokens'
-    ids. The vision tower, which no replica keeps, is cut to one layer.
+    """Return the config with what planning does not need.
+
+    That is the rotary embedding and the special tokens' ids. The vision tower, which no replica
+    keeps, is cut to one layer.
     """
     text = dict(values["text_config"])
     head_dim = text["hidden_size"] // text["num_attention_heads"]
