@@ -58,16 +58,12 @@ class Trainer:
     def command(self, *overrides: str, num_processes: int = 1, name: str = "run") -> list[str]:
         launcher = [sys.executable, "-m", "megadiff.cli.train"]
         if num_processes > 1:
-            launcher = [
-                sys.executable,
-                "-m",
+            torchrun = [
                 "torch.distributed.run",
                 "--standalone",
-                "--nproc-per-node",
-                str(num_processes),
-                "-m",
-                "megadiff.cli.train",
+                f"--nproc-per-node={num_processes}",
             ]
+            launcher = [sys.executable, "-m", *torchrun, "-m", "megadiff.cli.train"]
         base = self.folder / "base.yaml"
         base.write_text(CONFIG)
         fixed = [f"run.dir={self.folder}", f"run.name={name}", f"model.path={self.model}"]

@@ -53,22 +53,9 @@ def start(
     installed; else forked.
     """
     registry, log = folder / "registry", folder / "replica.log"
-    command = [
-        "-m",
-        "megadiff.cli.serve",
-        str(model),
-        "--dtype",
-        "float32",
-        "--port",
-        "0",
-        "--name",
-        "replica-7",
-        "--registry",
-        str(registry),
-        "--parent-pid",
-        str(os.getpid()),
-        *options,
-    ]
+    command = ["-m", "megadiff.cli.serve", str(model), "--dtype=float32", "--port=0"]
+    command += ["--name=replica-7", f"--registry={registry}", f"--parent-pid={os.getpid()}"]
+    command += options
     process = (
         _fresh(command, log, overlay)
         if fresh

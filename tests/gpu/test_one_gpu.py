@@ -53,23 +53,11 @@ def replica(tiny_model, tmp_path_factory):
     """A replica on the GPU."""
     folder = tmp_path_factory.mktemp("replica")
     with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model)]
+        command += ["--dtype=float32", "--port=0", "--name=gpu", f"--registry={folder}"]
+        command += [f"--parent-pid={os.getpid()}"]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megadiff.cli.serve",
-                str(tiny_model),
-                "--dtype",
-                "float32",
-                "--port",
-                "0",
-                "--registry",
-                str(folder),
-                "--parent-pid",
-                str(os.getpid()),
-                "--name",
-                "gpu",
-            ],
+            command,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},

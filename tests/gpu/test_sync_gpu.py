@@ -21,21 +21,9 @@ def test_a_verified_push(gpu, transport, way, tiny_model, tmp_path, capfd):
     """
     if gpu >= torch.cuda.device_count():
         pytest.skip(f"needs {gpu + 1} GPUs, {torch.cuda.device_count()} are visible")
-    options = [
-        "--model",
-        str(tiny_model),
-        "--dtype",
-        "float32",
-        "--bucket-mib",
-        "1",
-        "--repeat",
-        "2",
-        "--lora-rank",
-        "4",
-    ]
-    code = bench_sync.main(
-        [*options, "--scratch", str(tmp_path), "--transport", transport, "--gpu", str(gpu)]
-    )
+    folders = [f"--model={tiny_model}", f"--scratch={tmp_path}"]
+    options = ["--dtype=float32", "--bucket-mib=1", "--repeat=2", "--lora-rank=4"]
+    code = bench_sync.main([*folders, *options, f"--transport={transport}", f"--gpu={gpu}"])
     rows = [
         json.loads(line)
         for line in capfd.readouterr().out.splitlines()

@@ -14,29 +14,9 @@ def test_a_line_for_every_transport_and_for_lora(tiny_model, tmp_path, capfd, mo
     """The replica has a token, as on a host where MEGADIFF_TOKEN is set."""
     monkeypatch.setenv("MEGADIFF_TOKEN", "0123456789abcdef" * 2)
     monkeypatch.setattr(bench_replica, "START_TIMEOUT_S", 180.0)  # a wait that fails says why
-    options = [
-        "--model",
-        str(tiny_model),
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--bucket-mib",
-        "1",
-        "--repeat",
-        "1",
-    ]
-    arguments = [
-        *options,
-        "--scratch",
-        str(tmp_path),
-        "--lora-rank",
-        "4",
-        "--transport",
-        "shm",
-        "pipe",
-    ]
-    assert bench_sync.main(arguments) == 1
+    folders = [f"--model={tiny_model}", f"--scratch={tmp_path}"]
+    options = ["--device=cpu", "--dtype=float32", "--bucket-mib=1", "--repeat=1", "--lora-rank=4"]
+    assert bench_sync.main([*folders, *options, "--transport", "shm", "pipe"]) == 1
     printed = capfd.readouterr().out
     machine, *rows = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
     assert machine["cpu"] and machine["versions"]["torch"]
