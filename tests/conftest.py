@@ -1,6 +1,8 @@
-"""What all tests share: the tiny pipelines, the reason why `gpu` tests are skipped, and how pytest-xdist spreads them.
+"""What all tests share: the tiny pipelines, the reason why `gpu` tests are skipped, and how
+pytest-xdist spreads them.
 
-Heavy libraries are imported in functions: the process that only tells the workers what to run needs none.
+Heavy libraries are imported in functions: the process that only tells the workers what to run needs
+none.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 tiny Qwen-Image pipeline folder, made once. Read-only by agreement: copy it before changing it."""
+    """A float32 tiny Qwen-Image pipeline folder, made once.
+
+    Read-only by agreement: copy it before changing it.
+    """
     from examples.tiny_models.qwen_image import write_tiny_pipeline
 
     folder = tmp_path_factory.mktemp("models") / "tiny"

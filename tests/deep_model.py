@@ -12,7 +12,9 @@ GAIN, GATE = 0.25, 0.5  # of linear layers, and of what opens the gates: see too
 
 
 def write_deep_model(tiny: Path, out: Path, *, num_layers: int) -> Path:
-    """The folder `tiny` with another transformer, of float32 numbers that bfloat16 holds exactly."""
+    """The folder `tiny` with another transformer, of float32 numbers that bfloat16 holds
+    exactly.
+    """
     shutil.copytree(tiny, out)
     folder = out / "transformer"
     config = json.loads((folder / "config.json").read_text()) | {"num_layers": num_layers}

@@ -1,4 +1,6 @@
-"""A LoRA for tests: random tensors over the linears of a model, the weights that they merge to, a push of them by hand."""
+"""A LoRA for tests: random tensors over the linears of a model, the weights that they merge to, a
+push of them by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ Tensors = dict[str, Tensor]
 
 
 def linears(base: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The linears of all blocks but for modulation, sorted. base: the transformer's weights, as a push names them."""
+    """The linears of all blocks but for modulation, sorted.
+
+    base: the transformer's weights, as a push names them.
+    """
     modules = (
         name.removeprefix("transformer.").removesuffix(".weight")
         for name in base

@@ -1,5 +1,6 @@
-"""Which tests share one of pytest-xdist's workers: a file's; of tests/e2e also those that share running replicas, which no
-two tests may use at once, and whose start takes longer than most tests."""
+"""Which tests share one of pytest-xdist's workers: a file's; of tests/e2e also those that share
+running replicas, which no two tests may use at once, and whose start takes longer than most tests.
+"""
 
 from __future__ import annotations
 

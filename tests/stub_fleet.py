@@ -1,4 +1,6 @@
-"""A fleet in the test's own process: pixels and latents follow from a sample's identity, as a replica's do."""
+"""A fleet in the test's own process: pixels and latents follow from a sample's identity, as a
+replica's do.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,19 @@
-"""Seconds of a training step, by engine and layout, at real size with random weights. See docs/performance.md.
+"""Seconds of a training step, by engine and layout, at real size with random weights.
+
+See docs/performance.md.
 
     python tools/bench_engine.py [CONFIG.yaml …] --gpus 2 --layers 12 --size 512 1024 \\
         --layout engine.backend=veomni --layout "engine.backend=megatron parallel.tp=2"
 
-For every --layout (overrides of the config) and --size it starts torchrun on --gpus processes, trains on synthetic
-samples and prints one JSON line: median seconds of Engine.update (forward, backward, clipping, optimizer), peak memory,
-model TFLOP/s a GPU. Every layout trains on the same --rows pairs of sample and window step; a dp rank takes its share of
-them in one microbatch, or with --keep-microbatch in as many as the config says. --profile N: also a table of the N kernels
-that rank 0 spent most time on in one more update. --rank-of N: one GPU as the first of N, without the links between them
-(one_rank.py): seconds and memory of a layout before there are GPUs for it; for FSDP2 over dp. Without a GPU it runs on the
-CPU (give --model a tiny pipeline folder).
-Exit code 1 when a layout failed; the others are still measured.
+For every --layout (overrides of the config) and --size it starts torchrun on --gpus processes,
+trains on synthetic samples and prints one JSON line: median seconds of Engine.update (forward,
+backward, clipping, optimizer), peak memory, model TFLOP/s a GPU. Every layout trains on the same
+--rows pairs of sample and window step; a dp rank takes its share of them in one microbatch, or with
+--keep-microbatch in as many as the config says. --profile N: also a table of the N kernels that
+rank 0 spent most time on in one more update. --rank-of N: one GPU as the first of N, without the
+links between them (one_rank.py): seconds and memory of a layout before there are GPUs for it; for
+FSDP2 over dp. Without a GPU it runs on the CPU (give --model a tiny pipeline folder). Exit code 1
+when a layout failed; the others are still measured.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def main(argv: list[str]) -> int:
 def _launch(
     configs: list[str], model: Path, size: int, layout: str, options: argparse.Namespace
 ) -> bool:
-    """One layout in processes of its own; its line comes on their stdout."""
+    """Measure one layout in processes of its own; its line comes on their stdout."""
     overrides = [
         f"model.path={model}",
         f"rollout.height={size}",
@@ -185,8 +188,10 @@ def _pretend(world_size: int, config: Config) -> None:
     if config.engine.backend != "veomni" or set(found.values()) != {1}:
         sizes = ", ".join(f"{name}={size}" for name, size in found.items())
         raise ValueError(
-            f"--rank-of {world_size} imitates FSDP2's collectives on one GPU, but found engine.backend="
-            f"{config.engine.backend}, {sizes}; use engine.backend=veomni, --gpus 1 and no parallel.sp or parallel.tp"
+            f"--rank-of {world_size} imitates FSDP2's collectives on one GPU, but found "
+            "engine.backend="
+            f"{config.engine.backend}, {sizes}; use engine.backend=veomni, --gpus 1 and no "
+            "parallel.sp or parallel.tp"
         )
     pretend(world_size)
 
@@ -194,9 +199,10 @@ def _pretend(world_size: int, config: Config) -> None:
 def synthetic_batch(
     config: Config, adapter: ModelAdapter, mesh: Mesh, *, rows: int, text_tokens: int
 ) -> TrainBatch:
-    """This dp rank's share of `rows` samples with one window step each, of the same global batch for every layout.
+    """Return this dp rank's rows of a batch of `rows` samples with one window step each.
 
-    Without old log_probs no row is clipped: rows without a gradient would be cheaper, as products with zeros draw less power.
+    The global batch is the same for every layout. Without old log_probs no row is clipped: rows
+    without a gradient would be cheaper, as products with zeros draw less power.
     """
     sampling = sampling_of(config.rollout)
     generator = torch.Generator().manual_seed(0)
@@ -223,8 +229,10 @@ def synthetic_batch(
 
 
 def kernel_table(work: Callable[[], object], *, top: int) -> str:
-    """Markdown: of each of the `top` kernels (operators on a CPU) that work() spends most time in, ms, share of all kernels'
-    time and number of calls."""
+    """Return a markdown table of the `top` kernels that work() spends most time in.
+
+    On a CPU operators stand for kernels. Columns: ms, share of all kernels' time, number of calls.
+    """
     with profile() as seen:
         work()
         if torch.cuda.is_available():

@@ -1,11 +1,15 @@
-"""The RL-gain benchmark: how far, and how fast, RL takes a model's held-out score. See docs/shapes.md.
+"""The RL-gain benchmark: how far, and how fast, RL takes a model's held-out score.
 
-    python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] [--parallel N] [key=value …]
+See docs/shapes.md.
 
-Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and end score, steps and
-seconds to the target, seconds per step, diversity, alarms. A table goes to stdout; DIR gets gain.json, gain.svg and the
-runs with their logs. The same command again continues: finished runs are kept, others start over. Without a config:
-configs/shapes/flowgrpo.yaml. On several GPUs each of the parallel runs has one for itself while there are enough.
+    python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] \\
+        [--parallel N] [key=value …]
+
+Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and
+end score, steps and seconds to the target, seconds per step, diversity, alarms. A table goes to
+stdout; DIR gets gain.json, gain.svg and the runs with their logs. The same command again continues:
+finished runs are kept, others start over. Without a config: configs/shapes/flowgrpo.yaml. On
+several GPUs each of the parallel runs has one for itself while there are enough.
 
 Exit codes: 0 done, 1 a run failed, 2 something asked for is wrong, 130 or 143 interrupted.
 """
@@ -61,7 +65,10 @@ STOP_S = 60.0  # a run that is told to stop has this long to stop its replicas
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run that is asked for. arguments: of `megadiff train`, without OURS. metric: the score that is compared."""
+    """One run that is asked for.
+
+    arguments: of `megadiff train`, without OURS. metric: the score that is compared.
+    """
 
     setting: str
     seed: int
@@ -93,7 +100,10 @@ class Job:
 
 @dataclass(kw_only=True)
 class Active:
-    """A run that is on. stamps_s: step → seconds since the process started at which its row was seen."""
+    """A run whose process has started.
+
+    stamps_s: step → seconds since the process started at which its row was seen.
+    """
 
     job: Job
     slot: int
@@ -104,7 +114,7 @@ class Active:
     stamps_s: dict[int, float] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Stamps the rows that are new in metrics.jsonl."""
+        """Stamp the rows that are new in metrics.jsonl."""
         path = self.job.folder / "metrics.jsonl"
         if not path.exists() or path.stat().st_size == self.offset:
             return
@@ -127,26 +137,29 @@ class Active:
 
 
 def slug(text: str) -> str:
-    """A setting's name as the name of a folder."""
+    """Return a setting's name as the name of a folder."""
     return re.sub(r"[^\w.=+-]+", "_", text).strip("_")
 
 
 def settings_of(varied: Sequence[str]) -> list[list[str]]:
-    """["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …]. Commas within [] do not separate. ValueError: no
-    key=values, or a key twice."""
+    """Return every combination: ["a=1,2", "b=3,4"] → [["a=1", "b=3"], ["a=1", "b=4"], …].
+
+    Commas within [] do not separate. ValueError: no key=values, or a key twice.
+    """
     axes: dict[str, list[str]] = {}
     for each in varied:
         key, equals, values = each.partition("=")
         if not equals or not key or key in axes or not values:
             raise ValueError(
-                f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. optim.lr=5e-5,1e-4"
+                f"--vary {each!r}: give key=value1,value2,… with every key once, e.g. "
+                "optim.lr=5e-5,1e-4"
             )
         axes[key] = [f"{key}={value}" for value in re.split(r",(?![^\[]*\])", values)]
     return [list(setting) for setting in product(*axes.values())]
 
 
 def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
-    """The varied keys without their sections; without any, the names of the config files."""
+    """Return the varied keys without their sections; without any, the names of the config files."""
     short = [
         f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}" for each in setting
     ]
@@ -154,8 +167,10 @@ def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Every run that is asked for, seeds of one setting together. ValueError: a config that does not load or never
-    evaluates, two settings of one name."""
+    """Return every run that is asked for, seeds of one setting together.
+
+    ValueError: a config that does not load or never evaluates, two settings of one name.
+    """
     configs = [each for each in options.config if not is_override(each)] or [DEFAULT_CONFIG]
     overrides = [each for each in options.config if is_override(each)]
     for each in (*overrides, *options.vary):
@@ -166,7 +181,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     settings = {setting_name(setting, configs): setting for setting in settings_of(options.vary)}
     if len({slug(name) for name in settings}) < len(settings_of(options.vary)):
         raise ValueError(
-            f"two settings would share a name; vary keys and values that differ: {', '.join(settings)}"
+            "two settings would share a name; vary keys and values that differ: "
+            f"{', '.join(settings)}"
         )
     runs_folder = options.out.resolve() / "runs"
     return [
@@ -190,7 +206,8 @@ def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, m
     preferred = [key for key in (metric or PREFERRED, *known) if key in known]
     if not preferred or (metric and metric not in known):
         raise ValueError(
-            f"{name}: --metric {metric or PREFERRED} is none of its rewards: {', '.join(known) or 'it has none'}"
+            f"{name}: --metric {metric or PREFERRED} is none of its rewards: "
+            f"{', '.join(known) or 'it has none'}"
         )
     return Job(
         setting=name,
@@ -202,7 +219,10 @@ def _job(name: str, seed: int, arguments: Sequence[str], *, runs_folder: Path, m
 
 
 def kept_result(job: Job) -> RunResult | None:
-    """The result of a run that finished earlier. ValueError when that run was another one than is asked for now."""
+    """Return the result of a run that finished earlier.
+
+    ValueError when that run was another one than is asked for now.
+    """
     if not job.result_path.exists():
         return None
     plain = json.loads(job.result_path.read_text("utf-8"))
@@ -213,14 +233,15 @@ def kept_result(job: Job) -> RunResult | None:
         return None
     if result.arguments != job.arguments:
         raise ValueError(
-            f"{job.result_path} is of a run with {' '.join(result.arguments)}, now {' '.join(job.arguments)} is asked for; "
+            f"{job.result_path} is of a run with {' '.join(result.arguments)}, now "
+            f"{' '.join(job.arguments)} is asked for; "
             "give another --out"
         )
     return result
 
 
 def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]], *, lock: int) -> Active:
-    """Starts the run's process in a session of its own, from an empty folder."""
+    """Start the run's process in a session of its own, from an empty folder."""
     shutil.rmtree(job.folder, ignore_errors=True)  # of a run that was interrupted or failed
     job.runs_folder.mkdir(parents=True, exist_ok=True)
     environment = {"TOKENIZERS_PARALLELISM": "false", **os.environ}
@@ -243,7 +264,7 @@ def start(job: Job, slot: int, gpus: Sequence[tuple[str, str]], *, lock: int) ->
 
 
 def finish(active: Active) -> RunResult:
-    """The result of a run whose process has ended, also written beside its folder."""
+    """Return the result of a run whose process has ended, and write it beside its folder."""
     process_s = time.monotonic() - active.start_s
     active.look()
     job, code = active.job, active.process.returncode
@@ -281,15 +302,19 @@ def finish(active: Active) -> RunResult:
 
 @contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """A descriptor that keeps `out` ours. Runs inherit it, so that the folder stays taken while one of them lives, even if
-    this process is killed. ValueError when it is taken."""
+    """Return a descriptor that keeps `out` ours.
+
+    Runs inherit it, so that the folder stays taken while one of them lives, even if this process is
+    killed. ValueError when it is taken.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"{out} is in use by another benchmark, or by a run that one left; end it, or give another --out"
+                f"{out} is in use by another benchmark, or by a run that one left; end it, or "
+                "give another --out"
             ) from error
         yield file.fileno()
 
@@ -297,8 +322,10 @@ def locked(out: Path) -> Iterator[int]:
 def run_all(
     jobs: Sequence[Job], options: argparse.Namespace, gpus: Sequence[tuple[str, str]], *, lock: int
 ) -> list[RunResult]:
-    """Runs what is not finished yet, --parallel at a time; the record in --out is kept up to date. Stops what is on when
-    it is left by an interrupt. The results in the order of the jobs."""
+    """Run what is not finished yet, --parallel at a time, and keep the record in --out up to date.
+
+    An interrupt stops the runs that have started. Returns the results in the order of the jobs.
+    """
     results = {job.name: result for job in jobs if (result := kept_result(job)) is not None}
     waiting = deque(job for job in jobs if job.name not in results)
     logger.info("%d runs, %d of them finished earlier", len(jobs), len(results))
@@ -325,7 +352,7 @@ def run_all(
 
 
 def stop(active: Sequence[Active]) -> None:
-    """Tells runs to stop and waits; their whole sessions are killed when they do not."""
+    """Tell runs to stop and wait; kill the whole sessions of those that do not."""
     for each in active:
         each.process.terminate()
     for each in active:
@@ -342,7 +369,7 @@ def write_record(
     options: argparse.Namespace,
     gpus: Sequence[tuple[str, str]],
 ) -> None:
-    """gain.json and gain.svg of the runs that have ended so far."""
+    """Write gain.json and gain.svg of the runs that have ended so far."""
     figures = [figures_of(run, options.target) for run in runs]
     record = {
         "command": ["python", "tools/bench_gain.py", *options.command],
@@ -364,12 +391,12 @@ def write_record(
 
 
 def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResult]:
-    """The results there are, in the order in which the runs were asked for."""
+    """Return the results there are, in the order in which the runs were asked for."""
     return [results[job.name] for job in jobs if job.name in results]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Aside and renamed, so that an interrupt leaves the old one whole."""
+    """Write aside and rename, so that an interrupt leaves the old file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, "utf-8")
@@ -381,7 +408,7 @@ def is_override(argument: str) -> bool:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `command` holds the arguments as they were given."""
+    """Return the options; `command` holds the arguments as they were given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -428,7 +455,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; see the module's text."""
+    """Return the exit code; see the module's text."""
     options = parse(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr

@@ -1,4 +1,7 @@
-"""What a benchmark ran on: GPUs, CPU, versions. Imports neither torch nor anything that touches a GPU."""
+"""What a benchmark ran on: GPUs, CPU, versions.
+
+Imports neither torch nor anything that touches a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ PACKAGES = (
 
 
 def visible_gpus() -> list[tuple[str, str]]:
-    """(index, name) of the GPUs that this process may use; [] on a machine without."""
+    """Return (index, name) of the GPUs that this process may use; [] on a machine without."""
     if not shutil.which("nvidia-smi"):
         return []
     asked = ["nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"]
@@ -42,7 +45,7 @@ def visible_gpus() -> list[tuple[str, str]]:
 
 
 def cpu_name() -> str:
-    """The CPU's model and the number of cores that this process may use."""
+    """Return the CPU's model and the number of cores that this process may use."""
     text = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*:\s*(.+)", text)
     return (
@@ -51,7 +54,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a run is made of; packages that are not installed are left out."""
+    """Return package → version; packages that are not installed are left out."""
     found = {"megadiff": megadiff.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -20,8 +20,11 @@ START_TIMEOUT_S = 900.0
 def served_model(
     folder: Path, scratch: Path, *, device: str, layers: int, text_layers: int
 ) -> Path:
-    """The folder, or in scratch one of its configs with random weights: where it has none, or other depths are asked for
-    (0: as its configs say). 55 GB at Qwen-Image's full size."""
+    """Return the folder, or one in scratch with its configs and random weights.
+
+    Scratch is used where the folder has no weights, or other depths are asked for (0: as its
+    configs say). 55 GB at Qwen-Image's full size.
+    """
     if not (layers or text_layers) and any((folder / "transformer").glob("*.safetensors")):
         return folder
     write_random_pipeline(
@@ -33,9 +36,18 @@ def served_model(
 
 
 def start_replica(
-    model: Path, scratch: Path, stack: ExitStack, *, dtype: str, device: str, gpus: tuple[int, ...] = (),
-    compile: bool = False, fp8: bool = False, tp: int = 1, weights: Path | None = None,
-) -> tuple[ReplicaProcess, ReplicaClient]:  # fmt: skip
+    model: Path,
+    scratch: Path,
+    stack: ExitStack,
+    *,
+    dtype: str,
+    device: str,
+    gpus: tuple[int, ...] = (),
+    compile: bool = False,
+    fp8: bool = False,
+    tp: int = 1,
+    weights: Path | None = None,
+) -> tuple[ReplicaProcess, ReplicaClient]:
     """Start a replica, and return it once it answers; it is stopped when the stack closes.
 
     device: cpu or cuda. It has the token of MEGADIFF_TOKEN, where that is set.

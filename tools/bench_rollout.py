@@ -1,15 +1,18 @@
-"""Images a second of rollout and of plain sampling, on one GPU, in one run. See docs/performance.md.
+"""Images a second of rollout and of plain sampling, on one GPU, in one run.
+
+See docs/performance.md.
 
     python tools/bench_rollout.py [--images 16] [--size 512] [--steps 10] [--true-cfg-scale 1]
         [--replicas eager compiled fp8] [--ways images rollout …] [--out FILE.json]
 
 The same images by every way: `diffusers` (its own pipeline, eager, all images in one call),
-`images` (the replica's OpenAI route, as many images a request as it takes),
-`images, one a request` (as many requests at once as it takes), and `rollout` (what training
-uses: one call, with latents, log_probs and pixels back in this process). --replicas: one that is eager, one with
-compiled blocks, one that is compiled and multiplies in FP8. --ways: some of them only. Medians of --repeat calls after a
-first one that is told apart. Prints a line of JSON for each, a table with ratios to `images`, and writes all to --out. A
-model folder that holds configs only is filled with random weights in --scratch.
+`images` (the replica's OpenAI route, as many images a request as it takes), `images, one a request`
+(as many requests at once as it takes), and `rollout` (what training uses: one call, with latents,
+log_probs and pixels back in this process). --replicas: one that is eager, one with compiled blocks,
+one that is compiled and multiplies in FP8. --ways: some of them only. Medians of --repeat calls
+after a first one that is told apart. Prints a line of JSON for each, a table with ratios to
+`images`, and writes all to --out. A model folder that holds configs only is filled with random
+weights in --scratch.
 """
 
 from __future__ import annotations
@@ -89,8 +92,11 @@ def main(argv: list[str]) -> int:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line for each way; the ratio is to plain images of the same replica, or the eager one's for diffusers; - where
-    they were not measured."""
+    """Return a markdown table, a line for each way.
+
+    The ratio is to plain images of the same replica, or the eager one's for diffusers; - where they
+    were not measured.
+    """
     speed = {row["way"]: row["images_per_s"] for row in rows}
     lines = ["", "| way | s | images/s | sample-steps/s | of `images` |", "|---|---|---|---|---|"]
     for row in rows:
@@ -105,7 +111,7 @@ def table(rows: list[dict]) -> str:
 def _measured(
     model: Path, scratch: Path, device: str, options: argparse.Namespace
 ) -> Iterator[tuple[str, list[float]]]:
-    """(way, seconds of each call). The GPU holds one model at a time."""
+    """Return (way, seconds of each call). The GPU holds one model at a time."""
     if "diffusers" in options.ways:
         yield "diffusers", _diffusers(model, device, options)
         gc.collect()
@@ -230,7 +236,7 @@ def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> N
 
 
 def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
-    """Seconds of 1 + repeat calls, each of which ends with its result on the host."""
+    """Return the seconds of 1 + repeat calls, each of which ends with its result on the host."""
     seconds = []
     for place in range(1 + repeat):
         start = time.perf_counter()
@@ -240,7 +246,7 @@ def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
 
 
 def _shares(total: int, most: int) -> list[int]:
-    """total in as few equal parts of at most `most` as there can be."""
+    """Divide total into as few equal parts of at most `most` as there can be."""
     count = -(-total // most)
     return [total // count + (place < total % count) for place in range(count)]
 

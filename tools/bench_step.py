@@ -1,15 +1,20 @@
-"""Seconds of whole training steps of a recipe, stage by stage, at real size with random weights. See docs/performance.md.
+"""Seconds of whole training steps of a recipe, stage by stage, at real size with random weights.
 
-    python tools/bench_step.py CONFIG.yaml … --gpus 2 [--steps 3] [--warmup 1] [--timeout-s 500] [--out FILE.json] [key=value …]
+See docs/performance.md.
 
-Runs `megadiff train` as a user would (replicas, rewards, sync, update; torchrun for several GPUs) and stops it once --steps
-steps after --warmup are logged. A model folder that holds configs only (assets/qwen_image) is first filled with random
-weights in --scratch; --layers and --text-layers make it smaller. Prints a table and one JSON object: medians of every
-stage, samples/s, TFLOP/s a GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share
-of --peak-tflops, peak memory of every phase beside what `megadiff plan` says of this config, parity gap, hardware,
-versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
-something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of all logs are shown, and
-nothing that was started is left running.
+    python tools/bench_step.py CONFIG.yaml … --gpus 2 [--steps 3] [--warmup 1] \\
+        [--timeout-s 500] [--out FILE.json] [key=value …]
+
+Runs `megadiff train` as a user would (replicas, rewards, sync, update; torchrun for several GPUs)
+and stops it once --steps steps after --warmup are logged. A model folder that holds configs only
+(assets/qwen_image) is first filled with random weights in --scratch; --layers and --text-layers
+make it smaller. Prints a table and one JSON object: medians of every stage, samples/s, TFLOP/s a
+GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share of
+--peak-tflops, peak memory of every phase beside what `megadiff plan` says of this config, parity
+gap, hardware, versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or
+was not done after --timeout-s; 2 something asked for is wrong; 143 SIGTERM. With 1 and 143 the
+steps that were logged and the ends of all logs are shown, and nothing that was started is left
+running.
 """
 
 from __future__ import annotations
@@ -129,7 +134,10 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
 def figures(
     rows: list[dict], config: Config, *, model_folder: Path, options: argparse.Namespace
 ) -> dict:
-    """Medians over the rows, and rates from the model's FLOPs; that of rollout until the slowest rank has samples and rewards."""
+    """Return medians over the rows, and rates from the model's FLOPs.
+
+    The rate of rollout counts until the slowest rank has samples and rewards.
+    """
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
     adapter, sampling = build_adapter(model_folder), sampling_of(config.rollout)
@@ -158,8 +166,11 @@ def figures(
 
 
 def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]:
-    """The planner's phase → its peak for this config on --gpus of --gpu; {} where the layout cannot run on them. The gate of a
-    new run comes before AdamW's first step, which makes its state."""
+    """Return the planner's phase → its peak for this config on --gpus of --gpu.
+
+    {} where the layout cannot run on them. The gate of a new run comes before AdamW's first step,
+    which makes its state.
+    """
     num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
     machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
     own = make_plan(
@@ -179,8 +190,10 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
 def memory_gib(
     rows: list[dict], planned: dict[str, float], *, warmup: int
 ) -> dict[str, dict[str, float]]:
-    """phase → measured (of the fullest GPU, all processes, after the warmup; the gate is before it) and planned, each
-    where it is known. {} on a CPU."""
+    """Return phase → measured and planned GiB, each where it is known; {} on a CPU.
+
+    Measured is of the fullest GPU, all processes, after the warmup; the gate is before it.
+    """
     found: dict[str, dict[str, float]] = {}
     for phase, name in PLANNED.items():
         first, key = 0 if phase == "parity" else warmup, phase_key(phase)
@@ -193,12 +206,16 @@ def memory_gib(
 
 
 def table(report: dict) -> str:
-    """Markdown: a row a stage, with its share of the step; then a row a phase, with its memory."""
+    """Return markdown: a row a stage, with its share of the step.
+
+    Then a row a phase, with its memory.
+    """
     step = report["seconds"]["time/step_s"]
     lines = ["| stage | s | share |", "|---|---|---|"]
     for key, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
         lines.append(
-            f"| {key.removeprefix('time/').removesuffix('_s')} | {seconds:.3f} | {seconds / step:.0%} |"
+            f"| {key.removeprefix('time/').removesuffix('_s')} | {seconds:.3f} | "
+            f"{seconds / step:.0%} |"
         )
     if report["memory_gib"]:
         lines += [
@@ -213,14 +230,18 @@ def table(report: dict) -> str:
         for stage, value in report["tflops_per_gpu"].items()
     )
     lines.append(
-        f"\n{report['samples']} samples a step, {report['samples_per_s']:.2f} a second; TFLOP/s a GPU (MFU of "
-        f"{report['peak_tflops']:g}): {rates}; peak {report['peak_gib']:.1f} GiB of a trainer rank; "
+        f"\n{report['samples']} samples a step, {report['samples_per_s']:.2f} a second; "
+        "TFLOP/s a GPU (MFU of "
+        f"{report['peak_tflops']:g}): {rates}; peak {report['peak_gib']:.1f} GiB of a trainer "
+        "rank; "
         f"{report['start_s']:.0f} s to the first step\n"
     )
     if report["zero_std_ratio"]:
         lines.append(
-            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards. Training leaves them out where it can, "
-            "and its TFLOP/s count them all. Random weights write no text: add reward.jpeg.type=jpeg_size.\n"
+            f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards. "
+            "Training leaves them out where it can, "
+            "and its TFLOP/s count them all. Random weights write no text: add "
+            "reward.jpeg.type=jpeg_size.\n"
         )
     return "\n".join(lines) + "\n"
 
@@ -231,7 +252,10 @@ def _memory_row(phase: str, *, measured: float, planned: float | None = None) ->
 
 
 def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, dict]:
-    """The folder that is trained, and what is known of it: with random weights where it has none, or others are asked for."""
+    """Return the folder that is trained, and what is known of it.
+
+    Its weights are random where it has none, or others are asked for.
+    """
     folder = Path(config.model.path)
     has_weights = any((folder / "transformer").glob("*.safetensors"))
     if has_weights and not (options.layers or options.text_layers):
@@ -258,7 +282,10 @@ def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
 def _run(
     arguments: list[str], options: argparse.Namespace, log: Path, metrics: Path
 ) -> tuple[list[dict], bool]:
-    """The rows of `megadiff train`, which is stopped when there are enough of them, and whether --timeout-s came first."""
+    """Return the rows of `megadiff train`, and whether --timeout-s came first.
+
+    It is stopped when there are enough rows.
+    """
     wanted = options.warmup + options.steps
     end = time.monotonic() + (options.timeout_s or float("inf"))
     with log.open("wb") as file:
@@ -280,7 +307,7 @@ def _run(
 
 
 def _launcher(options: argparse.Namespace) -> list[str]:
-    """The command line of the CLI, by torchrun for several GPUs."""
+    """Return the command line of the CLI, by torchrun for several GPUs."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     return [sys.executable, *(torchrun if options.gpus > 1 else []), "-m", "megadiff.cli.main"]
 
@@ -290,8 +317,11 @@ def _rows(metrics: Path) -> list[dict]:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """The trainer stops its replicas. What is left after STOP_S of it, or of what it had started (torchrun's ranks and
-    replicas have process groups of their own), is killed: it would hold the GPUs."""
+    """Stop the trainer, which stops its replicas.
+
+    What is left after STOP_S of it, or of what it had started (torchrun's ranks and replicas have
+    process groups of their own), is killed: it would hold the GPUs.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not leave it half stopped
     children = []
     if process.poll() is None:
@@ -324,7 +354,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _seen(log: Path, folder: Path) -> str:
-    """The ends of the logs, and the steps that were logged."""
+    """Return the ends of the logs, and the steps that were logged."""
     logs = [log, *sorted((folder / "logs").glob("*.log"))]
     parts = [f"--- {each.name}\n{_tail(each)}" for each in logs]
     for row in _rows(folder / "metrics.jsonl"):

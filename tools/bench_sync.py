@@ -1,14 +1,16 @@
 """Seconds of a weight push to a real replica, by transport. See docs/sync.md.
 
-    python tools/bench_sync.py [--transport http shm nccl disk] [--gpu 0] [--layers N] [--bucket-mib 512] [--lora-rank 64]
+    python tools/bench_sync.py [--transport http shm nccl disk] [--gpu 0] [--layers N] \\
+        [--bucket-mib 512] [--lora-rank 64]
 
-Starts `megadiff serve` on --gpu (0: the trainer's own GPU, 1: another; no matter on a CPU) and pushes random weights that
-lie on the trainer's device to it, --repeat times for each transport after a first push that is told apart, as it opens
-groups and memory. A model folder that holds configs only (assets/qwen_image) is first filled with random weights in
---scratch: 55 GB of disk at full size, less with --layers and --text-layers. Prints a line of JSON for every transport, and
-a table: seconds (median), GiB/s, where they went. commit is the replica's own verification and the only part that waits
-for nothing else; fingerprint is the trainer's, computed while buckets travel. Every push is verified. Exit code 1 when a
-transport failed; the others are still measured.
+Starts `megadiff serve` on --gpu (0: the trainer's own GPU, 1: another; no matter on a CPU) and
+pushes random weights that lie on the trainer's device to it, --repeat times for each transport
+after a first push that is told apart, as it opens groups and memory. A model folder that holds
+configs only (assets/qwen_image) is first filled with random weights in --scratch: 55 GB of disk at
+full size, less with --layers and --text-layers. Prints a line of JSON for every transport, and a
+table: seconds (median), GiB/s, where they went. commit is the replica's own verification and the
+only part that waits for nothing else; fingerprint is the trainer's, computed while buckets travel.
+Every push is verified. Exit code 1 when a transport failed; the others are still measured.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ from megadiff.types import DTYPES, LoraSpec
 
 
 class RandomSource:
-    """Random weights on a device, handed out as an engine does: every tensor a copy, in buckets. Each version differs."""
+    """Random weights on a device, handed out as an engine does: every tensor a copy, in buckets.
+
+    Each version differs.
+    """
 
     def __init__(self, manifest: Manifest, lora: LoraSpec | None, device: torch.device) -> None:
         self.lora, self.version = lora, 0
@@ -122,10 +127,15 @@ def main(argv: list[str]) -> int:
 
 
 def _measured(
-    transport: str, source: RandomSource, fleet: Fleet, manifest: Manifest, options: argparse.Namespace, mesh: Mesh,
+    transport: str,
+    source: RandomSource,
+    fleet: Fleet,
+    manifest: Manifest,
+    options: argparse.Namespace,
+    mesh: Mesh,
     folder: Path,
-) -> dict:  # fmt: skip
-    """One row: a first push and --repeat further ones."""
+) -> dict:
+    """Return one row: a first push and --repeat further ones."""
     row = {
         "transport": transport,
         "what": "lora" if source.lora else "all weights",
@@ -156,12 +166,21 @@ def _measured(
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line for each measurement."""
+    """Return a markdown table, a line for each measurement."""
     columns = {
-        "transport": "transport", "way": "way", "what": "what", "gib": "GiB", "first_s": "first s", "seconds": "s",
-        "gib_per_s": "GiB/s", "gather": "gather s", "send": "wait s", "fingerprint": "fingerprint s", "commit": "commit s",
+        "transport": "transport",
+        "way": "way",
+        "what": "what",
+        "gib": "GiB",
+        "first_s": "first s",
+        "seconds": "s",
+        "gib_per_s": "GiB/s",
+        "gather": "gather s",
+        "send": "wait s",
+        "fingerprint": "fingerprint s",
+        "commit": "commit s",
         "commit_share": "commit share",
-    }  # fmt: skip
+    }
     lines = ["", f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
     for row in rows:
         lines.append(
@@ -171,9 +190,14 @@ def table(rows: list[dict]) -> str:
 
 
 def _sync(
-    transport: str, source: RandomSource, fleet: Fleet, manifest: Manifest, options: argparse.Namespace, mesh: Mesh,
+    transport: str,
+    source: RandomSource,
+    fleet: Fleet,
+    manifest: Manifest,
+    options: argparse.Namespace,
+    mesh: Mesh,
     folder: Path,
-) -> WeightSync:  # fmt: skip
+) -> WeightSync:
     targets = fleet.weight_targets()
     workers = {target.name: target.weights_places() for target in targets}
     here = {"host": host_name(), "device": device_name(mesh.device)}

@@ -36,9 +36,14 @@ track: []
 """
 VIDEO = {"color": {"type": "frame", "args": {"reward": "color"}}}
 SUPERVISED = (
-    *("algorithm.name=sft", "algorithm.group_size=2", "algorithm.ema_decay=0.99"),
-    *("train.prompts_per_step=2", "train.updates_per_step=1", "train.microbatch_size=3"),
-    *("optim.lr=1e-3", "rollout.num_inference_steps=3"),
+    "algorithm.name=sft",
+    "algorithm.group_size=2",
+    "algorithm.ema_decay=0.99",
+    "train.prompts_per_step=2",
+    "train.updates_per_step=1",
+    "train.microbatch_size=3",
+    "optim.lr=1e-3",
+    "rollout.num_inference_steps=3",
 )
 # name → (family of the tiny model, number of ranks, overrides)
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -97,8 +102,13 @@ def metrics(checkout: Path, name: str, scratch: Path, timeout_s: float) -> list[
         write_images(folder / "images")
         data = f"data.images={folder / 'images'}"
     arguments = (
-        *("train", str(folder / "config.yaml"), data, f"model.path={folder / 'model'}"),
-        *(f"run.dir={folder}", "run.name=run", *overrides),
+        "train",
+        str(folder / "config.yaml"),
+        data,
+        f"model.path={folder / 'model'}",
+        f"run.dir={folder}",
+        "run.name=run",
+        *overrides,
     )
     # Its own .venv where it has one: the entry points of an installation name its modules.
     own_python = checkout / ".venv" / "bin" / "python"
@@ -141,7 +151,10 @@ def write_images(folder: Path) -> None:
 
 
 def first_difference(before: list[dict[str, object]], after: list[dict[str, object]]) -> str:
-    """Return '' where both are equal, else where they differ first. JSON carries a float exactly."""
+    """Return '' where both are equal, else where they differ first.
+
+    JSON carries a float exactly.
+    """
     if len(before) != len(after):
         return f"{len(before)} steps before, {len(after)} after"
     for old, new in zip(before, after, strict=True):

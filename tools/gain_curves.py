@@ -1,4 +1,7 @@
-"""What tools/bench_gain.py makes of its runs: curves, figures per setting, a table, a plot. Pure functions."""
+"""What tools/bench_gain.py makes of its runs: curves, figures per setting, a table, a plot.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ _EVALUATION = re.compile(r"evaluation at step (\d+), ([\d.]+) s:")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A finished step; step 0 is the start. seconds: since the first step began; train_s: the same without what
-    evaluations took. score, colour_entropy_bit: of the evaluation after this step, None without one."""
+    """A finished step; step 0 is the start.
+
+    seconds: since the first step began; train_s: the same without what evaluations took. score,
+    colour_entropy_bit: of the evaluation after this step, None without one.
+    """
 
     step: int
     seconds: float
@@ -32,10 +38,14 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One run. arguments: of `megadiff train`, without the seed and folder that every run has of its own. exit_code: 0
-    for a finished run, otherwise `error` says what failed. process_s: from start to exit of the process, start-up and
-    evaluations included. inside_s: mean time/step_s, None before the first step. stages_s: median seconds per step of
-    every time/* metric. alarms: what was logged, with its step."""
+    """One run.
+
+    arguments: of `megadiff train`, without the seed and folder that every run has of its own.
+    exit_code: 0 for a finished run, otherwise `error` says what failed. process_s: from start to
+    exit of the process, start-up and evaluations included. inside_s: mean time/step_s, None before
+    the first step. stages_s: median seconds per step of every time/* metric. alarms: what was
+    logged, with its step.
+    """
 
     setting: str
     seed: int
@@ -58,8 +68,11 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """A finished run in numbers. to_target: the first evaluation at or above the target, None when there was none.
-    step_s: mean wall seconds per step without evaluations. between_s: the part of it that no time/step_s holds."""
+    """A finished run in numbers.
+
+    to_target: the first evaluation at or above the target, None when there was none. step_s: mean
+    wall seconds per step without evaluations. between_s: the part of it that no time/step_s holds.
+    """
 
     start: float
     end: float
@@ -72,8 +85,10 @@ class Figures:
 def points_of(
     rows: Sequence[Row], stamps_s: Mapping[int, float], log: str, metric: str
 ) -> list[Point]:
-    """The rows of a run on the clock of its first step. stamps_s: step → when its row was seen, on any one clock; rows
-    that never were are left out."""
+    """Return the rows of a run on the clock of its first step.
+
+    stamps_s: step → when its row was seen, on any one clock; rows that never were are left out.
+    """
     evaluations = {int(step): float(seconds) for step, seconds in _EVALUATION.findall(log)}
     rows = [row for row in rows if int(row["step"]) in stamps_s]  # type: ignore[arg-type]
     if not rows:
@@ -100,30 +115,33 @@ def points_of(
 
 
 def stage_medians(rows: Sequence[Row]) -> dict[str, float]:
-    """time/* metric → its median over the steps."""
+    """Return time/* metric → its median over the steps."""
     keys = [key for key in metric_keys(rows) if key.startswith("time/")]
     return {key: value for key in keys if (value := median(column(rows, key))) is not None}
 
 
 def mean_step_s(rows: Sequence[Row]) -> float | None:
-    """Mean time/step_s of the steps, None without one."""
+    """Return the mean time/step_s of the steps, None without one."""
     return mean_or_none(column(rows, "time/step_s"))
 
 
 def alarms_of(log: str) -> list[tuple[int, str]]:
-    """(step, sentence) of every alarm in a run's log."""
+    """Return (step, sentence) of every alarm in a run's log."""
     return [(int(step), sentence) for step, sentence in _ALARM.findall(log)]
 
 
 def error_of(log: str) -> str:
-    """The last line that begins with "error:", else the last line at all."""
+    """Return the last line that begins with "error:", else the last line at all."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", log) if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or [""])[-1][:300]
 
 
 def figures_of(run: RunResult, target: float) -> Figures | None:
-    """None for a run that failed, or that has no evaluation before and after its steps."""
+    """Return the figures of a run.
+
+    None for one that failed, or that has no evaluation before and after its steps.
+    """
     scored = run.scored
     if run.exit_code or len(scored) < 2:
         return None
@@ -140,7 +158,7 @@ def figures_of(run: RunResult, target: float) -> Figures | None:
 
 
 def by_setting(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Setting → its runs, both in the order given."""
+    """Return setting → its runs, both in the order given."""
     return {
         name: [run for run in runs if run.setting == name]
         for name in dict.fromkeys(run.setting for run in runs)
@@ -148,8 +166,10 @@ def by_setting(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def table(runs: Sequence[RunResult], *, target: float) -> str:
-    """A markdown table, a row a setting: means over its finished seeds, and each seed where it matters; below it what
-    failed and which alarms were logged."""
+    """Return a markdown table, a row a setting: means over its finished seeds.
+
+    Each seed is shown where it matters. Below it: what failed, and which alarms were logged.
+    """
     goal = f"{100 * target:g} %" if 0 <= target <= 1 else format_number(target)
     head = [
         "setting",
@@ -208,20 +228,21 @@ def _mean_text(values: Sequence[float | None]) -> str:
 
 
 def score_text(score: float) -> str:
-    """51.4 % of a score within 0 … 1, three digits of any other."""
+    """Return 51.4 % of a score within 0 … 1, three digits of any other."""
     return f"{100 * score:.1f} %" if 0 <= score <= 1 else format_number(score)
 
 
 def gain_text(start: float, end: float) -> str:
-    """In points where both are shares."""
+    """Return the gain, in points where both are shares."""
     both_shares = 0 <= start <= 1 and 0 <= end <= 1
     return f"{100 * (end - start):+.1f} points" if both_shares else f"{end - start:+.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A setting's score at the evaluations that all its finished runs share: mean, least and greatest over the seeds;
-    seconds: mean train_s."""
+    """A setting's score at the evaluations that all its finished runs share: mean, least and
+    greatest over the seeds; seconds: mean train_s.
+    """
 
     name: str
     steps: list[int]
@@ -232,7 +253,7 @@ class Curve:
 
 
 def curves(runs: Sequence[RunResult]) -> list[Curve]:
-    """A curve for every setting with a finished run."""
+    """Return a curve for every setting with a finished run."""
     found = []
     for name, group in by_setting(runs).items():
         scores = [
@@ -262,15 +283,24 @@ COLOURS = ("#0b7a75", "#c2571a", "#3b5bdb", "#a61e4d", "#5c940d", "#7048e8", "#4
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP, _BOTTOM = 960, 400, 56, 64, 56, 44  # pixels
 _STYLE = """
 text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Roboto, sans-serif; fill: #5d6566; }
-.title { font-size: 16px; font-weight: 600; fill: #16191a; } .end { text-anchor: end; } .middle { text-anchor: middle; }
-path { fill: none; vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round; stroke-width: 2; }
-.grid { stroke: #e6e7e2; stroke-width: 1; } .target { stroke: #8f9797; stroke-width: 1; stroke-dasharray: 4 4; }
+.title { font-size: 16px; font-weight: 600; fill: #16191a; }
+.end { text-anchor: end; }
+.middle { text-anchor: middle; }
+path {
+  fill: none; vector-effect: non-scaling-stroke;
+  stroke-linejoin: round; stroke-linecap: round; stroke-width: 2;
+}
+.grid { stroke: #e6e7e2; stroke-width: 1; }
+.target { stroke: #8f9797; stroke-width: 1; stroke-dasharray: 4 4; }
 .band { stroke: none; opacity: .13; }
 """
 
 
 def plot(found: Sequence[Curve], *, metric: str, target: float) -> str:
-    """An SVG image: the score over steps and over seconds, the mean of the seeds as a line, their range as a band."""
+    """Return an SVG image: the score over steps and over seconds.
+
+    The mean of the seeds is a line, their range a band.
+    """
     ends = [value for each in found for value in (*each.low, *each.high)]
     y_axis = value_axis([*ends, target] if ends else [])
     width = (_WIDTH - _LEFT - _GAP - 16) / 2
@@ -300,8 +330,10 @@ def plot(found: Sequence[Curve], *, metric: str, target: float) -> str:
         f'<text class="title" x="{_LEFT}" y="24">{escape(metric)}: mean and range over seeds</text>'
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}">'
-        f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#ffffff"/>{title}{legend}{body}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}">'
+        f'<style>{_STYLE}</style><rect width="100%" height="100%" '
+        f'fill="#ffffff"/>{title}{legend}{body}</svg>\n'
     )
 
 
@@ -333,14 +365,16 @@ def _panel(
         y = _TOP + height * _down(y_axis, tick) / 1000 + 4
         texts += f'<text class="end" x="{left - 8:.1f}" y="{y:.1f}">{_tick(tick, y_axis)}</text>'
     texts += "".join(
-        f'<text class="middle" x="{left + width * x_axis.place(tick):.1f}" y="{_TOP + height + 18}">{tick:g}</text>'
+        f'<text class="middle" x="{left + width * x_axis.place(tick):.1f}" '
+        f'y="{_TOP + height + 18}">{tick:g}</text>'
         for tick in x_axis.ticks(count=5)
     )
     texts += (
         f'<text class="middle" x="{left + width / 2:.1f}" y="{_TOP + height + 36}">{name}</text>'
     )
     return (
-        f'<svg x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}" viewBox="0 0 1000 1000" '
+        f'<svg x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}" viewBox="0 0 '
+        '1000 1000" '
         f'preserveAspectRatio="none" overflow="visible">{marks}</svg>{texts}'
     )
 

@@ -4,7 +4,8 @@
 
 Each trial starts a trainer (alone, under torchrun with two ranks, or with a replica of its own),
 waits a random time, and sends SIGTERM, SIGINT or SIGKILL to a random rank, torchrun, its process
-group, or a replica. Trials go on with the run of the trial before, so each resumes what another left.
+group, or a replica. Trials go on with the run of the trial before, so each resumes what another
+left.
 
 Counted: finished steps that no checkpoint has, although the weights were whole (no rank of several,
 nor the only one, was killed by SIGKILL); processes that are left, found by a mark in their
@@ -25,7 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,9 +95,12 @@ def draw(random_source: random.Random) -> Trial:
 
 
 class Forked:
-    """`megadiff train` in a fork of this process, whose imports are done: 6 s a trial less."""
+    """A command in a fork of this process, whose imports are done: 6 s a trial less.
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    run: takes the arguments and returns the exit code.
+    """
+
+    def __init__(self, run: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
@@ -103,11 +109,18 @@ class Forked:
         with log.open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        from megadiff.cli.console import leave, show_crashes
-        from megadiff.cli.train import main as train
-
-        show_crashes()
-        leave(train(arguments))
+        code = 1
+        try:
+            code = run(arguments)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            # It must end here: the storm's own stack is below, with its clean-up.
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -121,6 +134,22 @@ class Forked:
             time.sleep(0.02)
         assert self.returncode is not None
         return self.returncode
+
+
+def train(arguments: list[str]) -> int:
+    from megadiff.cli.console import leave, show_crashes
+    from megadiff.cli.train import main
+
+    show_crashes()
+    leave(main(arguments))
+
+
+def torchrun(arguments: list[str]) -> int:
+    """Start ranks as torchrun does; they are processes of their own, with their own imports."""
+    from torch.distributed.run import main
+
+    main(arguments)
+    return 0
 
 
 class Storm:
@@ -140,33 +169,30 @@ class Storm:
         if self.replica is not None and self.replica.poll() is None:
             return
         shutil.rmtree(self.registry, ignore_errors=True)
-        command = [
-            *(sys.executable, "-m", "megadiff.cli.serve", str(self.model), "--dtype", "float32"),
-            *("--port", "0", "--registry", str(self.registry), "--parent-pid", str(os.getpid())),
-        ]
+        command = [sys.executable, "-m", "megadiff.cli.serve", str(self.model)]
+        command += ["--dtype=float32", "--port=0", f"--registry={self.registry}"]
+        command += [f"--parent-pid={os.getpid()}"]
         # Not marked: it outlives the trials.
         environment = {key: os.environ[key] for key in os.environ if key != MARK}
         with (self.folder / "replica.log").open("wb") as log:
             self.replica = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         wait_until(lambda: list(self.registry.glob("*.json")), 240, "the replica does not start")
 
-    def trainer(self, start: str, log: Path) -> Forked | subprocess.Popen:
+    def trainer(self, start: str, log: Path) -> Forked:
         """Start the run's next attempt, in a process group of its own as a shell does."""
         arguments = [
             str(self.folder / "storm.yaml"),
-            *(f"run.dir={self.folder}", "run.name=run", f"model.path={self.model}"),
+            f"run.dir={self.folder}",
+            "run.name=run",
+            f"model.path={self.model}",
             f"data.prompts={ROOT / 'assets/prompts/colors.txt'}",
         ]
         if start != "colocated":
             arguments += ["rollout.mode=separate", f"rollout.registry={self.registry}"]
         if start != "torchrun":
-            return Forked(arguments, log)
-        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, *module, "-m", "megadiff.cli.train", *arguments]
-        with log.open("wb") as file:
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-            )
+            return Forked(train, arguments, log)
+        launcher = ["--standalone", "--nproc-per-node", "2", "-m", "megadiff.cli.train"]
+        return Forked(torchrun, [*launcher, *arguments], log)
 
     def config_time(self) -> int:
         """Return when the attempt wrote its config, which is when it begins to record."""
@@ -213,7 +239,7 @@ def wait_until(condition, timeout_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def rank_pids(process: Forked | subprocess.Popen) -> list[int]:
+def rank_pids(process: Forked) -> list[int]:
     """Return the launcher and, under torchrun, its ranks."""
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child.pid for child in children if "megadiff.cli.train" in child.cmdline()]
@@ -234,9 +260,7 @@ def is_leader(pid: int) -> bool:
         return False
 
 
-def victim_pid(
-    trial: Trial, storm: Storm, process: Forked | subprocess.Popen, source: random.Random
-) -> int:
+def victim_pid(trial: Trial, storm: Storm, process: Forked, source: random.Random) -> int:
     """Return whom the signal goes to; minus a process group for all of it."""
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [pid for pid in rank_pids(process) if pid != process.pid]
@@ -277,7 +301,8 @@ def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) ->
         )
         time.sleep(trial.delay_s)
     else:
-        time.sleep(8 * trial.delay_s)
+        # Ranks under torchrun import for seconds; a fork begins to record after about one.
+        time.sleep((8 if trial.start == "torchrun" else 4) * trial.delay_s)
     if process.poll() is not None:
         raise RuntimeError(f"the trainer ended by itself, see {log}:\n{log.read_text()[-3000:]}")
     ranks = rank_pids(process)
@@ -338,6 +363,7 @@ def main(argv: list[str] | None = None) -> int:
         mark = {MARK: secrets.token_hex(8), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | mark)
     import torch._dynamo  # noqa: F401
+    import torch.distributed.run  # noqa: F401
 
     import megadiff.cli.train  # noqa: F401  (forks have it)
     import megadiff.engines.veomni  # noqa: F401
@@ -369,7 +395,8 @@ def main(argv: list[str] | None = None) -> int:
             storm.replica.wait(20)
     say(
         f"{options.count} trials, seed {options.seed}: {totals['lost']} finished steps lost where "
-        f"weights were whole ({totals['killed']} trials killed a rank's), {totals['left']} processes "
+        f"weights were whole ({totals['killed']} trials killed a rank's), {totals['left']} "
+        "processes "
         f"left, {totals['hangs']} ends over {options.limit_s:.0f} s, {totals['gaps']} gaps in the "
         f"metrics; slowest end {slowest:.1f} s"
     )

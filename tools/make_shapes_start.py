@@ -1,8 +1,10 @@
-"""Write the pipeline folder that pretraining on shapes starts from: a VAE trained here, everything else random.
+"""Write the pipeline folder that pretraining on shapes starts from: a VAE trained here, everything
+else random.
 
     python tools/make_shapes_start.py OUT [--vae-steps N]
 
-Minutes on a GPU. On a CPU it is for tests: with few steps the VAE is bad, and everything still runs.
+Minutes on a GPU. On a CPU it is for tests: with few steps the VAE is bad, and everything still
+runs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def main(argv: list[str]) -> int:
         level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
 
-    # Imported here: the processes that draw images import this file, and torch would take each of them seconds.
+    # Imported here: the processes that draw images import this file, and torch would take each of
+    # them seconds.
     import torch
     from shapes_vae import train_vae
 

@@ -1,9 +1,11 @@
-"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2 with one or two transformers.
+"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2
+with one or two transformers.
 
-See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a family's real sizes, by
-tools/random_weights.py, whose own options may follow:
+See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a
+family's real sizes, by tools/random_weights.py, whose own options may follow:
 
-    python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] [--text-layers N] [--device cuda]
+    python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] \\
+        [--text-layers N] [--device cuda]
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from examples.tiny_models import qwen_image as qwen_image
-from examples.tiny_models import wan22 as wan22
+from examples.tiny_models import qwen_image, wan22
 
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen_image": qwen_image.write_tiny_pipeline,
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.size and args.family != "qwen_image":
             raise ValueError(
-                f"--size {args.size}: {args.family} has one tiny size; leave it out, or give --size full"
+                f"--size {args.size}: {args.family} has one tiny size; leave it out, or give "
+                "--size full"
             )
         sizes = {"size": args.size} if args.size else {}
         FAMILIES[args.family](args.out, dtype=args.dtype or "float32", seed=args.seed or 0, **sizes)
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _full_size(out: Path, model: Path, options: list[str]) -> int:
-    """options: of random_weights; they may name another model."""
+    """Run random_weights with these options, which may name another model."""
     import random_weights  # beside this file
 
     return random_weights.main([str(out), "--model", str(model), *options])

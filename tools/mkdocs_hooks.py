@@ -1,7 +1,7 @@
 """Make pages that are written for GitHub build as a site. Named in mkdocs.yml, run by mkdocs.
 
-GitHub follows links out of docs/ (`../megadiff/train/loop.py`); a site has no such pages. There they
-become the file's path, or links to `repo_url` where mkdocs.yml has one.
+GitHub follows links out of docs/ (`../megadiff/train/loop.py`); a site has no such pages. There
+they become the file's path, or links to `repo_url` where mkdocs.yml has one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""One rank of a world that is not there: a single GPU then shows what a rank of many computes and what it holds.
+"""One rank of a world that is not there: a single GPU then shows what a rank of many computes and
+what it holds.
 
-torch's fake process groups return at once from every collective. In place of those of FSDP2 stand copies, on the device, of
-what this rank has: a gather repeats its own piece in place of the others', a reduction takes its own part. Weights, gradients
-and optimizer have the sizes of the real world and plausible values; what the links between GPUs cost is left out.
+torch's fake process groups return at once from every collective. In place of those of FSDP2 stand
+copies, on the device, of what this rank has: a gather repeats its own piece in place of the
+others', a reduction takes its own part. Weights, gradients and optimizer have the sizes of the real
+world and plausible values; what the links between GPUs cost is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch.testing._internal.distributed.fake_pg import (
     FakeStore,
 )  # importing it registers the backend "fake"
 
-STAND_INS = {  # torch.distributed's functions as FSDP2 calls them: from torch 2.13 on "single", before it the other
+# torch.distributed's functions as FSDP2 calls them: from torch 2.13 on "single", before it the
+# other
+STAND_INS = {
     "gather": ("all_gather_single", "all_gather_into_tensor"),
     "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
 }
@@ -26,8 +30,11 @@ calls = Counter[str]()  # of each stand-in
 
 
 def pretend(world_size: int) -> None:
-    """Makes this process rank 0 of world_size, for all groups it will make. Call it before anything else of torch.distributed.
-    Once in a process: it replaces functions of torch.distributed."""
+    """Make this process rank 0 of world_size, for all groups it will make.
+
+    Call it before anything else of torch.distributed. Once in a process: it replaces functions of
+    torch.distributed.
+    """
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -44,17 +51,24 @@ def pretend(world_size: int) -> None:
 
 
 def check_called() -> None:
-    """Raises RuntimeError when FSDP2 has not gathered and reduced by the stand-ins: this torch calls other functions."""
+    """Raise RuntimeError when FSDP2 has not gathered and reduced by the stand-ins.
+
+    Then this torch calls other functions.
+    """
     missing = [kind for kind in STAND_INS if not calls[kind]]
     if missing:
         raise RuntimeError(
-            f"FSDP2 of torch {torch.__version__} did not {' or '.join(missing)} by {STAND_INS}; add what it calls (torch/"
+            f"FSDP2 of torch {torch.__version__} did not {' or '.join(missing)} by "
+            f"{STAND_INS}; add what it calls (torch/"
             "distributed/fsdp/_fully_shard/_fsdp_collectives.py) to tools/one_rank.py"
         )
 
 
 def repeat_own(output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
-    """input_tensor: this rank's piece, which may be the first part of output_tensor's own memory, as it is with FSDP2."""
+    """Gather as if every rank had this rank's piece.
+
+    input_tensor: that piece. With FSDP2 it is the first part of output_tensor's own memory.
+    """
     calls["gather"] += 1
     pieces = output_tensor.view(-1, input_tensor.numel())
     is_in_place = pieces.data_ptr() == input_tensor.data_ptr()

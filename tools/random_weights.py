@@ -1,10 +1,11 @@
 """Model folders of any size with random weights, for benchmarks at real size.
 
-    python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] [--text-layers N] [--device cuda]
+    python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] \\
+        [--text-layers N] [--device cuda]
 
-writes a whole pipeline folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4 B (and 14 GB of text
-encoder, unless --text-layers says otherwise), 10 GB for Wan2.2 TI2V-5B (and 11 GB). What it draws is noise; times and memory
-are the real model's.
+writes a whole pipeline folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4
+B (and 14 GB of text encoder, unless --text-layers says otherwise), 10 GB for Wan2.2 TI2V-5B (and 11
+GB). What it draws is noise; times and memory are the real model's.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from examples.tiny_models import qwen_image as qwen_image
-from examples.tiny_models import wan22 as wan22
+from examples.tiny_models import qwen_image, wan22
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.tensors.model_files import read_json
 
 SHARD_BYTES = 4 << 30
 GAIN = 0.25  # of a linear layer: with 1 the network amplifies rounding to a fifth of its output
-GATE = 0.5  # spread of the modulations' biases: with none, gates are shut and the output shows nothing of the blocks
+# spread of the modulations' biases: with none, gates are shut and the output shows nothing of the
+# blocks
+GATE = 0.5
 
 
 def write_random_transformer(source: Path, out: Path, *, device: str, num_layers: int = 0) -> int:
-    """The model of source's config.json files, with random bfloat16 weights; returns the number of its parameters.
+    """Write the model of source's config.json files with random bfloat16 weights.
 
-    source: a pipeline folder, of which model_index.json and the config.json files are enough. num_layers: 0 keeps the
-    config's. device: on which numbers are drawn. Weights are normal, those of norms around 1: output and gradients are
-    finite and not zero. Of several experts each has its own. One shard of 4 GiB is in memory at a time.
+    Returns the number of its parameters.
+
+    source: a pipeline folder, of which model_index.json and the config.json files are enough.
+    num_layers: 0 keeps the config's. device: on which numbers are drawn. Weights are normal, those
+    of norms around 1: output and gradients are finite and not zero. Of several experts each has its
+    own. One shard of 4 GiB is in memory at a time.
     """
     out.mkdir(parents=True)
     shutil.copy(source / "model_index.json", out)
@@ -98,8 +103,11 @@ def _write_component(
 def write_random_pipeline(
     source: Path, out: Path, *, device: str, num_layers: int = 0, text_layers: int = 0
 ) -> int:
-    """write_random_transformer, and beside it all that a replica needs: a tokenizer of few words, a text encoder and VAE
-    of source's configs with random bfloat16 weights. text_layers: 0 keeps the config's."""
+    """Write write_random_transformer's model, and beside it all that a replica needs.
+
+    That is a tokenizer of few words, and a text encoder and VAE of source's configs with random
+    bfloat16 weights. text_layers: 0 keeps the config's.
+    """
     num_parameters = write_random_transformer(source, out, device=device, num_layers=num_layers)
     text_config = read_json(source / "text_encoder" / "config.json")
     vae_config = read_json(source / "vae" / "config.json")
@@ -132,8 +140,11 @@ BUILDERS = {"QwenImagePipeline": _qwen_image, "WanPipeline": _wan}
 
 
 def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
-    """The config with what planning does not need: the rotary embedding and the special tokens' ids. The vision tower, which
-    no replica keeps, is cut to one layer."""
+    """Return the config with what planning does not need.
+
+    That is the rotary embedding and the special tokens' ids. The vision tower, which no replica
+    keeps, is cut to one layer.
+    """
     text = dict(values["text_config"])
     head_dim = text["hidden_size"] // text["num_attention_heads"]
     rope = {

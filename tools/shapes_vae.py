@@ -1,4 +1,6 @@
-"""Training the tiny VAE of assets/shapes: Qwen-Image's architecture at base width 16, on generated 64×64 images."""
+"""Training the tiny VAE of assets/shapes: Qwen-Image's architecture at base width 16, on generated
+64×64 images.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ WARMUP_STEPS = 200
 def train_vae(
     *, num_images: int, num_steps: int, batch_size: int, peak_lr: float
 ) -> AutoencoderKLQwenImage:
-    """A float32 VAE on the CPU with its latents' mean and std in its config; logs how many reconstructions verify."""
+    """Return a float32 VAE on the CPU with its latents' mean and std in its config.
+
+    Logs how many reconstructions verify.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     pixels, _ = sample_images(num_images, seed=DATA_SEED)
@@ -55,14 +60,14 @@ def train_vae(
 
 
 def encode(vae: AutoencoderKLQwenImage, images_NCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 images → mean and log-variance of their latents, [N, 16, H/8, W/8] each."""
+    """Encode uint8 images as mean and log-variance of their latents, [N, 16, H/8, W/8] each."""
     moments = vae.quant_conv(vae.encoder(to_float(images_NCHW).unsqueeze(2)))[:, :, 0]
     mean, log_variance = moments.chunk(2, dim=1)
     return mean, log_variance.clamp(-20, 5)
 
 
 def decode(vae: AutoencoderKLQwenImage, latents_NCHW: Tensor) -> Tensor:
-    """Latents as the encoder gives them → images in about [-1, 1]."""
+    """Decode latents as the encoder gives them to images in about [-1, 1]."""
     return vae.decoder(vae.post_quant_conv(latents_NCHW.unsqueeze(2)))[:, :, 0]
 
 
@@ -78,7 +83,10 @@ def _optimise(
     batch_size: int,
     peak_lr: float,
 ) -> None:
-    """AdamW, cosine to 2 %. On a GPU a step is one CUDA graph: its few hundred kernels are small."""
+    """Train with AdamW, cosine to 2 %.
+
+    On a GPU a step is one CUDA graph: its few hundred kernels are small.
+    """
     device = images_NCHW.device
     on_gpu = device.type == "cuda"
     parameters = list(vae.parameters())
@@ -130,7 +138,10 @@ def _optimise(
 def _as_graph(
     step: Callable[[], tuple[Tensor, Tensor]], fill: Callable[[], None]
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The step captured as a CUDA graph, after a few plain ones at learning rate 0 that allocate all it needs."""
+    """Capture the step as a CUDA graph.
+
+    A few plain ones come first, at learning rate 0, that allocate all it needs.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,6 @@
-"""What the engine tests share: a batch whose lengths divide by nothing, engines of a tiny model, and plain diffusers' answer."""
+"""What the engine tests share: a batch whose lengths divide by nothing, engines of a tiny model,
+and plain diffusers' answer.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,11 @@ def build(
     components: tuple[str, ...] = (),
     balance: str = "share",
 ) -> ComponentsEngine:
-    """An engine of this rank. sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha. adapter: of
-    another family than Qwen-Image. components: those that are trained, all by default."""
+    """An engine of this rank.
+
+    sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha. adapter: of
+    another family than Qwen-Image. components: those that are trained, all by default.
+    """
     from megatron.core import distributed
 
     # the default puts all of a small model into one bucket, 20 B are hundreds
@@ -100,7 +105,9 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
 def train_batch(
     adapter: ModelAdapter, scale: float = 1.0, dp: int = 1, dp_rank: int = 0, *, text_dim: int = 64
 ) -> TrainBatch:
-    """This rank's part of 4 groups of 2 samples that differ in window start, prompt width, advantage and weight."""
+    """This rank's part of 4 groups of 2 samples that differ in window start, prompt width,
+    advantage and weight.
+    """
     generator = torch.Generator().manual_seed(7)
     num_tokens, channels = adapter.latents_shape(SAMPLING)
     widths_P = torch.tensor([5, 7, 4, 7])
@@ -133,7 +140,9 @@ def mine(engine: Engine, scale: float = 1.0) -> TrainBatch:
 
 
 def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGroup:
-    """The group that the batch has at this index, as it came from a replica that recorded these log_probs."""
+    """The group that the batch has at this index, as it came from a replica that recorded these
+    log_probs.
+    """
     prompt = Prompt(text=f"prompt {index}", id=f"{index:016x}")
     rows_G = torch.nonzero(batch.group_index_N == index)[:, 0]
     return RolloutGroup(
@@ -187,7 +196,9 @@ def stock_transformer(tiny_model: Path, **options: object) -> QwenImageTransform
 def stock_backward(
     transformer: nn.Module, adapter: QwenImageAdapter, batch: TrainBatch
 ) -> dict[str, Tensor]:
-    """Gradients of the whole batch in one piece, left on the parameters; returns the loss's figures."""
+    """Gradients of the whole batch in one piece, left on the parameters; returns the loss's
+    figures.
+    """
     (piece,) = microbatches(batch, torch.arange(batch.num_rows), 1000, torch.device("cpu"))
     velocity_BLC = adapter.velocity(
         transformer, piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling
@@ -209,7 +220,9 @@ def stock_gradients(tiny_model: Path, scale: float) -> dict[str, Tensor]:
 
 
 def gradient_shards(engine: ShardedEngine) -> dict[str, list[Shard]]:
-    """This rank's pieces of the reduced gradients, each on its first holder only; for write_shards."""
+    """This rank's pieces of the reduced gradients, each on its first holder only; for
+    write_shards.
+    """
     held = {
         name: local(held.grad) for name, held in engine._optimized.items() if held.grad is not None
     }
@@ -226,7 +239,9 @@ def whole(folder: ShardFolder, name: str) -> Tensor:
 
 
 def differing(first: Path, second: Path) -> list[str]:
-    """Names of tensors, weights and moments alike, that differ in any bit between two checkpoints."""
+    """Names of tensors, weights and moments alike, that differ in any bit between two
+    checkpoints.
+    """
     one, other = ShardFolder(first), ShardFolder(second)
     assert one.shapes == other.shapes and one.values == other.values
     return [name for name in one.shapes if not torch.equal(whole(one, name), whole(other, name))]

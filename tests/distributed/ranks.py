@@ -1,5 +1,6 @@
-"""Processes that have their imports behind them: a function on several gloo ranks of this machine, and a command as a
-user gives it."""
+"""Processes that have their imports behind them: a function on several gloo ranks of this machine,
+and a command as a user gives it.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +43,13 @@ def run_ranks(
     timeout_s: float = 300.0,
     start_method: str = "forkserver",  # "spawn" where CUDA is used, which does not survive a fork
 ) -> None:
-    """Call worker(*args) on every rank, with torchrun's variables set; a world of one gets none, as without torchrun.
+    """Call worker(*args) on every rank, with torchrun's variables set; a world of one gets none, as
+    without torchrun.
 
     worker: a module-level function; its results leave through files. Raises
-    torch.multiprocessing.ProcessRaisedException with the traceback of a rank that fails, after the others were
-    ended, and TimeoutError when they hang. Processes are forked from a server that has imported the heavy libraries
-    once, but has run nothing.
+    torch.multiprocessing.ProcessRaisedException with the traceback of a rank that fails, after the
+    others were ended, and TimeoutError when they hang. Processes are forked from a server that has
+    imported the heavy libraries once, but has run nothing.
     """
     _prepare_server()
     context = torch.multiprocessing.start_processes(
@@ -114,7 +116,8 @@ def run_command(
     prepare: Callable[[], object] | None = None,
     timeout_s: float = 300.0,
 ) -> Done:
-    """What a process in `folder` does whose way out is `leave(main(arguments))`, without the 4 to 8 s of its imports.
+    """What a process in `folder` does whose way out is `leave(main(arguments))`, without the 4 to 8
+    s of its imports.
 
     prepare: called in it first. main and prepare: of a module. Raises TimeoutError when it hangs.
     """

@@ -1,4 +1,6 @@
-"""A model under tensor parallelism, sequence parallelism and Ulysses, compared with what it answers unsharded."""
+"""A model under tensor parallelism, sequence parallelism and Ulysses, compared with what it answers
+unsharded.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ TOLERANCES = {
     torch.float32: (2e-6, 5e-6),
     torch.float64: (1e-12, 1e-12),
 }  # of outputs, and of gradients
-# They are relative to a tensor's largest element; of gradients, to at least this share of the largest of all, as some
-# are zero (the last block's text queries, which nobody reads).
+# They are relative to a tensor's largest element; of gradients, to at least this share of the
+# largest of all, as some are zero (the last block's text queries, which nobody reads).
 FLOOR = 1e-4
 NUM_SAMPLES, TEXT_LENGTHS, NEGATIVE_LENGTHS = 4, (9, 6, 7, 5), (3, 3, 3, 3)
 SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
@@ -36,7 +38,10 @@ STEPS = torch.tensor([0, 1, 2, 1])  # of the samples
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Of some of NUM_SAMPLES samples, the same numbers in every dtype. weight_BLC: of a weighted sum of outputs."""
+    """Of some of NUM_SAMPLES samples, the same numbers in every dtype.
+
+    weight_BLC: of a weighted sum of outputs.
+    """
 
     latents_BLC: Tensor
     prev_BLC: Tensor
@@ -55,7 +60,10 @@ class Inputs:
 def draw_inputs(
     shape: tuple[int, int], *, text_dim: int, dtype: torch.dtype, samples: slice
 ) -> Inputs:
-    """shape: of one sample's latents. Texts have TEXT_LENGTHS, for the second pass of guidance NEGATIVE_LENGTHS."""
+    """shape: of one sample's latents.
+
+    Texts have TEXT_LENGTHS, for the second pass of guidance NEGATIVE_LENGTHS.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -101,7 +109,9 @@ class Result(Protocol):
         *,
         backward: bool = True,
     ) -> dict[str, Tensor]:
-        """Outputs and `log_prob` of the samples; backward adds the gradient of a sum of all to the weights."""
+        """Outputs and `log_prob` of the samples; backward adds the gradient of a sum of all to the
+        weights.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +158,11 @@ def _parity_worker(
 
 @dataclass(frozen=True, kw_only=True)
 class Omission:
-    """A reduction left out. without: a context in which it is not done. wrong: parts of names of weights whose gradient
-    must then be wrong; only: whether no others are."""
+    """A reduction left out.
+
+    without: a context in which it is not done. wrong: parts of names of weights whose gradient must
+    then be wrong; only: whether no others are.
+    """
 
     layout: Layout
     without: Callable[[nn.Module], AbstractContextManager]
@@ -171,7 +184,9 @@ def patched(*targets: str, by: Callable) -> Callable[[nn.Module], AbstractContex
 def check_omissions(
     case: Case, pipeline: Path, omissions: Mapping[str, Omission], dtype: torch.dtype
 ) -> None:
-    """On each rank: every one of them is found in the gradients, with the outputs as they should be."""
+    """On each rank: every one of them is found in the gradients, with the outputs as they should
+    be.
+    """
     for name, omission in omissions.items():
         with Ranks(case, pipeline, omission.layout, dtype) as ranks:
             ranks.check_result(omission.without)
@@ -185,7 +200,10 @@ def check_omissions(
 
 
 class Ranks:
-    """This rank's part of the model under a layout, and its result. A context; collective over the world."""
+    """This rank's part of the model under a layout, and its result.
+
+    A context; collective over the world.
+    """
 
     def __init__(self, case: Case, pipeline: Path, layout: Layout, dtype: torch.dtype) -> None:
         self.case, self.layout, self.dtype = case, layout, dtype
@@ -229,7 +247,9 @@ class Ranks:
     def check_result(
         self, without: Callable[[nn.Module], AbstractContextManager] = nullcontext
     ) -> None:
-        """Outputs and log_probs of this rank's samples, with and without gradient; leaves gradients, summed."""
+        """Outputs and log_probs of this rank's samples, with and without gradient; leaves
+        gradients, summed.
+        """
         from megatron.core import parallel_state
 
         from megadiff.parallel import regions

@@ -1,4 +1,6 @@
-"""Learning rate warm-up and the running average of the weights, on both engines, of one and two ranks, with LoRA of that."""
+"""Learning rate warm-up and the running average of the weights, on both engines, of one and two
+ranks, with LoRA of that.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
 
 
 def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int) -> None:
-    """The average goes on where it was, with its decay and the warm-up; a run without one does not take it, nor lose it."""
+    """The average goes on where it was, with its decay and the warm-up; a run without one does not
+    take it, nor lose it.
+    """
     engine.save(out / "with")
     dist.barrier()
     resumed = _engine(model, backend, decay=DECAY, rank=rank)

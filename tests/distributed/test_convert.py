@@ -1,4 +1,6 @@
-"""What the converter writes is what the engines write and read: the same files, and runs that start from them."""
+"""What the converter writes is what the engines write and read: the same files, and runs that start
+from them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TARGETS = {
 def test_a_checkpoint_in_another_layout_is_bit_for_bit_what_that_engine_writes(
     tiny_model: Path, tmp_path: Path, axis: str, lora: tuple[int, float]
 ) -> None:
-    """Trained on the other engine, with moments and an average; on it nothing is missing, and nothing is elsewhere."""
+    """Trained on the other engine, with moments and an average; on it nothing is missing, and
+    nothing is elsewhere.
+    """
     other = "dp" if axis == "tp" else "tp"
     run_ranks(_train, 2, tiny_model, tmp_path / "trained", TARGETS[other][0], {other: 2}, lora)
     (tmp_path / "trained" / "config.yaml").write_text(f"model: {{path: {tiny_model}}}\n")
@@ -83,7 +87,9 @@ def _load_and_save(
 
 
 def _start(model: Path, source: Path, backend: str, sizes: dict[str, int]) -> None:
-    """As with checkpoint.resume=source: at step 0, with the weights of the model, and the first update is the same."""
+    """As with checkpoint.resume=source: at step 0, with the weights of the model, and the first
+    update is the same.
+    """
     fresh, started = (build(model, sizes, backend=backend, budget=1) for _ in range(2))
     started.config.checkpoint.resume = str(source)
     positions = []

@@ -1,4 +1,6 @@
-"""An evaluation shared by several ranks is the one of a single process: same samples, figures and images."""
+"""An evaluation shared by several ranks is the one of a single process: same samples, figures and
+images.
+"""
 
 import json
 from contextlib import closing
@@ -28,9 +30,16 @@ def _worker(out: str, world_size: int, sp: int) -> None:
     )
     with closing(Scorer({"color": RewardConfig(type="color")}, num_workers=1)) as scorer:
         outcome = evaluate(
-            StubFleet(), scorer, spread(PROMPTS, 23), sampling=SAMPLING, seed=3, batch_size=2, policy_version=4,
-            mesh=mesh, model="stub",
-        )  # fmt: skip
+            StubFleet(),
+            scorer,
+            spread(PROMPTS, 23),
+            sampling=SAMPLING,
+            seed=3,
+            batch_size=2,
+            policy_version=4,
+            mesh=mesh,
+            model="stub",
+        )
     folder = Path(out) / str(mesh.rank)
     folder.mkdir()
     (folder / "evaluation.json").write_text(json.dumps(to_json(outcome.evaluation)))

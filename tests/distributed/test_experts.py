@@ -1,7 +1,8 @@
-"""A model of two experts in both engines: against plain diffusers, against itself under other layouts, and resumed.
+"""A model of two experts in both engines: against plain diffusers, against itself under other
+layouts, and resumed.
 
-In fp32 on gloo processes, several checks a process. Prompt groups have windows of their own, so that ranks have different
-numbers of an expert's rows, and in one batch none at all.
+In fp32 on gloo processes, several checks a process. Prompt groups have windows of their own, so
+that ranks have different numbers of an expert's rows, and in one batch none at all.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def model(tiny_wan: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """windows.safetensors of plain diffusers, each expert in one piece: log_probs, figures and gradient/COMPONENT.NAME."""
+    """windows.safetensors of plain diffusers, each expert in one piece: log_probs, figures and
+    gradient/COMPONENT.NAME.
+    """
     folder, adapter = tmp_path_factory.mktemp("reference"), WanAdapter(model)
     experts = {
         name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components
@@ -211,8 +214,11 @@ def _write_gradients(engine: ComponentsEngine, windows: str, folder: Path) -> No
 
 
 def _idle_update(engine: ComponentsEngine) -> list[dict[str, float]]:
-    """The update of SAVED_STEP, which has no row of the high-noise expert on any rank. What has none does not move: no
-    weight, no moment, no step count. What moved is known as changed."""
+    """The update of SAVED_STEP, which has no row of the high-noise expert on any rank.
+
+    What has none does not move: no weight, no moment, no step count. What moved is known as
+    changed.
+    """
     engine.mark_pushed()
     before = {component: held(engine, component) for component in engine.members}
     figures = list(_updates(engine, SAVED_STEP, SAVED_STEP + 1))

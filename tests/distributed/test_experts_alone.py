@@ -1,4 +1,6 @@
-"""A model of two experts on one rank of both engines: bfloat16, LoRA, members that are not trained, and that rest on the host."""
+"""A model of two experts on one rank of both engines: bfloat16, LoRA, members that are not trained,
+and that rest on the host.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _alone_worker(model: Path, out: Path) -> None:
 
 
 def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
-    """What rests on the host between updates changes nothing, in bfloat16, where masters rest there too."""
+    """What rests on the host between updates changes nothing, in bfloat16, where masters rest there
+    too.
+    """
     sizes = dict(
         backend=backend,
         dtype="bfloat16",
@@ -90,7 +94,10 @@ def _all_moments_rest(engine: ComponentsEngine) -> bool:
 
 
 def _check_bfloat16(model: Path, adapter: WanAdapter, batch: TrainBatch) -> None:
-    """The engines compute what the stock module in bfloat16 does. A timestep rounded to bfloat16 would be off by up to 4."""
+    """The engines compute what the stock module in bfloat16 does.
+
+    A timestep rounded to bfloat16 would be off by up to 4.
+    """
     experts = {
         name: WanTransformer3DModel.from_pretrained(model / name) for name in adapter.components
     }
@@ -112,9 +119,13 @@ def _stock_log_probs(experts: dict, adapter: WanAdapter, batch: TrainBatch) -> L
     for component, rows_R in component_rows(batch, adapter.component_of).items():
         for piece in microbatches(batch, rows_R, 3, torch.device("cpu")):
             velocity_BLC = adapter.velocity(
-                experts[component], piece.latents_BLC, piece.sigma_B, piece.conditioning, batch.sampling,
+                experts[component],
+                piece.latents_BLC,
+                piece.sigma_B,
+                piece.conditioning,
+                batch.sampling,
                 component=component,
-            )  # fmt: skip
+            )
             sigmas = (piece.sigma_B, piece.sigma_next_B)
             means_NWLC[piece.sample_B, piece.step_B] = sde.step_mean(
                 "flow_sde", piece.latents_BLC, velocity_BLC, *sigmas, **step
@@ -146,7 +157,9 @@ def _check_lora(model: Path, batch: TrainBatch, out: Path) -> None:
 
 
 def _check_components(model: Path, batch: TrainBatch) -> None:
-    """train.components leaves the other expert as it is, and the mean is over the trained one's pairs."""
+    """train.components leaves the other expert as it is, and the mean is over the trained one's
+    pairs.
+    """
     engine = build(model, {}, backend="megatron", adapter=WanAdapter(model), components=(LOW,))
     before = held(engine, HIGH)
     figures = engine.update(batch, LOSS)
@@ -159,8 +172,10 @@ def _check_components(model: Path, batch: TrainBatch) -> None:
 
 
 def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
-    """What is not trained is held in engine.dtype, without masters and moments, computes and is sent as it would be, and is
-    in checkpoints, which load whether more or fewer components are trained."""
+    """What is not trained is held in engine.dtype, without masters and moments, computes and is
+    sent as it would be, and is in checkpoints, which load whether more or fewer components are
+    trained.
+    """
     sizes = dict(backend=backend, dtype="bfloat16", adapter=WanAdapter(model))
     engine, whole_engine = build(model, {}, components=(LOW,), **sizes), build(model, {}, **sizes)
     frozen = engine.members[HIGH]

@@ -1,4 +1,6 @@
-"""Groups whose rewards are all equal: the update that leaves them out moves the weights as one that computes them does."""
+"""Groups whose rewards are all equal: the update that leaves them out moves the weights as one that
+computes them does.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ UNEQUAL, EQUAL = [0.3, 1.0], [0.5, 0.5]
 
 @dataclass(frozen=True)
 class Case:
-    """rewards: of each rank's groups. kept: how many of them it computes. microbatch: in rows; a group has 2 in an update."""
+    """rewards: of each rank's groups.
+
+    kept: how many of them it computes. microbatch: in rows; a group has 2 in an update.
+    """
 
     rewards: list[list[list[float]]]
     kept: int
@@ -98,7 +103,8 @@ def _update(
     for member in engine.members.values():
         for group in member.optimizer.param_groups:
             group["eps"] = (
-                1.0  # weights move with their gradients, and not by the sign of one that is rounding
+                # weights move with their gradients, and not by the sign of one that is rounding
+                1.0
             )
     groups = [group_of(batch, index, batch.old_log_probs_NW) for index in range(len(rewards_PG))]
     return update(

@@ -1,4 +1,5 @@
-"""LoRA in both engines against peft on plain diffusers, against itself under other layouts, and across engines.
+"""LoRA in both engines against peft on plain diffusers, against itself under other layouts, and
+across engines.
 
 In fp32 on gloo processes, several checks a process: starting one takes longer than most of them.
 """
@@ -59,7 +60,9 @@ STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 4, 2, 5e-3, 1e-1, 0.05
 
 @pytest.fixture(scope="module")
 def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of one file whose B are not zero, so that every gradient counts from the first step on."""
+    """A checkpoint of one file whose B are not zero, so that every gradient counts from the first
+    step on.
+    """
     folder, (spec, shapes) = tmp_path_factory.mktemp("start"), _lora(tiny_model)
     generator = torch.Generator().manual_seed(3)
     tensors = {
@@ -83,7 +86,9 @@ def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def peft_run(tiny_model: Path, start: Path) -> dict[str, Tensor]:
-    """gradient/SCALE/name, norm/STEP and weight/name of real peft on plain diffusers, in one process and one piece."""
+    """gradient/SCALE/name, norm/STEP and weight/name of real peft on plain diffusers, in one
+    process and one piece.
+    """
     adapter, transformer = QwenImageAdapter(tiny_model), _with_peft(tiny_model, ShardFolder(start))
     trained = {
         name.replace(".default", ""): p
@@ -133,7 +138,9 @@ def _lora(tiny_model: Path) -> tuple[LoraSpec, dict[str, tuple[int, int]]]:
 def run(
     tiny_model: Path, start: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Layout → the folder of a run of STEPS updates from `start`, with a checkpoint at SAVED_STEP."""
+    """Layout → the folder of a run of STEPS updates from `start`, with a checkpoint at
+    SAVED_STEP.
+    """
 
     @cache
     def run_once(layout: str) -> Path:
@@ -217,7 +224,9 @@ def _check_start(engine: ComponentsEngine, tiny_model: Path) -> None:
 
 
 def _check_end(engine: ComponentsEngine, tiny_model: Path, end: ShardFolder, layout: str) -> None:
-    """Everything is where it belongs: LoRA tensors whole on every rank, the base as it was and equal to the reference."""
+    """Everything is where it belongs: LoRA tensors whole on every rank, the base as it was and
+    equal to the reference.
+    """
     shapes, source = (
         _lora(tiny_model)[1],
         load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors"),
@@ -302,8 +311,9 @@ def test_bfloat16_base_under_float32_adapters(layout, tiny_model, start, tmp_pat
 
 
 def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> None:
-    """The base is held in bfloat16 and nowhere else; what is trained starts unrounded, and updates too small for bfloat16
-    add up."""
+    """The base is held in bfloat16 and nowhere else; what is trained starts unrounded, and updates
+    too small for bfloat16 add up.
+    """
     engine = _engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
     engine.save(out / "fresh")
     dist.barrier()
@@ -350,7 +360,9 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
 
 
 def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
-    """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
+    """In several microbatches and in one by turns: gradients are reduced after the last, whichever
+    it is.
+    """
     for step in range(first, stop):
         engine.config.train.microbatch_size = (7, 16)[step % 2]
         yield engine.update(at_step(mine(engine), step), LOSS)

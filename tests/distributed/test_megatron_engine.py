@@ -1,4 +1,5 @@
-"""The Megatron engine against plain diffusers, against itself under other layouts, and against the VeOmni engine.
+"""The Megatron engine against plain diffusers, against itself under other layouts, and against the
+VeOmni engine.
 
 In fp32 on gloo processes, several checks a process: starting one takes longer than most of them.
 """
@@ -133,7 +134,9 @@ def _check_reference(engine: ComponentsEngine) -> None:
 
 
 def _check_broken_gradient(engine: ComponentsEngine) -> None:
-    """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is sound."""
+    """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is
+    sound.
+    """
     batch = mine(engine, 1.0)
     before = engine.log_probs(batch).log_probs_NW
     broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
@@ -148,7 +151,9 @@ def _check_broken_gradient(engine: ComponentsEngine) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(engine, layout) → the folder of a run: a checkpoint two updates before its end, all figures, last weights."""
+    """(engine, layout) → the folder of a run: a checkpoint two updates before its end, all figures,
+    last weights.
+    """
 
     @cache
     def save(backend: str, layout: str) -> Path:
@@ -190,7 +195,9 @@ def test_twenty_steps_follow_stock_diffusers_and_adamw(tiny_model, saved):
 
 
 def _stock_run(tiny_model: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Gradient norms before clipping of LONG_STEPS updates by torch's AdamW in one process, and the last weights."""
+    """Gradient norms before clipping of LONG_STEPS updates by torch's AdamW in one process, and the
+    last weights.
+    """
     transformer, adapter = stock_transformer(tiny_model), QwenImageAdapter(tiny_model)
     parameters = dict(transformer.named_parameters())
     groups = [
@@ -304,7 +311,9 @@ def test_gradient_buffers_are_empty_between_updates(tiny_model, tmp_path):
 
 
 def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
-    """Beside an engine whose buffers keep their memory; after an error, and while another engine writes over what was freed."""
+    """Beside an engine whose buffers keep their memory; after an error, and while another engine
+    writes over what was freed.
+    """
     for dtype, rank in (("float32", 0), ("bfloat16", 4)):
         emptied, kept = engines = [
             _engine(tiny_model, sizes, lr=LR, dtype=dtype, lora=(rank, 8.0)) for _ in range(2)
@@ -378,7 +387,9 @@ def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> No
 
 
 def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
-    """In several microbatches and in one by turns: gradients are reduced after the last, whichever it is."""
+    """In several microbatches and in one by turns: gradients are reduced after the last, whichever
+    it is.
+    """
     for step in range(first, stop):
         engine.config.train.microbatch_size = (7, 16)[step % 2]
         yield engine.update(at_step(mine(engine, 1.0), step), LOSS)

@@ -1,5 +1,7 @@
-"""The update with old log_probs of the trainer (algorithm.old_log_prob=recompute), which takes those of the first part from the
-forwards that train it, against one that computes all of them before. On two gloo ranks; of two experts each has rows of one."""
+"""The update with old log_probs of the trainer (algorithm.old_log_prob=recompute), which takes
+those of the first part from the forwards that train it, against one that computes all of them
+before. On two gloo ranks; of two experts each has rows of one.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def _engine(model: Path, name: str, num_updates: int) -> ComponentsEngine:
     for member in engine.members.values():
         for group in member.optimizer.param_groups:
             group["eps"] = (
-                1.0  # weights move with their gradients, and not by the sign of one that is rounding
+                # weights move with their gradients, and not by the sign of one that is rounding
+                1.0
             )
     return engine
 
@@ -122,7 +125,9 @@ def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[st
 
 
 def _update_before(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
-    """Old log_probs of all rows from one pass over the batch, in other microbatches than those of the updates."""
+    """Old log_probs of all rows from one pass over the batch, in other microbatches than those of
+    the updates.
+    """
     algorithm, config = build_algorithm(engine.config.algorithm), engine.config
     reduce = dict(all_reduce=lambda value: sum_tensor(value, engine.mesh.dp_group))
     batch = to_train_batch(

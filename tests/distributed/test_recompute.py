@@ -1,5 +1,6 @@
-"""Which blocks compute their activations a second time changes no gradient: both engines and families, sp, LoRA, compiled
-blocks."""
+"""Which blocks compute their activations a second time changes no gradient: both engines and
+families, sp, LoRA, compiled blocks.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def _kept_bytes(transformer: nn.Module) -> Iterator[list[int]]:
 
 
 def _update(engine: ComponentsEngine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:
-    """(name → this rank's piece of the gradient, forwards of each block, microbatches) of one update."""
+    """(name → this rank's piece of the gradient, forwards of each block, microbatches) of one
+    update.
+    """
     member, mesh = only(engine), engine.mesh
     gradients: dict[str, Tensor] = {}
     calls: Counter[int] = Counter()

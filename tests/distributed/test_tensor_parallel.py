@@ -1,4 +1,5 @@
-"""Tensor parallelism, sequence parallelism and Ulysses against the unsharded diffusers transformer, on gloo processes.
+"""Tensor parallelism, sequence parallelism and Ulysses against the unsharded diffusers transformer,
+on gloo processes.
 
 Samples have texts of different odd lengths, and 15 image tokens, which no number of ranks divides.
 """
@@ -60,7 +61,9 @@ DTYPES = {1: list(TOLERANCES), 2: list(TOLERANCES), 4: [torch.float64], 8: [torc
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer of which every part matters, and what it answers unsharded: reference_DTYPE.safetensors."""
+    """A transformer of which every part matters, and what it answers unsharded:
+    reference_DTYPE.safetensors.
+    """
     folder = tmp_path_factory.mktemp("model")
     transformer = _random_transformer()
     transformer.save_pretrained(folder / "transformer")
@@ -231,7 +234,9 @@ def _result(
     *,
     backward: bool = True,
 ) -> dict[str, Tensor]:
-    """Both passes of true CFG and log_probs of samples; backward adds the gradient of a sum of all to the weights."""
+    """Both passes of true CFG and log_probs of samples; backward adds the gradient of a sum of all
+    to the weights.
+    """
     shape = adapter.latents_shape(SAMPLING)
     inputs = draw_inputs(shape, text_dim=TEXT_DIM, dtype=dtype, samples=samples)
     outputs: list[Tensor] = []
@@ -246,7 +251,8 @@ def _result(
     )
     log_prob_B = inputs.log_probs(velocity_BLC)
     if backward:
-        # weighted output sums: their gradient does not pass through float32, as that of log_probs does
+        # weighted output sums: their gradient does not pass through float32, as that of log_probs
+        # does
         (
             log_prob_B.sum() + sum((output * inputs.weight_BLC).sum() for output in outputs)
         ).backward()

@@ -1,6 +1,8 @@
-"""The VeOmni engine against plain diffusers and against itself under other layouts, in fp32 on gloo processes.
+"""The VeOmni engine against plain diffusers and against itself under other layouts, in fp32 on gloo
+processes.
 
-Engines run in processes of their own: VeOmni replaces diffusers' forward process-wide, this one holds the reference.
+Engines run in processes of their own: VeOmni replaces diffusers' forward process-wide, this one
+holds the reference.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def test_compiled_blocks_change_nothing(tiny_model):
 
 
 def _compiled_worker(tiny_model: Path) -> None:
-    """With LoRA, whose switch compiled code must see; by a backend that leaves arithmetic as it is."""
+    """With LoRA, whose switch compiled code must see; by a backend that leaves arithmetic as it
+    is.
+    """
     torch.compile = partial(torch.compile, backend="eager")
     plain, compiled = (
         build(tiny_model, {}, backend="veomni", lora=(4, 6.0), compiled=each)
@@ -101,7 +105,10 @@ def test_an_update_gathers_weights_once(tiny_model):
 
 
 def _gathers_worker(tiny_model: Path) -> None:
-    """However many microbatches and passes it has, where memory allows. The gradient is the same."""
+    """However many microbatches and passes it has, where memory allows.
+
+    The gradient is the same.
+    """
     calls = []
     name = (
         "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -129,7 +136,8 @@ def _gathers_worker(tiny_model: Path) -> None:
         )
         return count, norm
 
-    # a root and two blocks: gathered once; or the root once, a block in each pass and in its backward, for each of 3
+    # a root and two blocks: gathered once; or the root once, a block in each pass and in its
+    # backward, for each of 3
     for scale, counts in ((1.0, [3, 15]), (2.0, [3, 27])):
         (one, norm), *others = (
             update(size=size, syncs_each=syncs_each, scale=scale)
@@ -144,7 +152,9 @@ def test_another_text_length_compiles_nothing(tiny_model):
 
 
 def _lengths_worker(tiny_model: Path) -> None:
-    """Of the same values as uncompiled blocks, by one variant for all lengths without padding, and one with."""
+    """Of the same values as uncompiled blocks, by one variant for all lengths without padding, and
+    one with.
+    """
     torch.compile = partial(torch.compile, backend="eager")
     plain, compiled = (
         build(tiny_model, {}, backend="veomni", compiled=each) for each in (False, True)
@@ -170,7 +180,9 @@ def _lengths_worker(tiny_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Layout → the folder of a checkpoint that it wrote after one update, with its state then and one update on."""
+    """Layout → the folder of a checkpoint that it wrote after one update, with its state then and
+    one update on.
+    """
 
     @cache
     def save(layout: str) -> Path:
@@ -263,7 +275,9 @@ def _velocity(adapter: QwenImageAdapter, transformer: Callable) -> Tensor:
 
 
 def _precision_worker(tiny_model: Path, stock: Path) -> None:
-    """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing; refusals."""
+    """bfloat16 compute over float32 masters; a gradient that is not finite changes nothing;
+    refusals.
+    """
     batch = train_batch(QwenImageAdapter(tiny_model))
     engine = _engine(tiny_model, {}, dtype="bfloat16")
     torch.testing.assert_close(

@@ -1,6 +1,8 @@
-"""Wan under tensor parallelism, sequence parallelism and Ulysses against the unsharded diffusers transformer.
+"""Wan under tensor parallelism, sequence parallelism and Ulysses against the unsharded diffusers
+transformer.
 
-45 video tokens, which no number of ranks divides; in one pass the first frame is given, so that timesteps are per token.
+45 video tokens, which no number of ranks divides; in one pass the first frame is given, so that
+timesteps are per token.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ from tests.distributed.sharded_model import (
 )
 
 SAMPLING = Sampling(height=96, width=160, num_frames=9, num_inference_steps=4, guidance_scale=2.0)
-TEXT_TOKENS = 17  # not 512: among hundreds of equal padding tokens the gradients of single ones drown in rounding errors
-# the default kernel's backward on CPU is off by 1e-5 where gradients of keys cancel, and differs with the batch's size
+# not 512: among hundreds of equal padding tokens the gradients of single ones drown in rounding
+# errors
+TEXT_TOKENS = 17
+# the default kernel's backward on CPU is off by 1e-5 where gradients of keys cancel, and differs
+# with the batch's size
 EXACT_ATTENTION = partial(sdpa_kernel, SDPBackend.MATH)
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES[torch.float32]
 
@@ -105,15 +110,14 @@ OMISSIONS = {
         layout=WITH_SP,
         without=patched("megadiff.parallel.regions.sum_over_tp", by=lambda *args: None),
         wrong=(
-            *(
-                "patch_embedding",
-                "time_embedder",
-                "time_proj",
-                "text_embedder",
-                "blocks.0.scale_shift_table",
-                "proj_out",
-            ),
-            *("blocks.1.norm2", "to_out.0.bias"),
+            "patch_embedding",
+            "time_embedder",
+            "time_proj",
+            "text_embedder",
+            "blocks.0.scale_shift_table",
+            "proj_out",
+            "blocks.1.norm2",
+            "to_out.0.bias",
         ),
     ),
 }
@@ -133,7 +137,9 @@ def test_equals_the_unsharded_transformer_under_veomni(sp: int, pipeline: Path) 
 
 
 def _veomni_worker(pipeline: Path, sp: int) -> None:
-    """The stock module with split tokens, under VeOmni's FSDP2 over dp and sp, with the plan's blocks as units."""
+    """The stock module with split tokens, under VeOmni's FSDP2 over dp and sp, with the plan's
+    blocks as units.
+    """
     from torch.distributed.fsdp import FSDPModule
     from veomni.arguments import MixedPrecisionConfig
     from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
@@ -209,7 +215,9 @@ def _result(
     *,
     backward: bool = True,
 ) -> dict[str, Tensor]:
-    """Velocities with guidance, of a whole video and of all frames but a given first; log_probs of the first."""
+    """Velocities with guidance, of a whole video and of all frames but a given first; log_probs of
+    the first.
+    """
     inputs = draw_inputs(
         adapter.latents_shape(SAMPLING), text_dim=TEXT_DIM, dtype=dtype, samples=samples
     )

@@ -1,4 +1,6 @@
-"""What the tests of a model of two experts share: batches whose windows fall to either, and all that an engine holds."""
+"""What the tests of a model of two experts share: batches whose windows fall to either, and all
+that an engine holds.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def held(engine: ComponentsEngine, component: str) -> dict[str, Tensor]:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Few text tokens, among which gradients of single ones do not drown, and a kernel that does not depend on the batch's
-    size; recomputation included."""
+    """Few text tokens, among which gradients of single ones do not drown, and a kernel that does
+    not depend on the batch's size; recomputation included.
+    """
     with patch("megadiff.models.wan22.velocity.TEXT_TOKENS", 17), sdpa_kernel(SDPBackend.MATH):
         yield

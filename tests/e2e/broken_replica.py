@@ -21,8 +21,9 @@ def fault() -> str:
 
 
 def _round_latents(result):
-    """round: the replica stores its latents in bfloat16 after it has taken log_prob from the float32 ones.
-    nudge: its log_probs are off by as much as other kernels may round."""
+    """round: the replica stores its latents in bfloat16 after it has taken log_prob from the
+    float32 ones. nudge: its log_probs are off by as much as other kernels may round.
+    """
 
     def broken(self, pixels):
         if fault() == "round":
@@ -95,7 +96,10 @@ def _cast_timestep(model_sigma):
 
 
 def _spoil_guidance(combine, normalize):
-    """unguided: the negative branch is dropped. call_norm: the norm is taken over the whole call."""
+    """unguided: the negative branch is dropped.
+
+    call_norm: the norm is taken over the whole call.
+    """
 
     def broken_combine(self, positive, negative, *arguments, **options):
         if fault() == "unguided":

@@ -1,4 +1,6 @@
-"""Real replicas, shared by the tests of the whole path, and a way to run the trainer as a user does."""
+"""Real replicas, shared by the tests of the whole path, and a way to run the trainer as a user
+does.
+"""
 
 import json
 import os
@@ -20,7 +22,12 @@ run: {device: cpu}
 model: {dtype: float32}
 train: {num_steps: 3, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
 algorithm: {group_size: 4, clip_range: 1e-4}
-rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], start_timeout_s: 240}
+rollout:
+  height: 64
+  width: 64
+  num_inference_steps: 6
+  sde_window_range: [0, 4]
+  start_timeout_s: 240
 engine: {dtype: float32}
 optim: {lr: 1e-4}
 parallel: {dp: 0}
@@ -51,17 +58,12 @@ class Trainer:
     def command(self, *overrides: str, num_processes: int = 1, name: str = "run") -> list[str]:
         launcher = [sys.executable, "-m", "megadiff.cli.train"]
         if num_processes > 1:
-            launcher = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--standalone",
-                    "--nproc-per-node",
-                    str(num_processes),
-                ),
-                *("-m", "megadiff.cli.train"),
+            torchrun = [
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={num_processes}",
             ]
+            launcher = [sys.executable, "-m", *torchrun, "-m", "megadiff.cli.train"]
         base = self.folder / "base.yaml"
         base.write_text(CONFIG)
         fixed = [f"run.dir={self.folder}", f"run.name={name}", f"model.path={self.model}"]
@@ -85,7 +87,10 @@ class Trainer:
         timeout_s: float = 300,
         prepare: Callable[[], object] | None = None,
     ) -> Result:
-        """In a process that is forked, and for several, in ranks that torchrun starts. prepare: see run_command."""
+        """In a process that is forked, and for several, in ranks that torchrun starts.
+
+        prepare: see run_command.
+        """
         command = self.command(*overrides, num_processes=num_processes, name=name)
         if num_processes > 1:
             done = subprocess.run(
@@ -115,8 +120,9 @@ def trainer(tmp_path, tiny_model) -> Trainer:
 
 @pytest.fixture(scope="module")
 def in_ranks(tmp_path_factory, tiny_model) -> Callable[..., Result]:
-    """Runs `megadiff train` as torchrun does, in processes that have their imports behind them: (run's name, number of
-    ranks, *overrides). Fails with the traceback of the rank that fails."""
+    """Runs `megadiff train` as torchrun does, in processes that have their imports behind them:
+    (run's name, number of ranks, *overrides). Fails with the traceback of the rank that fails.
+    """
     trainer = Trainer(tmp_path_factory.mktemp("ranks"), tiny_model)
     return lambda name, num_processes, *overrides: train_in_ranks(
         trainer, name, num_processes, *overrides
@@ -139,8 +145,9 @@ def _train(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="package")  # idle replicas poll: they end with the last test of this folder
 def registry(tmp_path_factory, tiny_model):
-    """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them; disk pushes go by `weights`
-    beside the registry."""
+    """Two float32 replicas of the tiny model, as `megadiff serve --registry` announces them; disk
+    pushes go by `weights` beside the registry.
+    """
     folder = tmp_path_factory.mktemp("replicas")
     command = ["-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
     servers = start_replicas(
@@ -152,7 +159,9 @@ def registry(tmp_path_factory, tiny_model):
 
 @pytest.fixture(scope="package")
 def wan_registries(tmp_path_factory, tiny_wan):
-    """Kind (wan22.tiny.KINDS) → the registry of one float32 replica of that tiny Wan2.2, as `registry` above."""
+    """Kind (wan22.tiny.KINDS) → the registry of one float32 replica of that tiny Wan2.2, as
+    `registry` above.
+    """
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in tiny_wan}
 
     def start(kind: str) -> list[Forked]:

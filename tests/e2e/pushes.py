@@ -1,4 +1,6 @@
-"""Pushes to real replicas without an engine: weights that lie in memory, and a WeightSync from here over any transport."""
+"""Pushes to real replicas without an engine: weights that lie in memory, and a WeightSync from here
+over any transport.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def folder_weights(model: Path, components: Collection[str]) -> Tensors:
 
 
 class Source:
-    """Weights times a factor, in buckets of about bucket_bytes; with `lora`, those of `adapter` beside them. changed: what
-    every push after a whole one brings; all components unless a test says otherwise."""
+    """Weights times a factor, in buckets of about bucket_bytes; with `lora`, those of `adapter`
+    beside them. changed: what every push after a whole one brings; all components unless a test
+    says otherwise.
+    """
 
     lora: LoraSpec | None = None
     adapter: Tensors = {}
@@ -85,7 +89,10 @@ def sync_between(
     folder: Path,
     bucket_bytes: int = 1 << 20,
 ) -> Iterator[tuple[WeightSync, Fleet]]:
-    """The sync of a transport to replicas, name → url, and the fleet that they are. folder: of transport disk."""
+    """The sync of a transport to replicas, name → url, and the fleet that they are.
+
+    folder: of transport disk.
+    """
     layout = resolve_layout(
         dp=0, sp=1, tp=1, dp_replicate=ParallelConfig().dp_replicate, world_size=1
     )
@@ -114,7 +121,9 @@ def sync_between(
 
 
 def buckets_left() -> list[str]:
-    """In shared memory, of this process and all that it started: other tests push at the same time."""
+    """In shared memory, of this process and all that it started: other tests push at the same
+    time.
+    """
     own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     files = (path.name for path in shared_memory.FOLDER.glob(f"{shared_memory.PREFIX}*"))
     return [name for name in files if int(name.split("-")[-2]) in own]

@@ -47,21 +47,15 @@ class Server:
 def start(
     model: Path, folder: Path, *options: str, fresh: bool = False, overlay: str = ""
 ) -> Server:
-    """A replica named replica-7. fresh: in a new interpreter, as a user starts it, where `overlay` comes before all that is
-    installed; else forked."""
+    """A replica named replica-7.
+
+    fresh: in a new interpreter, as a user starts it, where `overlay` comes before all that is
+    installed; else forked.
+    """
     registry, log = folder / "registry", folder / "replica.log"
-    command = [
-        *("-m", "megadiff.cli.serve", str(model), "--dtype", "float32", "--port", "0"),
-        *(
-            "--name",
-            "replica-7",
-            "--registry",
-            str(registry),
-            "--parent-pid",
-            str(os.getpid()),
-            *options,
-        ),
-    ]
+    command = ["-m", "megadiff.cli.serve", str(model), "--dtype=float32", "--port=0"]
+    command += ["--name=replica-7", f"--registry={registry}", f"--parent-pid={os.getpid()}"]
+    command += options
     process = (
         _fresh(command, log, overlay)
         if fresh
@@ -116,8 +110,9 @@ def image(client: ReplicaClient, **changes: object) -> bytes:
 def bound_lora_serves_and_sleeps(
     client: ReplicaClient, model: Path, weights: dict[str, Tensor], *, version: int
 ) -> None:
-    """Live, the adapter samples as the weights do that it merges to, through the RL route and the images API alike; also
-    when the base weights were freed and came back with it."""
+    """Live, the adapter samples as the weights do that it merges to, through the RL route and the
+    images API alike; also when the base weights were freed and came back with it.
+    """
     spec = LoraSpec(rank=3, alpha=5.0, modules=linears(weights))
     lora = random_lora(weights, spec)
     push(client, merged(weights, lora, spec), version=version, model=model)

@@ -1,5 +1,7 @@
-"""Replica processes for tests, which start in seconds: forked from one that has vllm-omni's imports behind it, 14 s of a
-core, and has run nothing. What test_replica.py starts, and what a run starts itself, is started as a user does it."""
+"""Replica processes for tests, which start in seconds: forked from one that has vllm-omni's imports
+behind it, 14 s of a core, and has run nothing. What test_replica.py starts, and what a run starts
+itself, is started as a user does it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,20 @@ START_TIMEOUT_S = 240
 
 
 class Zygote:
-    """tests/e2e/zygote.py as a process, which lives as long as this one. For threads: an order at a time."""
+    """tests/e2e/zygote.py as a process, which lives as long as this one.
+
+    For threads: an order at a time.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.zygote", str(theirs.fileno())],
-            stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT, pass_fds=[theirs.fileno()],
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            pass_fds=[theirs.fileno()],
+        )
         theirs.close()  # so that a dead zygote is an end of file here
         self._lines, self._lock = ours.makefile("rw"), threading.Lock()
 
@@ -55,7 +63,10 @@ def zygote() -> Zygote:
 
 
 class Forked:
-    """A process of the zygote's, with what the tests use of subprocess.Popen. command: without the interpreter."""
+    """A process of the zygote's, with what the tests use of subprocess.Popen.
+
+    command: without the interpreter.
+    """
 
     def __init__(
         self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
@@ -92,7 +103,9 @@ class Forked:
 def wait_for_announcements(
     registry: Path, servers: Mapping[Path, Forked | subprocess.Popen]
 ) -> None:
-    """Until all of them, log → process, are in the registry; else they are killed, and AssertionError with a log's end."""
+    """Until all of them, log → process, are in the registry; else they are killed, and
+    AssertionError with a log's end.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while len(list(registry.glob("*.json"))) < len(servers):
@@ -109,8 +122,10 @@ def wait_for_announcements(
 
 
 def start_replicas(count: int, *, folder: Path, command: Sequence[str]) -> list[Forked]:
-    """Starts `count` servers that announce themselves in folder/registry and waits until all have. command: `-m
-    megadiff.cli.serve` or a script, and the arguments that they share."""
+    """Starts `count` servers that announce themselves in folder/registry and waits until all have.
+
+    command: `-m megadiff.cli.serve` or a script, and the arguments that they share.
+    """
     registry, servers = folder / "registry", {}
     for index in range(count):
         own = ["--name", f"replica_{index}", "--port", "0", "--registry", str(registry)]

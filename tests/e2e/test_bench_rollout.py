@@ -1,4 +1,6 @@
-"""The rollout benchmark as it is called, on the tiny model: diffusers and a real replica, a line for each way."""
+"""The rollout benchmark as it is called, on the tiny model: diffusers and a real replica, a line
+for each way.
+"""
 
 import json
 from pathlib import Path
@@ -24,29 +26,9 @@ def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, cap
         json.loads((registry / "replica_0.json").read_text())["url"], "replica_0"
     )
     monkeypatch.setattr(bench_rollout, "start_replica", lambda *_, **__: (None, client))
-    arguments = [
-        "--model",
-        str(tiny_model),
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--images",
-        "12",
-        "--size",
-        "64",
-    ]
-    arguments += [
-        "--steps",
-        "6",
-        "--repeat",
-        "1",
-        "--scratch",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "out.json"),
-    ]
-    assert bench_rollout.main(arguments) == 0
+    folders = [f"--model={tiny_model}", f"--scratch={tmp_path}", f"--out={tmp_path / 'out.json'}"]
+    sizes = ["--images=12", "--size=64", "--steps=6", "--repeat=1"]
+    assert bench_rollout.main([*folders, *sizes, "--device=cpu", "--dtype=float32"]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert [row["way"] for row in report["rows"]] == [
         "diffusers",
@@ -56,7 +38,7 @@ def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, cap
     ]
     assert all(row["images_per_s"] > 0 and row["first_s"] > 0 for row in report["rows"])
     assert (
-        report["command"].startswith("python tools/bench_rollout.py --model")
+        report["command"].startswith("python tools/bench_rollout.py --model=")
         and report["versions"]["torch"]
     )
     table = capfd.readouterr().out.splitlines()[-5:]

@@ -34,7 +34,8 @@ def broken(tmp_path_factory, tiny_model):
 def test_broken_on_purpose(trainer, broken, fault, text):
     file, registry = broken
     file.write_text(fault)
-    # another start than the replica loaded from disk: a skipped tensor would otherwise hold the right bits by luck
+    # another start than the replica loaded from disk: a skipped tensor would otherwise hold the
+    # right bits by luck
     model = _perturbed(trainer.model, trainer.folder)
     result = trainer.run(
         "rollout.mode=separate", f"rollout.registry={registry}", f"model.path={model}"
@@ -86,8 +87,8 @@ def test_a_replica_that_computes_otherwise_is_refused(trainer, broken):
     )
     assert result.code == 1
     assert (
-        "has float32_streams=False, the run model.float32_streams=True; start it with --float32-streams"
-        in result.stderr
+        "has float32_streams=False, the run model.float32_streams=True; start it with "
+        "--float32-streams" in result.stderr
     )
     assert "or set model.float32_streams=false" in result.stderr
 
@@ -107,8 +108,9 @@ def test_warn_trains_all_the_same(trainer, broken):
 
 
 def test_auto_recomputes_where_rounding_reaches_the_clip_range(trainer, broken):
-    """Of the replica's log_probs every ratio would be clipped at the first update; of the trainer's own none is. A run
-    that resumes goes on as it began, also beside a replica that agrees."""
+    """Of the replica's log_probs every ratio would be clipped at the first update; of the trainer's
+    own none is. A run that resumes goes on as it began, also beside a replica that agrees.
+    """
     file, registry = broken
     file.write_text("nudge")
     settings = ["rollout.mode=separate", f"rollout.registry={registry}", "train.updates_per_step=1"]

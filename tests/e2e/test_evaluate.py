@@ -1,4 +1,6 @@
-"""Evaluation through real replicas: inside a run, of a run, of a model, and of one against the other."""
+"""Evaluation through real replicas: inside a run, of a run, of a model, and of one against the
+other.
+"""
 
 import json
 
@@ -34,13 +36,13 @@ def prompts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def keys(prompts, registry):
     return [
-        *(
-            "eval.every=2",
-            f"eval.prompts={prompts}",
-            "eval.num_samples=10",
-            "eval.num_inference_steps=4",
-        ),
-        *("optim.lr=1e-3", "rollout.mode=separate", f"rollout.registry={registry}"),
+        "eval.every=2",
+        f"eval.prompts={prompts}",
+        "eval.num_samples=10",
+        "eval.num_inference_steps=4",
+        "optim.lr=1e-3",
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
     ]
 
 
@@ -91,7 +93,9 @@ def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, keys):
 
 
 def test_the_command_finds_what_the_run_found(trained, tiny_model, tmp_path):
-    """The run's last checkpoint against the model it started from: both as the run itself evaluated them."""
+    """The run's last checkpoint against the model it started from: both as the run itself evaluated
+    them.
+    """
     printed = evaluate(trained.folder, "--baseline", tiny_model, "--out", tmp_path, folder=tmp_path)
     inside = dict(evaluation_folders(trained.folder))
     for folder, step in ((tmp_path, printed["step"]), (tmp_path / "baseline", 0)):

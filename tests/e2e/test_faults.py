@@ -1,4 +1,6 @@
-"""What goes wrong ends in a clear message and a non-zero exit within seconds; nothing is lost, nothing is left running."""
+"""What goes wrong ends in a clear message and a non-zero exit within seconds; nothing is lost,
+nothing is left running.
+"""
 
 import os
 import resource
@@ -83,7 +85,10 @@ def test_sizes_that_do_not_divide_over_ranks(trainer, capsys):
 def test_tensor_parallel_is_refused_with_the_way_out(trainer, capsys):
     arguments = [*trainer.command("parallel.tp=2")[3:], "--dry-run", "--world-size", "2"]
     assert main(arguments) == 2
-    message = "parallel.tp=2 with engine.backend=veomni, which has no such thing; set parallel.tp=1, or engine.backend=megatron"
+    message = (
+        "parallel.tp=2 with engine.backend=veomni, which has no such thing; set "
+        "parallel.tp=1, or engine.backend=megatron"
+    )
     assert message in capsys.readouterr().err
 
 
@@ -92,9 +97,13 @@ def test_unicode_and_long_prompts_train(trainer, registry):
     longest = ("a red " + "photo of a red " * 200)[:1000]
     prompts.write_text(f"a red 猫 🐈 on a mat\n{longest}\n", encoding="utf-8")
     result = trainer.run(
-        f"data.prompts={prompts}", "rollout.mode=separate", f"rollout.registry={registry}", "train.prompts_per_step=2",
-        "train.num_steps=1", "sample_every=1",
-    )  # fmt: skip
+        f"data.prompts={prompts}",
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
+        "train.prompts_per_step=2",
+        "train.num_steps=1",
+        "sample_every=1",
+    )
     assert result.code == 0, result.stderr
     captions = (result.folder / "samples" / "step_000001" / "samples.jsonl").read_text(
         encoding="utf-8"
@@ -184,7 +193,7 @@ def start(trainer):
                 text=True,
                 env=ENVIRONMENT,
                 cwd=trainer.folder,
-            )  # fmt: skip
+            )
         )
         return started[-1]
 
@@ -195,7 +204,9 @@ def start(trainer):
 
 
 def _replicas(pid: int) -> list[psutil.Process]:
-    """The server processes that a trainer started: `-m megadiff.cli.serve` leads its own process group."""
+    """The server processes that a trainer started: `-m megadiff.cli.serve` leads its own process
+    group.
+    """
     children = psutil.Process(pid).children(recursive=True)
     return [child for child in children if os.getpgid(child.pid) == child.pid]
 

@@ -1,4 +1,6 @@
-"""Replicas in bfloat16: what the parity gap is made of, and what is left of it with float32 streams on both sides."""
+"""Replicas in bfloat16: what the parity gap is made of, and what is left of it with float32 streams
+on both sides.
+"""
 
 from __future__ import annotations
 

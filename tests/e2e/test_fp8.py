@@ -1,5 +1,6 @@
-"""A replica whose blocks multiply in FP8: its copies follow every push, take the place of what was pushed and its
-log_probs are near bfloat16's."""
+"""A replica whose blocks multiply in FP8: its copies follow every push, take the place of what was
+pushed and its log_probs are near bfloat16's.
+"""
 
 from __future__ import annotations
 

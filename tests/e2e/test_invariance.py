@@ -1,4 +1,6 @@
-"""The same run under every layout, with one and two replicas; resumed and uninterrupted; parity on policy."""
+"""The same run under every layout, with one and two replicas; resumed and uninterrupted; parity on
+policy.
+"""
 
 import pytest
 
@@ -30,7 +32,8 @@ def reference(shared, tmp_path_factory, tiny_model):
 def _close(rows, reference):
     for row, expected in zip(rows, reference, strict=True):
         for key in SAME:
-            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
+            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative
+            # to a thousandth of them
             scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
             assert abs(row[key] - expected[key]) <= 1e-4 * scale, (
                 row["step"],
@@ -48,8 +51,9 @@ def test_layout_does_not_matter(in_ranks, shared, reference, name):
 
 
 def test_colocated_under_torchrun(trainer, reference):
-    """The trainer starts its replica itself, from a process that torchrun started: it is a world of its own. It sleeps, as on
-    a GPU, while the trainer works."""
+    """The trainer starts its replica itself, from a process that torchrun started: it is a world of
+    its own. It sleeps, as on a GPU, while the trainer works.
+    """
     result = trainer.run(
         "parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", num_processes=2
     )
@@ -68,7 +72,9 @@ def test_on_policy(reference):
 
 
 def test_on_policy_with_one_update_and_guidance(in_ranks, shared):
-    """CFG 4 multiplies any mismatch; one update, so that every figure is that of the policy which sampled."""
+    """CFG 4 multiplies any mismatch; one update, so that every figure is that of the policy which
+    sampled.
+    """
     once = ("rollout.true_cfg_scale=4", "train.updates_per_step=1", "train.num_steps=1")
     (row,) = in_ranks("guided", 1, *shared, *once).rows
     assert row["parity/log_prob_gap_max"] <= 1e-4

@@ -13,14 +13,12 @@ def test_twenty_random_ends(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "tools" / "kill_storm.py"),
-        "--count",
-        "20",
-        "--seed",
-        seed,
+        "--count=20",
+        f"--seed={seed}",
     ]
     environment = {key: value for key, value in os.environ.items() if key != "MEGADIFF_KILL_STORM"}
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path)],
+        [*command, f"--folder={tmp_path}"],
         capture_output=True,
         text=True,
         timeout=1200,

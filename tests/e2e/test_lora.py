@@ -1,4 +1,6 @@
-"""Runs with LoRA as a user starts them: the same metrics in every layout and over every transport, resumed, evaluated."""
+"""Runs with LoRA as a user starts them: the same metrics in every layout and over every transport,
+resumed, evaluated.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ LAYOUTS = {  # number of ranks, overrides; the transports are shared out among t
 SAME = ("reward/mean", "loss/policy", "optim/grad_norm", "policy/kl_ref")
 MACHINE = ("time/", "perf/", "memory/")  # what a clock or the machine decides
 WHOLE = (
-    *("train.num_steps=6", "checkpoint.every=3", "checkpoint.keep=2"),
-    *("eval.every=6", "eval.num_samples=6", f"eval.prompts={ROOT / 'assets/prompts/colors.txt'}"),
+    "train.num_steps=6",
+    "checkpoint.every=3",
+    "checkpoint.keep=2",
+    "eval.every=6",
+    "eval.num_samples=6",
+    f"eval.prompts={ROOT / 'assets/prompts/colors.txt'}",
 )
 
 
@@ -41,12 +47,13 @@ WHOLE = (
 def runs(in_ranks, registry):
     """Runs `megadiff train` with LoRA on this many ranks."""
     shared = [
-        *(
-            "rollout.mode=separate",
-            f"rollout.registry={registry}",
-            f"sync.folder={registry.parent / 'weights'}",
-        ),
-        *(f"lora.rank={RANK}", f"lora.alpha={ALPHA}", "optim.lr=1e-3", "algorithm.kl_coef=0.04"),
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
+        f"sync.folder={registry.parent / 'weights'}",
+        f"lora.rank={RANK}",
+        f"lora.alpha={ALPHA}",
+        "optim.lr=1e-3",
+        "algorithm.kl_coef=0.04",
     ]
     return lambda name, num_ranks, *overrides: in_ranks(name, num_ranks, *shared, *overrides)
 
@@ -64,7 +71,8 @@ def test_every_layout_and_transport_gives_the_same_metrics(runs, reference, name
     assert rows[0]["parity/log_prob_gap_max"] <= 1e-6
     for row, expected in zip(rows, _steps(reference)[:3], strict=True):
         for key in SAME:
-            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
+            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative
+            # to a thousandth of them
             scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
             assert abs(row[key] - expected[key]) <= 1e-4 * scale, (
                 row["step"],
@@ -81,7 +89,9 @@ def test_only_the_adapter_travels_after_the_base(reference):
 
 
 def test_the_replica_follows_the_adapter(runs):
-    """One update a batch, guided: log_prob is the replica's to 1e-6 after updates too, which moved it by much more."""
+    """One update a batch, guided: log_prob is the replica's to 1e-6 after updates too, which moved
+    it by much more.
+    """
     rows = runs(
         "guided", 1, "train.updates_per_step=1", "rollout.true_cfg_scale=4", "optim.lr=1e-2"
     ).rows
@@ -115,7 +125,9 @@ def test_checkpoints_hold_the_adapter_alone(reference, tiny_model):
 
 
 def test_live_adapter_and_merged_export_draw_the_same(reference, tmp_path):
-    """What the run's own evaluation drew with the adapter, sample by sample, against a replica that loads the export."""
+    """What the run's own evaluation drew with the adapter, sample by sample, against a replica that
+    loads the export.
+    """
     convert(
         reference.folder,
         tmp_path / "merged",
@@ -144,7 +156,9 @@ def test_live_adapter_and_merged_export_draw_the_same(reference, tmp_path):
 
 
 def test_an_openai_client_sees_the_policy(runs, registry, tiny_model):
-    """The base, the adapter, the base again; a request with a LoRA of its own is refused, and the replica lives on."""
+    """The base, the adapter, the base again; a request with a LoRA of its own is refused, and the
+    replica lives on.
+    """
     entry = json.loads((registry / "replica_0.json").read_text())
     client = ReplicaClient(entry["url"], entry["name"])
     _push_base(client, tiny_model, version=1)

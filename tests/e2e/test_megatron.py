@@ -1,4 +1,6 @@
-"""The Megatron engine behind the same command: every layout gives the VeOmni engine's run, and resumes into another."""
+"""The Megatron engine behind the same command: every layout gives the VeOmni engine's run, and
+resumes into another.
+"""
 
 import pytest
 
@@ -51,7 +53,8 @@ def test_resumed_on_another_engine_and_layout(runs, reference):
 def _close(rows, reference):
     for row, expected in zip(rows, reference, strict=True):
         for key in SAME:
-            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative to a thousandth of them
+            # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative
+            # to a thousandth of them
             scale = max(abs(expected[key]), 1e-3 if key == "loss/policy" else 0)
             assert abs(row[key] - expected[key]) <= TOLERANCE * scale, (
                 row["step"],

@@ -1,4 +1,7 @@
-"""A real replica, vllm-omni and all: its samples, its weights, its refusals. One server for the whole file."""
+"""A real replica, vllm-omni and all: its samples, its weights, its refusals.
+
+One server for the whole file.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,10 @@ def test_group_is_complete(client: ReplicaClient) -> None:
 
 
 def test_sample_depends_on_its_identity_only(client: ReplicaClient) -> None:
-    """Bit by bit with other neighbours, in another order, and with other groups running at the same moment. In a batch of
-    another *size* the matrix kernels round differently: within 1e-6 of the latents' scale, and the same log_probs."""
+    """Bit by bit with other neighbours, in another order, and with other groups running at the same
+    moment. In a batch of another *size* the matrix kernels round differently: within 1e-6 of the
+    latents' scale, and the same log_probs.
+    """
     group = client.generate(REQUEST)
     other = replace(
         REQUEST, prompt=replace(PROMPT, text="a much longer prompt about a blue dog", id="cd" * 8)

@@ -1,4 +1,6 @@
-"""Several groups in one engine call of a real replica: the same records as one by one, whatever is in the batch."""
+"""Several groups in one engine call of a real replica: the same records as one by one, whatever is
+in the batch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ TEXTS = (
 def requests(
     sampling: Sampling = SAMPLING, sizes: Sequence[int] = (3, 1, 2, 4, 2)
 ) -> list[RolloutRequest]:
-    """Groups of unequal sizes, prompts of unequal lengths (one comes twice), and several windows."""
+    """Groups of unequal sizes, prompts of unequal lengths (one comes twice), and several
+    windows.
+    """
     return [
         RolloutRequest(
             prompt=Prompt(text=text, id=f"{place:016x}", negative_text="bad " * (place % 3)),
@@ -92,7 +96,9 @@ def test_batched_is_serial(clients: list[ReplicaClient], tiny_model: Path, sde_t
 
 
 def test_true_cfg(clients: list[ReplicaClient], tiny_model: Path) -> None:
-    """Each group is guided by its own negative prompt: `bad` changes the figure by far more than the tolerance."""
+    """Each group is guided by its own negative prompt: `bad` changes the figure by far more than
+    the tolerance.
+    """
     asked = requests(replace(SAMPLING, true_cfg_scale=4.0))
     groups = clients[0].generate_batch(asked)
     for group, request in zip(groups, asked, strict=True):

@@ -1,5 +1,6 @@
-"""How a replica starts and ends: settings that cannot work, other addresses, SIGTERM, and vllm-omni 0.26 in place of the
-installed version."""
+"""How a replica starts and ends: settings that cannot work, other addresses, SIGTERM, and vllm-omni
+0.26 in place of the installed version.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,12 @@ def serve_and_fail(*arguments: object, **environment: str) -> tuple[int, str, fl
     start_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "megadiff.cli.serve", *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, cwd=ROOT, env={**ENVIRONMENT, **environment},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**ENVIRONMENT, **environment},
+    )
     return done.returncode, done.stderr, time.monotonic() - start_s
 
 
@@ -62,7 +67,9 @@ def test_settings_that_cannot_work_end_before_anything_is_loaded(
 
 
 def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
-    """Another address needs the token; SIGTERM ends it within seconds and takes its registry entry back."""
+    """Another address needs the token; SIGTERM ends it within seconds and takes its registry entry
+    back.
+    """
     secret = tmp_path / "secret"
     secret.write_text("a-secret-of-20-chars\n")
     secret.chmod(0o600)
@@ -85,11 +92,15 @@ def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
-    """The GPU host's version, laid over the installed one. Its worker is a process of its own, and must not be left."""
+    """The GPU host's version, laid over the installed one.
+
+    Its worker is a process of its own, and must not be left.
+    """
     overlay = os.environ.get("MEGADIFF_OVERLAY026", "")
     if not Path(overlay, "vllm_omni").is_dir():
         pytest.skip(
-            "MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26 (see docs: pip install --target)"
+            "MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26 (see docs: pip install "
+            "--target)"
         )
     weights = folder_weights(tiny_model, ("transformer",))
     server = start(tiny_model, tmp_path, fresh=True, overlay=overlay)

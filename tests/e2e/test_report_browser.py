@@ -1,4 +1,7 @@
-"""The report in a real browser: what is drawn, not what is written. Needs Chromium (apt-get install chromium)."""
+"""The report in a real browser: what is drawn, not what is written.
+
+Needs Chromium (apt-get install chromium).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ pytestmark = pytest.mark.skipif(
 # Runs before the page's own script, so that it sees every error.
 WATCH = """<script>
 window.problems = [];
-addEventListener("error", (event) => problems.push(String(event.message || event.target.outerHTML)), true);
+addEventListener(
+  "error",
+  (event) => problems.push(String(event.message || event.target.outerHTML)),
+  true,
+);
 addEventListener("securitypolicyviolation", (event) => problems.push(event.violatedDirective));
 </script>"""
 # Looks at the finished page, uses it as a reader does, and leaves what it saw in an attribute.
@@ -41,15 +48,19 @@ addEventListener("load", () => {
     key: chart.querySelector("code").textContent.split(" ")[0],
     drawn: chart.querySelector(".line").getTotalLength(),
     stroke: getComputedStyle(chart.querySelector(".line")).stroke,
-    width: box(chart.querySelector(".area")).width, height: box(chart.querySelector(".area")).height,
+    width: box(chart.querySelector(".area")).width,
+    height: box(chart.querySelector(".area")).height,
     ticks: all(".ys span, .xs span", chart).length,
   }));
   seen.bars = all(".stacked rect").filter((rect) => box(rect).height > 0).length;
   seen.whiskers = all(".bars .whisker").map((path) => box(path).width);
   seen.lanes = all(".bars rect").map((rect) => [box(rect).width, box(rect).height]);
   seen.pairs = all(".pair").map((pair) => ({
-    marks: all("p", pair).map((mark) => mark.innerText), tops: all("img", pair).map((image) => box(image).top),
-    shown: all("img", pair).map((image) => [image.naturalWidth, box(image).width, getComputedStyle(image).imageRendering]),
+    marks: all("p", pair).map((mark) => mark.innerText),
+    tops: all("img", pair).map((image) => box(image).top),
+    shown: all("img", pair).map((image) => [
+      image.naturalWidth, box(image).width, getComputedStyle(image).imageRendering,
+    ]),
   }));
   seen.images = all(".strip img").map((image) => [image.naturalWidth, box(image).width, image.alt]);
   const area = document.querySelector(".hero .area");
@@ -102,7 +113,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def look(
     report: Path, tmp_path: Path, *, width: int, probe: str = PROBE, budget_ms: int = 5000
 ) -> dict:
-    """What the probe saw of the report in a window of this width. budget_ms: how long its clock runs."""
+    """What the probe saw of the report in a window of this width.
+
+    budget_ms: how long its clock runs.
+    """
     html = report.read_text("utf-8")
     page = tmp_path / "probed.html"
     page.write_text(
@@ -183,14 +197,22 @@ def test_the_report_answers_its_reader(report: Path, tmp_path: Path) -> None:
 WATCH_VIDEOS = """<script>
 addEventListener("load", async () => {
   const videos = [...document.querySelectorAll(".strip video")];
-  // The page's clock jumps ahead while nothing runs, but a decoder needs real time: so every pause also works a little.
-  const work = () => { let sum = 0; for (let turn = 0; turn < 2e7; turn++) sum += turn; return sum; };
-  const pause = (milliseconds) => new Promise((resolve) => setTimeout(() => resolve(work()), milliseconds));
+  // The page's clock jumps ahead while nothing runs, but a decoder needs real time.
+  // So every pause also works a little.
+  const work = () => {
+    let sum = 0;
+    for (let turn = 0; turn < 2e7; turn++) sum += turn;
+    return sum;
+  };
+  const pause = (milliseconds) =>
+    new Promise((resolve) => setTimeout(() => resolve(work()), milliseconds));
   const seen = { paused: videos.map((video) => video.paused) };
   document.querySelector(".strip").scrollIntoView();
   const moments = videos.map(() => new Set());
-  const ready = videos.map(() => 0); // at best: one that starts again from its end has no frame for a moment
-  const played = () => Math.min(...ready) >= 2 && moments.slice(0, 3).every((each) => each.size >= 3);
+  // The best state seen: a video that starts again from its end has no frame for a moment.
+  const ready = videos.map(() => 0);
+  const played = () =>
+    Math.min(...ready) >= 2 && moments.slice(0, 3).every((each) => each.size >= 3);
   for (let turn = 0; turn < 150 && !played(); turn++) {
     await pause(100);
     videos.forEach((video, index) => {
@@ -202,7 +224,8 @@ addEventListener("load", async () => {
   seen.videos = videos.map((video, index) => ({
     size: [video.videoWidth, video.videoHeight], ready: ready[index], length: video.duration,
     error: video.error ? video.error.message : null,
-    shown: video.getBoundingClientRect().width, label: video.ariaLabel, loops: video.loop, silent: video.muted,
+    shown: video.getBoundingClientRect().width, label: video.ariaLabel,
+    loops: video.loop, silent: video.muted,
   }));
   for (let turn = 0; turn < 150 && videos[0].readyState < 2; turn++) await pause(100);
   const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 64 });
@@ -210,7 +233,8 @@ addEventListener("load", async () => {
   seen.colours = new Set(canvas.getContext("2d").getImageData(0, 0, 64, 64).data).size;
   videos[0].closest(".frame").click();
   const zoomed = document.querySelector("dialog[open] video");
-  for (let turn = 0; turn < 150 && !(zoomed.videoWidth && zoomed.currentTime); turn++) await pause(100);
+  const zooms = () => zoomed.videoWidth && zoomed.currentTime;
+  for (let turn = 0; turn < 150 && !zooms(); turn++) await pause(100);
   seen.zoomed = [zoomed.videoWidth, zoomed.paused, zoomed.getBoundingClientRect().width];
   document.querySelector("dialog").click();
   const left = () => document.querySelectorAll("dialog video").length;

@@ -1,4 +1,6 @@
-"""Whatever ends a run early, its finished steps are on disk, and the run goes on as if nothing had been."""
+"""Whatever ends a run early, its finished steps are on disk, and the run goes on as if nothing had
+been.
+"""
 
 from __future__ import annotations
 

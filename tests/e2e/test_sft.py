@@ -1,4 +1,6 @@
-"""Supervised runs as a user starts them: every layout, killed and resumed, evaluated on averaged weights, exported."""
+"""Supervised runs as a user starts them: every layout, killed and resumed, evaluated on averaged
+weights, exported.
+"""
 
 import json
 import os
@@ -40,21 +42,19 @@ CAPTIONS = [
     "a wall",
 ]
 SETTINGS = [
-    *(
-        "algorithm.name=sft",
-        "algorithm.group_size=2",
-        "train.updates_per_step=1",
-        "train.num_steps=20",
-    ),
-    *("train.prompts_per_step=2", "train.microbatch_size=3"),
-    *(
-        "optim.lr=1e-3",
-        "optim.warmup_steps=8",
-        "checkpoint.every=10",
-        "rollout.num_inference_steps=3",
-    ),
+    "algorithm.name=sft",
+    "algorithm.group_size=2",
+    "train.updates_per_step=1",
+    "train.num_steps=20",
+    "train.prompts_per_step=2",
+    "train.microbatch_size=3",
+    "optim.lr=1e-3",
+    "optim.warmup_steps=8",
+    "checkpoint.every=10",
+    "rollout.num_inference_steps=3",
 ]
 AVERAGED = "algorithm.ema_decay=0.99"
+HALF = 10  # steps: an evaluation and a checkpoint come with it
 SAME = ("loss/flow_matching", "optim/grad_norm", "optim/lr")
 MACHINE = ("time/", "perf/", "memory/")
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=3, sde_type="ode", sde_window_size=0)
@@ -62,7 +62,10 @@ SAMPLING = Sampling(height=64, width=64, num_inference_steps=3, sde_type="ode", 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory, tiny_model):
-    """One folder for all runs: the latents are made once. Its images/ has six images and five captions."""
+    """One folder for all runs: the latents are made once.
+
+    Its images/ has six images and five captions.
+    """
     trainer = Trainer(tmp_path_factory.mktemp("sft"), tiny_model)
     write_images(trainer.folder / "images")
     (trainer.folder / "held_out.txt").write_text("a green wall\na black wall\n")
@@ -88,7 +91,9 @@ def write_rows(folder, rows):
 
 @pytest.fixture(scope="module")
 def shared(trainer, registry):
-    """Settings of a run that is evaluated before, half-way and after on replicas that are there already."""
+    """Settings of a run that is evaluated before, half-way and after on replicas that are there
+    already.
+    """
     replicas = ["rollout.mode=separate", f"rollout.registry={registry}"]
     evaluation = [
         "eval.every=10",
@@ -108,7 +113,9 @@ def reference(trainer, shared):
 
 @pytest.fixture(scope="module")
 def held(reference, registry):
-    """Latents from the weights that the run's last evaluation gave to the replica, and the client of it."""
+    """Latents from the weights that the run's last evaluation gave to the replica, and the client
+    of it.
+    """
     address = json.loads((registry / "replica_0.json").read_text())
     client = ReplicaClient(address["url"], "replica_0")
     owner = ReplicaClient(address["url"], "replica_0", run=client.health()["run"])
@@ -170,17 +177,17 @@ def push(client, version, folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(trainer, shared, held):
-    """The run on two data-parallel ranks, on two sequence-parallel ones without averaged weights, and on two
-    tensor-parallel ones of the other engine."""
+    """Half of the run's steps on two ranks: data-parallel, sequence-parallel without averaged
+    weights, and tensor-parallel on the other engine.
+    """
     runs = {
         "dp": [AVERAGED],
         "sp": ["algorithm.ema_decay=0"],
         "tp": [AVERAGED, "engine.backend=megatron"],
     }
     for name, overrides in runs.items():
-        run_ranks(
-            _main, 2, trainer.command(*shared, *overrides, f"parallel.{name}=2", name=name)[3:]
-        )
+        overrides += [f"parallel.{name}=2", f"train.num_steps={HALF}"]
+        run_ranks(_main, 2, trainer.command(*shared, *overrides, name=name)[3:])
     return {name: Result(code=0, stderr="", folder=trainer.folder / name) for name in runs}
 
 
@@ -192,17 +199,17 @@ def _main(arguments):
 
 @pytest.mark.parametrize("layout", ["dp", "sp", "tp"])
 def test_layout_does_not_matter(layout, two_ranks, reference):
-    for row, expected in zip(two_ranks[layout].rows[1:], reference.rows[1:], strict=True):
+    expected_rows = reference.rows[1 : HALF + 1]
+    for row, expected in zip(two_ranks[layout].rows[1:], expected_rows, strict=True):
         assert [row[key] for key in SAME] == pytest.approx(
             [expected[key] for key in SAME], rel=1e-4
         ), row["step"]
 
 
 def test_averaging_matters_to_evaluation_only(two_ranks, reference):
-    (dp, sp, tp), expected = (
-        (two_ranks[name].rows[-1] for name in ("dp", "sp", "tp")),
-        reference.rows[-1],
-    )
+    dp, sp, tp = (two_ranks[name].rows[-1] for name in ("dp", "sp", "tp"))
+    expected = reference.rows[HALF]
+    assert expected["step"] == dp["step"] == HALF
     assert dp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
     assert tp["eval/latent_spread"] == pytest.approx(expected["eval/latent_spread"], rel=1e-4)
     assert sp["eval/latent_spread"] != pytest.approx(expected["eval/latent_spread"], rel=1e-3)
@@ -222,7 +229,7 @@ def test_a_run_of_two_ranks_becomes_a_pipeline_of_its_averaged_weights(two_ranks
         command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    source = ShardFolder(run / "checkpoints" / "step_000020")
+    source = ShardFolder(run / "checkpoints" / f"step_{HALF:06d}")
     pipeline = QwenImagePipeline.from_pretrained(out)
     for name, tensor in pipeline.transformer.state_dict().items():
         stored = Shard(
@@ -238,11 +245,16 @@ def test_a_run_of_two_ranks_becomes_a_pipeline_of_its_averaged_weights(two_ranks
 
 
 def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
-    """Bit for bit: losses, evaluations, and all that the last checkpoint holds, the averaged weights among it."""
+    """Bit for bit: losses, evaluations, and all that the last checkpoint holds, the averaged
+    weights among it.
+    """
     process = subprocess.Popen(
         trainer.command(*shared, AVERAGED, name="killed"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd=trainer.folder,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        cwd=trainer.folder,
+    )
     metrics = trainer.folder / "killed" / "metrics.jsonl"
     _wait_for(
         lambda: metrics.exists() and metrics.read_text().count("\n") >= 13
@@ -287,7 +299,10 @@ def test_the_report_tells_loss_and_evaluation(reference):
         ("empty", "empty: holds none of them; need metadata.jsonl"),
         (
             "uncaptioned",
-            "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or text or prompt",
+            (
+                "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or "
+                "text or prompt"
+            ),
         ),
         ("absent", "absent/9.png does not exist; restore it or remove the row"),
     ],
@@ -345,7 +360,10 @@ def test_a_video_model_learns_from_images_whatever_its_evaluations_sample(tiny_w
 
 
 def test_a_full_disk_while_encoding(trainer):
-    """A file-size limit stands for the full disk. What was there before stays, and half a cache does not."""
+    """A file-size limit stands for the full disk.
+
+    What was there before stays, and half a cache does not.
+    """
     cache = trainer.folder / "cache"
     before = sorted(cache.iterdir()) if cache.exists() else []
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -1,4 +1,6 @@
-"""Every transport to real replicas, one of which has two tensor-parallel workers: whole pushes, and pushes that break."""
+"""Every transport to real replicas, one of which has two tensor-parallel workers: whole pushes, and
+pushes that break.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def singles(registry) -> dict[str, str]:
 def pair(
     tmp_path_factory, tiny_model, registry, singles, sync_to, source
 ) -> Iterator[tuple[list, str]]:
-    """(server processes, url) of a replica with two workers, which joins after version 5 was pushed by disk."""
+    """(server processes, url) of a replica with two workers, which joins after version 5 was pushed
+    by disk.
+    """
     source.factor = 1.5
     with sync_to("disk", singles) as (sync, _):
         sync.push(5)
@@ -80,7 +84,10 @@ def test_a_late_joiner_has_the_newest_version(sync_to, urls):
 
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_a_push_by_every_transport(sync_to, urls, source, transport):
-    """Two pushes; what is held is compared in WeightSync itself. The replica of two workers samples what the others do."""
+    """Two pushes; what is held is compared in WeightSync itself.
+
+    The replica of two workers samples what the others do.
+    """
     with sync_to(transport, urls) as (sync, fleet):
         groups = {}
         for version in (1, 2):
@@ -99,7 +106,9 @@ def test_a_push_by_every_transport(sync_to, urls, source, transport):
 
 @pytest.fixture
 def adapter(source) -> Iterator[LoraSpec]:
-    """Makes the source one with LoRA on linears of every kind, one slice of a fused one left out; alpha is not the rank."""
+    """Makes the source one with LoRA on linears of every kind, one slice of a fused one left out;
+    alpha is not the rank.
+    """
     layers = (
         "attn.to_q",
         "attn.to_v",
@@ -118,7 +127,9 @@ def adapter(source) -> Iterator[LoraSpec]:
 
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_lora_by_every_transport(sync_to, urls, source, adapter, transport):
-    """The base once, then the adapter alone; live adapters sample as merged weights do, on two workers too."""
+    """The base once, then the adapter alone; live adapters sample as merged weights do, on two
+    workers too.
+    """
     with sync_to(transport, urls) as (sync, fleet):
         sizes = []
         for version in (1, 2):
@@ -155,7 +166,10 @@ def test_a_replica_that_lost_its_base_gets_it_again(sync_to, urls, source, adapt
 
 
 class Proxy:
-    """Stands between the trainer and a replica. cut_at: the bucket (from 0) in whose request the connection breaks."""
+    """Stands between the trainer and a replica.
+
+    cut_at: the bucket (from 0) in whose request the connection breaks.
+    """
 
     def __init__(self, url: str, *, cut_at: int) -> None:
         self.target = (urlsplit(url).hostname, urlsplit(url).port)
@@ -192,7 +206,9 @@ class Proxy:
 
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
-    """A clear error within seconds; no replica generates from a mixture; the next whole push heals."""
+    """A clear error within seconds; no replica generates from a mixture; the next whole push
+    heals.
+    """
     source.factor = 1.25
     proxy = Proxy(urls["replica_0"], cut_at=1)
     start = time.monotonic()
@@ -214,7 +230,10 @@ def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
 
 
 def test_a_replica_that_is_killed_in_a_push(sync_to, urls, singles, pair, source):
-    """The last test, as it takes a replica away. It is named, nothing hangs, and the others are healed without it."""
+    """The last test, as it takes a replica away.
+
+    It is named, nothing hangs, and the others are healed without it.
+    """
     source.factor = 1.125
     servers, _ = pair
     source.on_bucket = lambda number: servers[0].kill() if number == 2 else None

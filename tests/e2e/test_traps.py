@@ -1,4 +1,6 @@
-"""The silent traps of vllm-omni: each is still there, and megadiff turns it into an error or does the right thing."""
+"""The silent traps of vllm-omni: each is still there, and megadiff turns it into an error or does
+the right thing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def engine(running: TrapEngine, base: Tensors) -> Iterator[TrapEngine]:
 
 @pytest.fixture(scope="module")
 def spec(base: Tensors) -> LoraSpec:
-    """Every linear of the blocks but for one slice of a fused one; alpha / rank is no power of two."""
+    """Every linear of the blocks but for one slice of a fused one; alpha / rank is no power of
+    two.
+    """
     modules = tuple(name for name in linears(base) if name != "transformer_blocks.1.attn.to_k")
     return LoraSpec(rank=3, alpha=5.0, modules=modules)
 
@@ -62,8 +66,9 @@ def with_component(modules: tuple[str, ...]) -> tuple[str, ...]:
 def test_pushed_lora_computes_as_merged_weights_do(
     engine: TrapEngine, base: Tensors, spec: LoraSpec
 ) -> None:
-    """Ranks up and down, alpha above, below and equal to the rank, fewer modules: each push replaces the one before, for
-    every request from then on, none of which names an adapter."""
+    """Ranks up and down, alpha above, below and equal to the rank, fewer modules: each push
+    replaces the one before, for every request from then on, none of which names an adapter.
+    """
     start = engine.sample()
     for rank, alpha, modules in (
         (3, 5.0, spec.modules),
@@ -185,13 +190,19 @@ def test_5_unknown_names_are_refused(engine: TrapEngine, base: Tensors) -> None:
         ("flip base", "1 of 123 tensors with other bits .*{module}.weight"),
         (
             "unbind",
-            "other tensors .* 2 missing: transformer.{module}.lora_A.weight, transformer.{module}.lora_B.weight",
+            (
+                "other tensors .* 2 missing: transformer.{module}.lora_A.weight, "
+                "transformer.{module}.lora_B.weight"
+            ),
         ),
         ("scale", "23 of 123 tensors with other bits .*lora_B.weight"),
         ("stale", "46 of 123 tensors with other bits .*lora_A.weight"),
         (
             "extra",
-            "other tensors .* 2 extra: transformer.{module}.lora_A.weight, transformer.{module}.lora_B.weight",
+            (
+                "other tensors .* 2 extra: transformer.{module}.lora_A.weight, "
+                "transformer.{module}.lora_B.weight"
+            ),
         ),
     ],
     ids=lambda value: value if len(value) < 10 else "",

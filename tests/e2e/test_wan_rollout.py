@@ -1,4 +1,6 @@
-"""Wan's groups as real replicas draw them, against stock diffusers: log_probs of both experts, text, pixels, weights."""
+"""Wan's groups as real replicas draw them, against stock diffusers: log_probs of both experts,
+text, pixels, weights.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ FROM_IMAGE = dataclasses.replace(PLAIN, guidance_scale=3.0, first_frame=True)
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What a replica that was pushed the model folder's weights answered, by the name of the sampling."""
+    """What a replica that was pushed the model folder's weights answered, by the name of the
+    sampling.
+    """
 
     adapter: WanAdapter
     client: ReplicaClient
@@ -152,7 +156,9 @@ def test_pixels_are_the_decoded_latents(drawn: dict[str, Drawn], kind: str) -> N
 def test_from_a_first_frame_as_diffusers_image_to_video(
     drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three groups in one call, two of them of one image: the latents of the stock pipeline with Euler's steps."""
+    """Three groups in one call, two of them of one image: the latents of the stock pipeline with
+    Euler's steps.
+    """
     monkeypatch.setattr(
         pipeline_wan_i2v, "prompt_clean", cleaned
     )  # its own needs a package to mend broken texts
@@ -234,7 +240,9 @@ def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> Non
 
 
 class Euler:
-    """What WanImageToVideoPipeline needs of a scheduler: these sigmas, and the plain step between them."""
+    """What WanImageToVideoPipeline needs of a scheduler: these sigmas, and the plain step between
+    them.
+    """
 
     order = 1
     config = SimpleNamespace(num_train_timesteps=1000)
@@ -263,7 +271,10 @@ def test_what_the_model_cannot_draw_is_refused(drawn: dict[str, Drawn]) -> None:
         (dict(true_cfg_scale=2.0), "true_cfg_scale=2.0"),
         (
             dict(first_frame=True),
-            "the first frame has 0 bytes, .* needs 18432|first_frame=true, but this model draws from",
+            (
+                "the first frame has 0 bytes, .* needs 18432|first_frame=true, but this model "
+                "draws from"
+            ),
         ),
     ]
     for one in drawn.values():

@@ -1,4 +1,6 @@
-"""A model of two experts pushed to real replicas, one of which has two tensor-parallel workers: whole, and by parts."""
+"""A model of two experts pushed to real replicas, one of which has two tensor-parallel workers:
+whole, and by parts.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,9 @@ def single(wan_registries: dict[str, Path]) -> dict[str, str]:
 def urls(
     model: Path, folder: Path, single: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, str]]:
-    """name → url of a replica with one worker and of one with two, which joins after one expert was pushed as version 5
-    and the other as version 6, by disk."""
+    """name → url of a replica with one worker and of one with two, which joins after one expert was
+    pushed as version 5 and the other as version 6, by disk.
+    """
     source = Source(folder_weights(model, EXPERTS))
     with sync_between(source, single, "disk", model=model, folder=folder) as (sync, _):
         source.factor = 1.25
@@ -102,8 +105,9 @@ def test_a_late_joiner_takes_each_part_from_the_version_that_holds_it(
 
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_only_the_expert_that_changed_travels(urls, source, model, folder, transport: str) -> None:
-    """Whole, then one expert, then the other; WeightSync compares the fingerprints of both after each push. The expert in
-    charge of a step is the one that shows in it."""
+    """Whole, then one expert, then the other; WeightSync compares the fingerprints of both after
+    each push. The expert in charge of a step is the one that shows in it.
+    """
     with sync_between(source, urls, transport, model=model, folder=folder) as (sync, fleet):
         sent, groups = [], []
         for version, changed in enumerate(
@@ -133,7 +137,9 @@ def lora(source: Source) -> LoraSpec:
 
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_lora_of_both_experts(urls, source, lora: LoraSpec, model, folder, transport: str) -> None:
-    """The base once, then the adapters of the expert that changed; live ones sample as merged weights do."""
+    """The base once, then the adapters of the expert that changed; live ones sample as merged
+    weights do.
+    """
     with sync_between(source, urls, transport, model=model, folder=folder) as (sync, fleet):
         sent = []
         for version, changed in enumerate(

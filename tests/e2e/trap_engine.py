@@ -1,4 +1,6 @@
-"""A vllm-omni engine with our pipeline, in a process of its own, whose worker can also be asked what vllm-omni itself does."""
+"""A vllm-omni engine with our pipeline, in a process of its own, whose worker can also be asked
+what vllm-omni itself does.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class TrapExtension(RolloutWorkerExtension):
         self.bind_lora(lora)
 
     def push_and_overwrite(self, tensors: Mapping[str, Tensor], lora: dict[str, Any]) -> None:
-        """The same from memory that the caller fills anew, bucket after bucket, before the commit."""
+        """The same from memory that the caller fills anew, bucket after bucket, before the
+        commit.
+        """
         self.begin_push({"name": "http"})
         for name, tensor in tensors.items():
             self._load(iter([(name, tensor)]))
@@ -45,8 +49,10 @@ class TrapExtension(RolloutWorkerExtension):
         self.push(renamed, {**lora, "modules": [norm, *others]})
 
     def damage(self, kind: str, module: str) -> None:
-        """Spoils what the worker holds of a module, behind everyone's back. kind: one of "flip A", "flip B", "flip base",
-        "unbind"."""
+        """Spoils what the worker holds of a module, behind everyone's back.
+
+        kind: one of "flip A", "flip B", "flip base", "unbind".
+        """
         (place,) = (
             place
             for name, place in self._places.items()
@@ -90,8 +96,9 @@ class TrapExtension(RolloutWorkerExtension):
     def stock_lora(
         self, tensors: Mapping[str, Tensor], rank: int, alpha: int
     ) -> tuple[list[str], bool]:
-        """What vllm-omni does with an adapter that is handed over in memory: (modules that its manager would wrap and
-        bind, whether the caller's tensors are what they were)."""
+        """What vllm-omni does with an adapter that is handed over in memory: (modules that its
+        manager would wrap and bind, whether the caller's tensors are what they were).
+        """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
         from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
@@ -101,8 +108,12 @@ class TrapExtension(RolloutWorkerExtension):
         helper = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=names)
         named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         model = LoRAModel.from_lora_tensors(
-            lora_model_id=1, tensors=named, peft_helper=helper, device="cpu", dtype=torch.float32,
-        )  # fmt: skip
+            lora_model_id=1,
+            tensors=named,
+            peft_helper=helper,
+            device="cpu",
+            dtype=torch.float32,
+        )
         for lora in model.loras.values():
             lora.optimize()
         kept = all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
@@ -120,7 +131,10 @@ class TrapExtension(RolloutWorkerExtension):
 
 
 class TrapEngine:
-    """The engine as a test sees it. call() raises RuntimeError with the worker's message, as the replica's calls do."""
+    """The engine as a test sees it.
+
+    call() raises RuntimeError with the worker's message, as the replica's calls do.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -133,7 +147,9 @@ class TrapEngine:
         return self._ask("raw", method, ())
 
     def sample(self) -> dict[str, Tensor]:
-        """Two samples of one prompt: latents, log_probs and pixels, on noise that is always the same."""
+        """Two samples of one prompt: latents, log_probs and pixels, on noise that is always the
+        same.
+        """
         return self._ask("sample", "", ())
 
     def _ask(self, kind: str, method: str, arguments: tuple) -> Any:
@@ -202,9 +218,13 @@ async def _sample(engine: Any) -> dict[str, Tensor]:
         prompt=prompt, sampling=sampling, sample_indices=(0, 1), seed=SEED, step=1
     )
     parameters = OmniDiffusionSamplingParams(
-        height=64, width=64, num_inference_steps=4, true_cfg_scale=1.0, num_outputs_per_prompt=2,
+        height=64,
+        width=64,
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        num_outputs_per_prompt=2,
         extra_args={REQUESTS_KEY: (request,)},
-    )  # fmt: skip
+    )
     outputs = engine.generate(
         prompt={"prompt": prompt.text}, request_id="x", sampling_params_list=[parameters]
     )

@@ -1,5 +1,6 @@
-"""`python -m tests.e2e.zygote FD`: imports what a replica needs, then forks a process for every order that comes over
-socket FD. See servers.Zygote, which talks to it in lines of JSON."""
+"""`python -m tests.e2e.zygote FD`: imports what a replica needs, then forks a process for every
+order that comes over socket FD. See servers.Zygote, which talks to it in lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def main() -> None:
 
 
 def _become(command: list[str], log: str, environment: dict[str, str]) -> NoReturn:
-    """What exec of `python …` would do. command: `-m`, a module and its arguments, or a script and its arguments."""
+    """What exec of `python …` would do.
+
+    command: `-m`, a module and its arguments, or a script and its arguments.
+    """
     code = 1
     try:
         for target, descriptor in ((os.devnull, 0), (log, 1), (log, 2)):

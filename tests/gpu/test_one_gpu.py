@@ -53,20 +53,11 @@ def replica(tiny_model, tmp_path_factory):
     """A replica on the GPU."""
     folder = tmp_path_factory.mktemp("replica")
     with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model)]
+        command += ["--dtype=float32", "--port=0", "--name=gpu", f"--registry={folder}"]
+        command += [f"--parent-pid={os.getpid()}"]
         process = subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "megadiff.cli.serve",
-                    str(tiny_model),
-                    "--dtype",
-                    "float32",
-                    "--port",
-                    "0",
-                ),
-                *("--registry", str(folder), "--parent-pid", str(os.getpid()), "--name", "gpu"),
-            ],
+            command,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
@@ -105,7 +96,9 @@ def test_a_replica_frees_its_weights_until_a_push_brings_them(replica, tiny_mode
 
 
 def test_lora_outlives_sleep(replica, tiny_model):
-    """Base and adapter come with the push that wakes the replica, which then samples the same bits."""
+    """Base and adapter come with the push that wakes the replica, which then samples the same
+    bits.
+    """
     file = tiny_model / "transformer" / "diffusion_pytorch_model.safetensors"
     base = {f"transformer.{name}": tensor for name, tensor in load_file(file).items()}
     spec = LoraSpec(rank=3, alpha=5.0, modules=linears(base))
@@ -135,23 +128,22 @@ def test_noise_has_the_same_identity_as_on_a_cpu(replica):
 
 
 def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
-    """Two steps of the quickstart on cuda: the parity gate passes in float32 and the run learns from finite numbers."""
+    """Two steps of the quickstart on cuda: the parity gate passes in float32 and the run learns
+    from finite numbers.
+    """
     done = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "megadiff.cli.train",
-                str(ROOT / "configs" / "quickstart.yaml"),
-            ),
-            *(
-                f"model.path={tiny_model}",
-                f"run.dir={tmp_path}",
-                "run.device=cuda",
-                "train.num_steps=2",
-                "track=[]",
-            ),
-            *("rollout.num_replicas=1", "eval.every=0"),
+            sys.executable,
+            "-m",
+            "megadiff.cli.train",
+            str(ROOT / "configs" / "quickstart.yaml"),
+            f"model.path={tiny_model}",
+            f"run.dir={tmp_path}",
+            "run.device=cuda",
+            "train.num_steps=2",
+            "track=[]",
+            "rollout.num_replicas=1",
+            "eval.every=0",
         ],
         capture_output=True,
         text=True,

@@ -1,4 +1,6 @@
-"""A rank that fails under NCCL leaves the others in collectives that never end: their steps are saved all the same."""
+"""A rank that fails under NCCL leaves the others in collectives that never end: their steps are
+saved all the same.
+"""
 
 import json
 import os
@@ -59,14 +61,15 @@ def _train(
     command = [
         *launcher,
         str(ROOT / "configs" / "quickstart.yaml"),
-        *(
-            f"model.path={model}",
-            f"run.dir={folder}",
-            "run.device=cuda",
-            "track=[]",
-            "eval.every=0",
-        ),
-        *("train.num_steps=5", "rollout.num_replicas=1", f"engine.backend={backend}", layout),
+        f"model.path={model}",
+        f"run.dir={folder}",
+        "run.device=cuda",
+        "track=[]",
+        "eval.every=0",
+        "train.num_steps=5",
+        "rollout.num_replicas=1",
+        f"engine.backend={backend}",
+        layout,
         *overrides,
     ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

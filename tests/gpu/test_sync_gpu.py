@@ -1,4 +1,6 @@
-"""Weights between a trainer's GPU and a replica: through opened memory on one GPU, by NCCL to another."""
+"""Weights between a trainer's GPU and a replica: through opened memory on one GPU, by NCCL to
+another.
+"""
 
 import json
 
@@ -14,24 +16,14 @@ pytestmark = pytest.mark.gpu
     [(0, "shm", "cuda_ipc"), (1, "nccl", "nccl"), (0, "nccl", None), (1, "shm", None)],
 )
 def test_a_verified_push(gpu, transport, way, tiny_model, tmp_path, capfd):
-    """Whole weights and LoRA, each more than once, in buckets smaller than the model; the pairs that cannot be say so."""
+    """Whole weights and LoRA, each more than once, in buckets smaller than the model; the pairs
+    that cannot be say so.
+    """
     if gpu >= torch.cuda.device_count():
         pytest.skip(f"needs {gpu + 1} GPUs, {torch.cuda.device_count()} are visible")
-    options = [
-        "--model",
-        str(tiny_model),
-        "--dtype",
-        "float32",
-        "--bucket-mib",
-        "1",
-        "--repeat",
-        "2",
-        "--lora-rank",
-        "4",
-    ]
-    code = bench_sync.main(
-        [*options, "--scratch", str(tmp_path), "--transport", transport, "--gpu", str(gpu)]
-    )
+    folders = [f"--model={tiny_model}", f"--scratch={tmp_path}"]
+    options = ["--dtype=float32", "--bucket-mib=1", "--repeat=2", "--lora-rank=4"]
+    code = bench_sync.main([*folders, *options, f"--transport={transport}", f"--gpu={gpu}"])
     rows = [
         json.loads(line)
         for line in capfd.readouterr().out.splitlines()

@@ -1,4 +1,6 @@
-"""Tensor parallelism under NCCL, in bfloat16 and FP8, at the real width of Qwen-Image: against float32, unsharded."""
+"""Tensor parallelism under NCCL, in bfloat16 and FP8, at the real width of Qwen-Image: against
+float32, unsharded.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_fp8_stays_close(tmp_path, world_size):
 
 
 def _errors(folder: Path, *, world_size: int, fp8: str) -> dict[str, dict[str, float]]:
-    """Relative to the unsharded float32 model: of the unsharded one in bfloat16, and of the sharded."""
+    """Relative to the unsharded float32 model: of the unsharded one in bfloat16, and of the
+    sharded.
+    """
     from random_weights import write_random_transformer
 
     write_random_transformer(
@@ -109,7 +113,9 @@ def _sharded(adapter: QwenImageAdapter, mesh: Mesh, fp8: str) -> nn.Module:
 def _velocity_and_gradients(
     module: nn.Module, adapter: QwenImageAdapter, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """On the CPU, in float32: the velocity, and the whole gradient of every parameter that has one."""
+    """On the CPU, in float32: the velocity, and the whole gradient of every parameter that has
+    one.
+    """
     generator = torch.Generator().manual_seed(1)
     num_tokens, channels = adapter.latents_shape(SAMPLING)
     draw = [
@@ -144,7 +150,9 @@ def _whole(parameter: nn.Parameter, mesh: Mesh) -> Tensor:
 
 
 def _compared(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Errors relative to the norm: of the velocity, of all gradients together, and the worst of those of one weight."""
+    """Errors relative to the norm: of the velocity, of all gradients together, and the worst of
+    those of one weight.
+    """
     names = [name for name in exact if name != "velocity"]
     largest = max(float(exact[name].norm()) for name in names)
     squares = {name: float((found[name] - exact[name]).norm()) for name in names}

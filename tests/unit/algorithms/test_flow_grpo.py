@@ -27,10 +27,18 @@ def _inputs(old_shift=0.0, advantage=(1.0, -2.0, 0.5), weight=(1.0, 1.0, 1.0), r
         "flow_sde", latents, velocity.detach(), noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7
     )
     return StepInputs(
-        latents_BLC=latents, prev_sample_BLC=prev, velocity_BLC=velocity, sigma_B=sigma, sigma_next_B=sigma_next,
-        old_log_prob_B=log_prob + old_shift, advantage_B=torch.tensor(advantage), weight_B=torch.tensor(weight),
-        schedule=SCHEDULE, sampling=SAMPLING, ref_mean_BLC=None if ref_shift is None else mean + ref_shift,
-    )  # fmt: skip
+        latents_BLC=latents,
+        prev_sample_BLC=prev,
+        velocity_BLC=velocity,
+        sigma_B=sigma,
+        sigma_next_B=sigma_next,
+        old_log_prob_B=log_prob + old_shift,
+        advantage_B=torch.tensor(advantage),
+        weight_B=torch.tensor(weight),
+        schedule=SCHEDULE,
+        sampling=SAMPLING,
+        ref_mean_BLC=None if ref_shift is None else mean + ref_shift,
+    )
 
 
 def test_on_policy():
@@ -106,7 +114,9 @@ def test_kl_pulls_to_the_reference():
 
 
 def test_importance_weighs_the_policy_gradient_alone():
-    """As a sample counts that the old policy was half as likely to draw as the replica which did."""
+    """As a sample counts that the old policy was half as likely to draw as the replica which
+    did.
+    """
     inputs, weights = _inputs(ref_shift=0.1), torch.tensor([0.5, 1.0, 2.0])
     inputs = replace(inputs, rollout_log_prob_B=inputs.old_log_prob_B - weights.log())
     output = flow_grpo(inputs, **ARGS | {"kl_coef": 0.04})
@@ -121,7 +131,9 @@ def test_importance_weighs_the_policy_gradient_alone():
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.04])
 def test_without_an_old_log_prob_it_is_that_of_the_forward_itself(kl_coef):
-    """To the bit as if it had been given, in value and gradient; what is taken as constant has none."""
+    """To the bit as if it had been given, in value and gradient; what is taken as constant has
+    none.
+    """
     outputs, gradients = [], []
     for is_given in (False, True):
         inputs = _inputs(ref_shift=0.1)

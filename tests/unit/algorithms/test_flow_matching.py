@@ -40,15 +40,22 @@ def test_value_and_gradient_by_hand():
 
 
 def test_a_batch_is_noised_along_the_straight_path_in_pieces():
-    """(1 − sigma)·clean + sigma·noise; the target is what carries from clean to noise, whatever sigma is."""
+    """(1 − sigma)·clean + sigma·noise; the target is what carries from clean to noise, whatever
+    sigma is.
+    """
     generator = torch.Generator().manual_seed(1)
     clean, noise = (torch.randn(5, 4, 8, generator=generator) for _ in range(2))
     sigma = torch.tensor([0.1, 0.3, 0.5, 0.7, 1.0])
     batch = FlowBatch(
-        latents_NLC=clean, noise_NLC=noise, sigma_N=sigma, weights_N=torch.arange(5.0), denominator=5.0,
-        group_index_N=torch.tensor([1, 0, 0, 1, 1]), conditioning={"prompt_embeds": torch.tensor([[3.0], [4.0]])},
+        latents_NLC=clean,
+        noise_NLC=noise,
+        sigma_N=sigma,
+        weights_N=torch.arange(5.0),
+        denominator=5.0,
+        group_index_N=torch.tensor([1, 0, 0, 1, 1]),
+        conditioning={"prompt_embeds": torch.tensor([[3.0], [4.0]])},
         sampling=Sampling(height=32, width=32, num_inference_steps=4),
-    )  # fmt: skip
+    )
     pieces = list(microbatches(batch, torch.arange(5), 2, torch.device("cpu")))
     assert len(pieces) == num_microbatches(5, 2) == 3 and [
         len(piece.sigma_B) for piece in pieces

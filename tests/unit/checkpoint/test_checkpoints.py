@@ -145,7 +145,9 @@ def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):
 
 
 def test_killed_at_any_moment_of_a_write(tmp_path):
-    """A child dies by SIGKILL at its n-th disk operation while it saves step 2, for every n until it gets through."""
+    """A child dies by SIGKILL at its n-th disk operation while it saves step 2, for every n until
+    it gets through.
+    """
     subprocess.run(
         [sys.executable, __file__, str(tmp_path)], check=True
     )  # forks from a process without threads

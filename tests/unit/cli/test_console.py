@@ -32,7 +32,9 @@ def test_children_that_are_left_end_with_the_command(own_session: bool, stays: b
     program = f"""
 import subprocess, sys
 from megadiff.cli.console import leave
-child = subprocess.Popen(["sleep", "60"], start_new_session={own_session}, stdout=subprocess.DEVNULL)
+child = subprocess.Popen(
+    ["sleep", "60"], start_new_session={own_session}, stdout=subprocess.DEVNULL
+)
 sys.stdout.write(str(child.pid))
 leave(3)
 """

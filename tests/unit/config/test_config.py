@@ -125,7 +125,10 @@ def test_what_the_user_must_give(tmp_path):
         (
             "parallel.tp=2",
             1,
-            r"parallel.tp=2 with engine.backend=veomni.*set parallel.tp=1, or engine.backend=megatron",
+            (
+                r"parallel.tp=2 with engine.backend=veomni.*set parallel.tp=1, or "
+                r"engine.backend=megatron"
+            ),
         ),
         (
             "engine.fp8=hybrid",

@@ -1,4 +1,6 @@
-"""What the converter's tests share: the command in this process, models in other shapes, checkpoints of any layout."""
+"""What the converter's tests share: the command in this process, models in other shapes,
+checkpoints of any layout.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def write_checkpoint(
     step: int = 7,
     lora: LoraSpec | None = None,
 ) -> Path:
-    """A checkpoint of named full tensors (`model/transformer.…`): matrices by rows over ranks, the rest on the first."""
+    """A checkpoint of named full tensors (`model/transformer.…`): matrices by rows over ranks, the
+    rest on the first.
+    """
     values: dict[str, object] = {
         "optimizer_steps": {"transformer": step},
         **({"lora": asdict(lora)} if lora else {}),
@@ -100,7 +104,9 @@ def seal(folder: Path, *, step: int = 7) -> None:
 
 
 def policy_state(model: Path, factors: Mapping[str, float]) -> dict[str, Tensor]:
-    """Of each kind (model, average, optim/exp_avg, …): the model's weights, changed and multiplied by a factor."""
+    """Of each kind (model, average, optim/exp_avg, …): the model's weights, changed and multiplied
+    by a factor.
+    """
     source = load_file(model / WEIGHTS)
     return {
         f"{kind}/transformer.{name}": factor * (tensor + 1e-3)

@@ -60,7 +60,8 @@ def test_tp_8_and_a_size_that_it_does_not_divide(
     assert run(tmp_path / "tp4", tmp_path / "back") == 0
     assert contents(tmp_path / "back") == contents(small_model)
     assert refused(capsys, tiny_model, tmp_path / "no", "--to", "megatron", "--tp", 8) == (
-        "error: parallel.sp*parallel.tp = 1*8 = 8 does not divide the model's 4 attention heads; set them so that their "
+        "error: parallel.sp*parallel.tp = 1*8 = 8 does not divide the model's 4 attention "
+        "heads; set them so that their "
         "product is a divisor of 4\n"
     )
     assert not (tmp_path / "no").exists()

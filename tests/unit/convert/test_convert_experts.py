@@ -1,4 +1,6 @@
-"""A model of two trained components converts as one of one: every format holds both, and every bit is where it was."""
+"""A model of two trained components converts as one of one: every format holds both, and every bit
+is where it was.
+"""
 
 from __future__ import annotations
 
@@ -151,6 +153,7 @@ def test_each_experts_lora_has_a_folder_that_diffusers_and_peft_load(
         assert config["base_model_name_or_path"] == str(model / expert)
 
 
+@pytest.mark.slow
 def test_lora_of_both_goes_around_through_every_format(
     model: Path, checkpoint: Path, lora: LoraSpec, tmp_path: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""What is wrong is named, with file and tensor; nothing half-written is left; the source stays as it was."""
+"""What is wrong is named, with file and tensor; nothing half-written is left; the source stays as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,10 @@ def empty(run_folder: Path) -> None:
         (forget, "config.yaml names no model.path"),
         (
             move_base,
-            "was trained from /nowhere/model, which is not there; name the model folder with --base",
+            (
+                "was trained from /nowhere/model, which is not there; name the model folder with "
+                "--base"
+            ),
         ),
         (empty, "holds no checkpoint"),
     ],
@@ -273,7 +278,9 @@ def test_force_replaces_the_old_one_when_the_new_one_is_whole(
 
 
 def test_a_full_disk_leaves_nothing(model: Path, tmp_path: Path, capsys) -> None:
-    """A file-size limit stands for the full disk: both fail in a write, after part of it was written."""
+    """A file-size limit stands for the full disk: both fail in a write, after part of it was
+    written.
+    """
     before, limits = contents(model), resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
@@ -366,7 +373,8 @@ def test_too_few_descriptors_leave_nothing(
 
 
 SLOW = (  # the converter, slow from its third write on
-    "import sys, time; from megadiff.tensors.tensor_file import TensorWriter; from megadiff.convert.command import main\n"
+    "import sys, time; from megadiff.tensors.tensor_file import TensorWriter; from "
+    "megadiff.convert.command import main\n"
     "write, count = TensorWriter.write, []\n"
     "def slow(*args, **kwargs):\n"
     "    count.append(0); write(*args, **kwargs); len(count) > 3 and time.sleep(60)\n"

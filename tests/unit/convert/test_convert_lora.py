@@ -1,4 +1,6 @@
-"""LoRA between megadiff's checkpoints, peft and diffusers: the same tensors, the same alpha, the same outputs."""
+"""LoRA between megadiff's checkpoints, peft and diffusers: the same tensors, the same alpha, the
+same outputs.
+"""
 
 from __future__ import annotations
 

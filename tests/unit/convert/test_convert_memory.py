@@ -54,6 +54,7 @@ def large(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_a_few_tensors_whatever_the_size(
     tiny_model: Path, large: Path, tmp_path: Path
 ) -> None:

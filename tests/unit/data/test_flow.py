@@ -1,4 +1,6 @@
-"""Which images a supervised step takes and what noise they get: the same for every layout, and continued after a stop."""
+"""Which images a supervised step takes and what noise they get: the same for every layout, and
+continued after a stop.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def dataset(tmp_path: Path) -> LatentDataset:
 def make_dataset(
     folder: Path, *, num_images: int = 7, captions: list[str] = CAPTIONS
 ) -> LatentDataset:
-    """Image i has latents of i everywhere, and the caption 1 + i mod 3, whose tokens are its number."""
+    """Image i has latents of i everywhere, and the caption 1 + i mod 3, whose tokens are its
+    number.
+    """
     folder.mkdir()
     write_tensor(
         folder / "latents_00000_00000.safetensors",
@@ -76,14 +80,19 @@ def make(dataset: LatentDataset):
 
 
 def rows_of(batch: FlowBatch) -> dict[str, Tensor]:
-    """Field → its value of every row; the text of a row is its caption's number, once for each of its tokens."""
+    """Field → its value of every row; the text of a row is its caption's number, once for each of
+    its tokens.
+    """
     embeds_NTD = batch.conditioning["prompt_embeds"][batch.group_index_N]
     mask_NT = batch.conditioning["prompt_mask"][batch.group_index_N]
     text_N = (embeds_NTD[..., 0] * mask_NT).sum(dim=1) + 100 * mask_NT.sum(dim=1)
     return {
-        "latents": batch.latents_NLC, "noise": batch.noise_NLC, "sigma": batch.sigma_N, "weights": batch.weights_N,
+        "latents": batch.latents_NLC,
+        "noise": batch.noise_NLC,
+        "sigma": batch.sigma_N,
+        "weights": batch.weights_N,
         "text": text_N,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("dp", [2, 4])
@@ -141,7 +150,9 @@ def test_no_caption_or_every_caption_is_dropped(
 
 
 def test_sigmas_are_logit_normal_and_shifted(make: Callable[..., FlowBatches]) -> None:
-    """Quantiles against the formula: sigma = m·s/(1 + (m − 1)·s), s = 1/(1 + exp(−z)), m = exp(mu) of 512×512."""
+    """Quantiles against the formula: sigma = m·s/(1 + (m − 1)·s), s = 1/(1 + exp(−z)), m = exp(mu)
+    of 512×512.
+    """
     batches = make(draws_per_image=1000)
     sigmas = torch.cat([next(batches).sigma_N for _ in range(5)]).double()
     levels = torch.tensor([0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98], dtype=torch.float64)

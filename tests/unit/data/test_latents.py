@@ -1,4 +1,6 @@
-"""The cache of latents: right numbers, found again, shared by ranks, and never half of it taken for whole."""
+"""The cache of latents: right numbers, found again, shared by ranks, and never half of it taken for
+whole.
+"""
 
 from __future__ import annotations
 
@@ -247,6 +249,7 @@ def _worker(images: str, model: str, cache: str, world_size: int) -> None:
     encode(Path(images), Path(model), Path(cache), init_alone(world_size))
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work_and_get_the_same_rows(
     images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh
 ) -> None:

@@ -1,4 +1,6 @@
-"""Prompts that bring a video's first frame: what is read, and what is refused before a run starts."""
+"""Prompts that bring a video's first frame: what is read, and what is refused before a run
+starts.
+"""
 
 from __future__ import annotations
 

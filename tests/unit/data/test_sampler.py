@@ -105,7 +105,8 @@ def test_epochs_and_seeds_differ_and_file_order_without_shuffle() -> None:
 
 
 def test_the_order_is_golden() -> None:
-    # A resumed run must find the order of the run before it, also under another numpy: these numbers never change.
+    # A resumed run must find the order of the run before it, also under another numpy: these
+    # numbers never change.
     assert epoch_permutation(8, seed=0, epoch=0).tolist() == [4, 2, 3, 0, 5, 1, 6, 7]
     assert epoch_permutation(8, seed=0, epoch=1).tolist() == [0, 3, 7, 4, 5, 1, 6, 2]
 

@@ -59,7 +59,9 @@ def test_qwen_image_equals_diffusers(num_steps, num_tokens):
 
 @pytest.mark.parametrize("num_tokens", [16, 1024])
 def test_the_shift_is_the_schedule_before_its_stretch(num_tokens):
-    """The stretch maps the last sigma to shift_terminal and 1 to 1; without it nothing is left but the shift."""
+    """The stretch maps the last sigma to shift_terminal and 1 to 1; without it nothing is left but
+    the shift.
+    """
     plain = torch.linspace(1, 0.1, 10, dtype=torch.float64)
     shifted = qwen_image_shift(plain, num_tokens=num_tokens, scheduler_config=CONFIG)
     stretched = 1 - (1 - shifted) * 0.98 / (1 - shifted[-1])

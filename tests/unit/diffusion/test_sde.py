@@ -1,4 +1,6 @@
-"""Steps against float64 references written from the formulas, and the invariants that training relies on."""
+"""Steps against float64 references written from the formulas, and the invariants that training
+relies on.
+"""
 
 import math
 
@@ -52,7 +54,9 @@ def test_step_against_float64(sde_type, index):
 
 @pytest.mark.parametrize("sde_type", STOCHASTIC)
 def test_log_prob_is_that_of_the_stored_sample(sde_type):
-    """Rounded to bfloat16 first: recomputing from what is stored gives the same number, bit for bit."""
+    """Rounded to bfloat16 first: recomputing from what is stored gives the same number, bit for
+    bit.
+    """
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
     step = {"schedule": SCHEDULE, "eta": 0.7}

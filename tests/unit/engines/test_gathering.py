@@ -1,4 +1,6 @@
-"""Whole tensors from rows that ranks hold, as torch.chunk cuts them; the ranks are played by a stand-in for the collective."""
+"""Whole tensors from rows that ranks hold, as torch.chunk cuts them; the ranks are played by a
+stand-in for the collective.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ def test_runs_keep_the_order_and_the_limit():
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_rows_that_ranks_do_not_divide(ranks, monkeypatch):
-    """A rank with fewer rows, or none, and tensors of any shape; each is whole again, bit for bit, in another dtype."""
+    """A rank with fewer rows, or none, and tensors of any shape; each is whole again, bit for bit,
+    in another dtype.
+    """
     whole = [torch.randn(shape) for shape in ((3, 4), (7,), (1, 2, 3), (10, 1))]
     chunks = [torch.chunk(tensor, ranks) for tensor in whole]
     pieces = [

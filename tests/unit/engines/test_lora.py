@@ -1,4 +1,6 @@
-"""A checkpoint and a run with another adapter, or none, do not go together: both are named, and what to set."""
+"""A checkpoint and a run with another adapter, or none, do not go together: both are named, and
+what to set.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from tests.distributed.engines import train_batch
 
 
 def test_log_probs_keep_their_precision(tiny_model):
-    """float32 around 1 is half a percent of a clip range of 1e-5 apart; the rest is computed in float32."""
+    """float32 around 1 is half a percent of a clip range of 1e-5 apart; the rest is computed in
+    float32.
+    """
     batch = train_batch(QwenImageAdapter(tiny_model))
     log_probs_NW = -1 - 1e-9 * torch.rand(batch.num_samples, 2, dtype=torch.float64)
     batch = replace(batch, old_log_probs_NW=log_probs_NW, rollout_log_probs_NW=log_probs_NW - 1e-9)

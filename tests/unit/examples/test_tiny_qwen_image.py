@@ -1,4 +1,6 @@
-"""The tiny pipeline: whole, reproducible, usable by stock diffusers, and made so that colours can be learnt."""
+"""The tiny pipeline: whole, reproducible, usable by stock diffusers, and made so that colours can
+be learnt.
+"""
 
 import json
 import os
@@ -164,6 +166,7 @@ def test_refuses_to_overwrite_and_leaves_nothing_behind(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.slow
 def test_the_tool_writes_bfloat16_and_small(tmp_path):
     out = tmp_path / "deep" / "small"
     arguments = [str(out), "--size", "small", "--dtype", "bfloat16", "--seed", "3"]

@@ -1,4 +1,6 @@
-"""The tiny Wan folders: whole, the same every time, and such that prompts, timesteps and experts matter."""
+"""The tiny Wan folders: whole, the same every time, and such that prompts, timesteps and experts
+matter.
+"""
 
 from __future__ import annotations
 

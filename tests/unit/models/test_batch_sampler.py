@@ -1,4 +1,6 @@
-"""A batch of groups is the groups one by one: rows keep their own noise, window and conditioning."""
+"""A batch of groups is the groups one by one: rows keep their own noise, window and
+conditioning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Qwen-Image adapter against stock diffusers: same velocity for any padding and guidance; same text."""
+"""The Qwen-Image adapter against stock diffusers: same velocity for any padding and guidance; same
+text.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def _conditioning(
 def _stock(
     transformer: QwenImageTransformer2DModel, latents_LC: Tensor, sigma: Tensor, prompt_TD: Tensor
 ) -> Tensor:
-    """One sample alone, without mask or padding, as diffusers' own pipeline calls the transformer."""
+    """One sample alone, without mask or padding, as diffusers' own pipeline calls the
+    transformer.
+    """
     return transformer(
         hidden_states=latents_LC[None],
         timestep=sigma[

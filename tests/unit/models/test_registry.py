@@ -15,7 +15,9 @@ from megadiff.models.registry import build_adapter, check_model_folder, componen
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The outline of a pipeline: the files that the check reads, with one small tensor each; the transformer is sharded."""
+    """The outline of a pipeline: the files that the check reads, with one small tensor each; the
+    transformer is sharded.
+    """
     for component in ("scheduler", "tokenizer", "text_encoder", "transformer", "vae"):
         (tmp_path / component).mkdir()
         (tmp_path / component / "config.json").write_text("{}")
@@ -49,7 +51,10 @@ def test_whole_folder(folder: Path) -> None:
         ("scheduler/scheduler_config.json", "scheduler_config.json does not exist"),
         (
             "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
-            "lacks diffusion_pytorch_model-00002-of-00002.safetensors, which diffusion_pytorch_model.safetensors.index",
+            (
+                "lacks diffusion_pytorch_model-00002-of-00002.safetensors, which "
+                "diffusion_pytorch_model.safetensors.index"
+            ),
         ),
         ("text_encoder/model.safetensors", "text_encoder holds neither"),
         (".", "does not exist; give a diffusers pipeline folder"),
@@ -72,7 +77,8 @@ def test_truncated_and_empty_shards(folder: Path) -> None:
         shard.write_bytes(content)
         with pytest.raises(
             ValueError,
-            match=r"diffusion_pytorch_model-00001-of-00002.safetensors \(\d+ bytes\) is not a whole safetensors",
+            match=r"diffusion_pytorch_model-00001-of-00002.safetensors \(\d+ bytes\) is not a "
+            r"whole safetensors",
         ):
             check_model_folder(folder)
 

@@ -1,4 +1,6 @@
-"""The Wan adapter against stock diffusers: velocity, guidance, given first frames, text, latents."""
+"""The Wan adapter against stock diffusers: velocity, guidance, given first frames, text,
+latents.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def test_velocity_is_diffusers_with_the_experts_guidance(two: WanAdapter, compon
 
 @torch.no_grad()
 def test_a_given_first_frame_is_clean_and_left_out(one: WanAdapter) -> None:
-    """As WanImageToVideoPipeline does for TI2V: the mask sets the frame and its tokens' timestep to 0."""
+    """As WanImageToVideoPipeline does for TI2V: the mask sets the frame and its tokens' timestep to
+    0.
+    """
     transformer, conditioning, grid = transformer_of(one), text(one), one.checkpoint.grid(SAMPLING)
     latents, sigma_B = latents_of(one), torch.tensor([0.9, 0.5, 0.25])
     given, free = latents.split(

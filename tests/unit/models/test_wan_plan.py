@@ -1,4 +1,6 @@
-"""Wan's plan: every parameter of the stock transformer once, and every name that vllm-omni has for it."""
+"""Wan's plan: every parameter of the stock transformer once, and every name that vllm-omni has for
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Evaluations for tests: seven tasks whose accuracy is given, the same prompts and noise at every call."""
+"""Evaluations for tests: seven tasks whose accuracy is given, the same prompts and noise at every
+call.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ TASKS = ("single", "colors", "two", "counting", "position", "attributes", "posit
 def evaluation(
     accuracy: float, *, per_task: int = 20, model: str = "assets/shapes", step: int = 0
 ) -> Evaluation:
-    """`shapes_strict` is 1 in about `accuracy` of the samples (the later the task, the fewer), `shapes` lies in [0, 1]."""
+    """`shapes_strict` is 1 in about `accuracy` of the samples (the later the task, the fewer),
+    `shapes` lies in [0, 1].
+    """
     samples = []
     for number, task in enumerate(TASKS):
         draws = random.Random(number)

@@ -1,4 +1,6 @@
-"""Run folders for tests, written through the real trackers and samples code: what a run of that shape would leave."""
+"""Run folders for tests, written through the real trackers and samples code: what a run of that
+shape would leave.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ PROMPTS = (
 
 
 def metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
-    """Every metric of the architecture page, as a run that learns would log it; the same at every call."""
+    """Every metric of the architecture page, as a run that learns would log it; the same at every
+    call.
+    """
     noise = torch.rand(8, generator=torch.Generator().manual_seed(step)).tolist()
     reward = 0.38 + 0.3 * (1 - math.exp(-2.5 * step / num_steps)) + 0.03 * (noise[0] - 0.5)
     metrics = {
@@ -82,8 +86,10 @@ def eval_metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
 def evaluation_of(
     step: int, *, num_steps: int, size: int = 64
 ) -> tuple[Evaluation, dict[str, Tensor]]:
-    """25 samples of each of PROMPTS, the same at every step; more of them are right as the run goes on. With the images
-    of the first six."""
+    """25 samples of each of PROMPTS, the same at every step; more of them are right as the run goes
+    on. With the images
+    of the first six.
+    """
     samples, images = [], {}
     for number, (prompt, task) in enumerate(zip(PROMPTS, TASKS)):
         for index in range(25):
@@ -96,14 +102,25 @@ def evaluation_of(
                 )
             samples.append(
                 EvaluatedSample(
-                    prompt_id=f"{number:016x}", sample_index=index, caption=prompt, task=task, file=file,
+                    prompt_id=f"{number:016x}",
+                    sample_index=index,
+                    caption=prompt,
+                    task=task,
+                    file=file,
                     rewards={"color": 0.4 + 0.4 * is_right, "shapes_strict": float(is_right)},
                 )
-            )  # fmt: skip
+            )
     evaluation = Evaluation(
-        model="runs/synthetic", step=step, seed=0, num_inference_steps=10, true_cfg_scale=1.0, height=size, width=size,
-        samples=samples, diversity={"colour_entropy_bit": 1.1, "latent_spread": 0.9, "saturation": 0.35},
-    )  # fmt: skip
+        model="runs/synthetic",
+        step=step,
+        seed=0,
+        num_inference_steps=10,
+        true_cfg_scale=1.0,
+        height=size,
+        width=size,
+        samples=samples,
+        diversity={"colour_entropy_bit": 1.1, "latent_spread": 0.9, "saturation": 0.35},
+    )
     return evaluation, images
 
 
@@ -155,8 +172,11 @@ def write_run(
     evaluated: bool = False,
     num_frames: int = 1,
 ) -> Path:
-    """A run that finished `steps` of `num_steps` steps. evaluated: with an evaluation before the first step and each
-    10th, in its metrics and its folder. num_frames: of its samples; more than one are videos."""
+    """A run that finished `steps` of `num_steps` steps.
+
+    evaluated: with an evaluation before the first step and each
+    10th, in its metrics and its folder. num_frames: of its samples; more than one are videos.
+    """
 
     def evaluate(step: int) -> None:
         evaluation, images = evaluation_of(step, num_steps=num_steps, size=size)

@@ -8,7 +8,9 @@ from megadiff.observe.timers import Timers
 
 
 class Used:
-    """Bytes in use; `seen()` waits until they were asked for twice more, so that one question lay within the wait."""
+    """Bytes in use; `seen()` waits until they were asked for twice more, so that one question lay
+    within the wait.
+    """
 
     def __init__(self) -> None:
         self.gib, self.asked = 1.0, threading.Semaphore(0)

@@ -19,7 +19,9 @@ from megadiff.observe.diversity import (
 
 
 def disc(*hues: float, size: int = 64, saturation: float = 0.9) -> np.ndarray:
-    """uint8 [size, size, 3]: a disc on white, cut into equal slices of the hues (fractions of the circle)."""
+    """uint8 [size, size, 3]: a disc on white, cut into equal slices of the hues (fractions of the
+    circle).
+    """
     axis = np.linspace(-1, 1, size)
     x, y = np.meshgrid(axis, axis)
     part = ((np.arctan2(y, x) / (2 * np.pi) + 0.5) * len(hues)).astype(int).clip(0, len(hues) - 1)
@@ -81,9 +83,17 @@ def test_the_size_of_an_object_has_no_say_and_grey_is_a_colour_of_its_own():
 
 @pytest.mark.parametrize(
     "text, named",
-    [("a Red circle", True), ("two blue-green stars", True), ("一只红色的熊猫", True), ("a circle left of a star", False),
-     ("a bored cat on a white table", False), ("greenhouse", False), ("colourful flags", True), ("一只熊猫在雪地里", False)],
-)  # fmt: skip
+    [
+        ("a Red circle", True),
+        ("two blue-green stars", True),
+        ("一只红色的熊猫", True),
+        ("a circle left of a star", False),
+        ("a bored cat on a white table", False),
+        ("greenhouse", False),
+        ("colourful flags", True),
+        ("一只熊猫在雪地里", False),
+    ],
+)
 def test_prompts_that_name_a_hue_are_known(text, named):
     assert names_a_colour(text) == named
 

@@ -27,8 +27,14 @@ from megadiff.report.evaluation_table import settings_text
 
 @pytest.mark.parametrize(
     "hits, n, low, high",  # R: prop.test(hits, n, correct=FALSE)$conf.int
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662), (1, 1, 0.2065, 1.0), (700, 1400, 0.4739, 0.5261)],
-)  # fmt: skip
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (81, 263, 0.2553, 0.3662),
+        (1, 1, 0.2065, 1.0),
+        (700, 1400, 0.4739, 0.5261),
+    ],
+)
 def test_a_share_has_wilsons_interval(hits, n, low, high):
     found = estimate([1.0] * hits + [0.0] * (n - hits))
     assert (found.mean, found.n) == (hits / n, n)
@@ -55,9 +61,21 @@ def test_the_record_holds_every_figure_and_comes_back_as_it_was(tmp_path):
     assert read_evaluation(tmp_path) == found
     record = json.loads((tmp_path / "evaluation.json").read_text("utf-8"))
     assert record.keys() == {
-        *("model", "step", "seed", "num_inference_steps", "height", "width", "num_frames"),
-        *("true_cfg_scale", "guidance_scale", "guidance_scale_2"),
-        *("num_samples", "num_prompts", "rewards", "diversity", "samples"),
+        "model",
+        "step",
+        "seed",
+        "num_inference_steps",
+        "height",
+        "width",
+        "num_frames",
+        "true_cfg_scale",
+        "guidance_scale",
+        "guidance_scale_2",
+        "num_samples",
+        "num_prompts",
+        "rewards",
+        "diversity",
+        "samples",
     }
     assert (record["num_samples"], record["num_prompts"]) == (140, 70)
     strict = record["rewards"]["shapes_strict"]

@@ -49,7 +49,10 @@ def run(
     evals: dict[str, Figure] | None = None,
     **changed: Figure,
 ):
-    """Rows of a noisy run. changed: quantity → another course; evals: held-out score → its course, logged `every` steps."""
+    """Rows of a noisy run.
+
+    changed: quantity → another course; evals: held-out score → its course, logged `every` steps.
+    """
     noise = random.Random(seed)
     courses = {
         key: (changed.get(key.partition("/")[2], course), sd)
@@ -137,18 +140,32 @@ def test_prompts_that_have_no_diversity_cannot_lose_it():
 
 
 def evaluation(step: int, rate: float, *, size: int = 400, flips: int = 0) -> Evaluation:
-    """`size` samples of which a share of `rate` is right, the same ones at every step but for `flips` both ways."""
+    """`size` samples of which a share of `rate` is right, the same ones at every step but for
+    `flips` both ways.
+    """
     right = [number < rate * size for number in range(size)]
     for number in range(flips):
         right[number], right[-1 - number] = False, True
     return Evaluation(
-        model="runs/x", step=step, seed=0, num_inference_steps=10, true_cfg_scale=1.0, height=8, width=8, diversity={},
+        model="runs/x",
+        step=step,
+        seed=0,
+        num_inference_steps=10,
+        true_cfg_scale=1.0,
+        height=8,
+        width=8,
+        diversity={},
         samples=[
-            EvaluatedSample(prompt_id=f"{n:016x}", sample_index=0, caption="a circle", task="single",
-                            rewards={"shapes_strict": float(value)})
+            EvaluatedSample(
+                prompt_id=f"{n:016x}",
+                sample_index=0,
+                caption="a circle",
+                task="single",
+                rewards={"shapes_strict": float(value)},
+            )
             for n, value in enumerate(right)
         ],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +179,9 @@ def evaluation(step: int, rate: float, *, size: int = 400, flips: int = 0) -> Ev
     ],
 )
 def test_held_out_scores_are_judged_by_their_own_noise(rate, flips, kind):
-    """Many flips make a small change uncertain: then nothing is said, neither that it fell nor that it lags."""
+    """Many flips make a small change uncertain: then nothing is said, neither that it fell nor that
+    it lags.
+    """
     rows = run(evals={"shapes_strict": lambda done: 0.5 + (rate - 0.5) * done})
     pairs = Comparison(evaluation=evaluation(STEPS, rate, flips=flips), baseline=evaluation(0, 0.5))
     assert kinds(rows, pairs) == kind

@@ -72,9 +72,20 @@ def test_a_step_without_its_total_lasts_as_long_as_its_stages():
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.61234, "0.612"), (0.0, "0"), (1.2e-5, "1.2e-5"), (-3.456e-7, "-3.46e-7"), (1234.5, "1234"), (2e6, "2e6"),
-     (0.1, "0.1"), (100.0, "100"), (None, "n/a"), (math.nan, "n/a"), (0.99999, "1")],
-)  # fmt: skip
+    [
+        (0.61234, "0.612"),
+        (0.0, "0"),
+        (1.2e-5, "1.2e-5"),
+        (-3.456e-7, "-3.46e-7"),
+        (1234.5, "1234"),
+        (2e6, "2e6"),
+        (0.1, "0.1"),
+        (100.0, "100"),
+        (None, "n/a"),
+        (math.nan, "n/a"),
+        (0.99999, "1"),
+    ],
+)
 def test_numbers_have_three_digits(value, text):
     assert format_number(value) == text
 

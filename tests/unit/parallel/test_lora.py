@@ -1,4 +1,7 @@
-"""Adapters on one process: their start, their arithmetic and their switch. Split over ranks: tests/distributed/test_lora.py."""
+"""Adapters on one process: their start, their arithmetic and their switch.
+
+Split over ranks: tests/distributed/test_lora.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`megadiff plan`: which layouts it offers, what it counts in which phase, which one it takes, and what it refuses."""
+"""`megadiff plan`: which layouts it offers, what it counts in which phase, which one it takes, and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +93,7 @@ def test_several_nodes_prefer_copies_of_a_sharded_node(plan):
     assert all(layout["dp"] * layout["sp"] * layout["tp"] == 64 for layout in found["layouts"])
 
 
+@pytest.mark.slow
 def test_where_replicas_count(plan):
     def parts(*arguments: str) -> dict:
         return plan(*arguments)[0]["layouts"][0]["phases"]
@@ -247,8 +250,9 @@ def test_a_frozen_expert_has_weights_alone(capsys, monkeypatch):
 
 
 def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
-    """Text is padded to one length, a given first frame costs a modulation of each token, and decoding has a video at once,
-    a few frames of it at a time."""
+    """Text is padded to one length, a given first frame costs a modulation of each token, and
+    decoding has a video at once, a few frames of it at a time.
+    """
 
     def plan(*arguments: str) -> dict:
         main(["plan", str(VIDEO["one"]), "--world-size", "8", "--json", *arguments])
@@ -335,12 +339,12 @@ def test_text_says_what_to_set(capsys):
     )
     text = capsys.readouterr().out
     assert (
-        "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept free: 125.8 GiB"
-        in text
+        "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept "
+        "free: 125.8 GiB" in text
     )
     assert (
-        "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 parallel.tp=1"
-        in text
+        "> take: engine.backend=veomni parallel.dp=8 parallel.dp_replicate=1 parallel.sp=1 "
+        "parallel.tp=1" in text
     )
     assert "* is what the config asks for; it fits too" in text
     first = (
@@ -356,8 +360,8 @@ def test_nothing_fits(capsys):
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
     assert (
-        "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or rollout.mode=separate"
-        in text
+        "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or "
+        "rollout.mode=separate" in text
     )
     assert main([*arguments, "engine.activation_memory_budget=0"]) == 1
     text = capsys.readouterr().out

@@ -22,9 +22,15 @@ def page_of(folder) -> str:
 
 def saved(step: int, prompt: str, index: int = 0) -> SavedSample:
     return SavedSample(
-        path=f"{prompt}{step}{index}", step=step, caption=prompt, rewards={}, reward=0.0, prompt_id=prompt,
-        sample_index=index, policy_version=step,
-    )  # fmt: skip
+        path=f"{prompt}{step}{index}",
+        step=step,
+        caption=prompt,
+        rewards={},
+        reward=0.0,
+        prompt_id=prompt,
+        sample_index=index,
+        policy_version=step,
+    )
 
 
 def test_a_whole_run_shows_its_verdict_every_metric_and_every_prompt(tmp_path):

@@ -53,9 +53,12 @@ def test_consistency_is_high_for_motion_and_low_for_flicker_cuts_and_noise(
     flicker[::2] //= 2
     cut = np.concatenate([moving[:3], pan(2.0, num_frames=90)[-3:]])
     noise = np.random.default_rng(1).integers(0, 256, moving.shape).astype(np.uint8)
-    values = dict(zip("still moving cut flicker noise".split(), reward.score(
-        [make_sample(each) for each in (still, moving, cut, flicker, noise)]
-    )))  # fmt: skip
+    values = dict(
+        zip(
+            "still moving cut flicker noise".split(),
+            reward.score([make_sample(each) for each in (still, moving, cut, flicker, noise)]),
+        )
+    )
     assert values["still"] > 0.999 and values["moving"] > 0.95
     assert (
         values["moving"] > values["cut"] + 0.1

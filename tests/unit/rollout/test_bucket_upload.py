@@ -1,4 +1,6 @@
-"""Buckets as bodies of requests, over a real socket: whole ones, too long ones, torn ones, and ones that nobody asked for."""
+"""Buckets as bodies of requests, over a real socket: whole ones, too long ones, torn ones, and ones
+that nobody asked for.
+"""
 
 import socket
 import time
@@ -70,7 +72,9 @@ def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):
 
 
 def _send_half(client: ReplicaClient, body: bytes) -> None:
-    """A body that is cut short while the replica reads it; returns when the replica has seen that."""
+    """A body that is cut short while the replica reads it; returns when the replica has seen
+    that.
+    """
     place = urlsplit(client.url)
     with socket.create_connection((place.hostname, place.port)) as connection:
         head = f"POST /rl/weights/bucket HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -87,7 +91,9 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_client_hands_a_body_to_the_socket_in_small_pieces(served, monkeypatch):
-    """httpcore copies what is left of a piece after each send: of one piece of a bucket's size that is most of the time."""
+    """httpcore copies what is left of a piece after each send: of one piece of a bucket's size that
+    is most of the time.
+    """
     from httpcore._backends.sync import SyncStream
 
     pieces, write = [], SyncStream.write

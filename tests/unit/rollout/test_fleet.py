@@ -1,4 +1,6 @@
-"""How groups are cut into calls to the replicas, and that each group comes back under its request's index."""
+"""How groups are cut into calls to the replicas, and that each group comes back under its request's
+index.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_prompts_of_similar_length_go_together_whatever_their_order() -> None:
 
 
 def test_ranks_that_share_replicas_begin_with_their_own() -> None:
-    """4 ranks on 4 replicas: each sends its groups as one call to another replica, none cuts them for all four."""
+    """4 ranks on 4 replicas: each sends its groups as one call to another replica, none cuts them
+    for all four.
+    """
     requests = [make_request(place, 2) for place in range(6)]
     used = []
     for rank in range(4):

@@ -20,7 +20,10 @@ def test_rows_are_scaled_to_their_largest_magnitude() -> None:
 
 
 def test_products_are_those_of_the_rounded_numbers() -> None:
-    """Not of bfloat16's: they are 4 % apart. The outputs of tokens of very different sizes are equally good."""
+    """Not of bfloat16's: they are 4 % apart.
+
+    The outputs of tokens of very different sizes are equally good.
+    """
     generator = torch.Generator().manual_seed(0)
     size = torch.logspace(-3, 3, 6).reshape(2, 3, 1)
     x = (torch.randn(2, 3, 64, generator=generator) * size).bfloat16()
@@ -59,7 +62,9 @@ def _sizes(layer: nn.Linear) -> list[int]:
 
 
 def test_copies_in_place_of_weights() -> None:
-    """What a sleeping replica goes through, twice; the second time without a sleep between two pushes."""
+    """What a sleeping replica goes through, twice; the second time without a sleep between two
+    pushes.
+    """
     layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "ab"}
     pushed = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     x, first = torch.randn(5, 32, dtype=torch.bfloat16), layers["a"]
@@ -145,7 +150,9 @@ def test_layers_that_it_does_not_take() -> None:
 
 
 def test_targets_are_attention_and_mlps_of_the_blocks() -> None:
-    """Not what sees one token a sample, such as modulations: a third of the weights, and none of the time."""
+    """Not what sees one token a sample, such as modulations: a third of the weights, and none of
+    the time.
+    """
     adapter = build_adapter(Path(__file__).parents[3] / "assets" / "qwen_image")
     names = [name for name, _ in adapter.empty_transformer().named_parameters()]
     targets = fp8_targets(names, adapter.plan)

@@ -10,7 +10,9 @@ from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 
 
 def test_storages_are_empty_until_they_are_taken_back() -> None:
-    """Also where two tensors share one; shapes and identity stay, and the module computes with what is put in afterwards."""
+    """Also where two tensors share one; shapes and identity stay, and the module computes with what
+    is put in afterwards.
+    """
     module = nn.Linear(3, 4)
     weights = [module.weight, module.bias, module.weight[:2]]
     x = torch.randn(5, 3)
@@ -34,7 +36,9 @@ def test_memory_that_cannot_be_freed_is_said() -> None:
 
 
 def test_parked_weights_come_back_as_they_were() -> None:
-    """Of several types and of any size, also where two tensors share memory; and again after the first time."""
+    """Of several types and of any size, also where two tensors share memory; and again after the
+    first time.
+    """
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7).bfloat16(), nn.Embedding(0, 4))
     shared = module[0].weight[1:]
     weights = [*module.parameters(), shared]

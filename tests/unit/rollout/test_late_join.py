@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 class Joiner:
-    """Holds what it reads, after fault(name, tensor) had its way with it; before: called at the first bucket."""
+    """Holds what it reads, after fault(name, tensor) had its way with it; before: called at the
+    first bucket.
+    """
 
     name = "late"
     places = ({"host": "h", "device": "cpu", "boxes": {}},)
@@ -91,7 +93,8 @@ def test_a_torn_version_is_refused(push, tmp_path):
     path.write_bytes(body)
     with pytest.raises(
         ValueError,
-        match="version 1: 1 tensors are not as they were written: transformer.a; the folder is torn",
+        match="version 1: 1 tensors are not as they were written: transformer.a; the folder is "
+        "torn",
     ):
         asyncio.run(load_newest(Joiner(tmp_path), tmp_path))
     path.write_bytes(body[:-100])

@@ -9,7 +9,9 @@ from megadiff.rollout.server.late_outputs import deliver_late_outputs
 
 
 class Executor:
-    """The tables and the waiting of MultiprocDiffusionExecutor 0.26; keep() is the end of its reader thread's work."""
+    """The tables and the waiting of MultiprocDiffusionExecutor 0.26; keep() is the end of its
+    reader thread's work.
+    """
 
     def __init__(self):
         self._futures_lock = threading.RLock()

@@ -178,7 +178,8 @@ def test_a_base_of_which_only_copies_are_left_is_pushed_again() -> None:
     policy.require_ready(0)
     with refused(
         409,
-        "leaves out transformer, which this replica does not hold from pushes before it; push everything",
+        "leaves out transformer, which this replica does not hold from pushes before it; push "
+        "everything",
     ):
         policy.begin(1, ADAPTER, LORA)
     push_lora(policy, 1, BASE | ADAPTER)
@@ -190,7 +191,9 @@ def of_second(manifest: dict) -> dict:
 
 
 def test_components_that_are_pushed_one_by_one() -> None:
-    """What is left out must be held: committed before, under an equal LoRA, and no push broken off since."""
+    """What is left out must be held: committed before, under an equal LoRA, and no push broken off
+    since.
+    """
     policy, second = PolicyState(BASE | of_second(BASE)), of_second(BASE)
 
     def push(version: int, manifest: dict, lora: LoraSpec | None = None) -> None:

@@ -1,4 +1,6 @@
-"""One open call of a loader takes every bucket: it is done with a bucket when give() returns, and fails where it fails."""
+"""One open call of a loader takes every bucket: it is done with a bucket when give() returns, and
+fails where it fails.
+"""
 
 import threading
 

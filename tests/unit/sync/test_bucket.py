@@ -40,7 +40,9 @@ def test_bucket_round_trip(tmp_path) -> None:
 
 
 def test_a_body_is_what_the_safetensors_library_writes_in_chunks() -> None:
-    """However its tensors lie; small ones share a chunk, large ones are cut, and it can be sent more than once."""
+    """However its tensors lie; small ones share a chunk, large ones are cut, and it can be sent
+    more than once.
+    """
     tensors = {
         "large": torch.arange(CHUNK_BYTES, dtype=torch.float32),
         "turned": torch.randn(5, 7).t(),

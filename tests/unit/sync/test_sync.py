@@ -63,7 +63,9 @@ class Source:
 
 
 class Target:
-    """A replica of len(boxes) workers that holds its part of what it was sent, after `fault` had its way with it."""
+    """A replica of len(boxes) workers that holds its part of what it was sent, after `fault` had
+    its way with it.
+    """
 
     url = "http://127.0.0.1:1"
 
@@ -84,10 +86,15 @@ class Target:
         bound = self.bound if self.bound is not None else sorted(lora_modules(self.held))
         used = {name: used_tensor(name, tensor, self.lora) for name, tensor in self.held.items()}
         return [
-            {"fingerprints": {name: fingerprint(_cut(tensor, boxes.get(name))) for name, tensor in used.items()},
-             "bound_modules": bound}
+            {
+                "fingerprints": {
+                    name: fingerprint(_cut(tensor, boxes.get(name)))
+                    for name, tensor in used.items()
+                },
+                "bound_modules": bound,
+            }
             for boxes in self.boxes
-        ]  # fmt: skip
+        ]
 
 
 def _cut(tensor, box):
@@ -246,8 +253,10 @@ def test_a_lora_is_of_every_component_that_has_its_modules():
         "transformer_2.layer1",
     }
     assert lora_modules(lora_manifest(LORA, fewer)) == {
-        "transformer.layer1", "transformer_2.layer1", "transformer.layer3",
-    }  # fmt: skip
+        "transformer.layer1",
+        "transformer_2.layer1",
+        "transformer.layer3",
+    }
     with pytest.raises(
         ValueError,
         match="'layer9' is a matrix of none of the components transformer, transformer_2",
@@ -276,7 +285,9 @@ def test_every_worker_answers_for_its_part(cpu_group):
 
 
 def test_lora_follows_the_part_of_the_base_weight(cpu_group):
-    """Rows of the base are rows of B, its columns are columns of A; the other of the two is there whole."""
+    """Rows of the base are rows of B, its columns are columns of A; the other of the two is there
+    whole.
+    """
     boxes = [
         {
             "transformer.layer1.weight": ((0, 2), (0, 8)),
@@ -294,7 +305,9 @@ def test_lora_follows_the_part_of_the_base_weight(cpu_group):
 
 
 class CountingSource:
-    """Every tensor is made for the receiver; most: how many buckets were alive when one more had been gathered."""
+    """Every tensor is made for the receiver; most: how many buckets were alive when one more had
+    been gathered.
+    """
 
     lora, changed = None, set()
 
@@ -316,7 +329,9 @@ class CountingSource:
 
 
 def test_one_bucket_is_gathered_while_the_one_before_travels(cpu_group):
-    """Every bucket arrives only when the next one's gather has begun, and never are three of them alive."""
+    """Every bucket arrives only when the next one's gather has begun, and never are three of them
+    alive.
+    """
     names = list(WEIGHTS)
     begun = {name: threading.Event() for name in names}
     begun["end"] = threading.Event()

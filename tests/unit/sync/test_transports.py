@@ -1,4 +1,6 @@
-"""What transports do beside sending: files that are swept, folders that stay whole, groups that break."""
+"""What transports do beside sending: files that are swept, folders that stay whole, groups that
+break.
+"""
 
 import errno
 import os
@@ -44,7 +46,9 @@ LORA_MANIFEST = {
 
 
 class Target:
-    """A replica that reads each bucket as a worker does, in this process; fault(bucket number) may raise instead."""
+    """A replica that reads each bucket as a worker does, in this process; fault(bucket number) may
+    raise instead.
+    """
 
     url = "http://127.0.0.1:1"
 
@@ -110,7 +114,9 @@ def test_shared_memory_holds_a_bucket_only_while_it_travels(memory):
 
 
 def test_buckets_from_a_gpu_travel_from_one_piece_of_host_memory(memory, monkeypatch, tmp_path):
-    """What is copied there is what travels; the memory grows to the largest bucket and is used again."""
+    """What is copied there is what travels; the memory grows to the largest bucket and is used
+    again.
+    """
     held = HostMemory()
     small, large = (
         BUCKETS[1],
@@ -142,7 +148,9 @@ def test_buckets_from_a_gpu_travel_from_one_piece_of_host_memory(memory, monkeyp
 
 
 def test_buckets_of_a_killed_trainer_are_swept(memory):
-    """A process that is gone owned one; another container's, a living process's and foreign files stay."""
+    """A process that is gone owned one; another container's, a living process's and foreign files
+    stay.
+    """
     gone = subprocess.Popen(["true"])
     gone.wait()
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -165,7 +173,8 @@ def test_shared_memory_that_is_full(memory, monkeypatch):
     monkeypatch.setattr(BucketBody, "write", full)
     with pytest.raises(
         SyncError,
-        match=r"no room for a bucket of \d+ bytes .*smaller sync.bucket_mib, or sync.transport=http",
+        match=r"no room for a bucket of \d+ bytes .*smaller sync.bucket_mib, or "
+        r"sync.transport=http",
     ):
         push(SharedMemoryTransport([Target()]))
     assert not list(memory.iterdir())
@@ -290,7 +299,9 @@ def in_group(*targets: Target) -> GroupTransport:
 
 
 def test_a_group_is_kept_until_it_breaks():
-    """A replica that refuses a bucket before it receives it leaves nobody waiting; the next push has a group of its own."""
+    """A replica that refuses a bucket before it receives it leaves nobody waiting; the next push
+    has a group of its own.
+    """
 
     def fault(number):
         if number == 5:

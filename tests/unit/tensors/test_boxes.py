@@ -1,4 +1,6 @@
-"""Where replicas and trainer ranks are: the transport that can serve them, and the part of a tensor that a worker has."""
+"""Where replicas and trainer ranks are: the transport that can serve them, and the part of a tensor
+that a worker has.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace

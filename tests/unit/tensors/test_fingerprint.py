@@ -83,7 +83,9 @@ def test_golden():
 
 @pytest.mark.gpu
 def test_gpu_gives_the_same_digits():
-    """Of all sizes at once, around those of rows and tiles, empty, at an odd address, and laid out in another order."""
+    """Of all sizes at once, around those of rows and tiles, empty, at an odd address, and laid out
+    in another order.
+    """
     rows = module.ROW_BYTES
     sizes = [0, 1, rows - 1, rows, rows + 1, 128 * rows, 129 * rows + 5, 1_000_003, 1 << 24]
     tensors = {str(size): torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes}

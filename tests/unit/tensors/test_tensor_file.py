@@ -1,4 +1,6 @@
-"""Files are byte for byte those of the safetensors library, any part of a tensor is read, and damage is named."""
+"""Files are byte for byte those of the safetensors library, any part of a tensor is read, and
+damage is named.
+"""
 
 from __future__ import annotations
 

@@ -17,29 +17,18 @@ ROOT = Path(__file__).parents[3]
 CONFIG = str(ROOT / "configs/quickstart.yaml")
 
 
+@pytest.mark.slow
 def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
-    options = [
-        "--model",
-        str(tiny_model),
-        "--gpus",
-        "1",
-        "--size",
-        "64",
-        "--rows",
-        "4",
-        "--repeat",
-        "1",
-    ]
+    options = ["--gpus=1", "--size=64", "--rows=4", "--repeat=1"]
+    folders = [f"--model={tiny_model}", f"--scratch={tmp_path}"]
     layouts = ["engine.backend=megatron", "parallel.sp=3"]
-    arguments = [CONFIG, "run.device=cpu", *options, "--scratch", str(tmp_path)]
-    code = bench_engine.main(
-        [*arguments, *(part for layout in layouts for part in ("--layout", layout))]
-    )
+    asked = [f"--layout={layout}" for layout in layouts]
+    code = bench_engine.main([CONFIG, "run.device=cpu", *options, *folders, *asked])
     done, failed = (
         json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")
     )
     assert code == 1
-    assert [each["layout"] for each in (done, failed)] == layouts
+    assert [row["layout"] for row in (done, failed)] == layouts
     assert done["update_s"] > 0 and done["grad_norm"] > 0 and done["rows"] == 4
     assert "world_size=1 is not a multiple of sp*tp = 3*1 = 3" in failed["failed"]
 

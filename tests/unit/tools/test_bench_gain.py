@@ -1,5 +1,7 @@
-"""tools/bench_gain.py: settings and jobs, the clock of a run, figures, table and plot. Its runs are stand-ins: a few
-lines of Python that write what a run writes."""
+"""tools/bench_gain.py: settings and jobs, the clock of a run, figures, table and plot.
+
+Its runs are stand-ins: a few lines of Python that write what a run writes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ LOG = """\
 12:00:01 I megadiff.train.record: evaluation at step 0, 9.0 s: eval/shapes_strict 0.5
 12:00:02 I megadiff.observe.progress: step 1/4  reward 0.5
 12:00:09 I megadiff.train.record: evaluation at step 2, 3.0 s: eval/shapes_strict 0.7
-12:00:10 W megadiff.observe.alarm: step 3: Reward rose by 0.2 while the colours fell. Look at the samples.
+12:00:10 W megadiff.observe.alarm: step 3: Reward rose by 0.2 while the colours fell. \
+Look at the samples.
 12:00:11 W megadiff.train.parity: step 3: not an alarm
 12:00:12 I megadiff.train.record: evaluation at step 4, 4.0 s: eval/shapes_strict 0.9
 """
@@ -254,7 +257,8 @@ is_healthy = (folder.parent / "healthy").exists()
 with (folder / "metrics.jsonl").open("w") as file:
     for step in range(3):
         time.sleep(0.2)
-        file.write(json.dumps({"step": step, "eval/shapes_strict": step / 4, "time/step_s": 0.2}) + "\\n")
+        row = {"step": step, "eval/shapes_strict": step / 4, "time/step_s": 0.2}
+        file.write(json.dumps(row) + "\\n")
         file.flush()
         if step == 1 and values["optim.lr"] == "2" and not is_healthy:
             sys.exit("error: learning rate")

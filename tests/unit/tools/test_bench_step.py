@@ -16,20 +16,29 @@ from megadiff.config.load import load_config
 
 ROOT = Path(__file__).parents[3]
 ROW = {
-    "time/step_s": 4.0, "time/rollout_s": 1.5, "time/sample_s": 2.0, "time/train_s": 1.0,
-    "optim/grad_norm": 1.0, "sync/gib": 0.5, "memory/peak_gib": 3.0,
-    "policy/clip_fraction": 0.5, "reward/zero_std_ratio": 0.0,
-}  # fmt: skip
+    "time/step_s": 4.0,
+    "time/rollout_s": 1.5,
+    "time/sample_s": 2.0,
+    "time/train_s": 1.0,
+    "optim/grad_norm": 1.0,
+    "sync/gib": 0.5,
+    "memory/peak_gib": 3.0,
+    "policy/clip_fraction": 0.5,
+    "reward/zero_std_ratio": 0.0,
+}
 
 HANGING = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-folder = next(Path(one.removeprefix("run.dir=")) for one in sys.argv if one.startswith("run.dir=")) / "bench"
+(run_dir,) = [text.removeprefix("run.dir=") for text in sys.argv if text.startswith("run.dir=")]
+folder = Path(run_dir) / "bench"
 (folder / "logs").mkdir(parents=True)
 (folder / "logs" / "replica_0.log").write_text("of a replica")
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-(folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step_s": 2.0, "memory/train_gib": 5.0}) + "\\n")
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleeper, start_new_session=True)
+row = {"step": 1, "time/step_s": 2.0, "memory/train_gib": 5.0}
+(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 print("the last thing it said", flush=True)
 ready = folder.parent.parent / "pids.part"
 ready.write_text(f"{os.getpid()} {child.pid}")
@@ -43,7 +52,8 @@ from pathlib import Path
 sys.path.insert(0, {tools!r})
 import bench_step
 bench_step.STOP_S = 0.5
-clock = lambda: 1000.0 if Path({pids!r}).exists() else 0.0  # no time passes before the trainer hangs
+# No time passes before the trainer hangs.
+clock = lambda: 1000.0 if Path({pids!r}).exists() else 0.0
 bench_step.time = Namespace(sleep=time.sleep, monotonic=clock, perf_counter=clock)
 bench_step._launcher = lambda options: [sys.executable, {trainer!r}]
 bench_step._model = lambda config, options, scratch: (Path(config.model.path), {{}})
@@ -134,6 +144,7 @@ def test_a_run_that_cannot_start_is_shown(tiny_model, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run(tiny_model, tmp_path, capsys):
     """With a real replica, stopped after its steps, nothing left behind."""
     out = tmp_path / "out.json"
@@ -174,8 +185,9 @@ def test_a_run(tiny_model, tmp_path, capsys):
 
 @pytest.mark.parametrize("way", ["--timeout-s", "SIGTERM"])
 def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
-    """A trainer that ignores SIGTERM, with a child in a session of its own, as torchrun's ranks and replicas are: after
-    one step nothing more comes. None of them is left."""
+    """A trainer that ignores SIGTERM, with a child in a session of its own, as torchrun's ranks and
+    replicas are: after one step nothing more comes. None of them is left.
+    """
     trainer = tmp_path / "trainer.py"
     trainer.write_text(HANGING)
     run, pids = tmp_path / "bench.py", tmp_path / "pids"

@@ -14,17 +14,7 @@ def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
     import random_weights
 
     out = tmp_path / "random"
-    arguments = [
-        str(out),
-        "--model",
-        str(tiny_model),
-        "--layers",
-        "3",
-        "--text-layers",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    arguments = [str(out), f"--model={tiny_model}", "--layers=3", "--text-layers=1", "--device=cpu"]
     assert random_weights.main(arguments) == 0 and '"parameters": ' in capsys.readouterr().out
     check_model_folder(out)
     pipeline = QwenImagePipeline.from_pretrained(out, torch_dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""What the windows of a run train of two experts: told before step 1, with the range that would train both."""
+"""What the windows of a run train of two experts: told before step 1, with the range that would
+train both.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def test_a_window_that_misses_a_component_is_said_with_the_range_that_does_not(p
     (warning,) = check_components(config, pair, on_policy=True)
     assert "ONLY transformer LEARNS" in warning and "transformer_2, which has steps 5-9" in warning
     assert (
-        "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] to mean it"
-        in warning
+        "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] "
+        "to mean it" in warning
     )
     proposed = _config(sde_window_range=[3, 7])
     assert check_components(proposed, pair, on_policy=True) == []
@@ -73,14 +75,20 @@ def test_what_is_meant_is_not_warned_of(pair, tiny_model):
         (
             ["transformer_3"],
             {},
-            "train.components names transformer_3, but this model's components are transformer, tran",
+            (
+                "train.components names transformer_3, but this model's components are "
+                "transformer, tran"
+            ),
         ),
         ([], {"low": 1e-5}, "optim.component_lr names low, but"),
         ([], {LOW: 0.0}, "optim.component_lr={'transformer_2': 0.0} is not positive"),
         (
             [LOW],
             {},
-            r"sde_window_range=\[0,5\] reaches none of train.components=\['transformer_2'\]; set .*=\[3,7\]",
+            (
+                r"sde_window_range=\[0,5\] reaches none of train.components=\['transformer_2'\]; "
+                r"set .*=\[3,7\]"
+            ),
         ),
     ],
 )
@@ -114,11 +122,20 @@ def test_dry_run_shows_every_component(tiny_wan, tmp_path, capsys, caplog):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red picture\na blue picture\n")
     arguments = [
-        f"model.path={tiny_wan['t2v_a14b']}", f"data.prompts={prompts}", "run.name=x", "train.num_steps=1",
-        "train.prompts_per_step=2", "algorithm.group_size=2", "reward.color.type=color", "optim.lr=1e-4",
-        "rollout.height=64", "rollout.width=64", "rollout.num_frames=5", "rollout.guidance_scale=3",
+        f"model.path={tiny_wan['t2v_a14b']}",
+        f"data.prompts={prompts}",
+        "run.name=x",
+        "train.num_steps=1",
+        "train.prompts_per_step=2",
+        "algorithm.group_size=2",
+        "reward.color.type=color",
+        "optim.lr=1e-4",
+        "rollout.height=64",
+        "rollout.width=64",
+        "rollout.num_frames=5",
+        "rollout.guidance_scale=3",
         "rollout.guidance_scale_2=2",
-    ]  # fmt: skip
+    ]
     assert main([*arguments, "--dry-run", "--json"]) == 0
     components = json.loads(capsys.readouterr().out)["components"]
     assert components == {

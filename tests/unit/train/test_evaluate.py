@@ -1,4 +1,6 @@
-"""The plan of an evaluation, and what evaluate() makes of it, through a fleet in this process and the real scorer."""
+"""The plan of an evaluation, and what evaluate() makes of it, through a fleet in this process and
+the real scorer.
+"""
 
 from collections import Counter
 from contextlib import closing
@@ -53,8 +55,10 @@ def test_every_task_gets_the_same_number_whatever_its_prompts():
 def test_within_a_task_the_first_prompts_of_the_file_get_one_more():
     plan = spread(tasked(few=3), 10)
     assert [(each.text, len(indices)) for each, indices in plan] == [
-        ("a red few 0", 4), ("a green few 1", 3), ("a blue few 2", 3),
-    ]  # fmt: skip
+        ("a red few 0", 4),
+        ("a green few 1", 3),
+        ("a blue few 2", 3),
+    ]
 
 
 def test_more_samples_keep_those_of_a_smaller_evaluation():
@@ -121,9 +125,17 @@ def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
     counted = []
     with closing(Scorer(rewards, num_workers=2)) as scorer:
         outcome = evaluate(
-            fleet, scorer, plan, sampling=SAMPLING, seed=seed, batch_size=batch_size, policy_version=version, mesh=mesh,
-            model="stub", on_samples=counted.append,
-        )  # fmt: skip
+            fleet,
+            scorer,
+            plan,
+            sampling=SAMPLING,
+            seed=seed,
+            batch_size=batch_size,
+            policy_version=version,
+            mesh=mesh,
+            model="stub",
+            on_samples=counted.append,
+        )
         metrics = eval_metrics(outcome.evaluation, scorer.weights)
     assert sum(counted) == len(outcome.evaluation.samples)
     return outcome, metrics

@@ -1,4 +1,6 @@
-"""`megadiff evaluate`: what is asked for wrongly ends with exit code 2 and a reason, before any replica starts."""
+"""`megadiff evaluate`: what is asked for wrongly ends with exit code 2 and a reason, before any
+replica starts.
+"""
 
 import argparse
 import json
@@ -59,7 +61,10 @@ def test_what_is_missing_is_named(capsys, tmp_path, tiny_model, prompts):
 def test_a_run_without_a_checkpoint_is_refused(capsys, tiny_model, tmp_path, prompts):
     run = tmp_path / "run"
     run.mkdir()
-    keys = "train: {num_steps: 1, prompts_per_step: 1}\noptim: {lr: 1}\nrollout: {height: 64, width: 64}\nrun: {name: run}\n"
+    keys = (
+        "train: {num_steps: 1, prompts_per_step: 1}\noptim: {lr: 1}\nrollout: {height: 64, "
+        "width: 64}\nrun: {name: run}\n"
+    )
     (run / "config.yaml").write_text(keys + f"model: {{path: {tiny_model}}}\n")
     text = refusal(capsys, run, "--prompts", prompts, "--reward", "color")
     assert f"{run} holds no checkpoint; evaluate the model it started from, {tiny_model}" in text

@@ -1,4 +1,6 @@
-"""What a replica is sent of a prompt: pixels in place of a file, and an error where the file is no longer what it was."""
+"""What a replica is sent of a prompt: pixels in place of a file, and an error where the file is no
+longer what it was.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,14 @@ def test_a_call_holds_as_many_first_frames_as_a_replica_takes(
         check_call(sampling, most + 1, what="a step")
     longest = Prompt(text="🧱" * 2000, negative_text="🧱" * 2000, id="0" * 16)
     request = RolloutRequest(
-        prompt=longest, sampling=sampling, sample_indices=tuple(range(1024)), seed=2**62, step=9999, policy_version=9999,
+        prompt=longest,
+        sampling=sampling,
+        sample_indices=tuple(range(1024)),
+        seed=2**62,
+        step=9999,
+        policy_version=9999,
         first_frame=bytes(3 * side[0] * side[1]),
-    )  # fmt: skip
+    )
     assert len(json.dumps(requests_to_json([request]))) * most <= Limits().json_bytes
 
 

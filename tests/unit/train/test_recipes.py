@@ -1,4 +1,6 @@
-"""The recipes of full size fit their models: sizes, windows, components, rewards and prompts, without any weights."""
+"""The recipes of full size fit their models: sizes, windows, components, rewards and prompts,
+without any weights.
+"""
 
 from __future__ import annotations
 

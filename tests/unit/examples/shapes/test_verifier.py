@@ -41,8 +41,11 @@ def put(*objects: tuple[str, str, float, float, float], background: int = 215) -
 
 
 def fulfils(scene: Scene, caption: Caption) -> bool | None:
-    """Whether the scene is what the caption says, by its objects and not by its pixels. None where a relation holds or
-    fails by less than 4 pixels, for a triangle's centroid lies below its centre."""
+    """Whether the scene is what the caption says, by its objects and not by its pixels.
+
+    None where a relation holds or fails by less than 4 pixels, for a triangle's centroid lies below
+    its centre.
+    """
     if len(scene.objects) != len(caption.objects):
         return False
     answers = []
@@ -67,7 +70,9 @@ def fulfils(scene: Scene, caption: Caption) -> bool | None:
 
 
 def near_misses(rng: np.random.Generator) -> Callable[[Caption], list[Caption]]:
-    """caption → others that differ from it in colours, in their number, in the relation, or in much."""
+    """caption → others that differ from it in colours, in their number, in the relation, or in
+    much.
+    """
     same_shapes, same_first = defaultdict(list), defaultdict(list)
     for each in captions():
         same_shapes[_shapes(each)].append(each)
@@ -163,7 +168,8 @@ def test_partial_credit_rises_with_what_is_right() -> None:
 
 
 def test_the_best_matching_is_found_where_a_greedy_one_fails() -> None:
-    # The red square is as near to the blue square as the purple one is, but only it is near to the red circle too.
+    # The red square is as near to the blue square as the purple one is, but only it is near to the
+    # red circle too.
     found = [
         Detection(color="red", shape="square", x=10, y=10, area=300),
         Detection(color="purple", shape="square", x=40, y=40, area=300),
