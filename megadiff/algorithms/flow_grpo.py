@@ -22,12 +22,23 @@ def flow_grpo(
     KL(policy ‖ reference) in mean space; it needs ref_mean_BLC.
     """
     sampling = inputs.sampling
-    step = dict(schedule=inputs.schedule, eta=sampling.eta)
     sigmas = (inputs.sigma_B, inputs.sigma_next_B)
     mean_BLC = sde.step_mean(
-        sampling.sde_type, inputs.latents_BLC, inputs.velocity_BLC, *sigmas, **step
+        sampling.sde_type,
+        inputs.latents_BLC,
+        inputs.velocity_BLC,
+        *sigmas,
+        schedule=inputs.schedule,
+        eta=sampling.eta,
     )
-    log_prob_B = sde.log_prob(sampling.sde_type, inputs.prev_sample_BLC, mean_BLC, *sigmas, **step)
+    log_prob_B = sde.log_prob(
+        sampling.sde_type,
+        inputs.prev_sample_BLC,
+        mean_BLC,
+        *sigmas,
+        schedule=inputs.schedule,
+        eta=sampling.eta,
+    )
     old_log_prob_B = log_prob_B.detach() if inputs.old_log_prob_B is None else inputs.old_log_prob_B
     log_ratio_B = log_prob_B - old_log_prob_B
     ratio_B = torch.exp(log_ratio_B)
@@ -47,7 +58,12 @@ def flow_grpo(
     if kl_coef:
         assert inputs.ref_mean_BLC is not None
         kl_B = sde.kl_to_reference(
-            sampling.sde_type, mean_BLC, inputs.ref_mean_BLC, *sigmas, **step
+            sampling.sde_type,
+            mean_BLC,
+            inputs.ref_mean_BLC,
+            *sigmas,
+            schedule=inputs.schedule,
+            eta=sampling.eta,
         )
         loss_B = loss_B + kl_coef * kl_B
         sums["policy/kl_ref"] = kl_B

@@ -43,4 +43,5 @@ def base_fingerprint(of_ranks: Iterable[Mapping[str, str]]) -> str:
     joined: dict[str, str] = {}
     for fingerprints in of_ranks:
         joined |= fingerprints
+    # Sorted: another number of ranks gives another order of the names.
     return digest(json.dumps(joined, sort_keys=True).encode())

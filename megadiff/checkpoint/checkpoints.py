@@ -38,8 +38,9 @@ from megadiff.tensors.shards import shard_file
 from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
+# Hidden, and unlike step_*: whole_looking() never sees a folder that is being written.
 ASIDE = ".writing_"
-GIVEN_UP = "given_up_"
+GIVEN_UP = "given_up_"  # nothing deletes these: they may be the better history
 LATEST = "latest"
 
 
@@ -75,6 +76,7 @@ class Checkpoints:
         try:
             agreed(lambda: _fresh_folder(aside), group, here=is_first)
             agreed(lambda: engine.save(aside), group)
+            # After all ranks agreed: before that some files may be half written.
             agreed(lambda: self._finish(aside, target, progress), group, here=is_first)
         except AgreedError as error:
             if is_first:
@@ -108,10 +110,10 @@ class Checkpoints:
         load_prompts refuses.
         """
         group = self.mesh.cpu_group
-        candidates = agreed(self._candidates, group, here=self.mesh.rank == 0)
-        candidates = broadcast_json(candidates, source=0, group=group)
+        on_disk = agreed(self._candidates, group, here=self.mesh.rank == 0)
+        candidates = broadcast_json(on_disk, source=0, group=group)
         problems = []
-        for folder in map(Path, candidates):  # type: ignore[arg-type]
+        for folder in map(Path, candidates):
             try:
                 progress = self._load_one(folder, engine)
             except AgreedError as error:
@@ -122,6 +124,7 @@ class Checkpoints:
                 continue
             agreed(lambda: self._check_base(folder, progress), group)  # noqa: B023 (called at once)
             agreed(lambda: load_prompts(progress.prompts), group)  # noqa: B023 (likewise)
+            # With accept_changes it goes on over this base, which later checkpoints then name.
             progress.base = self._base
             self.saved_step = progress.step
             logger.info("resumed from %s (step %d)", folder, progress.step)
@@ -162,7 +165,7 @@ class Checkpoints:
         progress = agreed(lambda: read_progress(folder), group, here=self.mesh.rank == 0)
         saved = broadcast_json(asdict(progress) if progress else None, source=0, group=group)
         agreed(lambda: engine.load(folder), group)
-        return Progress(**saved)  # type: ignore[arg-type]
+        return Progress(**saved)
 
     def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
         with self._finishing:
@@ -183,16 +186,19 @@ class Checkpoints:
                 f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem "
                 "that all nodes share"
             )
+        # Last, as it holds digests of all other files.
         (aside / PROGRESS).write_bytes(progress_record(aside, progress))
         sync_entry(aside / CONFIG)
         sync_entry(aside / PROGRESS)
         sync_entry(aside)
         self._put_away_other_history(progress.step)
+        # A rename is atomic: a checkpoint has its name only when all of it is on the disk.
         aside.rename(target)
         sync_entry(self.folder)
         pointer = self.folder / f"{ASIDE}{LATEST}"
         pointer.write_text(target.name, encoding="utf-8")
         sync_entry(pointer)
+        # Before old ones go: if this is killed, `latest` never names one that is gone.
         pointer.rename(self.folder / LATEST)
         for old in whole_looking(self.folder)[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)

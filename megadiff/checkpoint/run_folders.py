@@ -63,6 +63,7 @@ def progress_record(folder: Path, progress: Progress) -> bytes:
         "megadiff": __version__,
         "sizes": {path.name: path.stat().st_size for path in files},
         "digests": {path.name: _file_digest(path) for path in files},
+        # Filled in by sealed(): it is a digest of the text that it stands in.
         SEAL_KEY: UNSEALED,
     }
     return sealed(json.dumps(record, indent=1).encode())
@@ -92,6 +93,7 @@ def read_progress(folder: Path) -> Progress:
         progress = Progress(**{field.name: saved[field.name] for field in fields(Progress)})
         sizes = dict(saved["sizes"])
         digests = dict(saved["digests"])
+    # It is a ValueError too, and the next clause would call the file corrupt.
     except _OtherVersion:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -99,6 +101,7 @@ def read_progress(folder: Path) -> Progress:
     for name, size in sizes.items():
         path = folder / name
         size_now = path.stat().st_size if path.is_file() else None
+        # The size first: it tells a file that was cut from one with other bytes.
         if size_now != size:
             problem = "is missing" if size_now is None else f"has {size_now} bytes"
             raise ValueError(f"{path} {problem}, {size} were written")
@@ -116,6 +119,7 @@ def _file_digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             is_shard_file = path.suffix == SHARD_SUFFIX
+            # Not all of a shard file, which may have many gigabytes.
             return digest(header_of(file.fileno()) if is_shard_file else file.read())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read, or its header is corrupt: {error}") from error

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megadiff.cli.console import show_crashes
 from megadiff.rollout.proof import check_token
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def spec_of(arguments: dict[str, object]) -> ReplicaSpec:
+def spec_of(arguments: dict[str, Any]) -> ReplicaSpec:
     """Return the spec of a file, or of the flags. Raises ValueError for both, and for none."""
     given = {key: value for key, value in arguments.items() if value is not None}
     file = given.pop("spec", None)

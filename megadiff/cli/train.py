@@ -19,12 +19,12 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import CheckpointError
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.config.docs import to_text as keys_to_text
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
+from megadiff.data.images import ImageSource
 from megadiff.engines import check_engine_installed
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
@@ -33,10 +33,10 @@ from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.train.build import build_run, check, collective_timeout_s, run_folder
 from megadiff.train.build_sft import build_sft_run
 from megadiff.train.dry_run import describe, to_text
-from megadiff.train.loop import train
+from megadiff.train.loop import Run, train
 from megadiff.train.rescue import Rescue
 from megadiff.train.run_lock import lock
-from megadiff.train.sft import train_sft
+from megadiff.train.sft import SftRun, train_sft
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +92,17 @@ def _train(config: Config, *, world_size: int) -> int:
             # torchrun gives each rank one thread.
             local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-        on_policy = build_algorithm(config.algorithm).on_policy
-        build = build_run if on_policy else build_sft_run
-        run = build(config, mesh, adapter, data, scorer, stack)
+        run: Run | SftRun
+        if isinstance(data, ImageSource):
+            run = build_sft_run(config, mesh, adapter, data, scorer, stack)
+        else:
+            assert scorer is not None, "check() refuses prompts without a reward"
+            run = build_run(config, mesh, adapter, data, scorer, stack)
         freeze_startup_objects()
         run.rescue.start()
         launcher.rescue = run.rescue
         try:
-            train(run) if on_policy else train_sft(run)
+            train(run) if isinstance(run, Run) else train_sft(run)
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
             raise
         except BaseException as error:

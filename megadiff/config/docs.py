@@ -27,43 +27,51 @@ This page is made from [config/schema.py](../megadiff/config/schema.py):
 def to_text() -> str:
     """Return all keys for a terminal: type, default, rules and a sentence for each."""
     lines = []
-    for name, kind, keys in _sections():
-        lines += ["", f"{name}: {kind.__doc__.splitlines()[0]}"]
+    for name, sentence, keys in _sections():
+        lines += ["", f"{name}: {sentence}"]
         for field in keys:
             if field.metadata["heading"]:
                 lines += ["", f"  {field.metadata['heading']}"]
             rules = f"  [{_rules(field)}]" if _rules(field) else ""
             lines.append(f"  {field.name}: {field.type} = {_default(field)}{rules}")
             lines.append(f"      {field.metadata['text']}")
+    # Every section begins with an empty line, which the first one needs not.
     return "\n".join(lines[1:]) + "\n"
 
 
 def to_markdown() -> str:
     """Return docs/configuration.md: a table for each section, or each group of its keys."""
     lines = [MARKDOWN_HEAD]
-    for name, kind, keys in _sections():
-        lines += [f"## {name}", "", kind.__doc__.splitlines()[0]]
+    for name, sentence, keys in _sections():
+        lines += [f"## {name}", "", sentence]
         for field in keys:
             if field.metadata["heading"]:
                 lines += ["", f"### {field.metadata['heading']}"]
+            # A heading ends a table, and the next one needs a head of its own.
             if field.metadata["heading"] or field is keys[0]:
                 lines += ["", "| key | type | default | rules | |", "|---|---|---|---|---|"]
-            cells = [f"`{field.name}`", field.type, _default(field), _rules(field)]
+            cells = [f"`{field.name}`", str(field.type), _default(field), _rules(field)]
             lines.append(f"| {' | '.join([*cells, field.metadata['text']])} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _sections() -> Iterator[tuple[str, type, list[dataclasses.Field]]]:
-    """Yield each section's name, its class and its keys, in the schema's order."""
+def _sections() -> Iterator[tuple[str, str, list[dataclasses.Field]]]:
+    """Yield each section's name, its first sentence and its keys, in the schema's order."""
     fields = dataclasses.fields(Config)
-    yield "Top level", Config, [field for field in fields if field.metadata]
+    yield "Top level", _sentence(Config), [field for field in fields if field.metadata]
     for field in fields:
         if field.name == "reward":
-            yield "reward.NAME", RewardConfig, [*dataclasses.fields(RewardConfig)]
+            yield "reward.NAME", _sentence(RewardConfig), [*dataclasses.fields(RewardConfig)]
+        # A key has metadata and a section none: key() declares keys only.
         elif not field.metadata:
             section = field.default_factory
-            yield field.name, section, [*dataclasses.fields(section)]
+            assert isinstance(section, type)
+            yield field.name, _sentence(section), [*dataclasses.fields(section)]
+
+
+def _sentence(section: type) -> str:
+    return str(section.__doc__).splitlines()[0]
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -16,8 +17,15 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.schema import Config, RewardConfig
 
-SCHEMA = OmegaConf.to_container(OmegaConf.structured(Config))
-REWARD_SCHEMA = OmegaConf.to_container(OmegaConf.structured(RewardConfig))
+
+def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+SCHEMA = _plain(OmegaConf.structured(Config))
+REWARD_SCHEMA = _plain(OmegaConf.structured(RewardConfig))
 
 RENAMED = {  # refused key → what to write instead
     "train.expert_balance": "train.component_weighting, with the same values",
@@ -39,7 +47,7 @@ def load_config(arguments: Sequence[str]) -> Config:
     for source, layer in _layers(arguments):
         if OmegaConf.select(layer, "parity.mode") is False:  # what YAML makes of a bare off
             layer.parity.mode = "off"
-        _check_kinds(source, SCHEMA, OmegaConf.to_container(layer, resolve=False))
+        _check_kinds(source, SCHEMA, _plain(layer))
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:
@@ -48,6 +56,7 @@ def load_config(arguments: Sequence[str]) -> Config:
         except OmegaConfBaseException as error:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+    # Only now: a later layer may give what an earlier one left out.
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise ConfigError(f"missing {', '.join(missing)}; give each in a yaml file or as key=value")
@@ -58,7 +67,7 @@ def load_config(arguments: Sequence[str]) -> Config:
 
 def to_dict(config: Config) -> dict:
     """Return the resolved config as plain dicts and lists."""
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
+    return _plain(OmegaConf.structured(config), resolve=True)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -73,6 +82,7 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
     """
     for name, value in layer.items():
         known = REWARD_SCHEMA if prefix == "reward." else schema.get(name)
+        # An interpolation is a string until it is resolved, whatever it stands for.
         is_reference = isinstance(value, str) and value.startswith("${")
         if not isinstance(known, (dict, list)) or value is None or is_reference:
             continue
@@ -82,7 +92,7 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
             raise ConfigError(
                 f"{source}: {prefix}{name} is {value!r}, must be {kind}; write it as {example}"
             )
-        if isinstance(value, dict):
+        if isinstance(known, dict):
             _check_kinds(source, known, value, f"{prefix}{name}.")
         elif any(isinstance(item, (dict, list)) for item in value):
             raise ConfigError(f"{source}: {prefix}{name} is {value!r}, must be a flat list")
@@ -90,6 +100,7 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
 
 def _layers(arguments: Sequence[str]) -> Iterable[tuple[str, DictConfig]]:
     for argument in arguments:
+        # A file may have "=" in its name.
         if "=" in argument and not Path(argument).exists():
             yield f"argument {argument!r}", _override(argument)
         else:
@@ -122,7 +133,7 @@ def all_keys(node: DictConfig | None = None, prefix: str = "") -> list[str]:
     """List every leaf key of the schema, e.g. `train.num_steps`."""
     node = OmegaConf.structured(Config) if node is None else node
     keys: list[str] = []
-    for name in node:
+    for name in map(str, node):
         child = None if OmegaConf.is_missing(node, name) else node[name]
         if isinstance(child, DictConfig) and child:
             keys += all_keys(child, f"{prefix}{name}.")
@@ -138,8 +149,10 @@ def _advice(key: str) -> str:
     section, _, leaf = key.rpartition(".")
     keys = all_keys()
     if key.startswith("reward."):
+        # The schema has no reward by name: all_keys() ends at `reward`.
         keys = [f"{section}.{name}" for name in REWARD_SCHEMA]
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    # Else the right key in another section, else a section with a typo.
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
     sections = [other.rpartition(".")[0] for other in keys]
     near = near or difflib.get_close_matches(key, sections, n=1, cutoff=0.6)

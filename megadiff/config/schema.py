@@ -36,9 +36,11 @@ def key(
         "text": text,
         "heading": heading,
         "choices": choices,
+        # Only those that are set: validate() and the docs go through what is here.
         "bounds": {name: bound for name, bound in bounds.items() if bound is not None},
     }
     if isinstance(default, list | dict):
+        # A dataclass refuses a mutable default, which all its objects would share.
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -108,9 +110,11 @@ class AlgorithmConfig:
     """Choose the loss and its constants."""
 
     name: str = key("flow_grpo", "Train with this algorithm.", choices=("flow_grpo", "sft"))
+    # 1 suits SFT; RL compares within a group, and validate() wants 2 there.
     group_size: int = key(
         1, "A prompt gets this many samples (SFT: noise draws).", at_least=1, at_most=1024
     )
+    # Far below PPO's 0.2: log_prob is a mean over latent elements, so ratios stay near 1.
     clip_range: float = key(1e-4, "The probability ratio is clipped to 1 ± this.", above=0)
     adv_clip_max: float = key(5.0, "Advantages are clipped to ± this.", above=0)
     kl_coef: float = key(
@@ -155,6 +159,7 @@ class RolloutConfig:
     first_frame: bool = key(
         False, "A video begins with its prompt's `image`, and only its other frames are drawn."
     )
+    # The last step is never stochastic, so one alone would leave nothing to learn from.
     num_inference_steps: int = key(
         10, "A sample takes this many denoising steps.", at_least=2, at_most=1000
     )
@@ -279,6 +284,7 @@ class OptimConfig:
     weight_decay: float = key(
         1e-4, "Weights decay by this; biases and norms do not.", at_least=0, at_most=1000
     )
+    # at 1 the bias correction 1 − beta^t divides by 0
     beta1: float = key(0.9, "The first moment decays by this.", at_least=0, below=1)
     beta2: float = key(0.999, "The second moment decays by this.", at_least=0, below=1)
     # a smaller eps is 0 beside float32 gradients, and 0/0 is the first update

@@ -16,6 +16,7 @@ from typing import Any
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config, RewardConfig
 
+# Written out, as this room does without torch.
 FLOAT32_MAX = 3.4028234663852886e38
 INT64_MAX = 2**63 - 1
 BOUNDS = {  # name in the schema → (what breaks it, that comparison's sign, the sign that it wants)
@@ -40,6 +41,7 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
 
 def validate(config: Config, *, dp: int) -> None:
     """Raises ConfigError for the first rule that is broken. dp: the resolved data-parallel size."""
+    # First the numbers alone: the rules between keys compute with them.
     for key, value, rules in _leaves(config):
         _check_number(key, value)
         _check_rules(key, value, rules)
@@ -68,6 +70,7 @@ def sleeps(config: Config, *, device_type: str) -> bool:
     """
     if config.rollout.mode != "colocated" or config.rollout.sleep == "never":
         return False
+    # Else a push brings only a part, and after a sleep it would have to bring all.
     brings_all = not (config.lora.rank or config.train.components)
     return config.rollout.sleep == "always" or (device_type == "cuda" and brings_all)
 
@@ -96,6 +99,7 @@ def _leaves(
 
 def _check_number(key: str, value: object) -> None:
     """Refuse what is not a number to torch: NaN and infinity, also in float32, or beyond int64."""
+    # `not <=` and not `>`: NaN compares false either way.
     if isinstance(value, float) and not abs(value) <= FLOAT32_MAX:
         raise ConfigError(
             f"{key}={value} is not a finite number in float32 (at most {FLOAT32_MAX:.2g}); "

@@ -71,6 +71,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
     clear_up(dst)
     check_destination(dst, force=options.force, sources=[src, *source.read_from])
     job = _choose_job(source, options)
+    # Before anything is written: a disk that fills up after an hour would waste it.
     check_space(dst, job.num_bytes + job.num_copied)
     try:
         with whole_folder(dst, force=options.force) as folder:
@@ -80,6 +81,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
                 job.write(folder, copier)
                 if options.sync:
                     sync_tree(folder)
+            # Without the verification, which writes nothing.
             seconds = time.perf_counter() - start
             _warn_of_not_finite(src, copier.not_finite)
             if options.verify:
@@ -108,6 +110,7 @@ def _choose_job(source: Source, options: Options) -> Job:
         raise ValueError(f"{source.path} holds whole weights and no LoRA; give --to diffusers")
     if to == "peft" or (to == "diffusers" and source.lora):
         return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
+    # A LoRA over other weights would give a model that nobody trained.
     if to == "merged":
         check_base(source, is_named=options.base is not None)
     return ModelJob(source, dtype=options.dtype)
@@ -132,6 +135,7 @@ def _verify(
         tensor = stored.read()
         actual[name] = fingerprint(tensor)
         advance(tensor.nbytes)
+    # Both ways: a tensor too many is as wrong as one that is missing.
     names = expected.keys() | actual.keys()
     wrong = sorted(name for name in names if expected.get(name) != actual.get(name))
     if wrong:

@@ -71,6 +71,7 @@ class Copier:
             for _, future in pending:
                 self._write(future.result())
         finally:
+            # After an error nobody takes what is queued: gigabytes need not be read for it.
             pool.shutdown(cancel_futures=True)
 
     def _prepare(
@@ -79,6 +80,7 @@ class Copier:
         tensor = stored.read()
         if not _is_finite(tensor):
             self.not_finite.add(name)
+        # Of what was read and cast: reading DST back must give the same.
         if self._verify:
             self.fingerprints[name] = fingerprint(tensor)
         parts = []
@@ -99,6 +101,7 @@ def _cut(tensor: Tensor, box: Box | None) -> Tensor:
     if box is None:
         return tensor
     slices = [slice(begin, begin + size) for begin, size in zip(*box, strict=True)]
+    # The writer takes a tensor's bytes as they lie in memory.
     return tensor[tuple(slices)].contiguous()
 
 

@@ -27,6 +27,7 @@ from megadiff.convert.model_folders import (
 from megadiff.convert.other_files import OtherFiles
 from megadiff.convert.sources import Source, state_order
 from megadiff.convert.stored_tensors import (
+    StoredTensor,
     StoredTensors,
     cast,
     from_checkpoint,
@@ -86,13 +87,14 @@ class ModelJob:
             for name, component in self._base.components.items():
                 tensors = self._tensors[name]
                 files = file_tensors(component, tensors)
-                slots = {}
+                slots: dict[str, list[Slot]] = {}
                 for file, metas in files.items():
                     metadata = component.opened[file].metadata
                     writer = TensorWriter(folder / component.where / file, metas, metadata=metadata)
                     stack.callback(writer.close)
                     slots |= {f"{name}.{key}": [Slot(file=writer, key=key)] for key in metas}
                 copier.copy(prefixed(f"{name}.", tensors), slots)
+                # Only now: what is merged is not computed before it is copied.
                 self._check_merged(name, copier.not_finite)
                 write_index(component, folder / component.where, files)
 
@@ -110,7 +112,7 @@ class ModelJob:
 
     def read_back(self, folder: Path) -> StoredTensors:
         _check_copies(self._rest, folder)
-        tensors = {}
+        tensors: dict[str, StoredTensor] = {}
         for name, component in open_model(folder).components.items():
             tensors |= prefixed(f"{name}.", component.tensors)
         return tensors
@@ -127,9 +129,11 @@ class CheckpointJob:
         base = _needed_base(source)
         _check_lora_modules(source, base)
         names = sorted(source.state, key=state_order(source))
+        # Masters and moments are float32 whatever dtype the source's weights have.
         self._tensors = {name: cast(source.state[name], torch.float32) for name in names}
         self._boxes = _boxes(source, base, layout)
         num_ranks = len(self._boxes)
+        # All files are open at once, as each tensor is cut for all ranks when it is read.
         reserve_descriptors(num_ranks, what=f"a checkpoint of {num_ranks} ranks, a file each,")
         self.num_bytes = total_bytes(self._tensors)
 
@@ -161,6 +165,7 @@ class CheckpointJob:
                 writer.close()
         config = yaml.safe_dump(self._config(), sort_keys=False)
         (folder / CONFIG).write_text(config, encoding="utf-8")
+        # Last: it holds digests of the files beside it.
         (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
 
     def _tensor_boxes(self, boxes: Mapping[str, Box]) -> dict[str, TensorBox]:
@@ -203,9 +208,11 @@ class LoraJob:
     num_copied = 0
 
     def __init__(self, source: Source, *, with_peft: bool, dtype: str) -> None:
+        assert source.lora, "convert() asks for LoRA files of a LoRA only"
         self._source = source
+        self._lora = source.lora
         self._with_peft = with_peft
-        metadata = lora_files.diffusers_metadata(source.lora)
+        metadata = lora_files.diffusers_metadata(self._lora)
         # File, prefix of its tensors' names, metadata.
         self._formats = [(lora_files.DIFFUSERS_WEIGHTS, lora_files.DIFFUSERS_PREFIX, metadata)]
         if with_peft:
@@ -232,12 +239,12 @@ class LoraJob:
                     slots = {f"{component}/{name}": [Slot(file=writer, key=name)] for name in metas}
                     copier.copy(prefixed(f"{component}/", tensors), slots)
             if self._with_peft:
-                config = lora_files.peft_config(self._source.lora, base=self._base_path(component))
+                config = lora_files.peft_config(self._lora, base=self._base_path(component))
                 text = json.dumps(config, indent=2) + "\n"
                 (lora_folder / lora_files.PEFT_CONFIG).write_text(text, encoding="utf-8")
 
     def read_back(self, folder: Path) -> StoredTensors:
-        tensors = {}
+        tensors: dict[str, StoredTensor] = {}
         for component, lora_folder in self._folders(folder).items():
             for name, _, _ in self._formats:
                 file = TensorFile(lora_folder / name)
@@ -309,6 +316,7 @@ def _check_copies(rest: OtherFiles, folder: Path) -> None:
     """Raise ValueError when a file that was copied is another."""
     for path in rest.files:
         original = rest.root / path
+        # shallow=True would compare sizes and times, which copy2() copies.
         if not filecmp.cmp(folder / path, original, shallow=False):
             raise ValueError(
                 f"the copy of {original} is another file; the disk or the memory is at fault"

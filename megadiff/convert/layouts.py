@@ -52,6 +52,7 @@ def _fully_sharded(
     shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, num_heads: int, num_ranks: int
 ) -> list[dict[str, Box]]:
     """Cut rows in equal parts, rounded up, as FSDP2 does: the last ranks have fewer or none."""
+    # With more ranks than rows the last ones have none of any tensor.
     most_rows = max(shape[0] for shape in shapes.values() if shape)
     if num_ranks > most_rows:
         raise ValueError(
@@ -66,6 +67,7 @@ def _fully_sharded(
 
 def _rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
     num_rows, *rest = shape
+    # As torch.chunk rounds, which FSDP2 cuts by.
     size = -(-num_rows // num_ranks)
     begin = min(rank * size, num_rows)
     end = min(begin + size, num_rows)

@@ -120,8 +120,8 @@ def _open_lora(path: Path) -> LoraFile:
         config = read_json(config_file)
         return _lora(TensorFile(weights), PEFT_PREFIX, config=config, config_file=config_file)
     file = TensorFile(path if path.is_file() else path / DIFFUSERS_WEIGHTS)
-    config = _diffusers_config(file)
-    return _lora(file, DIFFUSERS_PREFIX, config=config, config_file=file.path)
+    said = _diffusers_config(file)
+    return _lora(file, DIFFUSERS_PREFIX, config=said, config_file=file.path)
 
 
 def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
@@ -131,7 +131,7 @@ def peft_config(spec: LoraSpec, *, base: Path | None) -> dict[str, object]:
         "task_type": None,
         "base_model_name_or_path": str(base) if base else None,
         "r": spec.rank,
-        "lora_alpha": _plain(spec.alpha),
+        "lora_alpha": _plain(spec.alpha),  # as peft writes a whole number
         "target_modules": list(spec.modules),  # whole names, so that no other module matches
         "lora_dropout": 0.0,
         "bias": "none",
@@ -197,6 +197,7 @@ def _lora(
             f"{file.path} is no LoRA that can be read: {listed(problems) or 'it holds no tensor'}"
         )
     rank = _one_rank(tensors, modules, file.path)
+    # Without a word on alpha diffusers scales by 1: alpha = rank.
     alpha = _alpha(config, rank, config_file) if config is not None else float(rank)
     spec = LoraSpec(rank=rank, alpha=alpha, modules=tuple(modules))
     return LoraFile(path=file.path, spec=spec, tensors=tensors)
@@ -240,6 +241,7 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
     if not is_alpha(alpha):
         raise ValueError(f"{path}: lora_alpha={alpha!r:.80} is no positive number")
     use_rslora = config.get("use_rslora", False)
+    # A text such as "false" would count as true.
     if type(use_rslora) is not bool:
         raise ValueError(f"{path}: use_rslora={use_rslora!r:.80} must be true or false")
     return float(alpha * math.sqrt(rank)) if use_rslora else float(alpha)  # rslora: alpha / √rank

@@ -83,6 +83,7 @@ class Component:
             raise ValueError(
                 f"{weights} does not fit {self.folder}/config.json: {listed(problems)}"
             )
+        # Files may hold them in any order; checkpoints have the model's.
         return {name: tensors[name] for name in self.model.shapes}
 
 
@@ -199,11 +200,13 @@ def rest_of(base: ModelFolder) -> OtherFiles:
     single = next(
         (component for component in base.components.values() if component.is_single_file), None
     )
+    # The folder around a single file may hold anything.
     if single:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
     weighted = {component.where for component in base.components.values()}
 
     def is_weight(path: Path) -> bool:
+        # Other components keep theirs: only trained weights are written anew.
         return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
 
     return other_files(base.path, is_left_out=is_weight)

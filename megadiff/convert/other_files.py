@@ -33,6 +33,7 @@ class OtherFiles:
         for path in self.folders:
             (folder / path).mkdir(exist_ok=True)
         for path in self.files:
+            # With its times, as `cp -p`; links give the file that they lead to.
             shutil.copy2(self.root / path, folder / path)
 
 
@@ -41,6 +42,7 @@ def other_files(root: Path, *, is_left_out: Callable[[Path], bool]) -> OtherFile
 
     Raises ValueError that names what is neither file nor folder, and a link that is not followed.
     """
+    # SRC itself may be a link, and targets are compared as what they resolve to.
     real_root = root.resolve()
     allowed = [real_root, *_blobs(real_root)]
     files: list[Path] = []
@@ -70,6 +72,7 @@ def _walk(root: Path) -> Iterator[Path]:
     while pending:
         folder = pending.pop()
         try:
+            # Sorted, so that two runs name the same first problem.
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
             raise ValueError(f"{folder} cannot be read: {error.strerror}; fix that") from error

@@ -78,6 +78,7 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
         return _open_checkpoint(folder, base=base, raw=raw)
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
+    # Before a model: a LoRA is a single file, or lies in a folder, as well.
     if has_loras(path):
         return _open_lora(path, base=open_model(base) if base else None)
     if path.is_file():
@@ -119,6 +120,7 @@ def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
             problems = lora_misfits(lora, component.model.shapes)
             if problems:
                 raise ValueError(f"{lora.path} does not fit {component.folder}: {listed(problems)}")
+    # No component has made an optimizer step: a run begins with fresh moments.
     values = {"optimizer_steps": {}, "lora": asdict(spec)}
     return Source(
         path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values
@@ -171,6 +173,7 @@ def check_base(source: Source, *, is_named: bool) -> None:
     if not theirs or not source.base:
         return
     files = {name: component.files for name, component in source.base.components.items()}
+    # Reads all weights, and so comes after the cheap reasons to return.
     ours = base_fingerprint([tensor_fingerprints(files)])
     if ours == theirs["fingerprint"]:
         return
@@ -185,7 +188,7 @@ def check_base(source: Source, *, is_named: bool) -> None:
 
 def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
     """Return the state of a run that is yet to start from these weights."""
-    state = {}
+    state: dict[str, StoredTensor] = {}
     for component, tensors in policy.items():
         state |= prefixed(f"{TRAINED}/{component}.", tensors)
     return state
@@ -251,6 +254,7 @@ def state_order(source: Source) -> Callable[[str], tuple[int, int, str]]:
     Weights come first, then averages, then moments, each in the model's order.
     """
     parameters: list[str] = []
+    assert source.base, "a checkpoint is of a model"
     for component, shapes in _trained_shapes(source.base, source.lora).items():
         parameters += [f"{component}.{name}" for name in shapes]
     order = {name: index for index, name in enumerate(parameters)}

@@ -45,6 +45,7 @@ def from_checkpoint(shards: ShardFolder) -> dict[str, StoredTensor]:
 
 
 def cast(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+    # The file's header is written from it, before anything is read.
     meta = TensorMeta(dtype=dtype, shape=stored.meta.shape)
     return replace(stored, meta=meta, read=lambda: stored.read().to(dtype))
 

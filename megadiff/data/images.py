@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +63,7 @@ class ImageSource:
 
     def blocks(
         self, start: int, stop: int, *, size: int, height: int, width: int
-    ) -> Iterator[Block]:
+    ) -> Generator[Block]:
         """Yield rows start … stop−1 in order, fitted to height × width, at most `size` a block.
 
         Workers read ahead.

@@ -141,12 +141,21 @@ def encode_dataset(
         )
 
     key = agreed(checked_key, group, here=is_first)
+
+    def name_and_whole() -> tuple[str, bool]:
+        assert key is not None, "rank 0 has it"
+        return key.name, is_whole(folder / key.name)
+
     # Rank 0 looks for all: ranks that disagreed would wait for each other in collectives.
-    whole = agreed(lambda: is_whole(folder / key.name), group, here=is_first)
-    name, whole = broadcast_json([key.name, whole] if is_first else None, source=0, group=group)
+    looked = agreed(name_and_whole, group, here=is_first)
+    name, whole = broadcast_json(looked, source=0, group=group)
     if whole:
         logger.info("latents of %s are those of %s", source.name, folder / name)
         return agreed(lambda: LatentDataset(folder / name), group)
+
+    def finish_aside() -> None:
+        assert key is not None, "rank 0 has it"
+        finish(aside, folder, key)
 
     aside = folder / broadcast_json(f"{ASIDE}{name}_{secrets.token_hex(4)}", source=0, group=group)
     try:
@@ -156,7 +165,7 @@ def encode_dataset(
             source, adapter, aside, sampling=sampling, device=device, mesh=mesh, batch=batch
         )
         _encode_captions(adapter, aside, dtype=dtype, device=device, mesh=mesh)
-        agreed(lambda: finish(aside, folder, key), group, here=is_first)
+        agreed(finish_aside, group, here=is_first)
     except AgreedError:
         if is_first:
             shutil.rmtree(aside, ignore_errors=True)

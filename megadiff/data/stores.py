@@ -197,7 +197,8 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
     try:
         with tarfile.open(path, "r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # a kilobyte each, which nobody needs any more
+                # a kilobyte each, which nobody needs any more
+                archive.members.clear()  # type: ignore[attr-defined]  # typeshed lacks it
                 if member.isfile():
                     _add_member(samples, path, member)
             end = archive.offset

@@ -8,13 +8,23 @@ depend on the CPU's vector width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
+
+
+class SampleIdentity(TypedDict):
+    """Tell a sample of a run from all others."""
+
+    seed: int
+    step: int
+    prompt_id: str
+    sample_index: int
 
 
 def initial_latents(
@@ -39,9 +49,7 @@ def sde_noise(
     return _normal(shape, f"{key}/sde/{step_index}")
 
 
-def initial_latents_rows(
-    shape: tuple[int, ...], identities: Sequence[Mapping[str, object]]
-) -> Tensor:
+def initial_latents_rows(shape: tuple[int, ...], identities: Sequence[SampleIdentity]) -> Tensor:
     """Draw [len(identities), *shape] at half the cost.
 
     Row i is initial_latents(shape, **identities[i]), bit by bit.
@@ -50,7 +58,7 @@ def initial_latents_rows(
 
 
 def sde_noise_rows(
-    shape: tuple[int, ...], identities: Sequence[Mapping[str, object]], *, step_index: int
+    shape: tuple[int, ...], identities: Sequence[SampleIdentity], *, step_index: int
 ) -> Tensor:
     """Draw [len(identities), *shape].
 
@@ -69,6 +77,7 @@ def window_start(
     It is equal within a group: a window per sample was seen to collapse training. It never comes
     from a rank, which would train one fixed window for ever.
     """
+    # `high` is exclusive, and so is the bound of integers(): hence the + 1.
     low, high = window_range
     generator = _generator(f"{seed}/{step}/{prompt_id}/window")
     return low + int(generator.integers(high - window_size - low + 1))
@@ -82,6 +91,7 @@ def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> 
     """
     streams = range(first // ROWS_PER_STREAM, -(-(first + count) // ROWS_PER_STREAM))
     blocks = [_normal((ROWS_PER_STREAM, *shape), f"{key}/{stream}") for stream in streams]
+    # The first stream begins at a multiple of ROWS_PER_STREAM, at or before `first`.
     skipped = first - streams.start * ROWS_PER_STREAM
     return torch.cat(blocks)[skipped : skipped + count]
 
@@ -100,6 +110,7 @@ def _generator(key: str) -> np.random.Generator:
 
 
 def _digest(key: str) -> bytes:
+    # Python's own hash() of a string differs between processes. 16 bytes are Philox's key.
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
@@ -116,6 +127,7 @@ def _normal_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
     generator = np.random.Generator(bits)
     start = bits.state
     for row, key in zip(rows, keys, strict=True):
+        # The same two little-endian words as those of the integer in _generator().
         start["state"]["key"] = np.frombuffer(_digest(key), dtype="<u8")
         bits.state = start
         generator.standard_normal(out=row, dtype=np.float32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def qwen_image_shift(
         raise ValueError(
             "scheduler_config.json has use_dynamic_shifting=false; Qwen-Image's schedule needs true"
         )
+    # mu is linear in the number of tokens, through (base_len, base_shift), (max_len, max_shift).
     slope = (max_shift - base_shift) / (max_len - base_len)
     exp_mu = math.exp(num_tokens * slope + base_shift - base_len * slope)
     return exp_mu / (exp_mu + 1 / sigmas - 1)
@@ -57,6 +59,7 @@ def wan_sigmas(num_steps: int, *, flow_shift: float) -> Tensor:
     flow_shift: 5 for TI2V-5B, 12 for T2V-A14B.
     """
     _check_num_steps(num_steps)
+    # 0 is a fixed point of the shift, so it need not be appended.
     sigmas = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     return (flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)).float()
 
@@ -76,6 +79,7 @@ def check_window(num_steps: int, *, window_size: int, window_range: tuple[int, i
             f"rollout.sde_window_range=[{low}, {high}]; "
             f"set rollout.sde_window_size<={high - low} or widen the range"
         )
+    # The SDE ends in noise; the step to sigma 0 must leave none.
     if window_size and high > num_steps - 1:
         raise ValueError(
             f"rollout.sde_window_range=[{low}, {high}] reaches past step {num_steps - 1} of "
@@ -89,11 +93,11 @@ def _check_num_steps(num_steps: int) -> None:
         raise ValueError(f"num_inference_steps={num_steps} < 1; set rollout.num_inference_steps>=1")
 
 
-def _require(config: Mapping[str, object], *keys: str) -> list[float]:
+def _require(config: Mapping[str, Any], *keys: str) -> list[float]:
     missing = [key for key in keys if config.get(key) is None]
     if missing:
         raise ValueError(
             f"scheduler_config.json lacks {', '.join(missing)}; the schedule comes from the "
             "checkpoint's own scheduler/scheduler_config.json, never from defaults"
         )
-    return [float(config[key]) for key in keys]  # type: ignore[arg-type]
+    return [float(config[key]) for key in keys]

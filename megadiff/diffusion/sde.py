@@ -23,6 +23,7 @@ def flow_sde_scale(
 
     Flow-GRPO, arXiv 2505.05470.
     """
+    # At sigma 1 the formula divides by 0.
     bounded_B = torch.where(sigma_B >= 1, schedule[1].to(sigma_B), sigma_B)
     return eta * torch.sqrt(sigma_B / (1 - bounded_B))
 
@@ -72,6 +73,7 @@ def injected_std(
 ) -> Tensor:
     """Return the std of prev_sample around its mean, [B]: s·sqrt(−dt), plain s for flow_cps."""
     scale_B = noise_scale(sde_type, sigma_B, sigma_next_B=sigma_next_B, schedule=schedule, eta=eta)
+    # Flow-CPS defines its noise a step, not per square root of time.
     if sde_type == "flow_cps":
         return scale_B
     return scale_B * torch.sqrt(sigma_B.float() - sigma_next_B.float())
@@ -102,7 +104,9 @@ def step_mean(
     if sde_type == "flow_cps":
         clean_BLC = latents_BLC - sigma * velocity_BLC
         noise_BLC = latents_BLC + (1 - sigma) * velocity_BLC
+        # What the noise scale adds anew is taken from the old noise: the total stays sigma_next.
         return (1 - sigma_next) * clean_BLC + torch.sqrt(sigma_next**2 - scale**2) * noise_BLC
+    # The drift makes up for the noise: every s(sigma) has the marginals of the ODE.
     dt = sigma_next - sigma
     drift = scale**2 / (2 * sigma)
     return latents_BLC * (1 + drift * dt) + velocity_BLC * (1 + drift * (1 - sigma)) * dt
@@ -123,6 +127,7 @@ def log_prob(
     The Gaussian's log density. For flow_cps −(prev_sample − mean)², without variance and
     normaliser, as its authors do.
     """
+    # Squared in float32, averaged in float64: see the top of this file.
     squared_BLC = (prev_sample_BLC.float() - mean_BLC.float()) ** 2
     if sde_type == "flow_cps":
         return -_mean(squared_BLC.double())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -36,9 +36,13 @@ class Engine(Protocol):
     the same on every rank. gate: counts optimizer steps and can hold them up.
     """
 
-    lora: LoraSpec | None
-    changed: set[str]
     gate: StepGate
+
+    @property
+    def lora(self) -> LoraSpec | None: ...
+
+    @property
+    def changed(self) -> Set[str]: ...
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """Compute log_prob of each stored window step of the current policy, without gradient."""

@@ -192,7 +192,9 @@ class ComponentsEngine:
         size = self.config.train.microbatch_size
         rows = dict.fromkeys(self.members, torch.empty(0, dtype=torch.int64))
         rows |= component_rows(batch, self.adapter.component_of)
-        counts = {name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()}
+        counts: dict[str, float] = {
+            name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()
+        }
         pairs = {name: float(weights_R[rows_R].sum()) for name, rows_R in rows.items()}
         counts = all_reduce_max(counts, self.mesh.cpu_group)
         pairs = all_reduce_sums(pairs, self.mesh.cpu_group)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megadiff.parallel.plan import Placement
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
@@ -21,6 +23,11 @@ class FlatRange:
     start: int
     master: Tensor
     weight: Tensor
+
+
+def placement_of(parameter: nn.Parameter) -> Placement:
+    """Return how tensor parallelism splits the weight, which it notes on the parameter."""
+    return vars(parameter)["placement"]
 
 
 def whole_range(parameter: nn.Parameter) -> FlatRange:
@@ -52,7 +59,8 @@ def flat_ranges(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, F
             flat = parameter.detach().view(-1)
             start = distributed._get_model_param_range_map(parameter)["param"].start
             master = masters[parameter]
-            master.placement = parameter.placement
+            # sum_over_tp() looks for it on what it sums.
+            vars(master)["placement"] = placement_of(parameter)
             weight = flat[start : start + master.numel()]
             ranges[name] = FlatRange(start=start, master=master, weight=weight)
     return ranges

@@ -28,9 +28,7 @@ def runs(num_bytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
         yield run
 
 
-def gather_flat(
-    shards: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
-) -> list[Tensor]:
+def gather_flat(shards: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> list[Tensor]:
     """Gather each shard [n] to [ranks, n] in dtype. Collective; n is the same on all ranks."""
     # one copy and one collective for all: a collective of a small tensor is all latency
     joined_N = torch.cat(shards).to(dtype)

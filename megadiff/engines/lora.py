@@ -21,7 +21,8 @@ def fill_start(name: str, shards: Sequence[Shard], *, seed: int) -> None:
     """Write a low-rank tensor's start into this rank's shards of it."""
     if not shards:
         return
-    whole = start_values(name, shards[0].shape, seed=seed)
+    rows, columns = shards[0].shape
+    whole = start_values(name, (rows, columns), seed=seed)
     for shard in shards:
         sizes = shard.local.shape
         box = [slice(at, at + size) for at, size in zip(shard.offsets, sizes, strict=True)]
@@ -39,16 +40,16 @@ def check_lora(source: ShardFolder, lora: LoraSpec | None) -> None:
     ours = lora_values(lora) if lora else None
     if theirs == ours:
         return
-    if theirs is None:
-        raise ValueError(
-            f"{source.folder} holds whole trained weights and no LoRA, but lora.rank={lora.rank}; "
-            "set lora.rank=0 to go on with it, or start a new run from its export (model.path)"
-        )
-    if ours is None:
+    if lora is None or ours is None:
         raise ValueError(
             f"{source.folder} holds a LoRA of rank {theirs['rank']} and alpha {theirs['alpha']} "
             f"only, but lora.rank=0; set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, "
             "or start a new run"
+        )
+    if theirs is None:
+        raise ValueError(
+            f"{source.folder} holds whole trained weights and no LoRA, but lora.rank={lora.rank}; "
+            "set lora.rank=0 to go on with it, or start a new run from its export (model.path)"
         )
     for key in ("rank", "alpha"):
         if theirs[key] != ours[key]:

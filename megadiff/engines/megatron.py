@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megadiff.config.schema import Config
 from megadiff.engines.base import Loss, NonFiniteError
-from megadiff.engines.flat_ranges import flat_ranges, whole_range
+from megadiff.engines.flat_ranges import flat_ranges, placement_of, whole_range
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import build_adapters, fill_start
 from megadiff.engines.microbatch import Batch, ComponentRows
@@ -159,7 +159,9 @@ class MegatronEngine(ShardedEngine):
         self._ddp.finish_grad_sync()
         self._distributed.prepare_grads()
         sum_over_tp(self._optimized.values(), "grad", self._tp_group)
-        return {name: master.grad for name, master in self._optimized.items()}
+        return {
+            name: master.grad for name, master in self._optimized.items() if master.grad is not None
+        }
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()
@@ -171,7 +173,7 @@ class MegatronEngine(ShardedEngine):
         self._ddp.zero_grad_buffer()
 
     def _full_shape(self, name: str) -> Sequence[int]:
-        return self._parameters[name].placement.shape
+        return placement_of(self._parameters[name]).shape
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Gather the weights in use: under bfloat16 the rounded ones, whatever dtype is asked."""
@@ -179,7 +181,7 @@ class MegatronEngine(ShardedEngine):
         split_names = [
             name
             for name in names
-            if self.mesh.tp > 1 and self._parameters[name].placement.sharded_dim is not None
+            if self.mesh.tp > 1 and placement_of(self._parameters[name]).sharded_dim is not None
         ]
         gathered: dict[str, Tensor] = {}
         if split_names:
@@ -187,14 +189,14 @@ class MegatronEngine(ShardedEngine):
             flat = [parameters[name].reshape(-1) for name in split_names]
             gathered = dict(zip(split_names, gather_flat(flat, dtype, self._tp_group), strict=True))
         return [
-            _joined(gathered[name], self._parameters[name].placement)
+            _joined(gathered[name], placement_of(self._parameters[name]))
             if name in gathered
             else parameters[name].to(dtype, copy=True)
             for name in names
         ]
 
     def _shards(self, name: str, values: Tensor) -> list[Shard]:
-        placement = self._parameters[name].placement
+        placement = placement_of(self._parameters[name])
         box = Shard(
             local=torch.empty(placement.local_shape, device="meta"),
             offsets=placement.offsets,
@@ -206,7 +208,7 @@ class MegatronEngine(ShardedEngine):
         parameter = self._parameters[name]
         # the distributed optimizer splits what is trained, and leaves out the rest
         is_split_over_data = parameter.requires_grad
-        is_split_over_tp = parameter.placement.sharded_dim is not None
+        is_split_over_tp = placement_of(parameter).sharded_dim is not None
         return (is_split_over_data or self._is_first_data) and (
             is_split_over_tp or self._is_first_tp
         )
@@ -253,6 +255,7 @@ def _joined(flat_TN: Tensor, placement: Placement) -> Tensor:
     shards = flat_TN.reshape(-1, *placement.local_shape)
     if placement.sharded_dim == 0:
         return shards.flatten(0, 1)
+    assert placement.sharded_dim is not None
     return torch.cat(shards.unbind(), placement.sharded_dim)
 
 
@@ -313,7 +316,7 @@ def _build_transformer(
         adapters=adapters,
     )
     for name, parameter in transformer.named_parameters():
-        placement = parameter.placement
+        placement = placement_of(parameter)
         shard = Shard(local=parameter.detach(), offsets=placement.offsets, shape=placement.shape)
         if is_lora(name):
             fill_start(name, [shard], seed=config.seed)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from megadiff.config.schema import OptimConfig
 
 
-def build_adamw(optim: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def build_adamw(optim: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     """AdamW without weight decay on biases, norms and other 1-D parameters.
 
     It is torch's on every device and for every engine: checkpoints hold its state.

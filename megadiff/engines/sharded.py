@@ -109,16 +109,26 @@ class ShardedEngine(ComponentState):
         size = self.config.train.microbatch_size
         with torch.no_grad(), self._in_use():
             for microbatch, counts in padded_microbatches(batch, rows, size, self.mesh.device):
+                assert isinstance(microbatch, Microbatch)
                 velocity_BLC = self._velocity(batch, microbatch)
                 if not counts:
                     continue
                 sigmas = (microbatch.sigma_B, microbatch.sigma_next_B)
-                step = dict(schedule=batch.schedule, eta=sampling.eta)
                 mean_BLC = sde.step_mean(
-                    sampling.sde_type, microbatch.latents_BLC, velocity_BLC, *sigmas, **step
+                    sampling.sde_type,
+                    microbatch.latents_BLC,
+                    velocity_BLC,
+                    *sigmas,
+                    schedule=batch.schedule,
+                    eta=sampling.eta,
                 )
                 log_prob_B = sde.log_prob(
-                    sampling.sde_type, microbatch.prev_sample_BLC, mean_BLC, *sigmas, **step
+                    sampling.sde_type,
+                    microbatch.prev_sample_BLC,
+                    mean_BLC,
+                    *sigmas,
+                    schedule=batch.schedule,
+                    eta=sampling.eta,
                 )
                 into.log_probs_NW[microbatch.sample_B, microbatch.step_B] = log_prob_B.cpu()
                 into.means_NWLC[microbatch.sample_B, microbatch.step_B] = mean_BLC.cpu()
@@ -209,7 +219,8 @@ class ShardedEngine(ComponentState):
                 velocity_BLC = self._velocity(batch, microbatch)
                 # a filler goes through backward too: its hooks hold the collectives
                 loss_velocity_BLC = velocity_BLC if counts else velocity_BLC.detach()
-                output = loss(loss_inputs(batch, microbatch, loss_velocity_BLC))
+                inputs = loss_inputs(batch, microbatch, loss_velocity_BLC)
+                output = loss(inputs)  # type: ignore[arg-type]  # a loss and its batches come in pairs
                 (output.loss_sum * scale if counts else velocity_BLC.sum() * 0).backward()
             for name, value in output.sums.items():
                 totals[name] = totals.get(name, 0) + (value if counts else torch.zeros_like(value))

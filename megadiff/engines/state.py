@@ -235,7 +235,7 @@ class ComponentState(ABC):
 
     def _moments(self) -> dict[tuple[str, str], Tensor]:
         """Return (kind, name) → AdamW's moment. An unused branch never gets one."""
-        moments = {}
+        moments: dict[tuple[str, str], Tensor] = {}
         for name, tensor in self._optimized.items():
             state = self.optimizer.state.get(tensor)
             if state:

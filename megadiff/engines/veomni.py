@@ -93,7 +93,9 @@ class VeOmniEngine(ShardedEngine):
         check_installed(config)
         _check(mesh, adapter)
         transformer, adapters = _build_transformer(config, mesh, adapter, component, frozen=frozen)
-        self._parameters: dict[str, DTensor] = dict(transformer.named_parameters())
+        self._parameters: dict[str, DTensor] = dict(
+            transformer.named_parameters()  # type: ignore[arg-type]  # FSDP2 makes DTensors of them
+        )
         _load_source(self._parameters, adapter.model_folder / component, seed=config.seed)
         masters = self._parameters
         if adapters:
@@ -171,6 +173,7 @@ class VeOmniEngine(ShardedEngine):
     def _is_first_holder(self, name: str) -> bool:
         tensor = self._parameters[name]
         coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate, "every rank is in the mesh"
         return all(
             index == 0
             for index, placement in zip(coordinate, tensor.placements, strict=True)
@@ -189,7 +192,9 @@ class VeOmniEngine(ShardedEngine):
 
 def _full_weight(parameter: DTensor, dtype: torch.dtype) -> Tensor:
     # cast before the gather, which then moves half the bytes
-    tensor = parameter.detach().to(dtype).full_tensor()
+    shard = parameter.detach().to(dtype)
+    assert isinstance(shard, DTensor)
+    tensor = shard.full_tensor()
     is_policy = tensor.data_ptr() == local(parameter).data_ptr()  # not sharded and not cast
     return tensor.clone() if is_policy else tensor
 
@@ -353,7 +358,8 @@ def _axes(mesh: Mesh) -> TokenAxes:
 def _prepare_import(mesh: Mesh) -> None:
     os.environ.setdefault("VEOMNI_VERBOSITY", "ERROR")  # read once, at import
     if mesh.device.type == "cpu" and not hasattr(torch.cpu, "empty_cache"):
-        torch.cpu.empty_cache = lambda: None  # VeOmni calls it on whatever device it finds
+        # VeOmni calls it on whatever device it finds
+        torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # that is why
 
 
 def _load_source(parameters: dict[str, DTensor], folder: Path, *, seed: int) -> None:

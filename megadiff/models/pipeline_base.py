@@ -21,7 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
+from megadiff.diffusion.noise import (
+    SampleIdentity,
+    initial_latents_rows,
+    sde_noise_rows,
+    window_start,
+)
 from megadiff.diffusion.sde import ode_step, sde_step
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
@@ -70,7 +75,7 @@ class BatchSampler:
         if self.sampling.sde_type == "ode":
             self.window_size = 0
         self.window_starts = [self._window_start(request) for request in requests]
-        self.identities = [
+        self.identities: list[SampleIdentity] = [
             {
                 "seed": request.seed,
                 "step": request.step,

@@ -31,6 +31,7 @@ class Alarm:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._rows.append({"step": step, **metrics})
+        # Only then has the folder another evaluation to read.
         if any(key.startswith("eval/") for key in metrics):
             self._heldout = compare_ends(self._run_folder)
         for sign in signs(self._rows, self._config, self._heldout):

@@ -11,7 +11,7 @@ from megadiff.observe.timers import Timers
 logger = logging.getLogger(__name__)
 
 PHASES = ("parity", "sync", "rollout", "train")  # timers' names
-PERIOD_S = 0.05
+PERIOD_S = 0.05  # a peak lasts, as allocators keep what they took
 GIB = 2**30
 
 
@@ -55,6 +55,7 @@ class DeviceMemory:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._period_s):
+            # Asking the device takes a while, in which a phase may end.
             before = self._timers.running
             try:
                 used = self._used_bytes()

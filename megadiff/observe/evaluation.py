@@ -227,7 +227,7 @@ def _by_task(
     estimate_of: Callable[..., MeanEstimate], rewards: Sequence[str], tasks: Sequence[str]
 ) -> dict[str, object]:
     """Return reward → its estimate over all samples, and by task."""
-    records = {}
+    records: dict[str, object] = {}
     for reward in rewards:
         by_task = {task: asdict(estimate_of(reward, task)) for task in tasks}
         records[reward] = asdict(estimate_of(reward)) | {"by_task": by_task}
@@ -273,6 +273,7 @@ def write_evaluation(
     for name, pixels in images.items():
         write_picture(aside / Path(name).name, pixels, frames_per_s=frames_per_s)
     record = folder / RECORD_NAME
+    # The record goes first and comes last: with it, the images beside it are its own.
     record.unlink(missing_ok=True)
     shutil.rmtree(folder / IMAGES, ignore_errors=True)
     aside.rename(folder / IMAGES)

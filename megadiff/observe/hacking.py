@@ -20,6 +20,7 @@ from megadiff.observe.metrics import (
     finite,
     metric_keys,
     pretty_number,
+    step_of,
     verdict,
 )
 
@@ -121,6 +122,7 @@ def signs(
     heldout: the last evaluation against the first one, which tells how noisy its scores are.
     """
     ends = verdict(rows)
+    # Without a gain there is nothing that an exploit could have brought.
     if ends is None or not ends.is_clear or ends.gain <= 0:
         return []
     all_signs = [
@@ -141,6 +143,7 @@ def _falls(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Itera
             or change.last >= NARROW * change.first
         ):
             continue
+        # Some narrowing is what training does; only a collapse is called an exploit.
         if change.last < COLLAPSED * change.first:
             claim = f"{_while(gain)} {fall.what} fell {change}{fall.unit}"
             claim += ": the policy may be exploiting the reward."
@@ -175,8 +178,9 @@ def _heldout(
     rows: Sequence[Row], heldout: Comparison | None, config: Mapping[str, Any]
 ) -> Iterator[Sign]:
     """Yield held-out scores that lag behind what training gained up to the last evaluation."""
-    evaluated = [row["step"] for row in rows if any(key.startswith("eval/") for key in row)]
-    rows = [row for row in rows if evaluated and row["step"] <= evaluated[-1]]
+    evaluated = [step_of(row) for row in rows if any(key.startswith("eval/") for key in row)]
+    # Later gains are of steps that no held-out score could follow yet.
+    rows = [row for row in rows if evaluated and step_of(row) <= evaluated[-1]]
     ends = verdict(rows)
     if ends is None or not ends.is_clear or ends.gain <= 0:
         return
@@ -238,6 +242,7 @@ def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
         return None
     first = values[0]
     last = values[-1]
+    # Relative to the larger: a score near 0 would get no slack of its own.
     slack = UNKNOWN_NOISE * max(abs(first), abs(last))
     return Change(first=first, last=last, low=last - first - slack, high=last - first + slack)
 

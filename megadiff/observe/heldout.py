@@ -17,6 +17,7 @@ def read_evaluations(run_folder: Path) -> list[tuple[Path, Evaluation]]:
     """
     folders = [folder for _, folder in evaluation_folders(run_folder)]
     first = _first_readable(folders)
+    # From the end: the newest that can be read, which may be the first again.
     last = _first_readable(folders[::-1]) if first else None
     if first is None or last is None:
         return []

@@ -82,6 +82,13 @@ def column(rows: Sequence[Row], key: str) -> list[float | None]:
     return [row.get(key) for row in rows]
 
 
+def step_of(row: Row) -> int:
+    """Return a row's step, which parse_row() lets no row be without."""
+    step = row["step"]
+    assert step is not None
+    return int(step)
+
+
 def metric_keys(rows: Sequence[Row]) -> list[str]:
     """Return every metric of the rows, sorted, without `step`."""
     return sorted({key for row in rows for key in row} - {"step"})
@@ -109,7 +116,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
         if row is None:
             logger.warning("%s: line %d is torn and skipped", path, number)
             continue
-        rows.setdefault(int(row["step"]), {}).update(row)
+        rows.setdefault(step_of(row), {}).update(row)
     return [rows[step] for step in sorted(rows)]
 
 
@@ -150,6 +157,7 @@ def verdict(rows: Sequence[Row], *, key: str = "reward/mean") -> Verdict | None:
     values = finite(column(rows, key))
     if not values:
         return None
+    # Half of a short run at most, so that its two ends never share a step.
     window = max(1, min(VERDICT_STEPS, len(values) // 2))
     first = values[:window]
     last = values[-window:]
@@ -166,6 +174,7 @@ def format_number(value: float | None) -> str:
     if not 1e-3 <= abs(value) < 1e5:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    # Three digits in all: as many after the point as those before it leave.
     text = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -180,6 +189,7 @@ def format_seconds(seconds: float) -> str:
     """Write 0.42 s, 12.3 s, 4 min 05 s or 3 h 12 min."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    # Rounded first: 119.6 s is 2 min 00 s and not 1 min 60 s.
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"

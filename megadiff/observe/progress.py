@@ -64,6 +64,7 @@ class ProgressBar:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` is finished, with its metrics."""
+        # The first step has ended by now: its own seconds say when it began.
         if self._start_s is None:
             self._start_clock(step_seconds(metrics) or 0.0)
         if self._bar is not None:
@@ -83,6 +84,7 @@ class ProgressBar:
 
     def _remaining_s(self, step: int) -> float:
         """Return steps left × mean seconds of the steps that this process finished."""
+        # Not num_steps done in all: a resumed run spent no time on the earlier ones.
         finished = max(1, step - self._start_step)
         assert self._start_s is not None
         return (time.monotonic() - self._start_s) / finished * max(0, self._num_steps - step)

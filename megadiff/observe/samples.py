@@ -92,6 +92,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
             name = _file_name(number, sample)
             write_picture(aside / name, sample.pixels, frames_per_s=sample.frames_per_s)
             index.write(json.dumps(_index_entry(name, sample), ensure_ascii=False) + "\n")
+    # A rename replaces no folder that holds files.
     if target.exists():
         shutil.rmtree(target)
     return aside.rename(target)
@@ -116,6 +117,7 @@ def _index_entry(name: str, sample: SampleRecord) -> dict[str, object]:
     }
 
 
+# JSON has no NaN: a reader in another language would refuse the line.
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
@@ -167,6 +169,7 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
     width = max(strip.shape[1] for strip in strips)
     columns = min(columns, len(strips))
     rows = math.ceil(len(strips) / columns)
+    # The gap is between cells only, hence one less than cells.
     grid = torch.full(
         (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8
     )
@@ -174,6 +177,7 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
         top = number // columns * (height + gap)
         left = number % columns * (width + gap)
         grid[top : top + strip.shape[0], left : left + strip.shape[1]] = strip
+    # Trackers want channels first.
     return grid.permute(2, 0, 1)
 
 

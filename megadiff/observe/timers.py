@@ -31,6 +31,7 @@ class Timers:
                 "own name"
             )
         self.running |= {name}
+        # Steady, unlike time.time(), which an NTP correction moves.
         start_s = time.perf_counter()
         try:
             yield

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from megadiff.observe.alarm import Alarm
 from megadiff.observe.evaluation import drop_evaluations_after
 from megadiff.observe.jsonl import read_lines
-from megadiff.observe.metrics import check_keys, parse_row, read_rows
+from megadiff.observe.metrics import check_keys, parse_row, read_rows, step_of
 from megadiff.observe.samples import (
     SampleRecord,
     drop_samples_after,
@@ -79,7 +79,8 @@ def drop_rows_after(path: Path, *, step: int) -> None:
     earlier = []
     for line in lines:
         row = parse_row(line)
-        if row is not None and line.endswith("\n") and row["step"] <= step:
+        # A line without its end would run into the next that is written.
+        if row is not None and line.endswith("\n") and step_of(row) <= step:
             earlier.append(line)
     if len(earlier) == len(lines):
         return
@@ -97,6 +98,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise ValueError(_missing("tensorboard")) from error
+        # TensorBoard hides what an earlier attempt wrote from this step on.
         purge_step = resume_step + 1 if resume_step else None
         self._writer = SummaryWriter(log_dir=str(run_folder / "tensorboard"), purge_step=purge_step)
 
@@ -127,6 +129,7 @@ class WandbTracker:
         except ModuleNotFoundError as error:
             raise ValueError(_missing("wandb")) from error
         id_path = run_folder / "wandb_id"
+        # A run that starts over in the same folder is another one to W&B.
         if not (resume_step and id_path.exists()):
             id_path.write_text(uuid.uuid4().hex[:8], "utf-8")
         self._wandb = wandb

@@ -71,6 +71,7 @@ def _shrunk(frame: np.ndarray, side: int) -> np.ndarray:
 def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
     """Return an MP4. Sides of 1 pixel are doubled, odd ones cut."""
     start = next(frames)
+    # The stream must know its size before the first frame is encoded.
     first = _even(start)
     frames = chain([start], frames)
     out = io.BytesIO()
@@ -82,6 +83,7 @@ def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
         stream.pix_fmt = "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(_even(frame), format="rgb24")))
+        # Flushes the frames that x264 holds back to look ahead.
         container.mux(stream.encode())
     return out.getvalue()
 

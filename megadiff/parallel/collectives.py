@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def broadcast_bytes(payload: bytes | None, *, source: int, group: dist.ProcessGr
     return buffer.numpy().tobytes()
 
 
-def broadcast_json(value: object, *, source: int, group: dist.ProcessGroup) -> object:
+def broadcast_json(value: object, *, source: int, group: dist.ProcessGroup) -> Any:
     """A JSON value of global rank `source` on every rank of a gloo group."""
     payload = json.dumps(value).encode() if dist.get_rank() == source else None
     return json.loads(broadcast_bytes(payload, source=source, group=group))
@@ -82,6 +82,10 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     raise AgreedError(f"{where}{text}") from error
 
 
+@overload
+def agreed(action: Callable[[], T], group: dist.ProcessGroup) -> T: ...
+@overload
+def agreed(action: Callable[[], T], group: dist.ProcessGroup, *, here: bool) -> T | None: ...
 def agreed(action: Callable[[], T], group: dist.ProcessGroup, *, here: bool = True) -> T | None:
     """Run the action on the ranks where `here` is true and agree on its failure. Collective over a gloo group.
 

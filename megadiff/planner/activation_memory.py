@@ -32,7 +32,7 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     mlp_width = model.adapter.mlp_ratio * model.adapter.width / placing.layout.tp
     numbers = BACKWARD if training else FORWARD
     token_bytes = numbers * _saved(model, work).norm_itemsize + work.itemsize
-    at_work = token_bytes * model.adapter.width * split
+    at_work: float = token_bytes * model.adapter.width * split
     at_work += MLP_TENSORS * work.itemsize * mlp_width * gathered
     if not training:
         return round(at_work)

@@ -178,7 +178,7 @@ def _shapes(
     if list(folder.glob("*.safetensors")):
         manifest = folder_manifest(model_folder, (component,), dtype=dtype)
         return {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
-    if (folder / "config.json").is_file():
+    if class_path and (folder / "config.json").is_file():
         return {name: p.shape for name, p in _empty(folder, *class_path).named_parameters()}
     return None
 

@@ -260,11 +260,16 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
     num_heads = model.adapter.num_heads
     if num_heads % (layout.sp * layout.tp):
         return f"sp*tp = {layout.sp * layout.tp} does not divide the model's {num_heads} heads"
-    sizes = dict(dp=layout.dp, dp_replicate=layout.dp_replicate, sp=layout.sp, tp=layout.tp)
     asked = replace(
         config,
         engine=replace(config.engine, backend=placing.backend),
-        parallel=replace(config.parallel, **sizes),
+        parallel=replace(
+            config.parallel,
+            dp=layout.dp,
+            dp_replicate=layout.dp_replicate,
+            sp=layout.sp,
+            tp=layout.tp,
+        ),
     )
     try:
         validate(asked, dp=layout.dp)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +131,8 @@ def measure(
         )
         for height in HEIGHTS
     ]
-    recorder = Recorder(half_head=transformer.config.attention_head_dim // 2)
+    config: Any = transformer.config  # of diffusers, without types
+    recorder = Recorder(half_head=config.attention_head_dim // 2)
     _watch(transformer, adapter, recorder)
     bytes_by_blocks = {}
     for num_blocks in (2, 1):  # falling, as blocks that are cut off are gone
@@ -195,7 +197,7 @@ def _run(
     transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling, recorder: Recorder
 ) -> list[int]:
     """Return the bytes of KINDS that one row saves."""
-    config = transformer.config
+    config: Any = transformer.config  # of diffusers, without types
     recorder.inputs.clear()
     recorder.tensors.clear()
     num_tokens, channels = adapter.latents_shape(sampling)

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megadiff.observe.evaluation import MeanEstimate
-from megadiff.observe.metrics import Row, column, finite, pretty_number
+from megadiff.observe.metrics import Row, column, finite, pretty_number, step_of
 
 T = TypeVar("T")
 Values = Sequence[float | None]
@@ -74,7 +74,7 @@ def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Metri
     elif len(groups) < len(logged):
         low = tuple(min(finite(column(group, key)), default=None) for group in groups)
         high = tuple(max(finite(column(group, key)), default=None) for group in groups)
-    steps = tuple(int(group[-1]["step"]) for group in groups)
+    steps = tuple(step_of(group[-1]) for group in groups)
     return MetricCurve(steps=steps, values=tuple(values), low=low, high=high)
 
 

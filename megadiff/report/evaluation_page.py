@@ -168,7 +168,7 @@ def wall(
             alt = f"{sample.caption}, {name}" if name else sample.caption
             value = sample.rewards.get(reward)  # a run may get another reward when it resumes
             look = {
-                "picture": pictures.get(file),
+                "picture": pictures.get(file) if file else None,
                 "alt": alt,
                 "title": f"{alt}: {rewards_text(sample.rewards)}",
                 "value": value,

@@ -70,8 +70,12 @@ def _shrink_all(
     num_bytes = 0
     for path, original in originals.items():
         is_video = not isinstance(original, Image.Image)
-        size = original if is_video else original.size
-        data = _mp4(path, size, side) if is_video else _png(original, side)
+        if isinstance(original, Image.Image):
+            size = original.size
+            data = _png(original, side)
+        else:
+            size = original
+            data = _mp4(path, size, side)
         if data is None:
             continue
         pictures[path] = Picture(data=data, size=size, is_video=is_video)
@@ -127,7 +131,7 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
         by_prompt[sample.prompt_id].setdefault(sample.step, sample)
     # sorted() is stable: of equally frequent prompts the first seen go first.
     prompts = sorted(by_prompt.values(), key=len, reverse=True)[:MAX_PROMPTS]
-    rows = []
+    rows: list[list[SavedSample | None]] = []
     columns: set[int] = set()
     for by_step in prompts:
         steps = evenly_spaced(sorted(by_step), MAX_COLUMNS)

@@ -30,6 +30,7 @@ from megadiff.observe.metrics import (
     pretty_number,
     read_rows,
     stage_key,
+    step_of,
     step_seconds,
     verdict,
 )
@@ -85,7 +86,7 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """Return how many steps are finished; 0 is an evaluation before the first one."""
-        return int(self.rows[-1]["step"]) if self.rows else 0
+        return step_of(self.rows[-1]) if self.rows else 0
 
     @property
     def num_steps(self) -> int | None:
@@ -131,7 +132,7 @@ def _parse_config(text: str) -> dict[str, Any]:
 
 def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     """Return section → its metrics, named ones first."""
-    section_of = {}
+    section_of: dict[str, str] = {}
     for name, section in TEXTS["sections"].items():
         section_of |= dict.fromkeys(section["metrics"], name)
     sections: dict[str, list[str]] = {name: [] for name in TEXTS["sections"]}
@@ -179,16 +180,17 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
         detail = f"mean of {ends.window}, from {pretty_number(ends.first)}"
         tiles.append(("Loss", pretty_number(ends.last), detail))
     rewards = finite(column(rows, "reward/mean"))
-    if len(rewards) > 1:
+    if ends is not None and len(rewards) > 1:
         tiles.append(_gain_tile(ends))
     # Beside the held-out tile it would begin a second row.
-    if rewards and not run.evaluations:
+    if ends is not None and rewards and not run.evaluations:
         best = f"best step {pretty_number(max(rewards))}"
         tiles.append(("Reward now", pretty_number(ends.last), best))
     tiles.append(("Steps", str(run.last_step), f"of {run.num_steps}" if run.num_steps else ""))
     seconds = finite(step_seconds(row) for row in rows)
-    if seconds:
-        a_step = f"{format_seconds(median(seconds))} a step"
+    typical_s = median(seconds)
+    if typical_s is not None:
+        a_step = f"{format_seconds(typical_s)} a step"
         tiles.append(("Wall time", format_seconds(sum(seconds)), a_step))
     rate = median(column(rows, "perf/samples_per_s"))
     if rate is not None:
@@ -293,7 +295,7 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
         stages.append({"name": stage, "hint": hint, "median": median(seconds), "share": share})
     mean_of = f", mean of {len(groups[0])} steps" if len(groups) < len(rows) else ""
     chart = stacked_chart(
-        [int(group[0]["step"]) for group in groups],
+        [step_of(group[0]) for group in groups],
         stacks,
         title="A step's seconds",
         key=f"seconds per step{mean_of}",

@@ -41,8 +41,11 @@ class _WrongAnswer(Exception):
 def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> list[float]:
     """Read the answer. Raises _WrongAnswer, or what the answer itself raises: it is user code."""
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
-    is_list = isinstance(answer, Sequence) and not isinstance(answer, (str, bytes))
-    if not is_list or len(answer) != len(samples):
+    if (
+        not isinstance(answer, Sequence)
+        or isinstance(answer, (str, bytes))
+        or len(answer) != len(samples)
+    ):
         kind = f"a {type(answer).__name__}"
         count = f"{len(answer)} values" if hasattr(answer, "__len__") else kind
         raise _WrongAnswer(

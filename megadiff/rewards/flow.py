@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import cv2
 import numpy as np
 
@@ -30,7 +32,7 @@ def neighbours(sample: RewardSample, num_pairs: int) -> list[tuple[np.ndarray, n
             "motion needs at least 2 frames, found 1; set rollout.num_frames, or leave this reward "
             "out"
         )
-    starts = range(count)
+    starts: Iterable[int] = range(count)
     if 0 < num_pairs < count:
         starts = sorted({round(start) for start in np.linspace(0, count - 1, num_pairs).tolist()})
     return [(grey(sample.pixels[start]), grey(sample.pixels[start + 1])) for start in starts]
@@ -51,7 +53,7 @@ def optical_flow(frame: np.ndarray, following: np.ndarray) -> np.ndarray:
 
     Both frames are grey uint8 [h, w]. Dense, by polynomial expansion (Farnebäck, 2003).
     """
-    return cv2.calcOpticalFlowFarneback(
+    return cv2.calcOpticalFlowFarneback(  # type: ignore[call-overload]  # it does take None
         frame, following, None, 0.5, LEVELS, WINDOW, ITERATIONS, NEIGHBOURHOOD, SMOOTHING, 0
     )
 

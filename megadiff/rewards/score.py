@@ -171,33 +171,34 @@ class Scorer:
             self._raise_first_failure()  # its own text, and not that it took long
             now = time.monotonic()
             running = [
-                call
+                (call, call.started_s)
                 for call in self._calls
                 if call.future in pending and call.started_s is not None
             ]
-            for call in running:
-                if now - call.started_s >= self.timeout_s:
+            for call, started_s in running:
+                if now - started_s >= self.timeout_s:
                     who = f"reward {call.reward.name!r} on {samples_text(call.samples)}"
                     raise RewardError(
                         f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
                     )
             # A queued call cannot be overdue before timeout_s from now: nothing is missed.
             remaining_s = min(
-                (call.started_s + self.timeout_s - now for call in running), default=self.timeout_s
+                (started_s + self.timeout_s - now for _, started_s in running),
+                default=self.timeout_s,
             )
             pending = wait(pending, timeout=remaining_s, return_when=FIRST_EXCEPTION).not_done
         self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
         """Raise the first failure, if there is one, and log the user's own traceback once."""
-        failed = [call for call in self._calls if _failure(call) is not None]
-        if not failed:
-            return
-        self.reset()
-        error = _failure(failed[0])
-        if error.__cause__:
-            logger.error("reward %r failed", failed[0].reward.name, exc_info=error.__cause__)
-        raise error
+        for call in self._calls:
+            error = _failure(call)
+            if error is None:
+                continue
+            self.reset()
+            if error.__cause__:
+                logger.error("reward %r failed", call.reward.name, exc_info=error.__cause__)
+            raise error
 
     def _gather(self) -> dict[str, Tensor]:
         shape = (len(self._groups), len(self._groups[0]))
@@ -209,7 +210,9 @@ class Scorer:
                 torch.tensor(values)
             )
             self.reward_s[call.reward.name] += seconds
-        total = sum(self.weights[name] * score for name, score in scores.items())
+        total = torch.zeros(shape, dtype=torch.float32)
+        for name, score in scores.items():
+            total = total + self.weights[name] * score
         self._check_total(total, scores)
         scores[TOTAL] = total
         return scores

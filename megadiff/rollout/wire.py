@@ -83,8 +83,8 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
     schedule = tensors.pop("schedule")
     conditioning: list[dict[str, Tensor]] = [{} for _ in headers]
     for key, tensor in tensors.items():
-        index, _, name = key.partition(".")
-        conditioning[int(index)][name] = tensor
+        number, _, name = key.partition(".")
+        conditioning[int(number)][name] = tensor
     groups = []
     for index, fields in enumerate(headers):
         group = RolloutGroup(
@@ -145,7 +145,7 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads(metadata[HEADER_KEY])
 
 
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "float": (int, float),
     "str": str,
@@ -185,8 +185,11 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def _integers(value: object, where: str, *, length: int | None = None) -> tuple[int, ...]:
-    is_list = isinstance(value, list | tuple) and all(type(item) is int for item in value)
-    if not is_list or length not in (None, len(value)):
+    if (
+        not isinstance(value, list | tuple)
+        or any(type(item) is not int for item in value)
+        or length not in (None, len(value))
+    ):
         count = "" if length is None else f"{length} "
         raise ValueError(f"{where}={value!r} must be a list of {count}integers")
     return tuple(value)
@@ -194,6 +197,6 @@ def _integers(value: object, where: str, *, length: int | None = None) -> tuple[
 
 def _bytes(value: object, where: str) -> bytes:
     try:
-        return base64.b64decode(value, validate=True)  # type: ignore[arg-type]
+        return base64.b64decode(value, validate=True)  # type: ignore[arg-type]  # refused below
     except (TypeError, ValueError) as error:  # binascii's own error is a ValueError
         raise ValueError(f"{where} is {value!r:.40}, not bytes in base64 ({error})") from None

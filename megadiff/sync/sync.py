@@ -43,8 +43,11 @@ class WeightSource(Protocol):
     changed: the components whose trained weights may differ from what they were at mark_pushed(), the same on every rank.
     """
 
-    lora: LoraSpec | None
-    changed: Set[str]
+    @property
+    def lora(self) -> LoraSpec | None: ...
+
+    @property
+    def changed(self) -> Set[str]: ...
 
     def named_weights(self, bucket_bytes: int, components: Collection[str]) -> Iterator[Bucket]: ...
 

@@ -79,7 +79,7 @@ def _totals(tensors: Sequence[Tensor]) -> Tensor:
         torch.tensor(column) for column in zip(*large, *packed, strict=True)
     )
     ends = lengths.cumsum(0)
-    row_R = torch.arange(ends[-1]) + (firsts - ends + lengths).repeat_interleave(lengths)
+    row_R = torch.arange(int(ends[-1])) + (firsts - ends + lengths).repeat_interleave(lengths)
     running = _hashed(torch.cat(sums), row_R).cumsum(0)
     totals_of_runs = running[ends - 1].diff(prepend=ends.new_zeros(1))
     return totals.index_add_(0, indices, totals_of_runs)

@@ -52,7 +52,7 @@ def _boxes(
 
 def _row_boxes(
     shape: tuple[int, ...], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], ...]]:
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     begin = row * math.prod(shape[1:])
     for offsets, sizes in _boxes(shape[1:], start - begin, stop - begin):
         yield (row, *offsets), (1, *sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -78,12 +79,15 @@ def lora_from_json(value: object) -> LoraSpec | None:
     return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))
 
 
-def is_alpha(value: object) -> bool:
+def is_alpha(value: object) -> TypeGuard[float]:
     """Tell whether a JSON value is a number above 0 in float32's range.
 
     NaN and infinity pass for JSON, and MKL's product with NaN need not even be NaN.
     """
-    return type(value) in (int, float) and 0 < value <= LARGEST_ALPHA
+    # JSON's true would pass for 1
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value <= LARGEST_ALPHA
 
 
 def worker_box(name: str, base_boxes: Mapping[str, Box], *, lora_rank: int = 0) -> Box | None:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypedDict
 
 from megadiff.tensors.model_files import open_weights, weight_files
 
-Manifest = dict[str, dict[str, object]]  # name → {"dtype": "bfloat16", "shape": [3, 4]}
+
+class TensorRow(TypedDict):
+    """Describe a tensor: its dtype, as in "bfloat16", and its shape."""
+
+    dtype: str
+    shape: list[int]
+
+
+Manifest = dict[str, TensorRow]
 
 
 def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: str) -> Manifest:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 
-def parse_json(text: str | bytes) -> object:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON. Raise ValueError for what is none, for doubled keys and for endless nesting."""
     try:
         return json.loads(text, object_pairs_hook=_without_doubles)
@@ -26,7 +27,7 @@ def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return parsed
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises ValueError when there is none."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; fetch the whole model folder")

@@ -174,7 +174,7 @@ class ShardFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         file, index = _read_index(shard_file(self.folder, 0))
-        self.values: dict[str, object] = index["values"]
+        self.values: dict[str, Any] = index["values"]
         self.num_files: int = index["num_files"]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._shards: dict[str, list[StoredShard]] = {}

@@ -324,4 +324,4 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, in its own memory."""
     flat = tensor.detach().reshape(-1)
     assert flat.data_ptr() == tensor.data_ptr() or not flat.numel(), "the tensor is not contiguous"
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

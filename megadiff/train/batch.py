@@ -68,7 +68,7 @@ def select(batch: TrainBatch, index_N: Tensor) -> TrainBatch:
         for name, value in vars(batch).items()
         if isinstance(value, Tensor) and name.rpartition("_")[2].startswith("N")
     }
-    return replace(batch, **rows)
+    return replace(batch, **rows)  # type: ignore[arg-type]  # they are fields of tensors alone
 
 
 def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> list[TrainBatch]:

@@ -80,7 +80,7 @@ class Board:
 
     def say(self, **changes: object) -> None:
         """Change this rank's state and show it to the others."""
-        self.own_state = replace(self.own_state, **changes)
+        self.own_state = replace(self.own_state, **changes)  # type: ignore[arg-type]  # its fields
         _overwrite(self.folder / _name(self.own_state.rank), asdict(self.own_state))
 
     def states(self) -> list[RankState]:

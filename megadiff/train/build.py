@@ -262,12 +262,12 @@ def build_sync(
     """
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
     targets = fleet.weight_targets()
-    workers = agreed(
+    first_workers = agreed(
         lambda: {target.name: target.weights_places() for target in targets},
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
-    workers = broadcast_json(workers, source=0, group=mesh.cpu_group)
+    workers = broadcast_json(first_workers, source=0, group=mesh.cpu_group)
     ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
     transport = agreed(
         lambda: build_transport(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from typing import Any
 
 import yaml
 
@@ -19,7 +20,7 @@ from megadiff.train.sampling import sampling_of, sft_sampling
 
 def describe(
     config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the plan of a run as JSON values: sigmas, sde_window_range, components, …, layout, config.
 
     Microbatches are counted as if every group had a signal.
@@ -51,13 +52,13 @@ def describe(
     }
 
 
-def to_text(plan: dict[str, object], *, as_json: bool) -> str:
+def to_text(plan: dict[str, Any], *, as_json: bool) -> str:
     """Return one JSON object, or text with the stochastic window marked in the schedule."""
     if as_json:
         return json.dumps(plan) + "\n"
-    low, high = plan["sde_window_range"]  # type: ignore[misc]
+    low, high = plan["sde_window_range"]
     lines = ["step  sigma     sigma_next  (* = may be stochastic)"]
-    sigmas: list[float] = plan["sigmas"]  # type: ignore[assignment]
+    sigmas: list[float] = plan["sigmas"]
     for index, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
         lines.append(
             f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}"

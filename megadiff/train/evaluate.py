@@ -177,7 +177,7 @@ def eval_metrics(evaluation: Evaluation, weights: dict[str, float]) -> dict[str,
     """Return eval/<reward>, their weighted sum eval/mean, and the figures of diversity."""
     means = {name: evaluation.estimate(name).mean for name in evaluation.reward_names}
     total = sum(weights[name] * mean for name, mean in means.items())
-    figures = {"mean": total} | means | evaluation.diversity
+    figures: dict[str, float | None] = {"mean": total, **means, **evaluation.diversity}
     return {f"eval/{name}": value for name, value in figures.items() if value is not None}
 
 
@@ -298,8 +298,8 @@ def _mean_figure(figures: dict[str, dict[str, float | None]], name: str) -> floa
     """Return the mean over the prompts that have the figure."""
     # In the order of prompt ids, so that the sum is the same for every layout.
     values = [figures[prompt_id][name] for prompt_id in sorted(figures)]
-    values = [value for value in values if value is not None]
-    return fmean(values) if values else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
@@ -309,11 +309,12 @@ def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
         record = None
         payload = None
         if mesh.rank == source:
+            assert scored is not None
             samples = [asdict(sample) for sample in scored.samples]
             record = {"samples": samples, "figures": scored.figures}
             payload = save({name: pixels.contiguous() for name, pixels in scored.images.items()})
-        record = broadcast_json(record, source=source, group=mesh.cpu_group)
-        gathered.samples += [EvaluatedSample(**sample) for sample in record["samples"]]
-        gathered.figures |= record["figures"]
+        received = broadcast_json(record, source=source, group=mesh.cpu_group)
+        gathered.samples += [EvaluatedSample(**sample) for sample in received["samples"]]
+        gathered.figures |= received["figures"]
         gathered.images |= load(broadcast_bytes(payload, source=source, group=mesh.cpu_group))
     return gathered

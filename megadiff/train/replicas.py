@@ -126,9 +126,9 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     is_colocated = rollout.mode == "colocated"
     registry = registry_folder(folder) if is_colocated else Path(rollout.registry)
     here = mesh.rank == 0
-    access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
+    first_access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
     # Every rank gets rank 0's token: a run may have drawn its own, which no environment holds.
-    access = broadcast_json(access, source=0, group=mesh.cpu_group)
+    access = broadcast_json(first_access, source=0, group=mesh.cpu_group)
 
     def announcements() -> list[dict[str, Any]]:
         healthy = wait_until_announced(
@@ -142,10 +142,10 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
             check_arithmetic(replica, config)
         return healthy
 
-    replicas = agreed(announcements, mesh.cpu_group, here=here)
-    replicas = broadcast_json(replicas, source=0, group=mesh.cpu_group)
+    announced = agreed(announcements, mesh.cpu_group, here=here)
+    replicas = broadcast_json(announced, source=0, group=mesh.cpu_group)
     clients = []
-    for replica in replicas:  # type: ignore[union-attr]  # rank 0's list
+    for replica in replicas:
         clients.append(
             ReplicaClient(
                 replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
@@ -260,8 +260,8 @@ def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> Repl
         model=Path(config.model.path),
         name=name,
         port=0,
-        device=device_type,
-        dtype=config.model.dtype,
+        device="cuda" if device_type == "cuda" else "cpu",
+        dtype=config.model.dtype,  # type: ignore[arg-type]  # validate() has checked it
         registry=registry_folder(folder),
         weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
         tp=config.rollout.tp,

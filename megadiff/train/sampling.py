@@ -38,7 +38,8 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         sde_type=config.sde_type,
         eta=config.eta,
         sde_window_size=config.sde_window_size,
-        sde_window_range=tuple(config.sde_window_range),
+        # validate() has refused a range of more or fewer than two numbers
+        sde_window_range=tuple(config.sde_window_range),  # type: ignore[arg-type]  # see above
     )
 
 
@@ -189,5 +190,5 @@ def share_rewards(rewards: Rewards, *, mesh: Mesh) -> Rewards:
     JSON carries a float exactly.
     """
     plain = {name: value.tolist() for name, value in rewards.items()}
-    plain = broadcast_json(plain, source=mesh.model_group_source, group=mesh.cpu_model_group)
-    return {name: torch.tensor(value) for name, value in plain.items()}  # type: ignore[union-attr]
+    received = broadcast_json(plain, source=mesh.model_group_source, group=mesh.cpu_model_group)
+    return {name: torch.tensor(value) for name, value in received.items()}

@@ -84,9 +84,14 @@ class BoundedHttp:
         deadline = time.monotonic() + timeout_s
         extensions = {"timeout": {"connect": deadline, "write": deadline, "read": deadline}}
         asked = f"{method} {self.url}{path}"
-        request = {"headers": dict(headers), "content": content, "extensions": extensions}
         try:
-            with self._pool.stream(method, self.url + path, **request) as response:
+            with self._pool.stream(
+                method,
+                self.url + path,
+                headers=list(headers.items()),
+                content=content,  # type: ignore[arg-type]  # any iterable will do
+                extensions=extensions,
+            ) as response:
                 fields = {name.lower(): value for name, value in response.headers}
                 body = _read(response, fields, max_bytes=max_bytes, asked=asked)
         except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
@@ -166,8 +171,8 @@ def _post(
     ]
     request = h11.Request(method="POST", target=path, headers=headers)
     try:
-        for event in (request, h11.Data(data=body), h11.EndOfMessage()):
-            stream.write(connection.send(event) or b"", deadline)
+        for outgoing in (request, h11.Data(data=body), h11.EndOfMessage()):
+            stream.write(connection.send(outgoing) or b"", deadline)
         status = 0
         content = b""
         while True:
@@ -198,7 +203,8 @@ class _DeadlineStream(httpcore.NetworkStream):
         view = memoryview(buffer)
         for begin in range(0, len(view), WRITE_BYTES):
             seconds = _seconds_left(timeout, httpcore.WriteTimeout)
-            self._stream.write(view[begin : begin + WRITE_BYTES], seconds)
+            chunk = view[begin : begin + WRITE_BYTES]
+            self._stream.write(chunk, seconds)  # type: ignore[arg-type]  # sockets take views too
 
     def close(self) -> None:
         self._stream.close()

@@ -121,8 +121,9 @@ class ReplicaClient:
 
         def exchange(path: str, body: bytes) -> Answer:
             fields = {"Content-Type": "application/json", **self._run_header}
-            limits = {"timeout_s": timeout_s, "max_bytes": SMALL_BYTES}
-            return self._request(self._open, "POST", path, body, fields, **limits)
+            return self._request(
+                self._open, "POST", path, body, fields, timeout_s=timeout_s, max_bytes=SMALL_BYTES
+            )
 
         self._greet(exchange)
 

@@ -173,7 +173,7 @@ def _read_entry(path: Path) -> dict[str, Any]:
         raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
     url = entry.get("url")
     address = _URL.fullmatch(url) if isinstance(url, str) else None
-    if address is None or int(address[2]) > 65535 or not _is_url(url):
+    if address is None or int(address[2]) > 65535 or not _is_url(address[0]):
         raise ValueError(f"its url is {url!r:.80}, not http://HOST:PORT")
     return entry
 
