@@ -208,7 +208,7 @@ def _sync(
         source,
         built,
         manifest,
-        places={
+        boxes={
             name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()
         },
         bucket_bytes=options.bucket_mib * 2**20,

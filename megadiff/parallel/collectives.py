@@ -70,7 +70,7 @@ class AgreedError(RuntimeError):
     """A failure that every rank knows of, raised on all of them at the same place of the step."""
 
 
-def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
+def raise_together(error: BaseException | None, group: dist.ProcessGroup) -> None:
     """Agree on failure over a gloo group: if any rank brings an error, all raise AgreedError with that rank's text."""
     failed = torch.tensor([dist.get_rank() if error else -1], dtype=torch.int64)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)

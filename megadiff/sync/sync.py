@@ -1,16 +1,18 @@
-"""Weights from the trainer to the replicas: begin(version, manifest, lora) → bounded buckets → commit with fingerprints.
+"""Bring weights from the trainer to the replicas, and check that they arrived.
 
-A push counts only when every replica answers, for every tensor that it now uses, the fingerprint of what was sent, in this
-push or before, and for LoRA the modules that it is bound to. A missing, extra or different name is an error that names it,
-and the replica refuses to generate until a whole push succeeded.
+A push is begin(version, manifest, lora), bounded buckets, commit. It counts only when every replica
+answers with the fingerprint of what was sent, for every tensor that it now uses: of this push or an
+earlier one. For LoRA it also answers with the modules that it is bound to. A missing, extra or
+different name is an error that names it. The replica refuses to generate until a whole push
+succeeded.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -31,16 +33,15 @@ from megadiff.tensors.weight_groups import (
 )
 from megadiff.types import LoraSpec
 
-logger = logging.getLogger(__name__)
-Places = Mapping[
-    str, Sequence[Mapping[str, Box]]
-]  # replica → of each worker: name → the part that it has
+# replica → for each of its workers: name → the box of the tensor that the worker has.
+WorkerBoxes = Mapping[str, Sequence[Mapping[str, Box]]]
 
 
 class WeightSource(Protocol):
-    """An engine as the sync sees it. Both iterators are collective, and a tensor is the receiver's own.
+    """An engine as the sync sees it.
 
-    changed: the components whose trained weights may differ from what they were at mark_pushed(), the same on every rank.
+    Both iterators are collective, and a tensor is the receiver's own. changed: the components whose
+    trained weights may differ from what they were at mark_pushed(), the same on every rank.
     """
 
     @property
@@ -57,11 +58,13 @@ class WeightSource(Protocol):
 
 
 class WeightSync:
-    """Every rank gathers bucket after bucket; those with replicas to send to send one while the next is gathered.
+    """Push weights to all replicas: a rank sends a bucket while it gathers the next one.
 
-    transport: to this rank's replicas, which may be none. places: where their workers' pieces lie. manifest: of the base
-    weights. After a whole push only what was trained since travels: of the engine's changed components the base weights, or
-    with LoRA its tensors. seconds: of the last push on this rank, `gather` (waiting for buckets), `send` (waiting for
+    After a whole push only what was trained since travels: the base weights of the engine's changed
+    components, or with LoRA their LoRA tensors.
+    transport: to this rank's replicas, which may be none. manifest: of the base weights. boxes: of
+    all replicas' workers.
+    seconds: of the last push on this rank: `gather` (waiting for buckets), `send` (waiting for
     replicas), `fingerprint` and `commit`.
     """
 
@@ -71,26 +74,26 @@ class WeightSync:
         transport: Transport,
         manifest: Manifest,
         *,
-        places: Places,
+        boxes: WorkerBoxes,
         bucket_bytes: int,
         cpu_group: dist.ProcessGroup,
     ) -> None:
-        self.engine, self.transport, self.manifest, self.places = (
-            engine,
-            transport,
-            manifest,
-            places,
-        )
-        self.bucket_bytes, self.cpu_group = bucket_bytes, cpu_group
+        self.engine = engine
+        self.transport = transport
+        self.manifest = manifest
+        self.boxes = boxes
+        self.bucket_bytes = bucket_bytes
+        self.cpu_group = cpu_group
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
-        self._sent = 0
-        self._held: Ledger | None = None  # of what every replica uses
+        self._num_bytes = 0
+        self._sent: SentFingerprints | None = None  # None while replicas may hold anything
 
     def push(self, version: int) -> dict[str, float]:
-        """Collective. Brings every replica to this version of the weights, unless it is there; returns `sync/gib`, the size
-        of what travelled last, and where something did `time/sync_<part>_s`, this rank's `seconds`.
+        """Bring every replica to this version of the weights, unless it is there. Collective.
 
+        Returns `sync/gib`, the size of what travelled last, and after a push
+        `time/sync_<stage>_s`, this rank's `seconds`.
         Raises AgreedError when any replica refuses or differs.
         """
         seconds = {}
@@ -98,208 +101,184 @@ class WeightSync:
             self.version = None
             self._push(version)
             self.version = version
-            seconds = {stage_key(f"sync_{part}"): value for part, value in self.seconds.items()}
-        return {"sync/gib": self._sent / 2**30, **seconds}
+            seconds = {stage_key(f"sync_{stage}"): value for stage, value in self.seconds.items()}
+        return {"sync/gib": self._num_bytes / 2**30, **seconds}
 
     def forget(self) -> None:
-        """The replicas hold nothing any more, as after Fleet.sleep(): the next push brings everything, whatever its version."""
-        self.version, self._held = None, None
+        """Bring everything at the next push, whatever its version, as after Fleet.sleep()."""
+        self.version = None
+        self._sent = None
 
     def close(self) -> None:
         self.transport.close()
 
     def _push(self, version: int) -> None:
-        held, self._held = self._held, None  # unknown, until the replicas have committed
+        earlier = self._sent
+        # Unknown until the replicas have committed: a push after a failed one brings everything.
+        self._sent = None
         lora = self.engine.lora
         whole = self.manifest | (lora_manifest(lora, self.manifest) if lora else {})
-        every = parts = set(names_by_weight_group(whole))
-        if held:
-            parts = every & {
-                WeightGroup(component, is_lora=lora is not None)
-                for component in self.engine.changed
-            }
-        ledger = Ledger(self.places, lora=lora, held=held.of(every - parts) if held else None)
+        all_groups = set(names_by_weight_group(whole))
+        groups = all_groups
+        sent = SentFingerprints(self.boxes, lora=lora)
+        if earlier:
+            is_lora = lora is not None
+            groups = all_groups & {WeightGroup(name, is_lora) for name in self.engine.changed}
+            sent.add_earlier(earlier, all_groups - groups)
         self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
-        error = self._send(version, ledger, rows_of_weight_groups(whole, parts))
+        error = self._send(version, sent, rows_of_weight_groups(whole, groups))
         raise_together(error, self.cpu_group)
         self.engine.mark_pushed()
-        self._held, self._sent = ledger, ledger.num_bytes
+        self._sent = sent
+        self._num_bytes = sent.num_bytes
 
-    def _send(self, version: int, ledger: Ledger, manifest: Manifest) -> Exception | None:
-        """Every bucket is gathered to the end even after an error: the other ranks are in the same collectives."""
+    def _send(
+        self, version: int, sent: SentFingerprints, manifest: Manifest
+    ) -> BaseException | None:
         thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
-            for bucket in self._timed(self._buckets(manifest)):
+            # To the end, even after an error: the other ranks are in the same collectives.
+            for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
                 if error or not self.transport.targets:
                     continue
                 sending = thread.submit(self.transport.send, bucket)
                 with self._timer("fingerprint"):  # while the bucket travels
-                    ledger.add(bucket)
+                    sent.add(bucket)
             error = error or self._outcome(sending, "send")
             if not error and self.transport.targets:
-                error = _names_error(set(manifest), ledger.sent)
+                difference = name_difference(set(manifest), sent.new_names)
+                if difference:
+                    error = SyncError(
+                        f"the trainer's tensors are not those of the model folder: {difference}"
+                    )
             if not error:
-                check = CommitCheck(version, ledger)
-                error = self._outcome(
-                    thread.submit(self.transport.commit, version, check), "commit"
+                commit = thread.submit(
+                    self.transport.commit,
+                    version,
+                    lambda target, answer: sent.check(target.name, version, answer),
                 )
+                error = self._outcome(commit, "commit")
         except BaseException as failure:
             error = failure
             raise
         finally:
-            thread.shutdown(
-                wait=False, cancel_futures=True
-            )  # when it is left by an exception, do not wait for a replica
-            error = self._end(error)
+            # After an exception of this rank's own, do not wait for a replica.
+            thread.shutdown(wait=False, cancel_futures=True)
+            try:
+                self.transport.end(error)
+            except Exception as failure:
+                error = error or failure
         return error
 
-    def _end(self, error: BaseException | None) -> BaseException | None:
-        try:
-            self.transport.end(error)
-        except Exception as failure:
-            return error or failure
-        return error
-
-    def _buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        parts = sorted(names_by_weight_group(manifest))
-        base, lora = (
-            [part.component for part in parts if part.is_lora == is_lora]
-            for is_lora in (False, True)
-        )
-        if base:
-            yield from self.engine.named_weights(self.bucket_bytes, base)
-        if lora:
-            yield from self.engine.named_lora(self.bucket_bytes, lora)
-
-    def _timed(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    def _gathered(self, manifest: Manifest) -> Iterator[Bucket]:
+        buckets = self._buckets(manifest)
         while True:
             with self._timer("gather"):
                 bucket = next(buckets, None)
             if bucket is None:
                 return
             yield bucket
-            del bucket  # or a third one would live while the next is gathered
+            # Or a third one would live while the next is gathered.
+            del bucket
 
-    def _outcome(self, future: Future[None], what: str) -> Exception | None:
-        with self._timer(what):
+    def _buckets(self, manifest: Manifest) -> Iterator[Bucket]:
+        # Sorted, as every rank must gather in the same order.
+        groups = sorted(names_by_weight_group(manifest))
+        base = [group.component for group in groups if not group.is_lora]
+        lora = [group.component for group in groups if group.is_lora]
+        if base:
+            yield from self.engine.named_weights(self.bucket_bytes, base)
+        if lora:
+            yield from self.engine.named_lora(self.bucket_bytes, lora)
+
+    def _outcome(self, future: Future[None], stage: str) -> BaseException | None:
+        with self._timer(stage):
             return future.exception()
 
-    def _timer(self, what: str) -> _Timer:
-        return _Timer(self.seconds, what)
+    @contextmanager
+    def _timer(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
 
 
-class Ledger:
-    """The fingerprints of what replicas are to use, as their workers use it: of every piece of a tensor that some worker
-    has, of this push and of what it leaves as it was."""
+class SentFingerprints:
+    """Remember the fingerprints of all tensors that replicas are to use, as workers hold them.
 
-    def __init__(
-        self, places: Places, *, lora: LoraSpec | None, held: Ledger | None = None
-    ) -> None:
-        """held: of what travelled before, when this push does not bring everything."""
-        self.places, self.lora, self.lora_rank = places, lora, lora.rank if lora else 0
+    There is a fingerprint for each box of a tensor that some worker has.
+    boxes: of the replicas' workers. new_names: of the tensors of this push.
+    """
+
+    def __init__(self, boxes: WorkerBoxes, *, lora: LoraSpec | None) -> None:
+        self.boxes = boxes
+        self.lora = lora
+        self.lora_rank = lora.rank if lora else 0
         self.num_bytes = 0
-        self.sent: set[str] = set()
-        self._prints: dict[tuple[str, Box | None], str] = dict(held._prints) if held else {}
+        self.new_names: set[str] = set()
+        self._digits: dict[tuple[str, Box | None], str] = {}
 
     def add(self, bucket: Bucket) -> None:
-        for box, pieces in self._pieces(bucket).items():
-            found = fingerprints(pieces)
-            self._prints |= {(name, box): value for name, value in found.items()}
-        self.sent |= {name for name, _ in bucket}
-        self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-
-    def expected(self, replica: str, worker: int) -> dict[str, str]:
-        """name → fingerprint of what this worker must hold."""
-        boxes = self.places[replica][worker]
-        names = {name for name, _ in self._prints}
-        return {
-            name: self._prints[name, worker_box(name, boxes, lora_rank=self.lora_rank)]
-            for name in names
-        }
-
-    def modules(self) -> set[str]:
-        """The modules, with their component, that a LoRA must be bound to."""
-        return lora_modules(name for name, _ in self._prints)
-
-    def of(self, parts: Collection[WeightGroup]) -> Ledger:
-        """With the tensors of these parts alone."""
-        rest = Ledger(self.places, lora=self.lora)
-        rest._prints = {
-            key: value for key, value in self._prints.items() if weight_group_of(key[0]) in parts
-        }
-        return rest
-
-    def _pieces(self, bucket: Bucket) -> dict[Box | None, dict[str, Tensor]]:
-        """box → name → the piece of the tensor, over all workers."""
-        pieces: dict[Box | None, dict[str, Tensor]] = {}
-        workers = [boxes for replica in self.places.values() for boxes in replica]
+        """Fingerprint a bucket of this push."""
+        workers = [boxes for replica in self.boxes.values() for boxes in replica]
+        cuts: dict[Box | None, dict[str, Tensor]] = {}
         for name, tensor in bucket:
+            self.new_names.add(name)
+            self.num_bytes += tensor.nbytes
+            # Most workers have the same box of a tensor, which is hashed once.
             for box in {worker_box(name, boxes, lora_rank=self.lora_rank) for boxes in workers}:
-                cut = tensor if box is None else tensor[tuple(slice(*one) for one in box)]
-                pieces.setdefault(box, {})[name] = used_tensor(name, cut, self.lora)
-        return pieces
+                cut = tensor
+                if box is not None:
+                    cut = tensor[tuple(slice(begin, end) for begin, end in box)]
+                used = used_tensor(name, cut, self.lora) if self.lora else cut
+                cuts.setdefault(box, {})[name] = used
+        for box, tensors in cuts.items():
+            for name, digits in fingerprints(tensors).items():
+                self._digits[name, box] = digits
 
+    def add_earlier(self, earlier: SentFingerprints, groups: Set[WeightGroup]) -> None:
+        """Take over what an earlier push sent of these weight groups."""
+        for (name, box), digits in earlier._digits.items():
+            if weight_group_of(name) in groups:
+                self._digits[name, box] = digits
 
-class Named(Protocol):
-    name: str
+    def check(self, replica: str, version: int, answer: Sequence[Mapping[str, Any]]) -> None:
+        """Compare a replica's answer to a commit, a row for each worker, with what was sent.
 
-
-class CommitCheck:
-    """What a replica answers to a commit, against what was sent to it."""
-
-    def __init__(self, version: int, ledger: Ledger) -> None:
-        self.version, self.ledger = version, ledger
-
-    def __call__(self, target: Named, answer: Sequence[Mapping[str, Any]]) -> None:
-        """Raises SyncError that names the replica and what differs."""
-        num_workers = len(self.ledger.places[target.name])
-        if len(answer) != num_workers:
-            raise SyncError(
-                f"{target.name} answers for {len(answer)} workers, and has {num_workers}"
-            )
-        for worker, held in enumerate(answer):
-            where = f"{target.name} at version {self.version}"
-            where += f" (worker {worker} of {num_workers})" if num_workers > 1 else ""
-            _check_prints(where, self.ledger.expected(target.name, worker), held["fingerprints"])
-            difference = name_difference(self.ledger.modules(), set(held["bound_modules"]))
+        Raises SyncError that names the replica and what differs.
+        """
+        workers = self.boxes[replica]
+        if len(answer) != len(workers):
+            raise SyncError(f"{replica} answers for {len(answer)} workers, and has {len(workers)}")
+        names = {name for name, _ in self._digits}
+        for index, (boxes, row) in enumerate(zip(workers, answer, strict=True)):
+            where = f"{replica} at version {version}"
+            if len(workers) > 1:
+                where += f" (worker {index} of {len(workers)})"
+            expected = {
+                name: self._digits[name, worker_box(name, boxes, lora_rank=self.lora_rank)]
+                for name in names
+            }
+            _check_fingerprints(where, expected, row["fingerprints"])
+            difference = name_difference(lora_modules(names), set(row["bound_modules"]))
             if difference:
                 raise SyncError(
                     f"{where} has LoRA bound to other modules than were sent: {difference}"
                 )
 
 
-def _check_prints(where: str, expected: Mapping[str, str], held: Mapping[str, str]) -> None:
-    difference = name_difference(set(expected), set(held))
+def _check_fingerprints(where: str, expected: Mapping[str, str], actual: Mapping[str, str]) -> None:
+    difference = name_difference(set(expected), set(actual))
     if difference:
         raise SyncError(f"{where} holds other tensors than were sent: {difference}")
-    wrong = sorted(name for name, value in expected.items() if held[name] != value)
+    wrong = sorted(name for name, digits in expected.items() if actual[name] != digits)
     if wrong:
+        examples = [f"{name} (sent {expected[name]}, held {actual[name]})" for name in wrong[:3]]
         raise SyncError(
             f"{where} holds {len(wrong)} of {len(expected)} tensors with other bits than were "
-            f"sent: {', '.join(f'{name} (sent {expected[name]}, held {held[name]})' for name in wrong[:3])}"
+            f"sent: {', '.join(examples)}"
         )
-
-
-def _names_error(expected: set[str], sent: set[str]) -> SyncError | None:
-    difference = name_difference(expected, sent)
-    return (
-        SyncError(f"the trainer's tensors are not those of the model folder: {difference}")
-        if difference
-        else None
-    )
-
-
-class _Timer:
-    """Adds the seconds of its context to seconds[what]."""
-
-    def __init__(self, seconds: dict[str, float], what: str) -> None:
-        self.seconds, self.what = seconds, what
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.what] += time.perf_counter() - self.start

@@ -288,7 +288,7 @@ def build_sync(
         engine,
         transport,
         manifest,
-        places=boxes,
+        boxes=boxes,
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
     )

@@ -1,6 +1,7 @@
-"""The parity gate: before step 1 the trainer recomputes what each replica sampled.
+"""Check before step 1 that trainer and replicas compute the same policy: the parity gate.
 
-It asks for two calls (megadiff.train.probe) and compares every group of both.
+The trainer asks each replica for two calls (megadiff.train.probe), recomputes what it sampled, and
+compares every group of both.
 """
 
 from __future__ import annotations
@@ -95,37 +96,43 @@ def check(
 
 
 def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bool) -> bool:
-    """Whether a step's old log_probs are the trainer's, from before its first update, as algorithm.old_log_prob says.
+    """Tell whether a step's old log_probs are recomputed by the trainer before its first update.
 
-    gaps: as check() found them. before: whether the run did so until now, which auto stays with: a run that resumes is the
-    one that was not stopped.
+    gaps: from check(). before: whether the run did so until now, which old_log_prob=auto stays
+    with, so that a resumed run equals one that was not stopped.
     """
     if algorithm.old_log_prob != "auto":
         return algorithm.old_log_prob == "recompute"
-    gap, half = gaps[LOG_PROB_GAP], algorithm.clip_range / 2
-    anew = before or gap >= half
-    if anew and not before:
+    gap = gaps[LOG_PROB_GAP]
+    limit = algorithm.clip_range / 2
+    if gap >= limit and not before:
         logger.warning(
-            "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of algorithm.clip_range, %.2e: from here on "
-            "old log_probs are the trainer's, a forward more for samples of all but a step's first update", gap, half,
-        )  # fmt: skip
-    else:
-        whose = "the trainer's, as before" if anew else "the replicas'"
-        logger.info(
-            "algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e",
-            whose,
+            "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of "
+            "algorithm.clip_range, %.2e: from here on old log_probs are the trainer's, a forward "
+            "more for samples of all but a step's first update",
             gap,
-            half,
+            limit,
         )
-    return anew
+        return True
+    logger.info(
+        "algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e",
+        "the trainer's, as before" if before else "the replicas'",
+        gap,
+        limit,
+    )
+    return before
 
 
 def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, Sampling]:
-    """component → the sampling with its window among the component's own steps: those of them that the run's windows may
-    cover, or where these leave it out, all. Without components that no stochastic step could be of."""
+    """Return component → the sampling with its window among the component's own steps.
+
+    Those are the ones that the run's windows may cover; all of them where the windows leave the
+    component out. A component that can have no stochastic step is absent.
+    """
     low, high = sampling.sde_window_range
     samplings = {}
     for component, steps in component_steps(adapter, sampling).items():
+        # The last step (to sigma 0) is never stochastic.
         steps = [step for step in steps if step < sampling.num_inference_steps - 1]
         steps = [step for step in steps if low <= step < high] or steps
         if steps:
@@ -241,14 +248,14 @@ def _gaps(
         groups, call.conditioning, gaps_NW.split(call.num_samples), strict=True
     ):
         batch = _batch([group])
-        own_GW = _log_prob_gaps(engine, batch)
+        alone_GW = _log_prob_gaps(engine, batch)
         replayed_NSLC = _replay(engine, batch, group, seed=seed, step=step)
         rows.append(
             {
                 "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
                 "parity/embedding_gap_max": _conditioning_gap(conditioning, group),
                 "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
-                log_prob_key: max(_largest(own_GW), _largest(mixed_GW)),
+                log_prob_key: max(_largest(alone_GW), _largest(mixed_GW)),
             }
         )
     return rows
@@ -268,7 +275,7 @@ def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:
 def _replay(
     engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int, step: int
 ) -> Tensor:
-    """The window's latents recomputed from the initial noise on, [N, W+1, L, C] float32."""
+    """Recompute the window's latents from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
     identities = [
@@ -281,61 +288,58 @@ def _replay(
         for sample_index in group.sample_indices
     ]
     latents_NLC = torch.stack([noise.initial_latents(shape, **identity) for identity in identities])
+    # The device and dtype of what it is compared with.
     latents_NLC = latents_NLC.to(batch.latents_NSLC)
     states = []
     sampling = batch.sampling
     for index in range(start + batch.num_window_steps):
-        stochastic = index >= start
-        if stochastic:
-            states.append(latents_NLC)
-        mean_NLC = _one_mean(
-            engine, batch, latents_NLC, index, sampling.sde_type if stochastic else "ode"
+        if index < start:  # before the window steps are deterministic
+            latents_NLC = _step_mean(engine, batch, latents_NLC, index, "ode")
+            continue
+        states.append(latents_NLC)
+        mean_NLC = _step_mean(engine, batch, latents_NLC, index, sampling.sde_type)
+        std = sde.injected_std(
+            sampling.sde_type,
+            batch.schedule[index : index + 1],
+            batch.schedule[index + 1 : index + 2],
+            schedule=batch.schedule,
+            eta=sampling.eta,
         )
-        if stochastic:
-            sigma, sigma_next = (
-                batch.schedule[index : index + 1],
-                batch.schedule[index + 1 : index + 2],
-            )
-            std = sde.injected_std(
-                sampling.sde_type, sigma, sigma_next, schedule=batch.schedule, eta=sampling.eta
-            )
-            draws = [
-                noise.sde_noise(shape, step_index=index, **identity) for identity in identities
-            ]
-            mean_NLC = mean_NLC + std * torch.stack(draws).to(mean_NLC)
-        latents_NLC = mean_NLC
+        draws = [noise.sde_noise(shape, step_index=index, **identity) for identity in identities]
+        latents_NLC = mean_NLC + std * torch.stack(draws).to(mean_NLC)
     return torch.stack([*states, latents_NLC], dim=1)
 
 
-def _one_mean(
+def _step_mean(
     engine: Engine, batch: TrainBatch, latents_NLC: Tensor, index: int, sde_type: str
 ) -> Tensor:
-    """Mean of the step from schedule[index] on, through the engine's own forward."""
-    one = replace(
+    """Compute the mean of the step from schedule[index] on, through the engine's own forward."""
+    step_batch = replace(
         batch,
+        # log_probs() takes a state and the one after it; the latter changes no mean.
         latents_NSLC=torch.stack([latents_NLC, latents_NLC], dim=1),
         old_log_probs_NW=None,
         window_start_N=torch.full_like(batch.window_start_N, index),
         sampling=replace(batch.sampling, sde_type=sde_type),
     )
-    return engine.log_probs(one).means_NWLC[:, 0]
+    return engine.log_probs(step_batch).means_NWLC[:, 0]
 
 
 def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float:
-    """Largest difference of the embeddings relative to their largest entry; inf when masks or names differ."""
+    """Return the largest difference of the embeddings, relative to their largest entry.
+
+    It is inf when masks or names differ.
+    """
     if expected.keys() != group.conditioning.keys():
         return math.inf
-    gaps = [
-        _gap(value, group.conditioning[name])
-        / (1.0 if value.dtype == torch.bool else float(value.abs().max()))
-        for name, value in expected.items()
-    ]
-    masks_equal = all(
-        torch.equal(value, group.conditioning[name])
-        for name, value in expected.items()
-        if value.dtype == torch.bool
-    )
-    return max(gaps) if masks_equal else math.inf
+    gaps = []
+    for name, value in expected.items():
+        actual = group.conditioning[name]
+        if value.dtype != torch.bool:
+            gaps.append(_gap(value, actual) / float(value.abs().max()))
+        elif not torch.equal(value, actual):
+            return math.inf
+    return max(gaps)
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The parity gate's questions: a call as the run makes them, and one of prompts unlike one another.
+"""Choose the parity gate's calls: one as the run makes them, and one of unlike prompts.
 
 The first shows how far log_probs are apart in training. The second is for mistakes: a pipeline that
 treats all rows of a call by the first row's text is right for that row. Its texts differ in length,

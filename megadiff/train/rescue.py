@@ -69,7 +69,7 @@ class Rescue:
         self._finished = Finished(progress=replace(progress), num_steps=engine.gate.num_steps)
         self._settled_at = self._finished
         self._first_step = progress.step
-        self._finishes = False  # the step that is on is the last one
+        self._is_last_step = False  # the step that is on is the last one
         self._main_failed = threading.Event()
         self._stopped = threading.Event()
         self._reason = ""
@@ -108,7 +108,7 @@ class Rescue:
         progress.step += 1
         progress.prompts = prompts
         self._finished = Finished(progress=replace(progress), num_steps=self.engine.gate.num_steps)
-        if self._finishes:
+        if self._is_last_step:
             self.engine.gate.close()
 
     def failed(self, error: BaseException) -> None:
@@ -221,11 +221,11 @@ class Rescue:
         gate = self.engine.gate
         self._say_where("closed", gate.close())
         states = self._ranks_at("closed")
-        mine = self.board.own_state
+        own_state = self.board.own_state
         most = max(state.steps for state in states)
-        is_between = mine.steps == most == mine.counted_steps
+        is_between = own_state.steps == most == own_state.counted_steps
         if not is_between and not any(state.has_failed for state in states):
-            self._finishes = True
+            self._is_last_step = True
             gate.open()
             self._wait_until(lambda: self._finished.num_steps >= most, FINISH_S)
         self._say_where("stepped", gate.close())

@@ -109,7 +109,7 @@ def sync_between(
                 transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder
             ),
             folder_manifest(model, tuple(components), dtype="float32"),
-            places={
+            boxes={
                 name: [boxes_from_json(one["boxes"]) for one in many]
                 for name, many in workers.items()
             },

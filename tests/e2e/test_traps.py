@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.config.schema import MAX_LORA_RANK
-from megadiff.sync.sync import CommitCheck, Ledger
+from megadiff.sync.sync import SentFingerprints
 from megadiff.sync.transports.base import SyncError
 from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.lora_names import LORA_B
@@ -222,11 +221,10 @@ def test_what_is_not_used_as_it_was_sent_is_found(
         lora = {name: tensor for name, tensor in lora.items() if f".{module}." not in f".{name}"}
     elif damage not in ("scale", "stale"):
         engine.call("damage", damage, module)
-    ledger = Ledger({"one": [{}]}, lora=spec)
-    ledger.add(list((base | lora).items()))
-    check = CommitCheck(1, ledger)
+    sent = SentFingerprints({"one": [{}]}, lora=spec)
+    sent.add(list((base | lora).items()))
     with pytest.raises(SyncError, match="one at version 1 holds " + found.format(module=module)):
-        check(SimpleNamespace(name="one"), engine.call("fingerprints")["workers"])
+        sent.check("one", 1, engine.call("fingerprints")["workers"])
 
 
 def test_the_highest_rank_is_vllms() -> None:

@@ -198,7 +198,7 @@ def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> 
 
 
 class WeightTarget:
-    """One replica of a fleet as sync.transports.base.WeightTarget.
+    """One replica of a fleet as sync.transports.base.PushTarget.
 
     A replica that dies in the middle of a push is reported as any other.
     """

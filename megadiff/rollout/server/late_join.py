@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
-from megadiff.sync.sync import CommitCheck, Ledger
+from megadiff.sync.sync import SentFingerprints
 from megadiff.sync.transports.base import SyncError
 from megadiff.sync.transports.disk import StoredVersion, newest, versions
 from megadiff.tensors.boxes import boxes_from_json
@@ -43,7 +43,7 @@ async def load_newest(replica: Replica, folder: Path) -> None:
 
 async def _load(replica: Replica, stored: StoredVersion) -> None:
     boxes = [boxes_from_json(worker["boxes"]) for worker in replica.places]
-    ledger = Ledger({replica.name: boxes}, lora=stored.lora)
+    sent = SentFingerprints({replica.name: boxes}, lora=stored.lora)
     read: dict[str, str] = {}
     await replica.weights_begin(stored.version, stored.manifest, stored.lora, {"name": "disk"})
     for path in stored.files:
@@ -52,7 +52,7 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
             name: tensor for name, tensor in load_file(path).items() if name in stored.manifest
         }
         read |= await asyncio.to_thread(fingerprints, tensors)
-        await asyncio.to_thread(ledger.add, list(tensors.items()))
+        await asyncio.to_thread(sent.add, list(tensors.items()))
         await replica.weights_bucket_at(
             {"transport": "disk", "file": f"{path.parent.name}/{path.name}"}
         )
@@ -62,4 +62,5 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
             f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; "
             "the folder is torn"
         )
-    CommitCheck(stored.version, ledger)(replica, await replica.weights_commit(stored.version))
+    answer = await replica.weights_commit(stored.version)
+    sent.check(replica.name, stored.version, answer)

@@ -1,1 +1,1 @@
-"""How the bytes of a push travel to the replicas: `sync.transport` = http | shm | nccl | disk."""
+"""Carry the bytes of a push to the replicas: `sync.transport` = http | shm | nccl | disk."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megadiff.sync.transports.base import HttpTransport, Transport, WeightTarget
+from megadiff.sync.transports.base import HttpTransport, PushTarget, Transport
 from megadiff.sync.transports.cuda_ipc import CudaIpcTransport
 from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.group import GroupTransport
@@ -21,7 +21,7 @@ Workers = Mapping[str, Sequence[Mapping[str, Any]]]  # replica → of each worke
 
 def build_transport(
     name: str,
-    targets: Sequence[WeightTarget],
+    targets: Sequence[PushTarget],
     workers: Workers,
     *,
     ranks: Sequence[Mapping[str, str]],
@@ -73,7 +73,7 @@ def _fastest(workers: Workers, *, ranks: Sequence[Mapping[str, str]]) -> str:
 
 
 def _shared(
-    targets: Sequence[WeightTarget],
+    targets: Sequence[PushTarget],
     workers: Workers,
     *,
     ranks: Sequence[Mapping[str, str]],

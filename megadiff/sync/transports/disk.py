@@ -1,10 +1,11 @@
-"""Transport `disk`: a folder that trainer and replicas share holds whole versions, which late joiners load as well.
+"""Transport `disk`: trainer and replicas share a folder of whole versions; late joiners load them.
 
     version_00000012/bucket_00000.safetensors … manifest.json
 
-manifest.json: version, lora, for every tensor of this push its file, dtype, shape and fingerprint, and parts: of each part of
-the weights the version that holds it, an earlier one for what this push left as it was. A version is written aside and
-renamed when every replica holds it.
+manifest.json holds the version, its lora, and for every tensor of this push its file, dtype, shape
+and fingerprint. Its `parts` names, for each weight group, the version that holds it: an earlier one
+for a group that this push did not bring. A version is written aside, and renamed when every replica
+has it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megadiff.sync.bucket import Bucket, bucket_manifest, encode_bucket
-from megadiff.sync.transports.base import Transport, WeightTarget
+from megadiff.sync.transports.base import PushTarget, Transport
 from megadiff.sync.transports.host_memory import HostMemory
 from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.lora_names import lora_from_json
@@ -28,81 +29,86 @@ from megadiff.tensors.model_files import read_json
 from megadiff.tensors.weight_groups import WeightGroup, names_by_weight_group, weight_group_of
 from megadiff.types import LoraSpec
 
-KEPT = 2  # newest versions: a late joiner may be reading the one before
+NUM_KEPT = 2  # newest versions: a late joiner may be reading the one before
 MANIFEST = "manifest.json"
 _VERSION = re.compile(r"version_(\d{8})")
 _FILE = re.compile(r"version_\d{8}(\.part)?/bucket_\d{5}\.safetensors")
 
 
 class DiskTransport(Transport):
-    """folder: of one run; this is its only writer."""
+    """Write versions into the folder of one run, as its only writer."""
 
     name = "disk"
 
-    def __init__(self, targets: Sequence[WeightTarget], *, folder: Path) -> None:
+    def __init__(self, targets: Sequence[PushTarget], *, folder: Path) -> None:
         super().__init__(targets)
         self.folder = folder
-        self._part = folder
+        self._aside = folder
         self._memory = HostMemory()
-        self._pending: dict[WeightGroup, int] = {}  # of the push that is open
+        # The version that holds each weight group: on disk, and once the open push is whole.
+        self._versions: dict[WeightGroup, int] = {}
+        self._next_versions: dict[WeightGroup, int] = {}
         self._manifest: dict[str, Any] = {}
-        self._held: dict[WeightGroup, int] = {}  # the version that holds each part
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._held:
+        if not self._versions:
             clear(self.folder)  # what an earlier run, or a trainer that was killed, left there
-        self._part = self.folder / f"version_{version:08d}.part"
-        self._part.mkdir()
-        kept = {part: held for part, held in self._held.items() if lora or not part.is_lora}
-        self._pending = kept | dict.fromkeys(names_by_weight_group(manifest), version)
+        self._aside = self.folder / f"version_{version:08d}.part"
+        self._aside.mkdir()
+        # Without a LoRA the replicas drop an earlier one, so a late joiner must not load it.
+        self._next_versions = {
+            group: earlier for group, earlier in self._versions.items() if lora or not group.is_lora
+        }
+        self._next_versions |= dict.fromkeys(names_by_weight_group(manifest), version)
         self._manifest = {
             "version": version,
-            "parts": {str(part): held for part, held in self._pending.items()},
+            "parts": {str(group): number for group, number in self._next_versions.items()},
             "lora": dataclasses.asdict(lora) if lora else None,
             "tensors": {},
         }
         super().begin(version, manifest, lora)
 
     def send(self, bucket: Bucket) -> None:
-        tensors, rows = self._memory.tensors(bucket), bucket_manifest(bucket)
+        tensors = self._memory.tensors(bucket)
         files = {row["file"] for row in self._manifest["tensors"].values()}
-        path = self._part / f"bucket_{len(files):05d}.safetensors"
+        path = self._aside / f"bucket_{len(files):05d}.safetensors"
         encode_bucket(tensors).write(path)
-        source = {"transport": self.name, "file": f"{self._part.name}/{path.name}"}
+        source = {"transport": self.name, "file": f"{self._aside.name}/{path.name}"}
         requests = self.start(lambda target: target.weights_bucket(source))
-        prints = fingerprints(dict(tensors))
-        self._manifest["tensors"] |= {
-            name: {"file": path.name, **row, "fingerprint": prints[name]}
-            for name, row in rows.items()
-        }
+        # While the replicas read the file.
+        digits = fingerprints(dict(tensors))
+        for name, row in bucket_manifest(bucket).items():
+            self._manifest["tensors"][name] = {
+                "file": path.name,
+                **row,
+                "fingerprint": digits[name],
+            }
         self.wait(requests)
 
     def end(self, error: BaseException | None) -> None:
         if error is None:
             self._publish()
         else:
-            shutil.rmtree(self._part, ignore_errors=True)
+            shutil.rmtree(self._aside, ignore_errors=True)
 
     def _publish(self) -> None:
-        """The version becomes visible, and older ones go."""
-        (self._part / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
-        whole = self._part.with_suffix("")
+        """Make the version visible, and remove older ones that no kept version needs."""
+        (self._aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
+        whole = self._aside.with_suffix("")
         shutil.rmtree(whole, ignore_errors=True)
-        self._part.rename(whole)
-        self._held = self._pending
-        newest = versions(self.folder)[-KEPT:]
-        used = {
-            held
-            for one in newest
-            for held in read_json(_place(self.folder, one) / MANIFEST)["parts"].values()
-        }
-        for held in set(versions(self.folder)) - set(newest) - used:
-            shutil.rmtree(_place(self.folder, held))
+        self._aside.rename(whole)
+        self._versions = self._next_versions
+        all_versions = versions(self.folder)
+        needed = set(all_versions[-NUM_KEPT:])
+        for version in all_versions[-NUM_KEPT:]:
+            needed.update(_read_manifest(self.folder, version)["parts"].values())
+        for version in set(all_versions) - needed:
+            shutil.rmtree(_version_folder(self.folder, version))
 
 
 def clear(folder: Path) -> None:
-    """Removes all versions: those of a run that starts anew, or that goes on from before them."""
+    """Remove all versions: the run starts anew, or goes on from before them."""
     for path in folder.glob("version_*"):
         if _VERSION.fullmatch(path.name.removesuffix(".part")):
             shutil.rmtree(path)
@@ -110,7 +116,10 @@ def clear(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVersion:
-    """A whole version. files: in order; manifest: of all tensors; fingerprints: name → digits of what was written."""
+    """A whole version on disk.
+
+    files: in order. manifest: of all tensors. fingerprints: name → digits of what was written.
+    """
 
     version: int
     lora: LoraSpec | None
@@ -120,54 +129,66 @@ class StoredVersion:
 
 
 def versions(folder: Path) -> list[int]:
-    """The whole versions in a folder, in order."""
-    found = (
-        _VERSION.fullmatch(path.name)
-        for path in folder.glob("version_*")
-        if (path / MANIFEST).is_file()
-    )
-    return sorted(int(match[1]) for match in found if match)
+    """Return the whole versions in a folder, in order."""
+    numbers = []
+    for path in folder.glob("version_*"):
+        match = _VERSION.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            numbers.append(int(match[1]))
+    return sorted(numbers)
 
 
 def newest(folder: Path) -> StoredVersion:
-    """Raises ValueError when there is no whole version, or something else in its manifest."""
-    held = versions(folder)
-    if not held:
+    """Read the newest whole version's manifest, and those of the versions that it builds on.
+
+    Raises ValueError when there is no whole version, or something else in its manifest.
+    """
+    whole_versions = versions(folder)
+    if not whole_versions:
         raise ValueError(
-            f"{folder} holds no whole version of weights; is it the sync.folder of a run with sync.transport=disk?"
+            f"{folder} holds no whole version of weights; is it the sync.folder of a run with "
+            "sync.transport=disk?"
         )
-    top = read_json(_place(folder, held[-1]) / MANIFEST)
-    rows = {
-        name: (_place(folder, version) / row["file"], row)
-        for version in sorted(set(top["parts"].values()))
-        for name, row in read_json(_place(folder, version) / MANIFEST)["tensors"].items()
-        if top["parts"].get(str(weight_group_of(name))) == version
-    }
+    top = _read_manifest(folder, whole_versions[-1])
+    holders = top["parts"]
+    files = set()
+    manifest: Manifest = {}
+    digits = {}
+    for version in sorted(set(holders.values())):
+        for name, row in _read_manifest(folder, version)["tensors"].items():
+            # A later version may have brought this group again.
+            if holders.get(str(weight_group_of(name))) == version:
+                files.add(_version_folder(folder, version) / row["file"])
+                manifest[name] = {"dtype": row["dtype"], "shape": row["shape"]}
+                digits[name] = row["fingerprint"]
     return StoredVersion(
         version=top["version"],
         lora=lora_from_json(top["lora"]),
-        files=tuple(sorted({path for path, _ in rows.values()})),
-        manifest={
-            name: {"dtype": row["dtype"], "shape": row["shape"]} for name, (_, row) in rows.items()
-        },
-        fingerprints={name: row["fingerprint"] for name, (_, row) in rows.items()},
+        files=tuple(sorted(files)),
+        manifest=manifest,
+        fingerprints=digits,
     )
 
 
 def locate(name: object, folder: Path | None) -> Path:
-    """A bucket's file by its name within the folder. Raises ValueError for any other path."""
+    """Return a bucket's file by its name within the folder. Raises ValueError for another path."""
     if folder is None:
         raise ValueError(
             "this replica was started without --weights; give it the trainer's sync.folder"
         )
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ValueError(f"file={name!r:.100} is not the name of a bucket in {folder}")
-    if not (folder / name).is_file():
+    path = folder / name
+    if not path.is_file():
         raise ValueError(
-            f"{folder / name} does not exist; --weights must be the trainer's sync.folder, on this host, too"
+            f"{path} does not exist; --weights must be the trainer's sync.folder, on this host, too"
         )
-    return folder / name
+    return path
 
 
-def _place(folder: Path, version: int) -> Path:
+def _version_folder(folder: Path, version: int) -> Path:
     return folder / f"version_{version:08d}"
+
+
+def _read_manifest(folder: Path, version: int) -> dict[str, Any]:
+    return read_json(_version_folder(folder, version) / MANIFEST)

@@ -1,4 +1,4 @@
-"""Where the tensors of a bucket lie when they travel from the host: where they are, or in pinned memory beside a GPU."""
+"""Bring a bucket to the host: CPU tensors stay where they are, a GPU's go to pinned memory."""
 
 from __future__ import annotations
 
@@ -16,35 +16,44 @@ from megadiff.sync.bucket import (
 
 
 class HostMemory:
-    """Brings buckets to the host. What it takes for that is kept for the next one: as much as the largest bucket."""
+    """Keep memory for buckets on the host, as much as the largest one needed."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def body(self, bucket: Bucket) -> BucketBody:
-        """Valid until the next call, and for as long as the bucket is. Raises ValueError for a name that comes twice."""
+        """Return a body that is valid until the next call, and for as long as the bucket is.
+
+        Raises ValueError for a name that comes twice.
+        """
         return encode_bucket(self.tensors(bucket))
 
     def tensors(self, bucket: Bucket) -> Bucket:
-        """On the CPU: those that are there as they are. From a GPU all of a bucket are copied at once, and waited for once."""
+        """Return the bucket on the CPU: without a copy where it is there already."""
         devices = {tensor.device for _, tensor in bucket}
         if all(device.type == "cpu" for device in devices):
             return bucket
         (device,) = devices
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.default_stream(device))  # which gathered the bucket
+        # The default stream gathered the bucket.
+        stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):
             laid_out = self.laid_out(bucket, pinned=True)
+        # Once for all of the bucket's copies.
         stream.synchronize()
         return laid_out
 
     def laid_out(self, bucket: Bucket, *, pinned: bool) -> Bucket:
-        """Copies in this object's memory. pinned: a GPU copies there at full speed, and without waiting for it."""
+        """Return copies in this object's memory.
+
+        pinned: a GPU copies there at full speed, and without waiting for it.
+        """
         manifest = bucket_manifest(bucket)
         num_bytes = flat_bytes(manifest)
         if self._flat.numel() < num_bytes:
-            self._flat = self._flat.new_empty(0)  # gives the smaller one back first
+            # Give the smaller one back first, or both would be there for a moment.
+            self._flat = self._flat.new_empty(0)
             self._flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         write_flat(bucket, self._flat)
         return list(read_flat(manifest, self._flat))

@@ -55,7 +55,7 @@ class Receiver:
     def __init__(self, device: torch.device, *, worker: int) -> None:
         self.device = device
         self._group = group.Member(device, worker=worker)
-        self._memory = cuda_ipc.Opened(device)
+        self._memory = cuda_ipc.OpenedMemory(device)
         self._readers: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[Pairs]]] = {
             "file": self._file,
             "cuda_ipc": self._flat(lambda source, manifest: self._memory.open(source["handle"])),

@@ -1,7 +1,7 @@
-"""Transport `shm` on a host: a bucket is a file in shared memory, which every replica of the host maps and copies from.
+"""Transport `shm` on a host: a bucket is a file in shared memory, which its replicas map.
 
-Replicas also keep the body of an HTTP bucket in such a file. A file's name tells whose it is, so that those that a killed
-process left behind are found and removed.
+Replicas also keep the body of an HTTP bucket in such a file. A file's name tells which process owns
+it, so that files of a killed process are recognized and removed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megadiff.sync.bucket import Bucket
-from megadiff.sync.transports.base import SyncError, Transport, WeightTarget
+from megadiff.sync.transports.base import PushTarget, SyncError, Transport
 from megadiff.sync.transports.host_memory import HostMemory
 
 FOLDER = Path("/dev/shm")
 PREFIX = "megadiff-bucket-"
-_NAME = re.compile(
-    rf"{PREFIX}(\d+)-(\d+)-\d+"
-)  # the owner's process id namespace, its process id, a counter
+# The owner's process id namespace, its process id, a counter.
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-\d+")
 _counter = itertools.count()
 
 
 class SharedMemoryTransport(Transport):
+    """Write a bucket into a file in shared memory, and name it to the targets."""
+
     name = "shm"
 
-    def __init__(self, targets: Sequence[WeightTarget]) -> None:
+    def __init__(self, targets: Sequence[PushTarget]) -> None:
         super().__init__(targets)
         self._memory = HostMemory()
         sweep()
@@ -44,17 +45,18 @@ class SharedMemoryTransport(Transport):
                 if error.errno != errno.ENOSPC:
                     raise
                 raise SyncError(
-                    f"{FOLDER} has no room for a bucket of {len(body)} bytes ({error.strerror}); give it more, set a smaller "
-                    "sync.bucket_mib, or sync.transport=http"
+                    f"{FOLDER} has no room for a bucket of {len(body)} bytes ({error.strerror}); "
+                    "give it more, set a smaller sync.bucket_mib, or sync.transport=http"
                 ) from error
-            source = {"transport": "shm", "file": path.name}
+            source = {"transport": self.name, "file": path.name}
             self.wait(self.start(lambda target: target.weights_bucket(source)))
 
 
 @contextmanager
 def bucket_file() -> Iterator[Path]:
-    """A new, empty file of this process in shared memory, for its user only; removed at the end."""
+    """Create an empty file of this process in shared memory; remove it at the end."""
     path = FOLDER / f"{PREFIX}{_namespace()}-{os.getpid()}-{next(_counter)}"
+    # For its user only: other users of the host have no business with the weights.
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     try:
         yield path
@@ -63,7 +65,10 @@ def bucket_file() -> Iterator[Path]:
 
 
 def locate(name: object) -> Path:
-    """The file of that name in shared memory. Raises ValueError for a name that no bucket has, and where there is none."""
+    """Return the file of that name in shared memory.
+
+    Raises ValueError for a name that no bucket has, and where there is no such file.
+    """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"file={name!r:.100} is not the name of a bucket in {FOLDER}")
     path = FOLDER / name
@@ -71,18 +76,20 @@ def locate(name: object) -> Path:
         status = path.lstat()
     except FileNotFoundError:
         raise ValueError(
-            f"{path} does not exist for this replica; it must share {FOLDER} with the trainer, or set sync.transport=http"
+            f"{path} does not exist for this replica; it must share {FOLDER} with the trainer, "
+            "or set sync.transport=http"
         ) from None
+    # lstat above: a link could lead out of the folder.
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         raise ValueError(f"{path} is no file of this replica's user")
     return path
 
 
 def sweep() -> list[str]:
-    """Removes the buckets of processes that are gone; returns their names. Other containers' files stay: their process
-    ids mean nothing here."""
+    """Remove the buckets of processes that are gone. Returns their names."""
     removed = []
     for path in FOLDER.glob(f"{PREFIX}*"):
+        # Other containers' files stay: their process ids mean nothing here.
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) == _namespace() and not Path(f"/proc/{match[2]}").exists():
             try:

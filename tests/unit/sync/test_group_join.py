@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megadiff.sync.transports import group
+from megadiff.sync.transports import group_join, transfers
 from megadiff.sync.transports.group import Member
 
 SECONDS = 1.0
@@ -20,7 +20,7 @@ SECONDS = 1.0
 
 @pytest.fixture
 def member(monkeypatch: pytest.MonkeyPatch) -> Member:
-    monkeypatch.setattr(group, "TIMEOUT_S", SECONDS)
+    monkeypatch.setattr(transfers, "TIMEOUT_S", SECONDS)
     return Member(torch.device("cpu"), worker=0)
 
 
@@ -75,7 +75,7 @@ def test_a_trainer_whose_other_replicas_do_not_come(
     member: Member, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store answers, so that it is waited for longer than a silent one."""
-    monkeypatch.setattr(group, "JOIN_S", 2 * SECONDS)
+    monkeypatch.setattr(group_join, "JOIN_S", 2 * SECONDS)
     transport = description(listener)
     store = dist.TCPStore(
         "127.0.0.1",

@@ -107,9 +107,9 @@ def cpu_group():
 
 
 def _sync(cpu_group, source, *targets, manifest=MANIFEST):
-    places = {target.name: target.boxes for target in targets}
+    boxes = {target.name: target.boxes for target in targets}
     return WeightSync(
-        source, HttpTransport(targets), manifest, places=places, bucket_bytes=1, cpu_group=cpu_group
+        source, HttpTransport(targets), manifest, boxes=boxes, bucket_bytes=1, cpu_group=cpu_group
     )
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megadiff.config.schema import SyncConfig
 from megadiff.sync.bucket import BucketBody, bucket_manifest
-from megadiff.sync.transports import disk, group, shared_memory
+from megadiff.sync.transports import disk, shared_memory, transfers
 from megadiff.sync.transports.base import HttpTransport, SyncError, Transport
 from megadiff.sync.transports.choose import build_transport
 from megadiff.sync.transports.disk import DiskTransport
@@ -350,7 +350,7 @@ def test_a_group_that_not_everyone_joins():
 
 
 def test_a_replica_that_is_busy_for_long_joins_late(monkeypatch):
-    monkeypatch.setattr(group, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(transfers, "TIMEOUT_S", 1.0)
 
     class Late(Target):
         def weights_begin(self, version, manifest, *, lora, transport):
@@ -366,7 +366,7 @@ def test_a_replica_that_is_busy_for_long_joins_late(monkeypatch):
 
 
 def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limit(monkeypatch):
-    monkeypatch.setattr(group, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(transfers, "TIMEOUT_S", 1.0)
     target = Target()
     transport = in_group(target)
     transport.begin(1, MANIFEST, None)

@@ -1,0 +1,82 @@
+"""Move a bucket through the process group of transport `nccl`, in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT_S = 30.0  # of building the group of those that joined, and of one bucket's transfer
+POLL_S = 0.005  # between looks at a broadcast, and at who has joined
+
+
+def send(group: dist.ProcessGroup, flat: Tensor, *, world_size: int) -> list[Future[None]]:
+    """Start a transfer from rank 0 to all others."""
+    if flat.device.type == "cuda":
+        return [broadcast(group, flat)]
+    # In gloo's broadcast all would wait for a worker that is gone, so each has its own message.
+    works = [group.send([flat], peer, 0) for peer in range(1, world_size)]
+    return [in_background(partial(work.wait, timedelta(seconds=TIMEOUT_S))) for work in works]
+
+
+def receive(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
+    """Start the other end of send()."""
+    if flat.device.type == "cuda":
+        return broadcast(group, flat)
+    work = group.recv([flat], 0, 0)
+    return in_background(partial(work.wait, timedelta(seconds=TIMEOUT_S)))
+
+
+def broadcast(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
+    """Start a broadcast from rank 0 by NCCL, and wait for its end in the background."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    work = group.broadcast([flat], options)
+    deadline = time.monotonic() + TIMEOUT_S
+
+    def finish() -> None:
+        # NCCL's own wait() only makes a stream wait, and has no timeout for this thread.
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a broadcast of {len(flat)} bytes took over {TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+        work.wait()
+
+    return in_background(finish)
+
+
+def abandon(group: dist.ProcessGroup, pending: Sequence[Future[None]]) -> None:
+    """End a group that may be broken, in the background."""
+
+    def leave(last_reference: list[dist.ProcessGroup]) -> None:
+        # NCCL is stopped at once. gloo cannot be: to destroy it holds the interpreter's lock until
+        # its transfers end, also one that nobody receives. So they are waited for first.
+        if isinstance(last_reference[0], dist.ProcessGroupGloo):
+            wait(pending)
+        else:
+            last_reference[0].abort()
+        last_reference.clear()
+
+    in_background(partial(leave, [group]))
+
+
+def in_background(call: Callable[[], Any]) -> Future[Any]:
+    """Return the call's future, from a thread that no exit waits for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights-group", daemon=True).start()
+    return future
