@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
 from megadiff.diffusion.sde import ode_step, sde_step
+from megadiff.models.encoders import num_tokens
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
 
@@ -198,7 +199,7 @@ class RolloutPipelineMixin:
     timesteps and conditioning to the stock denoising loop.
     """
 
-    policy_components = ("transformer",)  # whose weights the trainer pushes
+    policy_components: tuple[str, ...] = ("transformer",)  # whose weights the trainer pushes
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
@@ -244,6 +245,28 @@ class RolloutPipelineMixin:
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return [dataclasses.replace(output, output=envelope)]
 
+    def check_lengths(
+        self, requests: Sequence[RolloutRequest], *, limit: int, is_guided: bool
+    ) -> None:
+        """Raise ValueError that names the request whose text is too long.
+
+        The stock pipelines would cut it off.
+        """
+        for index, request in enumerate(requests):
+            texts = {"prompt": request.prompt.text}
+            if is_guided:
+                texts["negative prompt"] = request.prompt.negative_text
+            for name, text in texts.items():
+                count = self.num_prompt_tokens(text, limit)
+                if count > limit:
+                    raise ValueError(
+                        f"requests[{index}] (prompt {request.prompt.id}): the {name} is too long, "
+                        f"{count} tokens, the model takes {limit}; shorten {text[:60]!r}…"
+                    )
+
+    def num_prompt_tokens(self, text: str, limit: int) -> int:
+        return num_tokens(text, self.tokenizer, limit=limit)
+
     def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
         if self._sampler is not None:
             latents_NLC = kwargs["hidden_states"]
@@ -259,6 +282,12 @@ class RolloutPipelineMixin:
         if self._sampler is not None:
             return self._sampler.step(noise_pred, latents)
         return super().scheduler_step(noise_pred, t, latents, *args, **kwargs)
+
+
+def to_uint8(values: Tensor) -> Tensor:
+    """Turn a decoder's values in [-1, 1] into uint8, rounded as the stock images are."""
+    scaled = (values.float() * 0.5 + 0.5).clamp(0, 1) * 255
+    return scaled.round().to(torch.uint8)
 
 
 def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:
