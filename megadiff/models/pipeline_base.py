@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.diffusion.noise import initial_latents_rows, sde_noise_rows, window_start
 from megadiff.diffusion.sde import ode_step, sde_step
@@ -200,6 +200,8 @@ class RolloutPipelineMixin:
     """
 
     policy_components: tuple[str, ...] = ("transformer",)  # whose weights the trainer pushes
+    transformer: nn.Module  # this and the tokenizer are the vllm-omni pipeline's
+    tokenizer: Any
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 

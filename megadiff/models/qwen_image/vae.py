@@ -22,7 +22,8 @@ DECODING = Decoding(
 def convolve_single_frames_in_2d(vae: nn.Module) -> None:
     """Give the VAE's causal 3-D convolutions a 2-D path for images.
 
-    It is a third of the work and gives the same values. For one frame without a cache all temporal taps but the last see zero padding only.
+    It is a third of the work and gives the same values: for one frame without a cache all temporal
+    taps but the last see zero padding only.
     """
     for module in vae.modules():
         if type(module).__name__ == "QwenImageCausalConv3d":
