@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.diffusion.noise import (
     SampleIdentity,
@@ -28,6 +28,7 @@ from megadiff.diffusion.noise import (
     window_start,
 )
 from megadiff.diffusion.sde import ode_step, sde_step
+from megadiff.models.encoders import num_tokens
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
 
@@ -203,7 +204,9 @@ class RolloutPipelineMixin:
     timesteps and conditioning to the stock denoising loop.
     """
 
-    policy_components = ("transformer",)  # whose weights the trainer pushes
+    policy_components: tuple[str, ...] = ("transformer",)  # whose weights the trainer pushes
+    transformer: nn.Module  # this and the tokenizer are the vllm-omni pipeline's
+    tokenizer: Any
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
@@ -249,6 +252,28 @@ class RolloutPipelineMixin:
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return [dataclasses.replace(output, output=envelope)]
 
+    def check_lengths(
+        self, requests: Sequence[RolloutRequest], *, limit: int, is_guided: bool
+    ) -> None:
+        """Raise ValueError that names the request whose text is too long.
+
+        The stock pipelines would cut it off.
+        """
+        for index, request in enumerate(requests):
+            texts = {"prompt": request.prompt.text}
+            if is_guided:
+                texts["negative prompt"] = request.prompt.negative_text
+            for name, text in texts.items():
+                count = self.num_prompt_tokens(text, limit)
+                if count > limit:
+                    raise ValueError(
+                        f"requests[{index}] (prompt {request.prompt.id}): the {name} is too long, "
+                        f"{count} tokens, the model takes {limit}; shorten {text[:60]!r}…"
+                    )
+
+    def num_prompt_tokens(self, text: str, limit: int) -> int:
+        return num_tokens(text, self.tokenizer, limit=limit)
+
     def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
         if self._sampler is not None:
             latents_NLC = kwargs["hidden_states"]
@@ -264,6 +289,12 @@ class RolloutPipelineMixin:
         if self._sampler is not None:
             return self._sampler.step(noise_pred, latents)
         return super().scheduler_step(noise_pred, t, latents, *args, **kwargs)
+
+
+def to_uint8(values: Tensor) -> Tensor:
+    """Turn a decoder's values in [-1, 1] into uint8, rounded as the stock images are."""
+    scaled = (values.float() * 0.5 + 0.5).clamp(0, 1) * 255
+    return scaled.round().to(torch.uint8)
 
 
 def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:

@@ -16,7 +16,7 @@ STOP_KEY = "megadiff_stop"  # in a request's extra_args: the file's path
 
 
 class Stopped(ValueError):
-    """The request was given up; the engine is well."""
+    """Tell that the request was given up; the engine is well."""
 
 
 def stop_path(batch: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The model families, and the check that a folder holds a whole model of one of them."""
+"""List the model families, and check that a folder holds a whole model of one of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.plan import ParallelPlan
@@ -26,12 +27,15 @@ CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """pipeline_class: `_class_name` in model_index.json. transformer_class: that in the trained component's config.json.
-    rollout_pipeline, adapter: dotted names, imported where used.
+    """Describe a model family.
 
-    components: the pipeline's folders. weighted: those of them that hold safetensors. config_files: JSON files without
-    which the model would run with other settings than its own. optional: more folders like `components`, weighted and with
-    a config.json, that some models of the family have; model_index.json says which.
+    pipeline_class: `_class_name` in model_index.json.
+    transformer_class: `_class_name` in the trained component's config.json.
+    rollout_pipeline, adapter: dotted names, imported where used.
+    components: the pipeline's folders. weighted: those of them that hold safetensors.
+    config_files: JSON files without which the model would run with other settings than its own.
+    optional: more folders, weighted and with a config.json, that some models of the family have;
+    model_index.json says which.
     """
 
     name: str
@@ -39,9 +43,15 @@ class ModelFamily:
     transformer_class: str
     rollout_pipeline: str
     adapter: str
-    components: tuple[str, ...]
-    weighted: tuple[str, ...]
-    config_files: tuple[str, ...]
+    components: tuple[str, ...] = ("scheduler", "tokenizer", "text_encoder", "transformer", "vae")
+    weighted: tuple[str, ...] = ("text_encoder", "transformer", "vae")
+    config_files: tuple[str, ...] = (
+        "scheduler/scheduler_config.json",
+        "tokenizer/tokenizer_config.json",
+        "text_encoder/config.json",
+        "transformer/config.json",
+        "vae/config.json",
+    )
     optional: tuple[str, ...] = ()
 
 
@@ -52,15 +62,6 @@ FAMILIES = (
         transformer_class="QwenImageTransformer2DModel",
         rollout_pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
         adapter="megadiff.models.qwen_image.adapter.QwenImageAdapter",
-        components=("scheduler", "tokenizer", "text_encoder", "transformer", "vae"),
-        weighted=("text_encoder", "transformer", "vae"),
-        config_files=(
-            "scheduler/scheduler_config.json",
-            "tokenizer/tokenizer_config.json",
-            "text_encoder/config.json",
-            "transformer/config.json",
-            "vae/config.json",
-        ),
     ),
     ModelFamily(
         name="wan22",
@@ -68,15 +69,6 @@ FAMILIES = (
         transformer_class="WanTransformer3DModel",
         rollout_pipeline="megadiff.models.wan22.pipeline.WanRolloutPipeline",
         adapter="megadiff.models.wan22.adapter.WanAdapter",
-        components=("scheduler", "tokenizer", "text_encoder", "transformer", "vae"),
-        weighted=("text_encoder", "transformer", "vae"),
-        config_files=(
-            "scheduler/scheduler_config.json",
-            "tokenizer/tokenizer_config.json",
-            "text_encoder/config.json",
-            "transformer/config.json",
-            "vae/config.json",
-        ),
         optional=("transformer_2",),
     ),
 )
@@ -84,7 +76,10 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentModel:
-    """What a trained component consists of by its config.json. shapes: of all its parameters, in the module's order."""
+    """Describe a trained component by its config.json.
+
+    shapes: of all its parameters, in the module's order.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     plan: ParallelPlan
@@ -92,18 +87,18 @@ class ComponentModel:
 
 
 def check_model_folder(folder: Path) -> ModelFamily:
-    """The family of a diffusers pipeline folder. Reads headers only: seconds at most, before any engine starts.
+    """Return the family of a diffusers pipeline folder.
 
-    Raises ValueError that names what is missing, unknown or cut short.
+    Reads headers only: seconds at most, before any engine starts. Raises ValueError that names
+    what is missing, unknown or cut short.
     """
     family = _family(folder)
     index = read_json(folder / "model_index.json")
     optional = tuple(name for name in family.optional if _has_component(index, name))
     absent = [name for name in family.components + optional if not (folder / name).is_dir()]
     if absent:
-        raise ValueError(
-            f"{folder} lacks {', '.join(f'{name}/' for name in absent)}; fetch the whole model folder"
-        )
+        folders = ", ".join(f"{name}/" for name in absent)
+        raise ValueError(f"{folder} lacks {folders}; fetch the whole model folder")
     for name in (*family.config_files, *(f"{component}/config.json" for component in optional)):
         read_json(folder / name)
     for component in family.weighted + optional:
@@ -131,7 +126,10 @@ def _family(folder: Path) -> ModelFamily:
 
 
 def build_adapter(folder: Path) -> ModelAdapter:
-    """The trainer's adapter of the folder's model family. Raises ValueError as `check_model_folder` does."""
+    """Return the trainer's adapter of the folder's model family.
+
+    Raises ValueError as `check_model_folder` does.
+    """
     family = _family(folder)
     for name in (TRANSFORMER, *family.optional):
         component = folder / name
@@ -141,7 +139,10 @@ def build_adapter(folder: Path) -> ModelAdapter:
 
 
 def component_model(folder: Path) -> ComponentModel:
-    """Of a trained component's folder, with a pipeline around it or without. Raises ValueError for another kind of model."""
+    """Return the model of a trained component's folder, with a pipeline around it or without.
+
+    Raises ValueError for another kind of model.
+    """
     config = read_json(folder / "config.json")
     _check_transformer_config(folder, config, FAMILIES)
     by_class = {family.transformer_class: family for family in FAMILIES}
@@ -167,10 +168,11 @@ def _check_transformer_config(
     folder: Path, config: Mapping[str, object], families: Sequence[ModelFamily]
 ) -> None:
     """Raise ValueError for the config of another class, or with sizes that are none."""
-    known = sorted(family.transformer_class for family in families)
-    if config.get("_class_name") not in known:
+    classes = sorted(family.transformer_class for family in families)
+    class_name = config.get("_class_name")
+    if class_name not in classes:
         raise ValueError(
-            f"{folder} is a {config.get('_class_name')!r}; supported components: {', '.join(known)}"
+            f"{folder} is a {class_name!r}; supported components: {', '.join(classes)}"
         )
     for key in SIZES:
         size = config.get(key)
@@ -181,6 +183,6 @@ def _check_transformer_config(
             )
 
 
-def _adapter_class(family: ModelFamily) -> type:
+def _adapter_class(family: ModelFamily) -> Any:
     module, _, name = family.adapter.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,7 @@
-"""How a model's weights are called, and packed, inside vllm-omni. The map itself is data, in models/<model>/plan.py."""
+"""Map diffusers' names of weights to vllm-omni's, which packs several into one parameter.
+
+The map itself is data, in models/<model>/plan.py.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ServedName:
-    """One row: module names ending in `.{diffusers}` are rows `shard` of `num_shards` equal ones (axis 0) of the module
-    that ends in `.{served}`. Modules that no row names have the same name on both sides. diffusers="": a module of
-    vllm-omni's alone, whose parameters are in diffusers those of the module around it."""
+    """Map modules ending in `.{diffusers}` to shard `shard` of the module ending in `.{served}`.
+
+    num_shards: of equal size, along axis 0. Modules that no row names have the same name on both
+    sides. diffusers="": a module of vllm-omni's alone, whose parameters are in diffusers those of
+    the module around it.
+    """
 
     diffusers: str
     served: str
@@ -22,7 +28,7 @@ class ServedName:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPlace:
-    """Where one diffusers weight lives: shard of num_shards along axis 0 of the parameter called `parameter`."""
+    """Locate one diffusers weight: a shard of num_shards along axis 0 of vllm-omni's parameter."""
 
     parameter: str
     shard: int = 0
@@ -32,28 +38,33 @@ class ServedPlace:
 def served_places(
     parameters: Sequence[str], *, names: Sequence[ServedName]
 ) -> dict[str, ServedPlace]:
-    """diffusers name → place, for every parameter given. Raises ValueError when two places get one name."""
-    places: dict[str, ServedPlace] = {}
+    """Return diffusers name → where the weight lives, for every parameter given.
+
+    Raises ValueError when two weights get one name.
+    """
+    by_name: dict[str, ServedPlace] = {}
     for parameter in parameters:
         module, _, leaf = parameter.rpartition(".")
-        rows = [row for row in names if f".{module}".endswith(f".{row.served}")]
-        found = {
-            ".".join(
-                filter(None, (module.removesuffix(row.served).rstrip("."), row.diffusers, leaf))
-            ): ServedPlace(parameter=parameter, shard=row.shard, num_shards=row.num_shards)
-            for row in rows
-        } or {parameter: ServedPlace(parameter=parameter)}
-        clash = places.keys() & found.keys()
+        weights = {}
+        for row in names:
+            if f".{module}".endswith(f".{row.served}"):
+                outer = module.removesuffix(row.served).rstrip(".")
+                name = ".".join(filter(None, (outer, row.diffusers, leaf)))
+                weights[name] = ServedPlace(
+                    parameter=parameter, shard=row.shard, num_shards=row.num_shards
+                )
+        weights = weights or {parameter: ServedPlace(parameter=parameter)}
+        clash = by_name.keys() & weights.keys()
         if clash:
             raise ValueError(
                 f"{sorted(clash)} have two places in vllm-omni's pipeline; correct the model's plan"
             )
-        places |= found
-    return places
+        by_name |= weights
+    return by_name
 
 
 def served_view(place: ServedPlace, *, parameters: Mapping[str, Tensor]) -> Tensor:
-    """The weight's own rows of its parameter, as a view."""
+    """Return the weight's own rows of its parameter, as a view."""
     tensor = parameters[place.parameter].detach()
     if place.num_shards == 1:
         return tensor

@@ -1,1 +1,1 @@
-"""Process meshes, the few collectives of the loop, and worker processes that never outlive it."""
+"""Split one transformer over ranks: meshes, collectives, plans and layers."""

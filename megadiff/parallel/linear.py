@@ -1,6 +1,7 @@
-"""Linear layers split over tensor-parallel ranks: megatron-core's, or Transformer Engine's for FP8, called like nn.Linear.
+"""Make linear layers split over tensor-parallel ranks, called like nn.Linear.
 
-Built on the meta device with this rank's shapes and without weights; parallel.tensor_parallel gives them memory.
+They are megatron-core's, or Transformer Engine's for FP8. They are built on the meta device with
+this rank's shapes and without weights; parallel.tensor_parallel gives them memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
 
 
 def check_transformer_engine(fp8: str) -> None:
-    """Raises ValueError when it is not installed."""
+    """Raise ValueError when Transformer Engine is not installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             f"engine.fp8={fp8} needs Transformer Engine, which is not installed; "
@@ -36,17 +37,20 @@ def check_transformer_engine(fp8: str) -> None:
 
 
 def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> TransformerConfig:
-    """megatron-core's settings for the layers here. What describes a whole language model is filled in, and not read."""
+    """Return megatron-core's settings for the layers here.
+
+    Raises ValueError for FP8 without Transformer Engine, or with another dtype than bfloat16.
+    """
     if fp8:
         check_transformer_engine(fp8)
     if fp8 and dtype != torch.bfloat16:
         raise ValueError(
             f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
         )
-    fp8_settings = (
-        {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}
-    )  # scaled by each tensor's present maximum
+    # tensorwise: scaled by each tensor's present maximum
+    fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}
     return TransformerConfig(
+        # these three describe a whole language model: they must be there, and are not read
         num_layers=1,
         hidden_size=axes.tp,
         num_attention_heads=axes.tp,
@@ -56,9 +60,11 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
-        use_cpu_initialization=not fp8,  # megatron-core then leaves the device to torch's default one: meta
+        # megatron-core then leaves the device to torch's default one, meta
+        use_cpu_initialization=not fp8,
         init_model_with_meta_device=bool(fp8),  # the same for Transformer Engine
-        disable_parameter_transpose_cache=True,  # or FP8 weights would be kept from before the optimizer's step
+        # else FP8 weights would be those from before the optimizer's step
+        disable_parameter_transpose_cache=True,
         **fp8_settings,
     )
 
@@ -66,9 +72,10 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
 def column(
     linear: nn.Linear, config: TransformerConfig, axes: TokenAxes, *, in_attention: bool
 ) -> nn.Module:
-    """[…, in] → […, out / tp]. With sequence parallelism, dimension 0 is gathered over tp before; backward sums over tp.
+    """Return a layer […, in] → […, out / tp].
 
-    in_attention: the caller has done so, for several layers at once.
+    With sequence parallelism dimension 0 is gathered over tp before; backward sums over tp.
+    in_attention: the caller has gathered, for several layers at once.
     """
     sizes = {"input_size": linear.in_features, "output_size": linear.out_features}
     options = {"bias": linear.bias is not None, "skip_bias_add": False, "init_method": _keep}
@@ -100,7 +107,10 @@ def column(
 
 
 def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Module:
-    """[…, in / tp] → […, out], summed over tp; with sequence parallelism, dimension 0 is then split over tp."""
+    """Return a layer […, in / tp] → […, out], summed over tp.
+
+    With sequence parallelism dimension 0 is then split over tp.
+    """
     options = {
         "bias": linear.bias is not None,
         "skip_bias_add": False,
@@ -118,7 +128,10 @@ def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Mod
 
 
 class RowProduct(nn.Module):
-    """A frozen row layer's part […, in / tp] → […, out] of a sum over tp that is the caller's: see finish()."""
+    """Compute a frozen row layer's part […, in / tp] → […, out] of a sum over tp.
+
+    The caller sums: see finish().
+    """
 
     def __init__(self, linear: nn.Linear, axes: TokenAxes) -> None:
         super().__init__()
@@ -126,27 +139,26 @@ class RowProduct(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(linear.out_features, linear.in_features // axes.tp, device="meta")
         )
-        self.bias = (
-            nn.Parameter(torch.empty(linear.out_features, device="meta"))
-            if linear.bias is not None
-            else None
-        )
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(torch.empty(linear.out_features, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight)
 
     def finish(self, part: Tensor) -> Tensor:
-        """The sum over tp of the ranks' parts, with the bias; with sequence parallelism, dimension 0 is then split over tp."""
+        """Sum the ranks' parts over tp and add the bias.
+
+        With sequence parallelism dimension 0 is then split over tp.
+        """
         whole = self.axes.leave_split(part)
         return whole if self.bias is None else whole + self.bias
 
 
 class ModulationLinear(nn.Module):
-    """nn.Linear on the time embedding [B, in], which every rank has, with the weight's rows split over tp.
+    """Multiply the time embedding [B, in], which every rank has, by a weight of split rows.
 
-    Its output is whole on every rank. With sequence parallelism a rank's gradient of it is its own tokens' part, so the
-    gather's backward must sum over tp; without, all ranks have the same gradient and take their part of it, and then the
-    input's gradient must be summed.
+    Its output is whole on every rank.
     """
 
     def __init__(self, linear: nn.Linear, axes: TokenAxes) -> None:
@@ -159,23 +171,27 @@ class ModulationLinear(nn.Module):
     def forward(self, embedding_BC: Tensor) -> Tensor:
         group = self.axes.tp_group
         if self.axes.sequence_parallel:
+            # a rank's gradient is its own tokens' part, so the gather's backward sums over tp
             part_BC = functional.linear(embedding_BC, self.weight, self.bias)
             return all_gather_last_dim_from_tensor_parallel_region(part_BC, group=group)
+        # all ranks have the same gradient and take their rows of it; the input's is then summed
         part_BC = functional.linear(copy_to_group(embedding_BC, group), self.weight, self.bias)
         return gather_from_tensor_model_parallel_region(part_BC, group=group)
 
 
 class AcrossHeadsNorm(nn.Module):
-    """nn.RMSNorm over the features of all heads [..., C], of which this rank has its own heads' [..., C / tp]."""
+    """Normalise as nn.RMSNorm does over all heads [..., C]; a rank has its heads' [..., C / tp]."""
 
     def __init__(self, norm: nn.RMSNorm, axes: TokenAxes) -> None:
         super().__init__()
         (self.num_features,) = norm.normalized_shape
-        self.eps, self.axes = norm.eps, axes
+        assert norm.eps is not None  # diffusers always sets it
+        self.eps = norm.eps
+        self.axes = axes
         self.weight = nn.Parameter(torch.empty(self.num_features // axes.tp, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32, or float64, and rounded once, as torch's own."""
+        """Compute in float32, or float64, and round once, as torch's own does."""
         exact = x if x.dtype == torch.float64 else x.float()
         square_sum = sum_over_group(exact.square().sum(dim=-1, keepdim=True), self.axes.tp_group)
         normed = exact * torch.rsqrt(square_sum / self.num_features + self.eps)
@@ -194,7 +210,7 @@ class _MegatronRow(RowParallelLinear):
 
 @cache
 def _first_output(layer: type[nn.Module]) -> Callable[..., nn.Module]:
-    """Transformer Engine's layer without the bias that megatron-core returns beside the output."""
+    """Return Transformer Engine's layer without the bias that comes beside its output."""
     forward = layer.forward
     return type(layer.__name__, (layer,), {"forward": lambda self, x: forward(self, x)[0]})
 

@@ -1,9 +1,10 @@
-"""Low-rank adapters (LoRA) beside a frozen transformer's linear layers: y = W x + scale · B (A x), scale = alpha / rank.
+"""Put LoRA beside a frozen transformer's linear layers: y = W x + scale · B (A x).
 
-Which layers have one is in the plan. A layer keeps its parameters and their names and gains two child modules, lora_A
-(weight [rank, in]) and lora_B (weight [out, rank]), as in peft. B A is never added to W: bfloat16 would round it away, and
-the replicas compute it apart as well. One switch turns all of them off: what is left is the policy that training began
-with, without a copy of anything.
+scale = alpha / rank. The plan says which layers have one. A layer keeps its parameters and their
+names. It gains two child modules, lora_A (weight [rank, in]) and lora_B (weight [out, rank]), as in
+peft. B A is never added to W: bfloat16 would round it away, and the replicas compute it apart too.
+One switch turns all of them off. Then the transformer is the policy that training began with,
+without a copy of anything.
 """
 
 from __future__ import annotations
@@ -24,15 +25,23 @@ from megadiff.types import LoraSpec
 
 
 class Adapters:
-    """The adapters of one transformer, on or off together. is_on is read in every forward, recomputed ones included."""
+    """Switch one transformer's LoRA on or off.
+
+    is_on is read in every forward, recomputed ones included.
+    """
 
     def __init__(self, spec: LoraSpec) -> None:
-        self.spec, self.is_on = spec, True
+        self.spec = spec
+        self.is_on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within the context the transformer is its frozen base. Not around a backward: recompute would see it on again."""
-        was_on, self.is_on = self.is_on, False
+        """Make the transformer its frozen base within the context.
+
+        Not around a forward whose backward comes later: recompute would see LoRA on again.
+        """
+        was_on = self.is_on
+        self.is_on = False
         try:
             yield
         finally:
@@ -40,8 +49,10 @@ class Adapters:
 
 
 def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> LoraSpec | None:
-    """What the config asks for; None for lora.rank=0. names: of all the base's parameters. Raises ValueError for targets
-    that do not fit the model."""
+    """Return the LoRA that the config asks for, None for lora.rank=0.
+
+    names: of all the base's parameters. Raises ValueError for targets that do not fit the model.
+    """
     if not lora.rank:
         return None
     return LoraSpec(
@@ -52,22 +63,29 @@ def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> Lor
 def lora_shapes(
     spec: LoraSpec | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, int]]:
-    """Name → shape of every low-rank tensor, in the order of the base's parameters. shapes: of the base's."""
+    """Return name → shape of every low-rank tensor, in the order of the base's parameters.
+
+    shapes: of the base's parameters.
+    """
     pairs: dict[str, tuple[int, int]] = {}
-    wrapped = set(spec.modules) if spec else set()
+    if spec is None:
+        return pairs
+    wrapped = set(spec.modules)
     for name, shape in shapes.items():
-        module, _, part = name.rpartition(".")
-        if module in wrapped and part == "weight":
+        module, _, leaf = name.rpartition(".")
+        if module in wrapped and leaf == "weight":
             pairs[f"{module}.{LORA_A}"] = (spec.rank, shape[1])
             pairs[f"{module}.{LORA_B}"] = (shape[0], spec.rank)
     return pairs
 
 
 def start_values(name: str, shape: tuple[int, int], *, seed: int) -> Tensor:
-    """The full tensor that training begins with, float32 on CPU, the same for every layout: A uniform within 1/√in of 0
-    (peft's kaiming_uniform with a = √5), B zero, so that the adapter changes nothing yet."""
+    """Return the full tensor that training begins with, float32 on CPU, equal in every layout.
+
+    A is uniform within 1/√in of 0, as peft's kaiming_uniform with a = √5.
+    """
     if name.endswith(LORA_B):
-        return torch.zeros(shape)
+        return torch.zeros(shape)  # so that LoRA changes nothing yet
     return uniform(shape, key=f"{seed}/lora/{name}") / math.sqrt(shape[1])
 
 
@@ -80,34 +98,38 @@ def adapt(
     enter: Callable[[Tensor], Tensor] | None = None,
     leave: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Puts an adapter, weights on meta, beside a layer, whose forward is then leave(layer(enter(x)) + scale · B (A enter(x))).
+    """Put LoRA, weights on meta, beside a layer.
 
-    in_features, out_features: of this rank. enter and leave are for split layers: the collectives of both products.
+    Its forward is then leave(layer(enter(x)) + scale · B (A enter(x))).
+    in_features, out_features: of this rank.
+    enter, leave: for split layers, the collectives of both products.
     """
     rank = adapters.spec.rank
     layer.lora_A = nn.Linear(in_features, rank, bias=False, device="meta")
     layer.lora_B = nn.Linear(rank, out_features, bias=False, device="meta")
-    layer.adapters, layer.enter, layer.leave = adapters, enter or _same, leave or _same
-    layer.__class__ = _adapted(type(layer))
+    # plain attributes, no parameters, buffers or modules
+    vars(layer).update(adapters=adapters, enter=enter or _same, leave=leave or _same)
+    layer.__class__ = _adapted(type(layer))  # type: ignore[arg-type]  # mypy: unhashable class
 
 
 def adapt_linears(module: nn.Module, adapters: Adapters) -> None:
-    """Adapters beside whole nn.Linear layers, all else frozen. Weights are still on meta."""
+    """Put LoRA beside whole nn.Linear layers and freeze all else. Weights are still on meta."""
     module.requires_grad_(False)
     for name in adapters.spec.modules:
         linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear), name  # lora_modules() chose linears only
         adapt(linear, adapters, in_features=linear.in_features, out_features=linear.out_features)
 
 
 def lora_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name, in the module's order."""
+    """Return LoRA's parameters by name, in the module's order."""
     return {name: parameter for name, parameter in module.named_parameters() if is_lora(name)}
 
 
 @cache
 def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
-    """The layer's class with the adapter in its forward: one class for all of a kind, or torch.compile would make code for
-    every single layer."""
+    """Return the layer's class with LoRA in its forward."""
+    # cached, one class for all of a kind: torch.compile would make code for every single layer
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -122,7 +144,7 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def scaled(weight_B: Tensor, spec: LoraSpec) -> Tensor:
-    """scale · B, rounded once to B's dtype: what replicas multiply with, so that both sides round alike."""
+    """Return scale · B, rounded once to B's dtype, as replicas do: both sides round alike."""
     return weight_B if spec.scale == 1 else (weight_B.float() * spec.scale).to(weight_B.dtype)
 
 

@@ -1,6 +1,7 @@
-"""Lets megatron-core run on CPU processes over gloo, where parts of it name CUDA outright. For tests and small trials.
+"""Let megatron-core run on CPU processes over gloo, where parts of it name CUDA outright.
 
-Never acts where there is a GPU to use: `apply` refuses any device but the CPU, `making_optimizer` does nothing there.
+For tests and small trials. It never acts where there is a GPU to use: `apply` refuses any device
+but the CPU, `making_optimizer` does nothing there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,52 +25,51 @@ def apply(device: torch.device) -> None:
     """
     if device.type != "cpu":
         raise ValueError(
-            f"megatron-core on {device} needs none of the stand-ins for the CPU; they must not act there"
+            f"megatron-core on {device} needs none of the stand-ins for the CPU; "
+            "they must not act there"
         )
-    torch.cuda.current_device = lambda: CPU  # where buffers are made
+    # megatron-core makes its buffers on this "device"; torch's own returns an index
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.set_device = lambda *args, **kwargs: None
 
 
 @contextmanager
 def making_optimizer(device: torch.device) -> Iterator[None]:
-    """Within the context, and on the CPU, torch.tensor and Tensor.type answer as megatron-core's optimizers want it.
+    """Make torch.tensor and Tensor.type answer as megatron-core's optimizers want it.
 
-    Not for longer: with torch.tensor replaced, torch.device("meta") no longer acts on it, and transformers, which goes by
-    that, leaves weights uninitialised.
+    Acts within the context and on the CPU only.
     """
     if device.type != "cpu":
         yield
         return
-    stock = torch.tensor, torch.Tensor.type
-    torch.tensor, torch.Tensor.type = (
-        _made_on_cpu(torch.tensor),
-        _named_as_on_cuda(torch.Tensor.type),
-    )
-    try:
+    # Not for longer than the context: torch.device("meta") does not act on a replaced torch.tensor,
+    # and transformers, which goes by that, leaves weights uninitialised.
+    with (
+        mock.patch.object(torch, "tensor", _made_on_cpu(torch.tensor)),
+        mock.patch.object(Tensor, "type", _named_as_on_cuda(Tensor.type)),
+    ):
         yield
-    finally:
-        torch.tensor, torch.Tensor.type = stock
 
 
 def _made_on_cpu(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Optimizers keep their flags and scales in tensors made with device="cuda"."""
+    """Return torch.tensor with device="cuda" redirected, where optimizers keep flags and scales."""
 
     @wraps(stock)
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
-        return stock(
-            *args, **(kwargs | {"device": CPU} if kwargs.get("device") == "cuda" else kwargs)
-        )
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = CPU
+        return stock(*args, **kwargs)
 
     return tensor
 
 
 def _named_as_on_cuda(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The distributed optimizer sorts its parameters by the names of CUDA tensor types."""
+    """Return Tensor.type with CUDA's names, by which the distributed optimizer sorts."""
 
     @wraps(stock)
     def tensor_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = stock(self, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        name = stock(self, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
     return tensor_type

@@ -1,4 +1,7 @@
-"""The process mesh: dp outermost, then sp, then tp innermost, so that model-parallel peers are neighbours on one node."""
+"""Lay out the process mesh: dp outermost, then sp, then tp.
+
+So model-parallel peers are neighbours on one node.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes. world_size = dp · sp · tp; dp = dp_replicate · shards."""
+    """Give the sizes of the axes: world_size = dp · sp · tp; dp = dp_replicate · shards."""
 
     world_size: int
     dp: int
@@ -27,10 +30,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """This rank's place in the layout and the process groups of the loop.
+    """Locate this rank in the layout, with the process groups of the loop.
 
-    dp_group: ranks with the same (sp, tp) coordinates. cpu_model_group: gloo over the sp·tp peers of this dp rank, whose
-    first rank (`model_group_source`, a global rank) fetches data for all of them. cpu_group: gloo over the world, for bytes.
+    dp_group: ranks with the same (sp, tp) coordinates.
+    cpu_group: gloo over the world, for bytes.
+    cpu_model_group: gloo over the sp·tp peers of this dp rank. Its first rank
+    (`model_group_source`, a global rank) fetches data for all of them.
     timeout_s: of every collective.
     """
 
@@ -53,7 +58,10 @@ class Mesh:
 
 
 def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: int) -> Layout:
-    """Fills in dp=0 with what the world leaves. Raises ValueError when the sizes do not multiply to world_size."""
+    """Return the layout, dp=0 being filled in with what the world leaves.
+
+    Raises ValueError when the sizes do not multiply to world_size.
+    """
     for name, size in (("sp", sp), ("tp", tp), ("dp_replicate", dp_replicate)):
         if size < 1:
             raise ValueError(f"parallel.{name}={size} < 1; set parallel.{name}>=1")
@@ -81,35 +89,43 @@ def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: 
 
 
 def check_heads(num_heads: int, *, sp: int, tp: int) -> None:
-    """Raises ValueError when Ulysses and tensor parallelism together do not divide the model's attention heads."""
+    """Raise ValueError when sp·tp does not divide the model's attention heads."""
     if num_heads % (sp * tp):
         raise ValueError(
-            f"parallel.sp*parallel.tp = {sp}*{tp} = {sp * tp} does not divide the model's {num_heads} attention heads; "
-            f"set them so that their product is a divisor of {num_heads}"
+            f"parallel.sp*parallel.tp = {sp}*{tp} = {sp * tp} does not divide the model's "
+            f"{num_heads} attention heads; set them so that their product is a divisor of "
+            f"{num_heads}"
         )
 
 
 def world_size_from_env() -> int:
-    """Number of trainer processes that torchrun started; 1 without torchrun."""
+    """Return the number of trainer processes that torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Mesh:
-    """Starts torch.distributed (a world of one needs no launcher) and builds the groups. Collective over the world.
+    """Start torch.distributed and build the groups. Collective over the world.
 
-    timeout_s: of every collective; ranks wait in one for the slowest rank's rollout, so it must outlast that.
+    A world of one needs no launcher. timeout_s: of every collective. Ranks wait in one for the
+    slowest rank's rollout, so it must outlast that.
     """
-    grow_segments()  # this and the next are read when CUDA starts
-    if layout.tp > 1:  # Megatron's collectives are then queued before the products that hide them
+    # CUDA reads this setting and the next when it starts
+    grow_segments()
+    if layout.tp > 1:
+        # Megatron's collectives are then queued before the products that hide them
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    device, timeout = _local_device(device_type), timedelta(seconds=timeout_s)
+    device = _local_device(device_type)
+    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        alone = (
-            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        )
-        dist.init_process_group(backend, timeout=timeout, **alone)
-    rank, peers = dist.get_rank(), layout.sp * layout.tp
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+            )
+    rank = dist.get_rank()
+    peers = layout.sp * layout.tp
     model_ranks = [
         list(range(first, first + peers)) for first in range(0, layout.world_size, peers)
     ]
@@ -128,12 +144,12 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
 def _my_group(
     ranks_of_groups: list[list[int]], rank: int, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Every rank creates every group (new_group is collective over the world) and keeps its own."""
-    groups = [
-        (ranks, dist.new_group(ranks, backend=backend, timeout=timeout))
-        for ranks in ranks_of_groups
-    ]
-    return next(group for ranks, group in groups if rank in ranks)
+    """Create every group on every rank and return this rank's own."""
+    # new_group is collective over the world: no rank may leave a group out
+    groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in ranks_of_groups]
+    return next(
+        group for ranks, group in zip(ranks_of_groups, groups, strict=True) if rank in ranks
+    )
 
 
 def _local_device(device_type: str) -> torch.device:
@@ -143,11 +159,12 @@ def _local_device(device_type: str) -> torch.device:
         return torch.device("cpu")
     if device_type != "cuda":
         raise ValueError(f"run.device={device_type!r} is not one of auto, cpu, cuda")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if local_rank >= count:
         raise ValueError(
-            f"local rank {local_rank} has no GPU: {count} visible; start at most {count} processes on this node "
-            "(one process per GPU) or set run.device=cpu"
+            f"local rank {local_rank} has no GPU: {count} visible; start at most {count} processes "
+            "on this node (one process per GPU) or set run.device=cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

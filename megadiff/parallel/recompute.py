@@ -1,4 +1,4 @@
-"""Which blocks of a transformer keep their activations for the backward, and which compute them a second time."""
+"""Choose the blocks that keep their activations for backward; the others compute them again."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ _ROUNDING = 1e-9  # 60 · 0.15 is a little less than 9
 
 
 def recompute_blocks(module: nn.Module, plan: ParallelPlan, *, budget: float) -> None:
-    """All blocks but a share of `budget`, which keep their activations. module: diffusers' transformer, or one made from it."""
+    """Recompute all blocks but the fraction `budget`, which keep their activations.
+
+    module: diffusers' transformer, or a class made from it.
+    """
     if budget >= 1:
         return
     blocks = {
         plan.block_of(name): block for name, block in module.named_modules() if plan.is_block(name)
     }
-    kept = kept_blocks(len(blocks), budget)
-    module.enable_gradient_checkpointing(
-        partial(_called, {block for index, block in blocks.items() if index not in kept})
-    )
+    keeping = kept_blocks(len(blocks), budget)
+    recomputed = {block for index, block in blocks.items() if index not in keeping}
+    enable = module.enable_gradient_checkpointing
+    enable(partial(_called, recomputed))  # type: ignore[operator]  # diffusers' ModelMixin has it
 
 
 def kept_blocks(count: int, budget: float) -> set[int]:
-    """Of blocks 0 … count − 1 those that keep their activations: floor(count · budget), evenly spread, the last among them."""
+    """Return the blocks of 0 … count − 1 that keep their activations.
+
+    They are floor(count · budget), evenly spread, the last block among them.
+    """
     up_to = [math.floor(index * budget + _ROUNDING) for index in range(count + 1)]
     return {index for index in range(count) if up_to[index + 1] > up_to[index]}
 
 
 def _called(recomputed: Collection[nn.Module], block: nn.Module, *args: Any) -> Any:
-    """Nothing random happens in a block, so no generator's state is kept for the second time."""
     if block not in recomputed:
         return block(*args)
+    # nothing random happens in a block, so no generator's state is kept for the second time
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Collectives with a gradient, where megatron-core's own are wrong for this use, and the sum of partial gradients."""
+"""Run collectives with a gradient where megatron-core's are wrong, and sum partial gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class _CopyToGroup(torch.autograd.Function):
-    """megatron-core's own leaves a gradient that is not contiguous unreduced, without a word."""
+    # megatron-core's own leaves a gradient that is not contiguous unreduced, without a word
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -23,7 +23,7 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x itself, which the ranks of the group use in different ways: its gradients are summed over them."""
+    """Return x for the ranks to use in different ways; backward sums its gradients over them."""
     return x if group.size() == 1 else _CopyToGroup.apply(x, group)
 
 
@@ -45,31 +45,30 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' parts, on each rank, where each uses it in a way of its own: gradients are summed as well."""
+    """Sum the ranks' parts; each rank uses the sum in its own way, so gradients are summed too."""
     return part if group.size() == 1 else _SumOverGroup.apply(part, group)
 
 
 def sum_over_tp(
     parameters: Iterable[nn.Parameter], attribute: str, group: dist.ProcessGroup
 ) -> None:
-    """Sum over the group, in place and in one all-reduce, the gradients of those parameters that are marked for it.
+    """Sum in place, in one all-reduce, the gradients of parameters whose placement asks for it.
 
-    attribute: where the gradient is, `grad` or megatron-core's `main_grad`; parameters without one are left out. Call it
-    once a step, after the last backward.
+    attribute: where the gradient is, `grad` or megatron-core's `main_grad`; parameters without a
+    gradient are left out. Call it once a step, after the last backward.
     """
     if group.size() == 1:
         return
-    marked = (
-        getattr(parameter, attribute, None)
-        for parameter in parameters
-        if parameter.placement.sum_over_tp
-    )
-    gradients = [gradient for gradient in marked if gradient is not None]
+    gradients = []
+    for parameter in parameters:
+        gradient = getattr(parameter, attribute, None)
+        placement = parameter.placement  # type: ignore[attr-defined]  # parallelize() sets it
+        if gradient is not None and placement.sum_over_tp:
+            gradients.append(gradient)
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, total in zip(
-        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-    ):
+    sums = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, total in zip(gradients, sums, strict=True):
         gradient.copy_(total.view_as(gradient))

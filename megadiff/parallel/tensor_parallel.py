@@ -1,10 +1,12 @@
-"""Tensor parallelism, sequence parallelism and Ulysses put into a stock diffusers transformer, by its plan.
+"""Put tensor and sequence parallelism and Ulysses into a stock diffusers transformer, by its plan.
 
-The module stays diffusers' own, with its names and its forward; linear layers and attention processors are replaced.
-Afterwards it is called as before, with whole inputs and outputs on every rank. What the caller still must do:
-- gradients of parameters with `placement.sum_over_tp` are this rank's part: sum them over tp (regions.sum_over_tp);
-- gradients are sums over this rank's tokens and samples: sum (not average) them over dp·sp, Megatron's data-parallel
-  group with context parallelism.
+The module stays diffusers' own, with its names and its forward; linear layers and attention
+processors are replaced. Afterwards it is called as before, with whole inputs and outputs on every
+rank. The caller still must sum gradients:
+- over tp those of parameters with `placement.sum_over_tp`, of which this rank has a part
+  (regions.sum_over_tp);
+- over dp·sp all, which are sums over this rank's tokens and samples. Sum, do not average. That is
+  Megatron's data-parallel group with context parallelism.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ from megadiff.parallel.tokens import split_tokens
 
 
 def init_parallel_state(mesh: Mesh) -> None:
-    """megatron-core's process groups for the mesh, sp being its context-parallel axis. Collective over the world.
+    """Make megatron-core's process groups for the mesh, sp being its context-parallel axis.
 
-    The groups of a process are made once; raises ValueError for a second mesh of other sizes.
+    Collective over the world. A process makes its groups once: raises ValueError for a second mesh
+    of other sizes.
     """
     if mesh.device.type == "cpu":
         megatron_cpu.apply(mesh.device)
@@ -52,7 +55,8 @@ def init_parallel_state(mesh: Mesh) -> None:
         }
         if made != {"tp": mesh.tp, "sp": mesh.sp}:
             raise ValueError(
-                f"megatron-core was started with {made}, not tp={mesh.tp}, sp={mesh.sp}; use another process"
+                f"megatron-core was started with {made}, not tp={mesh.tp}, sp={mesh.sp}; "
+                "use another process"
             )
         return
     parallel_state.initialize_model_parallel(
@@ -64,17 +68,18 @@ def init_parallel_state(mesh: Mesh) -> None:
 
 
 def token_axes(mesh: Mesh, *, sequence_parallel: bool, fp8: bool = False) -> TokenAxes:
-    """The axes of this rank, after init_parallel_state. Under FP8 chunks are padded to what its matrix products take."""
+    """Return the axes of this rank, after init_parallel_state."""
     sequence_parallel = sequence_parallel and mesh.tp > 1
     sp_group = parallel_state.get_context_parallel_group()
+    token_group = sp_group
+    if sequence_parallel:
+        token_group = parallel_state.get_tensor_and_context_parallel_group()
     return TokenAxes(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         sp_group=sp_group,
-        token_group=parallel_state.get_tensor_and_context_parallel_group()
-        if sequence_parallel
-        else sp_group,
+        token_group=token_group,
         sequence_parallel=sequence_parallel,
-        multiple=FP8_MULTIPLE if fp8 else 1,
+        multiple=FP8_MULTIPLE if fp8 else 1,  # chunks are padded to what FP8 products take
     )
 
 
@@ -90,16 +95,22 @@ def parallelize(
     fp8: str = "",
     adapters: Adapters | None = None,
 ) -> nn.Module:
-    """The stock module, weights on meta, with this rank's pieces of them on the mesh's device: in dtype, uninitialised.
+    """Replace the stock module's weights, on meta, by this rank's shards on the mesh's device.
 
-    attention: the model's processor. sequence_parallel: split tokens over tp as well (nothing at tp=1).
-    activation_memory_budget: share of the blocks that keep their activations; the others compute them again in backward. fp8:
-    "" or "hybrid" for the matrix products of the blocks' column and row layers; all else stays in dtype. adapters: LoRA, not
-    with fp8; they alone are trained then. Call init_parallel_state(mesh) before.
+    They are in dtype and uninitialised. Each parameter keeps its diffusers name and gets
+    `placement` (parallel.plan.Placement); requires_grad is False where it is never trained.
+    Call init_parallel_state(mesh) before.
 
-    Each parameter keeps its diffusers name and gets `placement` (parallel.plan.Placement); those that are never trained get
-    requires_grad False.
-    Raises ValueError for a plan that does not fit the module, or sizes that tp and sp do not divide.
+    attention: the model's processor.
+    sequence_parallel: split tokens over tp as well (nothing at tp=1).
+    activation_memory_budget: fraction of the blocks that keep their activations. The others
+    compute them again in backward.
+    fp8: "" or "hybrid", for the matrix products of the blocks' column and row layers; all else
+    stays in dtype.
+    adapters: LoRA, not with fp8; then it alone is trained.
+
+    Raises ValueError for a plan that does not fit the module, or sizes that tp and sp do not
+    divide.
     """
     assert not (adapters and fp8), "LoRA on FP8 layers; config/validate.py refuses it"
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -150,7 +161,8 @@ def _replace_linears(
         if config.fp8 and placement.kind in ("column", "row"):
             _check_fp8(name, placement)
         parent, _, leaf = name.rpartition(".")
-        if name in wrapped:
+        layer: nn.Module
+        if adapters and name in wrapped:
             layer = _with_adapter(name, linear, plan, placements, axes, config, adapters)
         else:
             layer = builders[placement.kind](name, linear)
@@ -166,18 +178,27 @@ def _with_adapter(
     config: TransformerConfig,
     adapters: Adapters,
 ) -> nn.Module:
-    """A split layer with its adapter. What goes in is gathered, and what comes out summed, once for both products.
+    """Return a split layer with its LoRA.
 
-    Of a column's pair B's rows are split as the layer's are, of a row's A's columns; the other one is whole.
+    A column's B is split by rows as the layer is, a row's A by columns; the other half is whole.
     """
-    lora_A, lora_B = placements[f"{name}.{LORA_A}"], placements[f"{name}.{LORA_B}"]
-    sizes = {"in_features": lora_A.local_shape[1], "out_features": lora_B.local_shape[0]}
+    # the input is gathered, and the output summed, once for both products: enter and leave
+    enter = leave = None
+    layer: nn.Module
     if placements[f"{name}.weight"].kind == "column":
         layer = column(linear, config, axes, in_attention=True)
-        adapt(layer, adapters, **sizes, enter=None if plan.in_attention(name) else axes.enter_split)
+        enter = None if plan.in_attention(name) else axes.enter_split
     else:
-        layer = RowProduct(linear, axes)
-        adapt(layer, adapters, **sizes, leave=layer.finish)
+        layer = product = RowProduct(linear, axes)
+        leave = product.finish
+    adapt(
+        layer,
+        adapters,
+        in_features=placements[f"{name}.{LORA_A}"].local_shape[1],
+        out_features=placements[f"{name}.{LORA_B}"].local_shape[0],
+        enter=enter,
+        leave=leave,
+    )
     return layer
 
 
@@ -197,7 +218,8 @@ def _materialise(
     *,
     trained: Set[str],
 ) -> None:
-    """Memory for this rank's pieces, under the names that the placements have. Buffers are there already."""
+    """Give memory to this rank's shards, under the names that the placements have."""
+    # buffers have their values already
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
     for name, empty in list(module.named_parameters()):
@@ -206,7 +228,7 @@ def _materialise(
         parameter = nn.Parameter(
             torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name in trained
         )
-        parameter.placement = placement
+        parameter.placement = placement  # type: ignore[attr-defined]  # torch knows no such name
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = parameter
 
@@ -228,6 +250,7 @@ def _check_fp8(name: str, placement: Placement) -> None:
     odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
     if odd:
         raise ValueError(
-            f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple of {FP8_MULTIPLE}, which FP8 "
-            "matrix products need; lower parallel.tp or set engine.fp8=none"
+            f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple of "
+            f"{FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
+            "engine.fp8=none"
         )

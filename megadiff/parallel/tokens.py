@@ -1,6 +1,7 @@
-"""A stock diffusers transformer on this rank's tokens and heads: its attention processors replaced, its tokens split.
+"""Run a stock diffusers transformer on this rank's tokens and heads.
 
-Called as before, with whole inputs and outputs on every rank. Gradients are this rank's tokens' part.
+Its attention processors are replaced and its tokens split. It is called as before, with whole
+inputs and outputs on every rank. Gradients are this rank's tokens' part.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ def split_tokens(
     axes: TokenAxes,
     attention: Callable[[TokenAxes], TokenAttention],
 ) -> None:
-    """In place. attention: the model's processor. Raises ValueError for heads that tp and sp do not divide, and for a class
-    whose forward somebody has replaced, which splits tokens itself or not at all."""
+    """Split the module's tokens and heads, in place.
+
+    attention: the model's processor. Raises ValueError for heads that tp and sp do not divide, and
+    for a class whose forward somebody has replaced: it splits tokens itself or not at all.
+    """
     origin = type(module).forward.__module__
     if not origin.startswith("diffusers."):
         raise ValueError(
-            f"{type(module).__name__}.forward is no longer diffusers' own but {origin}'s; VeOmni replaces it for the whole "
-            "process when it builds its own class of the model: use another process"
+            f"{type(module).__name__}.forward is no longer diffusers' own but {origin}'s; VeOmni "
+            "replaces it for the whole process when it builds its own class of the model: use "
+            "another process"
         )
     processor = attention(axes)
     for name, site in module.named_modules():
@@ -43,13 +48,16 @@ def split_tokens(
 
 
 def ulysses_axes(mesh: Mesh) -> TokenAxes:
-    """Of an engine without tensor parallelism. Collective over the world."""
+    """Return the axes of an engine without tensor parallelism. Collective over the world."""
     if mesh.device.type == "cpu":
         megatron_cpu.apply(mesh.device)
-    own, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(mesh.world_size)])
+    # groups of one rank stand for tp
+    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(mesh.world_size)])
     peers = [list(range(first, first + mesh.sp)) for first in range(0, mesh.world_size, mesh.sp)]
     sp_group, _ = dist.new_subgroups_by_enumeration(peers)
-    return TokenAxes(tp_group=own, sp_group=sp_group, token_group=sp_group, sequence_parallel=False)
+    return TokenAxes(
+        tp_group=alone, sp_group=sp_group, token_group=sp_group, sequence_parallel=False
+    )
 
 
 def _forward(
@@ -60,21 +68,23 @@ def _forward(
     attention: TokenAttention,
     **kwargs: Any,
 ) -> tuple[Tensor]:
-    """The stock forward on this rank's tokens, with the whole output. Call it with return_dict=False."""
+    """Run the stock forward on this rank's tokens and return the whole output.
+
+    Call it with return_dict=False.
+    """
     kwargs = attention.prepare(module, kwargs)
-    own = {name: axes.split(kwargs[name]) for name in plan.token_inputs if kwargs[name].ndim > 1}
-    (output,) = stock(**{**kwargs, **own})
-    return (
-        output if plan.stream_exit else axes.gather(output, kwargs[plan.token_inputs[0]].shape[1]),
-    )
+    length = kwargs[plan.token_inputs[0]].shape[1] if not plan.stream_exit else 0
+    for name in plan.token_inputs:
+        if kwargs[name].ndim > 1:
+            kwargs[name] = axes.split(kwargs[name])
+    (output,) = stock(**kwargs)
+    return (output if plan.stream_exit else axes.gather(output, length),)
 
 
 def _split_stream(module: nn.Module, plan: ParallelPlan, axes: TokenAxes) -> None:
-    """Between the plan's two modules a rank has its own tokens.
-
-    The length is kept from the one to the other, within one forward. A block that is recomputed in backward sets it
-    again, and nothing reads it then.
-    """
+    """Give a rank its own tokens between the plan's two modules."""
+    # Kept from one hook to the other within a forward. A block that is recomputed in backward
+    # sets it again, and nothing reads it then.
     length = 0
 
     def enter(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -61,8 +61,8 @@ def _spoil_texts(spread):
     """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
     swapped: the texts of the last two groups are exchanged. What is recorded stays right."""
 
-    def broken(self, context, side, place_P):
-        changed = spread(self, context, side, place_P)
+    def broken(sampler, context, side, index_P):
+        changed = spread(sampler, context, side, index_P)
         embeds = f"{side}prompt_embeds"
         mask = f"{side}prompt_embeds_mask"
         if changed[mask] is None:
@@ -72,11 +72,11 @@ def _spoil_texts(spread):
         elif fault() == "unmasked":
             changed[mask] = None
         elif fault() == "swapped":
-            count = len(self._sampler.requests)
+            count = len(sampler.requests)
             if count < 2:
                 return changed
             order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
-            order_N = self._sampler.per_row(order_P) * (len(changed[mask]) // count)
+            order_N = sampler.per_row(order_P) * (len(changed[mask]) // count)
             order_N += torch.arange(len(order_N)) % (len(order_N) // count)
             changed[embeds] = changed[embeds][order_N]
             changed[mask] = changed[mask][order_N]
@@ -139,7 +139,7 @@ if __name__ == "__main__":
     qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)
-    pipeline._spread = _spoil_texts(pipeline._spread)
+    qwen_rollout._spread = _spoil_texts(qwen_rollout._spread)
     pipeline.combine_cfg_noise, pipeline.cfg_normalize_function = _spoil_guidance(
         pipeline.combine_cfg_noise, pipeline.cfg_normalize_function
     )

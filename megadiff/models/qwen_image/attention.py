@@ -1,4 +1,4 @@
-"""Joint attention of Qwen-Image's text and image streams where tokens and heads are split over ranks."""
+"""Attend jointly to Qwen-Image's text and image, with tokens and heads split over ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megadiff.parallel.attention import TokenAxes
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStreams:
-    """What attention must know of the unsplit streams of one forward.
+    """Describe the unsplit streams of one forward for attention.
 
-    text_length, image_length: tokens without padding. mask: [B, 1, 1, text + image] bool, or None when all text counts.
+    text_length, image_length: tokens without padding.
+    mask: [B, 1, 1, text + image] bool, or None when all text counts.
     text_rotary_SD, image_rotary_SD: torch.view_as_real of the rotations of all tokens.
     """
 
@@ -30,13 +31,17 @@ class WholeStreams:
 
 
 class QwenImageAttention:
-    """Fulfils parallel.attention.TokenAttention; the same values as diffusers' QwenDoubleStreamAttnProcessor2_0."""
+    """Fulfil parallel.attention.TokenAttention.
+
+    Its values are those of diffusers' QwenDoubleStreamAttnProcessor2_0.
+    """
 
     def __init__(self, tokens: TokenAxes) -> None:
         self.tokens = tokens
 
-    def prepare(self, transformer: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        image_BSC, text_BSC = kwargs["hidden_states"], kwargs["encoder_hidden_states"]
+    def prepare(self, transformer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        image_BSC = kwargs["hidden_states"]
+        text_BSC = kwargs["encoder_hidden_states"]
         # forward calls pos_embed itself too, but with the length of its own chunk of text
         image_rotary_SD, text_rotary_SD = transformer.pos_embed(
             kwargs["img_shapes"], max_txt_seq_len=text_BSC.shape[1], device=image_BSC.device
@@ -53,7 +58,7 @@ class QwenImageAttention:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,  # diffusers' Attention
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         streams: WholeStreams,
@@ -61,8 +66,11 @@ class QwenImageAttention:
         attention_mask: None = None,
         image_rotary_emb: object = None,
     ) -> tuple[Tensor, Tensor]:
-        """(image, text) [B, chunk, C] of this rank's chunks of them. The last three arguments are diffusers' and unused."""
-        # a gather for each stream: to concatenate them would cost more than a second collective does
+        """Return (image, text) [B, chunk, C], this rank's chunks.
+
+        The last three arguments are diffusers' and unused.
+        """
+        # a gather for each stream: concatenating them costs more than a second collective
         text_NSC, image_NSC = (
             self.tokens.enter_split(x) for x in (encoder_hidden_states, hidden_states)
         )
@@ -78,8 +86,8 @@ class QwenImageAttention:
         lengths = (streams.text_length, streams.image_length)
         text, image = self.tokens.all_tokens([text, image], lengths)
 
-        text = _rotated(*text, attn.norm_added_q, attn.norm_added_k, streams.text_rotary_SD)
-        image = _rotated(*image, attn.norm_q, attn.norm_k, streams.image_rotary_SD)
+        text = _rotated(text, attn.norm_added_q, attn.norm_added_k, streams.text_rotary_SD)
+        image = _rotated(image, attn.norm_q, attn.norm_k, streams.image_rotary_SD)
         query, key, value = (
             torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(text, image, strict=True)
         )
@@ -93,23 +101,15 @@ class QwenImageAttention:
 
 
 def _rotated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    norm_q: nn.Module,
-    norm_k: nn.Module,
-    rotary_SD: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key, value [B, S, H, D] of one stream: query and key normalised per head and rotated."""
-    return (
-        rotate(norm_q(query), rotary_SD),
-        rotate(norm_k(key), rotary_SD),
-        value,
-    )
+    stream: list[Tensor], norm_q: nn.Module, norm_k: nn.Module, rotary_SD: Tensor
+) -> list[Tensor]:
+    """Normalise per head and rotate a stream's query and key; each, as value, [B, S, H, D]."""
+    query, key, value = stream
+    return [rotate(norm_q(query), rotary_SD), rotate(norm_k(key), rotary_SD), value]
 
 
 def _joint_mask(text_mask_BS: Tensor | None, image_BSC: Tensor) -> Tensor | None:
-    """True where a key may be attended to: text tokens of the mask, then all image tokens."""
+    """Return True where a key is attended to: text tokens of the mask, then all image tokens."""
     if text_mask_BS is None:
         return None
     image_mask_BS = torch.ones(image_BSC.shape[:2], dtype=torch.bool, device=image_BSC.device)

@@ -1,4 +1,4 @@
-"""Qwen-Image's weights: how they are sharded, and what a loader of them must know. Data only."""
+"""Give the rules by which Qwen-Image's weights are sharded and loaded. Data only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The video VAE of Qwen-Image, made fast for images."""
+"""Make the video VAE of Qwen-Image fast for images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,9 +20,10 @@ DECODING = Decoding(
 
 
 def convolve_single_frames_in_2d(vae: nn.Module) -> None:
-    """Give the VAE's causal 3-D convolutions a 2-D path for images, a third of the work and the same values.
+    """Give the VAE's causal 3-D convolutions a 2-D path for images.
 
-    For one frame without a cache all temporal taps but the last see zero padding only.
+    It is a third of the work and gives the same values: for one frame without a cache all temporal
+    taps but the last see zero padding only.
     """
     for module in vae.modules():
         if type(module).__name__ == "QwenImageCausalConv3d":
@@ -29,7 +31,7 @@ def convolve_single_frames_in_2d(vae: nn.Module) -> None:
 
 
 def _convolve(
-    module: nn.Conv3d, stock: Callable[..., Tensor], x_BCTHW: Tensor, cache_x: Tensor | None = None
+    module: Any, stock: Callable[..., Tensor], x_BCTHW: Tensor, cache_x: Tensor | None = None
 ) -> Tensor:
     if x_BCTHW.shape[2] != 1 or cache_x is not None:
         return stock(x_BCTHW, cache_x)

@@ -1,11 +1,11 @@
-"""Wan2.2 for the trainer: packed video latents, text conditioning, timesteps, guidance, schedule, two experts."""
+"""Adapt Wan2.2 to the trainer: latents, conditioning, timesteps, guidance, schedule, experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,29 @@ from megadiff.models.wan22 import vae as wan_vae
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
 from megadiff.models.wan22.plan import PLAN
 from megadiff.models.wan22.velocity import TEXT_TOKENS, wan_velocity
-from megadiff.types import Prompt, Sampling
+from megadiff.types import Sampling
 
 if TYPE_CHECKING:
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 
 class WanAdapter(EncodesPrompts):
-    """Fulfils models.adapter.ModelAdapter. Works with diffusers' own transformer and with every engine's."""
+    """Fulfil models.adapter.ModelAdapter, with diffusers' own transformer and every engine's."""
 
-    plan, decoding = PLAN, wan_vae.DECODING
-    veomni_splits_tokens = False  # it drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
+    plan = PLAN
+    decoding = wan_vae.DECODING
+    # VeOmni drops the last tokens' rotation where sp does not divide them, and cuts no timesteps
+    veomni_splits_tokens = False
+    max_prompt_tokens = TEXT_TOKENS
+    tokenizer_class = "AutoTokenizer"
 
     def __init__(self, model_folder: Path | str) -> None:
-        """model_folder: a diffusers pipeline folder. Raises ValueError as WanCheckpoint.read does."""
+        """Read model_folder, a diffusers pipeline folder, as WanCheckpoint.read does."""
         self.model_folder = Path(model_folder)
         self.checkpoint = WanCheckpoint.read(self.model_folder)
         self.components = self.checkpoint.components
-        self.num_heads, self.width = self.checkpoint.num_heads, self.checkpoint.width
+        self.num_heads = self.checkpoint.num_heads
+        self.width = self.checkpoint.width
         self.frames_per_s = self.checkpoint.frames_per_s
         self.mlp_ratio = self.checkpoint.ffn_width / self.checkpoint.width
 
@@ -64,28 +69,15 @@ class WanAdapter(EncodesPrompts):
 
     def check_float32_streams(self) -> None:
         raise ValueError(
-            "model.float32_streams=true, but Wan's streams are in its weights' dtype; set it to false"
+            "model.float32_streams=true, but Wan's streams are in its weights' dtype; "
+            "set it to false"
         )
 
     def validate(self, sampling: Sampling) -> None:
         self.checkpoint.validate(sampling)
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        texts = dict.fromkeys(
-            text for prompt in prompts for text in (prompt.text, prompt.negative_text)
-        )
-        if all(len(text.encode()) + 2 <= TEXT_TOKENS for text in texts):
-            return
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.model_folder / "tokenizer")
-        for text in texts:
-            count = wan_text.num_tokens(text, tokenizer)
-            if count > TEXT_TOKENS:
-                raise ValueError(
-                    f"a prompt has {count} tokens ({len(text)} characters), the model takes {TEXT_TOKENS} and would cut "
-                    f"off the rest; shorten {text[:60]!r}…"
-                )
+    def num_prompt_tokens(self, text: str, tokenizer: Any) -> int:
+        return wan_text.num_tokens(text, tokenizer)
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         return self.checkpoint.latents_shape(sampling)
@@ -109,7 +101,7 @@ class WanAdapter(EncodesPrompts):
         *,
         component: str = HIGH_NOISE,
     ) -> Tensor:
-        """As wan_velocity says; guided by the component's own scale. Both passes carry gradient."""
+        """Return wan_velocity guided by the component's own scale; both passes carry gradient."""
         return wan_velocity(
             transformer,
             latents_BLC,
@@ -141,10 +133,10 @@ class WanAdapter(EncodesPrompts):
     def image_encoder(
         self, *, dtype: torch.dtype, device: torch.device | str
     ) -> Iterator[ImageEncoder]:
-        """Of images [B, H, W, 3], or videos [B, F, H, W, 3], F being 1 + a multiple of the VAE's temporal factor.
+        """Encode images [B, H, W, 3] or videos [B, F, H, W, 3] by the checkpoint's VAE, in dtype.
 
-        By the checkpoint's VAE: the mean of its posterior. Latents come back on the device. dtype: of the VAE; they are
-        normalised in float32.
+        F is 1 + a multiple of the VAE's temporal factor. Latents come back normalised in float32;
+        they stay on the device.
         """
         from diffusers import AutoencoderKLWan
 
@@ -157,13 +149,16 @@ class WanAdapter(EncodesPrompts):
             )
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
-        """The text is padded, whatever num_text_tokens; the tokens of a given first frame pass through all blocks."""
+        """Count tokens; the text is padded, whatever num_text_tokens."""
+        # all frames: the tokens of a given first frame pass through all blocks
         image = self.checkpoint.grid(sampling).num_tokens
         return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=sampling.first_frame)
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
-        """The text is padded, whatever num_text_tokens. With two experts the mean over the schedule's steps."""
-        s, t, d = self.checkpoint.grid(sampling).num_tokens, TEXT_TOKENS, self.width
+        """Return the mean over the schedule; the text is padded, whatever num_text_tokens."""
+        s = self.checkpoint.grid(sampling).num_tokens
+        t = TEXT_TOKENS
+        d = self.width
         own_attention = 8 * s * d**2 + 4 * s**2 * d
         text_attention = 4 * (s + t) * d**2 + 4 * s * t * d
         feed_forward = 4 * s * d * self.checkpoint.ffn_width

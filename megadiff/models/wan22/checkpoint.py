@@ -1,9 +1,10 @@
-"""What a Wan2.2 folder says of its model: sizes, experts and schedule. Read the same way by trainer and replica."""
+"""Read a Wan2.2 folder's sizes, experts and schedule, for trainer and replica alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +14,21 @@ from megadiff.models.wan22.packing import PATCH, TokenGrid
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling
 
-HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
+HIGH_NOISE = "transformer"
+LOW_NOISE = "transformer_2"
 NUM_TIMESTEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanCheckpoint:
-    """One transformer (TI2V-5B), or two experts that share the schedule (T2V-A14B).
+    """Describe one transformer (TI2V-5B), or two experts that divide the schedule (T2V-A14B).
 
-    boundary_ratio: the high-noise expert is in charge from this sigma on; None with one transformer. flow_shift: of the
-    schedule. takes_first_frame: its timesteps are of single tokens, 0 for those of a given first frame. channels: of a
-    latent. spatial, temporal: how many pixels, and frames after the first, the VAE turns into one.
-    width: channels of a token inside the transformer; ffn_width: of its feed-forward layer.
+    boundary_ratio: the high-noise expert is in charge from this sigma on; None with one
+    transformer. flow_shift: of the schedule.
+    takes_first_frame: timesteps are of single tokens, 0 for those of a given first frame.
+    channels: of a latent. spatial, temporal: how many pixels, and frames after the first, the VAE
+    turns into one. width: channels of a token inside the transformer. ffn_width: of its
+    feed-forward layer.
     """
 
     boundary_ratio: float | None
@@ -40,18 +44,20 @@ class WanCheckpoint:
 
     @classmethod
     def read(cls, folder: Path) -> WanCheckpoint:
-        """Raises ValueError for a missing file or key, and for a Wan that this family does not cover."""
-        index, vae = (
-            read_json(folder / "model_index.json"),
-            read_json(folder / "vae" / "config.json"),
-        )
+        """Read the folder's JSON files.
+
+        Raises ValueError for a missing file or key, and for a Wan that this family does not cover.
+        """
+        index = read_json(folder / "model_index.json")
+        vae: dict[str, Any] = read_json(folder / "vae" / "config.json")
         boundary_ratio = _boundary_ratio(folder, index)
         names = [HIGH_NOISE] if boundary_ratio is None else [HIGH_NOISE, LOW_NOISE]
-        configs = [read_json(folder / name / "config.json") for name in names]
+        configs: list[dict[str, Any]] = [read_json(folder / name / "config.json") for name in names]
         for name, config in zip(names, configs, strict=True):
             _check_transformer(f"{folder}/{name}", config)
         first = configs[0]
-        differing = [key for key in _SIZES if any(config[key] != first[key] for config in configs)]
+        last = configs[-1]  # the second expert's, or the first's own
+        differing = [key for key in _SIZES if last[key] != first[key]]
         if differing:
             raise ValueError(
                 f"{folder}: its experts differ in {', '.join(differing)}; they must be of one shape"
@@ -75,50 +81,50 @@ class WanCheckpoint:
 
     @property
     def frames_per_s(self) -> int:
-        """24 of TI2V-5B, 16 of T2V-A14B, as the authors play them; no file of the folder says it."""
+        """Return 24 for TI2V-5B, 16 for T2V-A14B, as the authors play them; no file says it."""
         return 24 if self.takes_first_frame else 16
 
     def component_of(self, sigma: float) -> str:
-        """The expert in charge: high noise from 1000·boundary_ratio on. Timesteps are compared to a thousandth, as a
-        float32 sigma of 0.9 lies a little below 0.9."""
+        """Return the expert in charge: high noise from 1000·boundary_ratio on."""
         if self.boundary_ratio is None:
             return HIGH_NOISE
-        timestep, boundary = (
-            round(NUM_TIMESTEPS * value, 3) for value in (sigma, self.boundary_ratio)
-        )
+        # to a thousandth, as a float32 sigma of 0.9 lies a little below 0.9
+        timestep = round(NUM_TIMESTEPS * sigma, 3)
+        boundary = round(NUM_TIMESTEPS * self.boundary_ratio, 3)
         return HIGH_NOISE if timestep >= boundary else LOW_NOISE
 
     def guidance_scale(self, component: str, sampling: Sampling) -> float:
-        """Of the component's velocity; 1 is off."""
+        """Return the scale of the component's velocity; 1 is off."""
         if component == LOW_NOISE:
             return sampling.guidance_scale_2 or sampling.guidance_scale
         return sampling.guidance_scale
 
     def is_guided(self, sampling: Sampling) -> bool:
-        """Whether any component needs the negative prompt."""
+        """Tell whether any component needs the negative prompt."""
         return any(self.guidance_scale(component, sampling) > 1 for component in self.components)
 
     def validate(self, sampling: Sampling) -> None:
-        """Raises ValueError when the model cannot sample at this size, length or guidance, or from a first frame."""
+        """Raise ValueError for a size, length, guidance or first frame that is not possible."""
         pixels = self.spatial * PATCH
         for name, size in (("height", sampling.height), ("width", sampling.width)):
             if size < pixels or size % pixels:
                 raise ValueError(
-                    f"rollout.{name}={size} is not a positive multiple of {pixels} (pixels a token); "
-                    f"set rollout.{name}={max(round(size / pixels), 1) * pixels}"
+                    f"rollout.{name}={size} is not a positive multiple of {pixels} (pixels a "
+                    f"token); set rollout.{name}={max(round(size / pixels), 1) * pixels}"
                 )
-        frames, temporal = sampling.num_frames, self.temporal
+        frames = sampling.num_frames
+        temporal = self.temporal
         if frames < 1 or (frames - 1) % temporal:
             nearest = max(round((frames - 1) / temporal), 0) * temporal + 1
             raise ValueError(
-                f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent after the first); "
-                f"set rollout.num_frames={nearest}"
+                f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent "
+                f"after the first); set rollout.num_frames={nearest}"
             )
         self._check_first_frame(sampling)
         if sampling.true_cfg_scale != 1:
             raise ValueError(
-                f"rollout.true_cfg_scale={sampling.true_cfg_scale}, but Wan's guidance is plain; set "
-                "rollout.guidance_scale instead and leave true_cfg_scale at 1"
+                f"rollout.true_cfg_scale={sampling.true_cfg_scale}, but Wan's guidance is plain; "
+                "set rollout.guidance_scale instead and leave true_cfg_scale at 1"
             )
         if sampling.guidance_scale < 1:
             raise ValueError(
@@ -129,33 +135,36 @@ class WanCheckpoint:
     def _check_first_frame(self, sampling: Sampling) -> None:
         if sampling.first_frame and not self.takes_first_frame:
             raise ValueError(
-                "rollout.first_frame=true, but this model draws from text alone (no expand_timesteps in its "
-                "model_index.json); use Wan2.2 TI2V-5B, or set rollout.first_frame=false"
+                "rollout.first_frame=true, but this model draws from text alone (no "
+                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
+                "rollout.first_frame=false"
             )
         if sampling.first_frame and sampling.num_frames == 1:
             raise ValueError(
-                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and nothing is drawn; set "
-                f"rollout.num_frames={1 + self.temporal} or more"
+                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
+                f"nothing is drawn; set rollout.num_frames={1 + self.temporal} or more"
             )
 
     def _check_second_scale(self, scale: float) -> None:
         if scale and len(self.components) == 1:
             raise ValueError(
-                f"rollout.guidance_scale_2={scale}, but this model has no second expert; set it to 0 and use guidance_scale"
+                f"rollout.guidance_scale_2={scale}, but this model has no second expert; "
+                "set it to 0 and use guidance_scale"
             )
         if scale and scale < 1:
             raise ValueError(
-                f"rollout.guidance_scale_2={scale} is below 1 (off); set it to 1 or more, or to 0 for guidance_scale's value"
+                f"rollout.guidance_scale_2={scale} is below 1 (off); set it to 1 or more, or to 0 "
+                "for guidance_scale's value"
             )
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
-        """(tokens, channels) of what is drawn: all frames, or all but a given first."""
+        """Return (tokens, channels) of what is drawn: all frames, or all but a given first."""
         grid = self.grid(sampling)
         num_given = grid.tokens_per_frame if sampling.first_frame else 0
         return grid.num_tokens - num_given, self.channels * PATCH**2
 
     def grid(self, sampling: Sampling) -> TokenGrid:
-        """Of the transformer's input: all frames."""
+        """Return the grid of the transformer's input: all frames."""
         pixels = self.spatial * PATCH
         return TokenGrid(
             frames=(sampling.num_frames - 1) // self.temporal + 1,
@@ -164,15 +173,16 @@ class WanCheckpoint:
         )
 
     def schedule(self, num_steps: int) -> Tensor:
-        """[num_steps + 1] float32 sigmas from 1 to 0."""
+        """Return [num_steps + 1] float32 sigmas from 1 to 0."""
         return wan_sigmas(num_steps, flow_shift=self.flow_shift)
 
     def shift(self, sigmas: Tensor) -> Tensor:
-        """Unshifted sigmas in (0, 1] → those of the schedule."""
+        """Shift sigmas in (0, 1] to those of the schedule."""
         return self.flow_shift * sigmas / (1 + (self.flow_shift - 1) * sigmas)
 
     def timestep(self, sigma_B: Tensor) -> Tensor:
-        """[B] float32, as the transformer takes it. Never in the model's dtype: bfloat16 rounds 978 to 980."""
+        """Return [B] float32, as the transformer takes it."""
+        # never in the model's dtype: bfloat16 rounds 978 to 980
         return NUM_TIMESTEPS * sigma_B.to(torch.float32)
 
 
@@ -188,48 +198,52 @@ _SIZES = (
 
 
 def _boundary_ratio(folder: Path, index: dict) -> float | None:
-    """Two transformers have a boundary, one has none. Raises ValueError for anything else."""
+    """Return where two transformers change, None for one. Raises ValueError for anything else."""
     has_two = (index.get(LOW_NOISE) or [None, None])[1] is not None
     ratio = index.get("boundary_ratio")
     if has_two and not (isinstance(ratio, int | float) and 0 < ratio < 1):
         raise ValueError(
-            f"{folder}/model_index.json has {LOW_NOISE}, but boundary_ratio={ratio} is not between 0 and 1, where the "
-            "experts change; set it as in the model's own repository (0.875 for T2V-A14B)"
+            f"{folder}/model_index.json has {LOW_NOISE}, but boundary_ratio={ratio} is not between "
+            "0 and 1, where the experts change; set it as in the model's own repository (0.875 for "
+            "T2V-A14B)"
         )
     if not has_two and ratio is not None:
         raise ValueError(
-            f"{folder}/model_index.json has boundary_ratio={ratio}, but no {LOW_NOISE}; fetch both experts"
+            f"{folder}/model_index.json has boundary_ratio={ratio}, but no {LOW_NOISE}; "
+            "fetch both experts"
         )
     return float(ratio) if has_two else None
 
 
-def _check_transformer(place: str, config: dict) -> None:
+def _check_transformer(component: str, config: dict) -> None:
     missing = [key for key in _SIZES if config.get(key) is None]
     if missing:
-        raise ValueError(f"{place}/config.json lacks {', '.join(missing)}; fetch it again")
+        raise ValueError(f"{component}/config.json lacks {', '.join(missing)}; fetch it again")
     if (
         config.get("image_dim")
         or config.get("added_kv_proj_dim")
         or config["in_channels"] != config["out_channels"]
     ):
         raise ValueError(
-            f"{place} takes an image through layers or channels of its own (in_channels={config['in_channels']}, "
-            f"out_channels={config['out_channels']}); use Wan2.2 TI2V-5B or T2V-A14B"
+            f"{component} takes an image through layers or channels of its own "
+            f"(in_channels={config['in_channels']}, out_channels={config['out_channels']}); "
+            "use Wan2.2 TI2V-5B or T2V-A14B"
         )
     if tuple(config.get("patch_size", (1, PATCH, PATCH))) != (1, PATCH, PATCH):
         raise ValueError(
-            f"{place} has patch_size={config['patch_size']}; Wan2.2 has [1, {PATCH}, {PATCH}]"
+            f"{component} has patch_size={config['patch_size']}; Wan2.2 has [1, {PATCH}, {PATCH}]"
         )
 
 
 def _flow_shift(folder: Path) -> float:
-    """UniPC calls it flow_shift, the flow-matching schedulers shift; never a default of the code."""
+    """Return the schedule's shift from its file, never a default of the code."""
     config = read_json(folder / "scheduler" / "scheduler_config.json")
+    # UniPC calls it flow_shift, the flow-matching schedulers shift
     name = "flow_shift" if "UniPC" in str(config.get("_class_name")) else "shift"
     value = config.get(name)
     if not (isinstance(value, int | float) and value > 0):
         raise ValueError(
-            f"{folder}/scheduler/scheduler_config.json has {name}={value}; the schedule's shift comes from there "
-            "(5 for TI2V-5B, 12 for T2V-A14B), never from a default"
+            f"{folder}/scheduler/scheduler_config.json has {name}={value}; the schedule's shift "
+            "comes from there (5 for TI2V-5B, 12 for T2V-A14B), never from a default"
         )
     return float(value)

@@ -1,7 +1,7 @@
-"""Wan's latents as the spine has them: [B, L, C], a token being what the transformer makes one of, 1×2×2 latents.
+"""Pack Wan's latents to [B, L, C]; a token is 1×2×2 latents, as in the transformer.
 
-So L is the transformer's sequence length, tokens of one frame follow each other row by row, and the first frame's are the
-first of them. log_prob, a mean over all elements, is the same in either shape.
+So L is the transformer's sequence length. Tokens of one frame follow each other row by row, and the
+first frame's come first. log_prob, a mean over all elements, is the same in either shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PATCH = 2  # latents a token, along height and along width; along time one
 
 @dataclass(frozen=True, kw_only=True)
 class TokenGrid:
-    """Tokens along time, height and width."""
+    """Count tokens along time, height and width."""
 
     frames: int
     rows: int
@@ -31,15 +31,14 @@ class TokenGrid:
 
 
 def pack(latents_BCFHW: Tensor) -> Tensor:
-    """[B, C, F, 2h, 2w] → [B, F·h·w, 4C]."""
-    patches = latents_BCFHW.unflatten(4, (-1, PATCH)).unflatten(
-        3, (-1, PATCH)
-    )  # [B, C, F, h, 2, w, 2]
+    """Pack [B, C, F, 2h, 2w] to [B, F·h·w, 4C]."""
+    # [B, C, F, h, 2, w, 2]
+    patches = latents_BCFHW.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))
     return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
 
 def unpack(latents_BLC: Tensor, grid: TokenGrid) -> Tensor:
-    """The way back, [B, C, F, 2h, 2w]; L = grid.num_tokens."""
+    """Unpack to [B, C, F, 2h, 2w]; L = grid.num_tokens."""
     patches = latents_BLC.unflatten(2, (-1, PATCH, PATCH)).unflatten(
         1, (grid.frames, grid.rows, grid.columns)
     )

@@ -1,4 +1,4 @@
-"""Wan2.2's weights: how they are sharded, and what a loader of them must know. Data only. The same for both experts."""
+"""Give the rules by which Wan2.2's weights, of either expert, are sharded and loaded. Data only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ PLAN = ParallelPlan(
     rules=(
         Rule("patch_embedding", "replicated"),
         Rule("condition_embedder.*", "replicated"),
-        Rule(
-            "*scale_shift_table", "replicated"
-        ),  # one a block and one at the end: parameters, not layers
+        # one a block and one at the end: parameters, not layers
+        Rule("*scale_shift_table", "replicated"),
         Rule("blocks.*.norm2", "replicated"),
         Rule("blocks.*.attn[12].norm_[qk]", "across_heads_norm"),
         Rule("blocks.*.attn[12].to_[qkv]", "column"),
@@ -41,7 +40,6 @@ SERVED_NAMES = (
     ServedName(diffusers="attn2.to_out.0", served="attn2.to_out"),
     ServedName(diffusers="ffn.net.0.proj", served="ffn.net_0.proj"),
     ServedName(diffusers="ffn.net.2", served="ffn.net_2"),
-    ServedName(
-        diffusers="", served="output_scale_shift_prepare"
-    ),  # its table is the transformer's own
+    # its table is the transformer's own
+    ServedName(diffusers="", served="output_scale_shift_prepare"),
 )

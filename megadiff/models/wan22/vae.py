@@ -1,4 +1,4 @@
-"""Wan's VAE, from pixels to the spine's latents: one function for trainer and replica."""
+"""Encode pixels by Wan's VAE: one function for trainer and replica."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DECODING = Decoding(
 
 @torch.no_grad()
 def encode(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
-    """uint8 RGB videos, F being 1 + a multiple of the VAE's temporal factor → packed, normalised latents [B, L, C] float32
-    on the VAE's device.
+    """Encode uint8 RGB videos to packed, normalised latents [B, L, C] float32.
 
-    The mean of its posterior, as WanImageToVideoPipeline takes it. The VAE is causal: one frame alone is encoded as the
-    first of a video is.
+    F is 1 + a multiple of the VAE's temporal factor. Latents stay on the VAE's device. The VAE is
+    causal: one frame alone is encoded as the first of a video is.
     """
     device = next(vae.parameters()).device
     scaled_BCFHW = pixels_BFHWC.to(device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+    # the mean of its posterior, as WanImageToVideoPipeline takes it
     latents_BCFHW = vae.encode(scaled_BCFHW.to(vae.dtype)).latent_dist.mode().float()
     mean, std = latent_statistics(vae, device)
     return pack((latents_BCFHW - mean) / std)
 
 
 def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(mean, standard deviation), each [1, C, 1, 1, 1] float32."""
+    """Return (mean, standard deviation), each [1, C, 1, 1, 1] float32."""
     mean, std = (
         torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std")
     )

@@ -1,8 +1,9 @@
-"""Wan's velocity out of packed latents: one function for trainer and replica, whoever's transformer it is given."""
+"""Compute Wan's velocity from packed latents: one function for trainer and replica."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,12 @@ from megadiff.diffusion.guidance import plain_cfg
 from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.wan22.packing import TokenGrid, pack, unpack
 
-TEXT_TOKENS = (
-    512  # the text's width in every forward; beyond the prompt zeros, which the model attends to
-)
+# the text's width in every forward; beyond the prompt zeros, which the model attends to
+TEXT_TOKENS = 512
 
 
 def wan_velocity(
-    transformer: Callable[..., tuple[Tensor]],
+    transformer: Any,
     latents_BLC: Tensor,
     timestep_B: Tensor,
     conditioning: Mapping[str, Tensor],
@@ -26,12 +26,14 @@ def wan_velocity(
     grid: TokenGrid,
     guidance_scale: float,
 ) -> Tensor:
-    """Guided velocity [B, L, C] float32.
+    """Return the guided velocity [B, L, C] float32.
 
-    timestep_B: [B] float32 in [0, 1000]. conditioning: prompt_embeds [B, tokens, D], prompt_mask [B, tokens], and the same
-    with negative_ in front where guidance_scale > 1; first_frame [B, grid.tokens_per_frame, C] where the first frame is
-    given. Then latents_BLC are the tokens of the others; the transformer sees the given ones, clean, at timestep 0, and
-    what it says of them is left out. Guidance is computed in the transformer's output dtype.
+    transformer: diffusers' class or vllm-omni's. timestep_B: [B] float32 in [0, 1000].
+    conditioning: prompt_embeds [B, tokens, D], prompt_mask [B, tokens], and the same with negative_
+    in front where guidance_scale > 1; first_frame [B, grid.tokens_per_frame, C] where the first
+    frame is given. Then latents_BLC are the tokens of the other frames. The transformer sees the
+    given ones, clean, at timestep 0, and their velocity is left out.
+    Guidance is computed in the transformer's output dtype.
     """
     first_BLC = conditioning.get(FIRST_FRAME)
     if first_BLC is not None:
@@ -60,13 +62,16 @@ def wan_velocity(
 
 
 def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device) -> Tensor:
-    """[B, TEXT_TOKENS, D] on the device, zero beyond each row's own tokens. Raises ValueError when it is absent or too long."""
+    """Return [B, TEXT_TOKENS, D] on the device, zero beyond each row's own tokens.
+
+    Raises ValueError when the embeddings are absent or too long.
+    """
     names = [f"{prefix}prompt_embeds", f"{prefix}prompt_mask"]
     missing = [name for name in names if name not in conditioning]
     if missing:
         raise ValueError(
-            f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; sample with the same "
-            "guidance_scale as training uses"
+            f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "
+            "sample with the same guidance_scale as training uses"
         )
     embeds_BTD, mask_BT = (conditioning[name].to(device, non_blocking=True) for name in names)
     num_tokens = embeds_BTD.shape[1]
