@@ -54,9 +54,7 @@ class TrapExtension(RolloutWorkerExtension):
         kind: one of "flip A", "flip B", "flip base", "unbind".
         """
         (place,) = (
-            place
-            for name, place in self._places.items()
-            if name == f"transformer.{module}.weight"
+            place for name, place in self._places.items() if name == f"transformer.{module}.weight"
         )
         layer = self.lora_manager._lora_modules[place.parameter.removesuffix(".weight")]
         if kind == "unbind":
