@@ -92,7 +92,7 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
             raise ConfigError(
                 f"{source}: {prefix}{name} is {value!r}, must be {kind}; write it as {example}"
             )
-        if isinstance(known, dict):
+        if isinstance(known, dict) and isinstance(value, dict):
             _check_kinds(source, known, value, f"{prefix}{name}.")
         elif any(isinstance(item, (dict, list)) for item in value):
             raise ConfigError(f"{source}: {prefix}{name} is {value!r}, must be a flat list")

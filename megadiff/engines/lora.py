@@ -41,6 +41,7 @@ def check_lora(source: ShardFolder, lora: LoraSpec | None) -> None:
     if theirs == ours:
         return
     if lora is None or ours is None:
+        assert theirs is not None, "the two differ"
         raise ValueError(
             f"{source.folder} holds a LoRA of rank {theirs['rank']} and alpha {theirs['alpha']} "
             f"only, but lora.rank=0; set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, "

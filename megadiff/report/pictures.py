@@ -72,7 +72,7 @@ def _shrink_all(
         is_video = not isinstance(original, Image.Image)
         if isinstance(original, Image.Image):
             size = original.size
-            data = _png(original, side)
+            data: bytes | None = _png(original, side)
         else:
             size = original
             data = _mp4(path, size, side)
