@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megadiff.convert.copying import Advance, Copier
 from megadiff.convert.jobs import CheckpointJob, Job, LoraJob, ModelJob
-from megadiff.convert.layouts import Layout
+from megadiff.convert.layouts import ShardLayout
 from megadiff.convert.model_folders import listed
 from megadiff.convert.sources import Source, check_base, open_source
 from megadiff.convert.stored_tensors import StoredTensors
@@ -102,7 +102,7 @@ def _choose_job(source: Source, options: Options) -> Job:
                 f"--dtype bfloat16: checkpoints (--to {to}) hold float32, of which engines make "
                 "what they use"
             )
-        layout = Layout(backend=BACKENDS[to], num_ranks=options.num_ranks)
+        layout = ShardLayout(backend=BACKENDS[to], num_ranks=options.num_ranks)
         return CheckpointJob(source, layout)
     if options.num_ranks != 1:
         raise ValueError(f"--tp and --dp are of checkpoints; --to {to} has no layout")

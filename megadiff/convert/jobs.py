@@ -15,7 +15,7 @@ import yaml
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.convert import lora_files
 from megadiff.convert.copying import Copier, Slot
-from megadiff.convert.layouts import Box, Layout
+from megadiff.convert.layouts import Box, ShardLayout
 from megadiff.convert.model_folders import (
     ModelFolder,
     file_tensors,
@@ -123,7 +123,7 @@ class CheckpointJob:
 
     num_copied = 0
 
-    def __init__(self, source: Source, layout: Layout) -> None:
+    def __init__(self, source: Source, layout: ShardLayout) -> None:
         self._source = source
         self._layout = layout
         base = _needed_base(source)
@@ -274,7 +274,7 @@ def _needed_base(source: Source) -> ModelFolder:
     return source.base
 
 
-def _boxes(source: Source, base: ModelFolder, layout: Layout) -> list[dict[str, Box]]:
+def _boxes(source: Source, base: ModelFolder, layout: ShardLayout) -> list[dict[str, Box]]:
     """Return for each rank: parameter (`transformer.<name>`) → its box."""
     ranks: list[dict[str, Box]] = []
     for component, tensors in source.policy.items():

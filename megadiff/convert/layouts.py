@@ -12,7 +12,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, local shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """A layout of the converter. backend: engine.backend.
 
     num_ranks: tp of megatron (at dp 1), dp of veomni.

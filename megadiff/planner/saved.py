@@ -54,7 +54,7 @@ class Saved:
 
 
 @dataclass(kw_only=True)
-class Recorder:
+class BlockRecorder:
     """Collect the storages that autograd saves, each with the kind of where it was saved first.
 
     Tensors stay alive in here, so that no storage's key comes twice.
@@ -132,7 +132,7 @@ def measure(
         for height in HEIGHTS
     ]
     config: Any = transformer.config  # of diffusers, without types
-    recorder = Recorder(half_head=config.attention_head_dim // 2)
+    recorder = BlockRecorder(half_head=config.attention_head_dim // 2)
     _watch(transformer, adapter, recorder)
     bytes_by_blocks = {}
     for num_blocks in (2, 1):  # falling, as blocks that are cut off are gone
@@ -179,7 +179,7 @@ def _fill(transformer: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, weight)
 
 
-def _watch(transformer: nn.Module, adapter: ModelAdapter, recorder: Recorder) -> None:
+def _watch(transformer: nn.Module, adapter: ModelAdapter, recorder: BlockRecorder) -> None:
     """Tell the recorder where attention and MLPs begin and end: children of blocks with linears."""
     depth = adapter.plan.blocks.count(".") + 2
     kinds = adapter.plan.kinds([name for name, _ in transformer.named_parameters()])
@@ -194,7 +194,7 @@ def _watch(transformer: nn.Module, adapter: ModelAdapter, recorder: Recorder) ->
 
 
 def _run(
-    transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling, recorder: Recorder
+    transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling, recorder: BlockRecorder
 ) -> list[int]:
     """Return the bytes of KINDS that one row saves."""
     config: Any = transformer.config  # of diffusers, without types
