@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megadiff.diffusion.noise import (
     SampleIdentity,
@@ -205,7 +205,7 @@ class RolloutPipelineMixin:
     """
 
     policy_components: tuple[str, ...] = ("transformer",)  # whose weights the trainer pushes
-    transformer: nn.Module  # this and the tokenizer are the vllm-omni pipeline's
+    transformer: Any  # this and the tokenizer are the vllm-omni pipeline's
     tokenizer: Any
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
@@ -223,7 +223,7 @@ class RolloutPipelineMixin:
 
         It is the stock forward's, unless the model's subclass draws by itself.
         """
-        (output,) = super().forward(req)
+        (output,) = super().forward(req)  # type: ignore[misc]  # vllm-omni's
         return output
 
     def forward(self, req: Any) -> Any:
@@ -232,7 +232,9 @@ class RolloutPipelineMixin:
             return [_refusal(ValueError(NO_LORA_REQUESTS)) for _ in req.sampling_params_list]
         self.stop_path = stop_path(req)
         try:
-            return self._draw_groups(req, requests) if requests else super().forward(req)
+            if requests:
+                return self._draw_groups(req, requests)
+            return super().forward(req)  # type: ignore[misc]  # vllm-omni's
         except Stopped as error:
             return [_refusal(error)]
         finally:
@@ -281,14 +283,15 @@ class RolloutPipelineMixin:
             # latents are float32 between steps; the model computes in its own dtype
             kwargs["hidden_states"] = latents_NLC.to(dtype)
             kwargs["timestep"] = self._sampler.model_sigma(latents_NLC, dtype)
-        return super().predict_noise(*args, **kwargs)
+        return super().predict_noise(*args, **kwargs)  # type: ignore[misc]  # vllm-omni's
 
     def scheduler_step(
         self, noise_pred: Any, t: Any, latents: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._sampler is not None:
             return self._sampler.step(noise_pred, latents)
-        return super().scheduler_step(noise_pred, t, latents, *args, **kwargs)
+        stock = super().scheduler_step  # type: ignore[misc]  # vllm-omni's
+        return stock(noise_pred, t, latents, *args, **kwargs)
 
 
 def to_uint8(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -49,9 +49,7 @@ def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part if group.size() == 1 else _SumOverGroup.apply(part, group)
 
 
-def sum_over_tp(
-    parameters: Iterable[nn.Parameter], attribute: str, group: dist.ProcessGroup
-) -> None:
+def sum_over_tp(parameters: Iterable[Tensor], attribute: str, group: dist.ProcessGroup) -> None:
     """Sum in place, in one all-reduce, the gradients of parameters whose placement asks for it.
 
     attribute: where the gradient is, `grad` or megatron-core's `main_grad`; parameters without a

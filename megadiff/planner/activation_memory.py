@@ -113,7 +113,7 @@ def _padded(num_tokens: int, num_slices: int) -> int:
 
 def _saved(model: ModelShape, work: Work) -> Saved:
     return measure(
-        model.adapter,
+        model.adapter,  # type: ignore[arg-type]  # hashed by identity
         lora=model.lora_spec,
         dtype=torch.float32 if work.itemsize == torch.float32.itemsize else torch.bfloat16,
         float32_streams=work.stream_itemsize > work.itemsize,

@@ -104,7 +104,7 @@ def prepare(
     usual = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
     rows = [asdict(prompt) for prompt in usual + unlike_prompts(prompts, num_unlike)]
     rows = broadcast_json(rows, source=0, group=mesh.cpu_group)
-    chosen = [Prompt(**row) for row in rows]  # type: ignore[union-attr]  (a list came back)
+    chosen = [Prompt(**row) for row in rows]
     payload = agreed(
         lambda: _encode(adapter, chosen, config=config, device=mesh.device),
         mesh.cpu_group,

@@ -276,8 +276,8 @@ class Rescue:
         states = self.board.wait_for("saved", timeout_s=SAVE_S)
         failed = [state for state in states if state.error or not state.has_come("saved")]
         if failed:
-            error = failed[0].error or "it is gone, or took too long"
-            return f"rank {failed[0].rank} could not write its part: {error}"
+            reason = failed[0].error or "it is gone, or took too long"
+            return f"rank {failed[0].rank} could not write its part: {reason}"
         if self.board.own_state.rank == 0:
             try:
                 self.checkpoints.complete(aside, self._settled_at.progress)

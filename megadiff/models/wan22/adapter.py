@@ -118,9 +118,10 @@ class WanAdapter(EncodesPrompts):
         from transformers import AutoTokenizer, UMT5EncoderModel
 
         tokenizer = AutoTokenizer.from_pretrained(self.model_folder / "tokenizer")
-        text_encoder = UMT5EncoderModel.from_pretrained(
+        text_encoder: Any = UMT5EncoderModel.from_pretrained(
             self.model_folder / "text_encoder", dtype=dtype
-        ).to(device)
+        )
+        text_encoder.to(device)
 
         def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
             embeds_BTD, mask_BT = wan_text.encode(texts, tokenizer, text_encoder)

@@ -212,7 +212,7 @@ def _boundary_ratio(folder: Path, index: dict) -> float | None:
             f"{folder}/model_index.json has boundary_ratio={ratio}, but no {LOW_NOISE}; "
             "fetch both experts"
         )
-    return float(ratio) if has_two else None
+    return None if ratio is None else float(ratio)
 
 
 def _check_transformer(component: str, config: dict) -> None:

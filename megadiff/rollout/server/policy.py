@@ -5,10 +5,8 @@ Pure state, the rules of a weight push: no tensors, no I/O.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megadiff.tensors.lora_names import lora_manifest
-from megadiff.tensors.manifest import Manifest, name_difference
+from megadiff.tensors.manifest import Manifest, TensorRow, name_difference
 from megadiff.tensors.weight_groups import WeightGroup, names_by_weight_group
 from megadiff.types import LoraSpec
 
@@ -177,7 +175,7 @@ class PolicyState:
             )
 
 
-def _check_same(name: str, row: dict[str, Any], expected: dict[str, object]) -> None:
+def _check_same(name: str, row: TensorRow, expected: TensorRow) -> None:
     # JSON's 128.0 and true equal integers, but are no sizes further on.
     if row != expected or any(type(size) is not int for size in row["shape"]):
         raise Refused(

@@ -278,11 +278,11 @@ class Announcement:
         os.replace(file.name, self.path)  # readers see a whole file or none
 
     def __exit__(self, *_: object) -> None:
-        if self.path is not None and self._is_announced():
+        if self.path is not None and self._is_announced(self.path):
             self.path.unlink(missing_ok=True)
 
-    def _is_announced(self) -> bool:
+    def _is_announced(self, path: Path) -> bool:
         try:
-            return json.loads(self.path.read_text(encoding="utf-8")) == self.entry
+            return json.loads(path.read_text(encoding="utf-8")) == self.entry
         except (OSError, ValueError):
             return False

@@ -67,7 +67,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         """Load our pipeline, and prepare it as the replica was told to compute."""
         parent = multiprocessing.parent_process()
-        if parent is not None:  # a worker process of its own must not outlive the server
+        # a worker process of its own must not outlive the server
+        if parent is not None and parent.pid is not None:
             exit_with(parent.pid)
         super().re_init_pipeline(custom_pipeline_args)
         self._stop_when_told()

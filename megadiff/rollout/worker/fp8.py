@@ -9,9 +9,10 @@ LoRA's own products stay in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megadiff.parallel.plan import LINEAR_KINDS, ParallelPlan
 from megadiff.rollout.worker.freed_weights import FreedWeights
@@ -32,9 +33,9 @@ class Fp8Linears:
     Raises ValueError for a layer that FP8 products do not take.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], *, in_place: bool = False) -> None:
+    def __init__(self, layers: Mapping[str, Any], *, in_place: bool = False) -> None:
         self.in_place = in_place
-        self._layers: list[tuple[nn.Module, FreedWeights, FreedWeights]] = []  # weight, copies
+        self._layers: list[tuple[Any, FreedWeights, FreedWeights]] = []  # weight, copies
         for name, layer in layers.items():
             weight = layer.weight
             _check(name, weight)
@@ -80,7 +81,7 @@ class Fp8Linears:
 class _Fp8Method:
     """Replace a vLLM layer's `quant_method`, which its forward and LoRA's wrapper call."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
 
 

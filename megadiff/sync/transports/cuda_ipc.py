@@ -87,7 +87,8 @@ class OpenedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.close()
+        self._key = ""
+        self._flat = torch.empty(0)
 
     def open(self, handle: Mapping[str, Any]) -> Tensor:
         """Return the memory, [bytes] uint8. Raises ValueError for what is no handle."""
@@ -110,7 +111,7 @@ def _open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
         )
     if not isinstance(handle, dict) or handle.keys() != set(_FIELDS):
         raise ValueError(f"the handle of GPU memory must have the keys {', '.join(_FIELDS)}")
-    values = {
+    values: dict[str, Any] = {
         key: base64.b64decode(value) if isinstance(value, str) else value
         for key, value in handle.items()
     }
@@ -118,4 +119,6 @@ def _open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
     values["device"] = device.index or 0
     torch.cuda.set_device(device)
     storage = torch.UntypedStorage._new_shared_cuda(*(values[key] for key in _FIELDS))
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (values["size"],))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(
+        storage, 0, (values["size"],), (1,)
+    )

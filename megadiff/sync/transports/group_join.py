@@ -109,16 +109,18 @@ def new_group(
         nccl_options._timeout = timeout
         # Otherwise a dead replica ends this process, too.
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-            nccl_group = dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
+            nccl_group: Any = dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
         # NCCL connects at the first collective.
         broadcast(nccl_group, torch.zeros(1, dtype=torch.uint8, device=device)).result()
         return nccl_group
-    options = dist.ProcessGroupGloo._Options()
+    # torch's type stubs lack gloo's options, and that these backends do for a group
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timeout
     # gloo must be told: this host's name may stand for an address that others cannot reach.
     reachable = _source_address((address, port))
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=reachable)]
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    options._devices = [gloo.create_device(hostname=reachable)]
+    return gloo(store, rank, world_size, options)
 
 
 def _joined(rank: int) -> str:

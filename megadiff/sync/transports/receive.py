@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, d
         )
         return file_manifest(path), {"transport": "file", "path": str(path)}
     if bucket == "memory":
-        manifest = source.get("tensors")
+        manifest: Any = source.get("tensors")
         _check_rows(manifest)
         return manifest, source
     described = [name for name, row in TRANSPORTS.items() if row.bucket != "body"]
@@ -106,7 +106,9 @@ def _finish_reading(device: torch.device) -> None:
 
 def _check_rows(manifest: object) -> None:
     """Raise ValueError unless it is name → {"dtype", "shape"}, as a manifest has it."""
-    rows = manifest.items() if isinstance(manifest, dict) else [("tensors", None)]
+    rows: Iterable[tuple[str, Any]] = (
+        manifest.items() if isinstance(manifest, dict) else [("tensors", None)]
+    )
     for name, row in rows:
         good = (
             isinstance(row, dict)

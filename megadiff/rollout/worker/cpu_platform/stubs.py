@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -54,10 +55,10 @@ class _StubModule(ModuleType):
     __version__ = "0.0.0"
     __path__: list[str] = []
 
-    __getattr__ = _Missing.__getattr__  # type: ignore[assignment]  # it needs __name__ alone
+    __getattr__ = _Missing.__getattr__
 
 
-class _StubFinder:
+class _StubFinder(Loader):
     """Find and load stubs, at the end of sys.meta_path: only what nothing else provides."""
 
     def __init__(self, roots: set[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partialmethod
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 CpuDiffusionWorker = omni_worker.DiffusionWorker
 
 
-def _keep_linear_weight(layer: nn.Module, remove_weight: bool = False) -> None:
+def _keep_linear_weight(layer: Any, remove_weight: bool = False) -> None:
     """Use torch's own linear.
 
     vLLM's CPU path packs the weight and leaves `layer.weight` empty, after which no new weights can
