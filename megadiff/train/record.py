@@ -147,7 +147,7 @@ def step_work(
     """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
 
     Collective. Rollout is a forward for each step of a sample, training a forward and a backward
-    for each step of the window. Replicas of their own are counted with rollout.num_replicas.
+    for each step of the window. Rollout's is left out where all replicas were started elsewhere.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
     work = {"perf/tflop_rollout": 0.0, "perf/tflop_train": 0.0}
@@ -158,13 +158,16 @@ def step_work(
         work["perf/tflop_train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
     work = all_reduce_sums(work, mesh.cpu_group)
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
+    work = {key: tflop / num_copies for key, tflop in work.items()}
     num_rollout_devices = mesh.world_size
     if config.rollout.mode == "separate":
         num_rollout_devices = config.rollout.num_replicas * config.rollout.tp
-    return {
-        "perf/tflop_rollout": work["perf/tflop_rollout"] / num_copies / num_rollout_devices,
-        "perf/tflop_train": work["perf/tflop_train"] / num_copies / mesh.world_size,
-    }
+    if not num_rollout_devices:  # replicas that others started: nobody said on how many devices
+        del work["perf/tflop_rollout"]
+    else:
+        work["perf/tflop_rollout"] /= num_rollout_devices
+    work["perf/tflop_train"] /= mesh.world_size
+    return work
 
 
 def rollout_metrics(
