@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Usage: launch/check.sh      Sets up .venv; lints, checks types, and builds the docs so that no link rots.
+# Usage: launch/check.sh
+# Sets up .venv; lints, checks types, and builds the docs so that no link rots.
 # `.venv/bin/ruff format` mends the layout, `.venv/bin/ruff check --fix` what it can.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Usage: launch/quickstart.sh [key=value ...]      e.g. launch/quickstart.sh seed=1 run.name=second
-# Sets up .venv, trains the shipped tiny Qwen-Image (configs/quickstart.yaml) and writes the run's report.
-# The last two lines tell its accuracy on held-out prompts before and after, and name the report.
+# Sets up .venv, trains the shipped tiny Qwen-Image (configs/quickstart.yaml) and writes the run's
+# report. The last two lines tell its accuracy on held-out prompts before and after, and name the
+# report.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup.sh
@@ -15,7 +16,8 @@ for argument in "$@"; do
   esac
 done
 
-# One thread each for the trainer and its replicas: they share the cores, and the model is too small for more.
+# One thread each for the trainer and its replicas: they share the cores, and the model is too small
+# for more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 .venv/bin/megadiff train configs/quickstart.yaml "$@"
 .venv/bin/megadiff report "$dir/$name" >/dev/null
@@ -27,11 +29,13 @@ from megadiff.observe.heldout import compare_ends
 
 result = compare_ends(Path(sys.argv[1]))
 if result:
-    before, after = (each.estimate("shapes_strict") for each in (result.baseline, result.evaluation))
+    before = result.baseline.estimate("shapes_strict").mean
+    after = result.evaluation.estimate("shapes_strict").mean
     gain = result.difference("shapes_strict")
     print(
-        f"held-out accuracy: {before.mean:.1%} before, {after.mean:.1%} after, on the same {gain.n} samples: "
-        f"{100 * gain.mean:+.1f} points (95 % interval {100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+        f"held-out accuracy: {before:.1%} before, {after:.1%} after, "
+        f"on the same {gain.n} samples: {100 * gain.mean:+.1f} points "
+        f"(95 % interval {100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
     )
 PYTHON
 printf 'report: %s\n' "$dir/$name/report.html"

@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
-# Usage: launch/setup.sh [cpu|gpu]      Makes .venv with every version pinned in launch/requirements-{cpu,gpu}.txt.
+# Usage: launch/setup.sh [cpu|gpu]
 #
-# Without an argument: gpu where nvidia-smi works, else cpu. Safe to run again: a finished .venv is left alone, an
-# interrupted one is repaired. pip's own configuration decides where packages come from. On a CPU machine PyPI's torch
-# brings 3 GB of CUDA libraries that nothing uses; set PIP_EXTRA_INDEX_URL to the index of PyTorch's CPU wheels to avoid
-# them. PYTHON names the interpreter to use.
+# Makes .venv with every version pinned in launch/requirements-{cpu,gpu}.txt.
+# Without an argument: gpu where nvidia-smi works, else cpu. Safe to run again: a finished .venv is
+# left alone, an interrupted one is repaired.
+#
+# pip's own configuration decides where packages come from. On a CPU machine PyPI's torch brings 3 GB
+# of CUDA libraries that nothing uses; set PIP_EXTRA_INDEX_URL to the index of PyTorch's CPU wheels to
+# avoid them. PYTHON names the interpreter to use.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
 LOG=$VENV/setup.log
 declare -A NEEDED_GIB=([cpu]=8 [gpu]=25)
-declare -A PYTHONS=([cpu]="python3.11 python3.12 python3" [gpu]="python3.12 python3.11 python3") # the tested one first
+# The one that was tested first.
+declare -A PYTHONS=(
+  [cpu]="python3.11 python3.12 python3"
+  [gpu]="python3.12 python3.11 python3"
+)
+IS_FIT='import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'
 
 die() {
   printf 'setup: %s\n' "$*" >&2
@@ -22,19 +30,21 @@ find_python() {
   local candidate
   # shellcheck disable=SC2086  # a list of words
   for candidate in ${PYTHON:+"$PYTHON"} ${PYTHONS[$set]}; do
-    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+    if "$candidate" -c "$IS_FIT" 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "needs Python 3.11 or 3.12 with its venv module (tried ${PYTHON:+$PYTHON }${PYTHONS[$set]});" \
+  die "needs Python 3.11 or 3.12 with its venv module" \
+    "(tried ${PYTHON:+$PYTHON }${PYTHONS[$set]});" \
     "install one, or set PYTHON=/path/to/python3.11"
 }
 
 check_disk() {
   local free_gib
   free_gib=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
-  ((free_gib >= $1)) || die "${free_gib} GiB free in $PWD, but the $set set needs $1 GiB; free some, or clone elsewhere"
+  ((free_gib >= $1)) || die "${free_gib} GiB free in $PWD, but the $set set needs $1 GiB;" \
+    "free some, or clone elsewhere"
 }
 
 # Runs pip quietly; on failure shows the last lines of what it said.
@@ -42,7 +52,8 @@ pip_install() {
   local what=$1
   shift
   printf 'setup: %s ...\n' "$what"
-  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$LOG" 2>&1 || {
+  local options=(--disable-pip-version-check --no-input --no-compile)
+  "$VENV/bin/python" -m pip install "${options[@]}" "$@" >>"$LOG" 2>&1 || {
     printf 'setup: the last lines of %s:\n' "$LOG" >&2
     tail -n 15 "$LOG" | sed 's/^/  | /' >&2
     die "could not install $what; run launch/setup.sh again once that is fixed"

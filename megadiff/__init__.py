@@ -1,3 +1,3 @@
-"""Online RL post-training of large diffusion transformers: trainer, rollout replicas, and the weights between them."""
+"""Train large diffusion transformers with online RL: trainer, replicas, and weights between."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The mesh of one process, made once: each gloo group has a thread that polls for as long as it lives."""
+"""The mesh of one process, made once: each gloo group has a thread that polls while it lives."""
 
 from __future__ import annotations
 

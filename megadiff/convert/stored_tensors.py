@@ -79,8 +79,8 @@ def _with_lora(
     weight: StoredTensor, a: StoredTensor, b: StoredTensor, *, scale: float
 ) -> StoredTensor:
     def read() -> Tensor:
-        # In float32, so that the sum is rounded once, when it is cast. The copy is changed in place,
-        # as large weights take much memory.
+        # In float32, so that the sum is rounded once, when it is cast.
+        # The copy is changed in place, as large weights take much memory.
         total = weight.read().to(torch.float32, copy=True)
         return total.addmm_(b.read().float(), a.read().float(), alpha=scale)
 

@@ -21,7 +21,7 @@ from megadiff.train.sampling import sampling_of, sft_sampling
 def describe(
     config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
 ) -> dict[str, Any]:
-    """Return the plan of a run as JSON values: sigmas, sde_window_range, components, …, layout, config.
+    """Return the plan of a run as JSON values: sigmas, components, batches, layout, config.
 
     Microbatches are counted as if every group had a signal.
     """
