@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -35,8 +36,29 @@ def watch(pidfd: int, then: Callable[[], object]) -> None:
 
 
 def launcher_pid() -> int | None:
-    """Return the pid of the torchrun that started this process, None where there is none."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    """Return the pid of the torchrun that started this process, None where there is none.
+
+    Raises ProcessLookupError when torchrun ended before this call, e.g. during our imports.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = psutil.Process(os.getppid())
+    if not _starts_ranks(parent):
+        raise ProcessLookupError("torchrun, which started this rank, is gone; start it again")
+    return parent.pid
+
+
+def _starts_ranks(parent: psutil.Process) -> bool:
+    """Say whether it may be torchrun, and not the process that adopts orphans."""
+    try:
+        if "python" in Path(parent.cmdline()[0]).name:
+            return True
+        # A script that torchrun runs, and that starts this process, has its variables.
+        return "TORCHELASTIC_RUN_ID" in parent.environ()
+    except psutil.AccessDenied:  # another user's, as with sudo; or init
+        return parent.pid != 1
+    except (psutil.NoSuchProcess, IndexError):  # it ends just now
+        return False
 
 
 def kill_children(*, session: int | None = None) -> None:
