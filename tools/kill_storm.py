@@ -393,12 +393,13 @@ def main(argv: list[str] | None = None) -> int:
         if storm.replica is not None:
             storm.replica.terminate()
             storm.replica.wait(20)
+        for pid in marked():  # a trial that Ctrl-C broke off
+            os.kill(pid, signal.SIGKILL)
     say(
         f"{options.count} trials, seed {options.seed}: {totals['lost']} finished steps lost where "
-        f"weights were whole ({totals['killed']} trials killed a rank's), {totals['left']} "
-        "processes "
-        f"left, {totals['hangs']} ends over {options.limit_s:.0f} s, {totals['gaps']} gaps in the "
-        f"metrics; slowest end {slowest:.1f} s"
+        f"weights were whole ({totals['killed']} trials killed a rank's), "
+        f"{totals['left']} processes left, {totals['hangs']} ends over {options.limit_s:.0f} s, "
+        f"{totals['gaps']} gaps in the metrics; slowest end {slowest:.1f} s"
     )
     if options.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
