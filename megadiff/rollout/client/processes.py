@@ -25,6 +25,10 @@ TOKEN_FILE = "token"  # in the registry of a run that drew one; announcements en
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
 
 
+class ReplicaDied(RuntimeError):
+    """A replica is gone; the text names it and shows the end of its log."""
+
+
 class ReplicaProcess:
     """A `megadiff serve` child in its own process group; it also dies when its parent does.
 
@@ -59,16 +63,18 @@ class ReplicaProcess:
                 start_new_session=True,
             )
 
-    def exit_text(self) -> str | None:
-        """Return None while it runs, else its exit code and the end of its log."""
+    def check_alive(self) -> None:
+        """Raise ReplicaDied, with the exit code and the end of its log, when it has ended."""
         code = self.process.poll()
         if code is None:
-            return None
+            return
         how = f"exited with code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        who = f"{self.name} (pid {self.process.pid})"
-        return f"{who} {how}; the end of {self.log}:\n{log_tail(self.log)}"
+        raise ReplicaDied(
+            f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n"
+            f"{log_tail(self.log)}"
+        )
 
     def stop(self) -> None:
         """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""

@@ -28,8 +28,7 @@ from megadiff.rollout.client.client import (
     ReplicaClient,
     ReplicaError,
 )
-from megadiff.rollout.client.fleet import ReplicaDied, raise_if_dead
-from megadiff.rollout.client.processes import ReplicaProcess, log_tail
+from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -93,7 +92,7 @@ def wait_until_announced(
         while True:
             healthy = waiting.look()
             for process in processes:
-                raise_if_dead(process)
+                process.check_alive()
             elapsed = time.monotonic() - start_s
             if len(healthy) >= count and waiting.has_asked_all():
                 logger.info("%d replicas healthy after %.1f s", count, elapsed)

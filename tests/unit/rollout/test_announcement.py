@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from megadiff.rollout.client import processes
-from megadiff.rollout.client.fleet import ReplicaDied
-from megadiff.rollout.client.processes import ReplicaProcess
+from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess
 from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.server.server import Announcement
 from megadiff.rollout.spec import ReplicaSpec
