@@ -14,7 +14,7 @@ from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import read_json
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
-from megadiff.rollout.server.requests import check_text
+from megadiff.rollout.server.requests import check_count, check_text
 
 logger = logging.getLogger(__name__)
 IMAGES_PATH = "/v1/images/generations"
@@ -76,9 +76,8 @@ def _check_work(request: dict[str, Any], limits: Limits) -> None:
         "n": (num_images, limits.images),
         "num_inference_steps": (num_steps, limits.image_steps),
     }
-    for name, (value, limit) in bounds.items():
-        if not 1 <= value <= limit:
-            raise ValueError(f"{name}={value:.6g} must be 1 to {limit}")
+    for name, (value, most) in bounds.items():
+        check_count(name, value, most)
     num_pixels = width * height * num_images
     if num_pixels > limits.image_pixels:
         raise ValueError(
@@ -110,7 +109,7 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
             replica.generating(),
             replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
         ):
-            stoppable = request | {"extra_params": {STOP_KEY: stop.path}}
+            stoppable = request | {"extra_params": {STOP_KEY: str(stop.path)}}
             answer = await _vllm_omni_answer(app, scope, stoppable)
     finally:
         replica.num_image_calls -= 1
