@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ ALIVE_S = 15.0  # between two signs of life; below OWNER_SILENT_S
 CALLS_PER_REPLICA = 2  # the next one waits at the replica, so that it never idles between calls
 
 
+@dataclass(eq=False)
 class Fleet(AbstractContextManager["Fleet"]):
     """All replicas of the run seen from one trainer rank; a context manager.
 
@@ -37,38 +39,33 @@ class Fleet(AbstractContextManager["Fleet"]):
     is over.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[ReplicaClient],
-        *,
-        batch_size: int,
-        processes: Sequence[ReplicaProcess] = (),
-        logs: dict[str, Path] | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
-        holds_replicas: bool = False,
-    ) -> None:
-        self.batch_size = batch_size
-        self._holds_replicas = holds_replicas
+    replicas: Sequence[ReplicaClient]
+    _: KW_ONLY
+    batch_size: int
+    processes: Sequence[ReplicaProcess] = ()
+    logs: Mapping[str, Path] = field(default_factory=dict)
+    rank: int = 0
+    num_ranks: int = 1
+    holds_replicas: bool = False
+
+    def __post_init__(self) -> None:
         self._closed = threading.Event()
-        self.replicas = list(clients)
-        self.processes = list(processes)
-        self.logs = logs or {}
-        self._load = {client.name: 0 for client in clients}
+        self._load = {client.name: 0 for client in self.replicas}
         self._lock = threading.Lock()
         # As many as this rank would have for itself.
-        self._num_replicas = max(1, len(self.replicas) // num_ranks)
+        self._num_replicas = max(1, len(self.replicas) // self.num_ranks)
         # Where loads are equal, ranks begin with different replicas.
-        self._first_choice = rank * self._num_replicas % len(self.replicas)
+        first = self.rank * self._num_replicas % len(self.replicas)
+        self._choices = [*self.replicas[first:], *self.replicas[:first]]
         self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
-        if holds_replicas:
+        if self.holds_replicas:
             threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         """Drop what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._closed.set()
-        if self._holds_replicas:
+        if self.holds_replicas:
             self._release()
         for client in self.replicas:
             client.close()
@@ -144,8 +141,7 @@ class Fleet(AbstractContextManager["Fleet"]):
     def _sample(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         """Return the groups of one call on the least loaded replica."""
         with self._lock:
-            order = self.replicas[self._first_choice :] + self.replicas[: self._first_choice]
-            client = min(order, key=lambda replica: self._load[replica.name])
+            client = min(self._choices, key=lambda replica: self._load[replica.name])
             self._load[client.name] += 1
         try:
             return self.call(client, lambda replica: replica.generate_batch(requests))
