@@ -53,7 +53,6 @@ class ReplicaError(RuntimeError):
     def __init__(self, name: str, status: int | None, message: str) -> None:
         answered = "" if status is None else f" answered {status}"
         super().__init__(f"{name}{answered}: {message}")
-        self.name = name
         self.status = status
         self.message = message
 
@@ -119,14 +118,16 @@ class ReplicaClient:
                 "for the trainer as for its replicas",
             )
 
-        limits = {"timeout_s": timeout_s, "max_bytes": SMALL_BYTES}
-        self._greet(partial(self._send, self._open, "POST", **limits))
+        self._greet(
+            partial(self._send, self._open, "POST", timeout_s=timeout_s, max_bytes=SMALL_BYTES)
+        )
 
     def _greet(self, exchange: Exchange) -> None:
         """Exchange proofs with whatever is at the other end. Raises NotProven."""
         nonce = new_nonce()
         proof = sign(self._token, role=TRAINER, nonce=nonce, url=self.url) if self._token else ""
         answer = exchange("/rl/hello", json.dumps({"nonce": nonce, "proof": proof}).encode())
+        # A 404 is no refusal of the proof: this replica has never heard of one.
         if answer.status == 404:
             raise NotProven(
                 self.name, "it has no /rl/hello; start it with this version of megadiff"
@@ -247,6 +248,7 @@ class ReplicaClient:
         if isinstance(value, BucketBody):
             body = value
         elif value is not None:
+            # Unescaped: a prompt in another script would be three times as long.
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             body = text.encode()
         answer = self._send(
@@ -296,7 +298,7 @@ def groups_bytes(requests: Sequence[RolloutRequest]) -> int:
     A sample has its pixels in uint8, and a latent state for each step that is recorded. 16 bytes a
     pixel and state are enough for a model that diffuses pixels in float32; latents have 1 to 4.
     """
-    total = JSON_BYTES
+    total = JSON_BYTES  # of the header, with all prompts and samplings
     for request in requests:
         sampling = request.sampling
         pixels = sampling.height * sampling.width * sampling.num_frames
