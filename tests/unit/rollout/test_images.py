@@ -34,8 +34,8 @@ def test_a_plain_request_is_taken() -> None:
         ({"prompt": ["x"]}, "is a list"),
         ({"negative_prompt": "\ud800"}, "lone surrogate"),
         ({"lora": {"path": "/etc"}}, "without a LoRA of its own"),
-        ({"extra_params": {"megadiff_stop": "/x"}}, "unknown fields extra_params"),
-        ({"generator_device": "cuda:7"}, "unknown fields generator_device"),
+        ({"extra_params": {"megadiff_stop": "/x"}}, "unknown keys extra_params"),
+        ({"generator_device": "cuda:7"}, "unknown keys generator_device"),
     ],
 )
 def test_what_is_past_a_bound_is_refused(change: dict, text: str) -> None:
