@@ -1,4 +1,4 @@
-"""Say how one replica runs: its flags for people, its file for the trainer, and what the server reads.
+"""Say how one replica runs: flags for people, a file for the trainer, and what the server reads.
 
 A new flag is a field here, the place where the trainer sets it (train/replicas.py) and the place
 that uses it. Workers find every field in vllm-omni's custom_pipeline_args under the same name.
@@ -76,6 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     hints = get_type_hints(ReplicaSpec)
     for row in fields(ReplicaSpec):
         hint = hints[row.name]
+        # None tells what was left out: the spec has the defaults, and --spec takes no flags beside.
         options: dict[str, Any] = {"help": row.metadata["help"], "default": None}
         if hint is bool:
             options["action"] = "store_true"

@@ -67,6 +67,7 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
         value = getattr(sampling, name)
         if not 0 <= value <= 100:  # NaN fails every comparison
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
+    # After the bounds: a model's rule counts tokens of any size that it is given.
     model_rule(sampling)
     _check_first_frame(request)
     _check_sde(request)
