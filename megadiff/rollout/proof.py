@@ -16,6 +16,7 @@ TRAINER = "trainer"
 REPLICA = "replica"
 MIN_TOKEN_CHARS = 16
 _TOKEN = re.compile(r"[!-~]+")
+# The form is fixed so that a signed text can be taken apart in one way only.
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -53,6 +54,7 @@ def is_valid(proof: object, token: str, *, role: str, nonce: object, url: str) -
     if not isinstance(proof, str) or not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         return False
     expected = sign(token, role=role, nonce=nonce, url=url)
+    # In constant time: how long it takes must not tell how much of the proof is right.
     return hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
 
 

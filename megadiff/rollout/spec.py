@@ -76,6 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     hints = get_type_hints(ReplicaSpec)
     for row in fields(ReplicaSpec):
         hint = hints[row.name]
+        # None tells what was left out: the spec has the defaults, and --spec takes no flags beside.
         options: dict[str, Any] = {"help": row.metadata["help"], "default": None}
         if hint is bool:
             options["action"] = "store_true"

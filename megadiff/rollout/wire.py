@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import inspect
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,8 +20,17 @@ from torch import Tensor
 from megadiff.sync.bucket import own_host_tensor
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
+Record = TypeVar("Record")
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
 COLUMNS = ("latents_GSLC", "log_probs_GW", "pixels_GFHWC")  # of a group, a row for each sample
+PLAIN_FIELDS = (  # of a group, which travel in the header
+    "prompt",
+    "sampling",
+    "sample_indices",
+    "window_start",
+    "policy_version",
+    "replica",
+)
 
 
 def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
@@ -44,7 +54,7 @@ def requests_from_json(value: object) -> list[RolloutRequest]:
     requests = []
     for index, item in enumerate(value):
         try:
-            requests.append(_request_from_json(item))
+            requests.append(read_record(RolloutRequest, item, "request"))
         except ValueError as error:
             raise ValueError(f"requests[{index}]: {error}") from None
     return requests
@@ -65,7 +75,7 @@ def encode_groups(groups: Sequence[RolloutGroup]) -> bytes:
     header = {"groups": [_header(group) for group in groups]}
     return save(
         {name: own_host_tensor(tensor) for name, tensor in tensors.items()},
-        metadata={HEADER_KEY: json.dumps(header)},
+        metadata={HEADER_KEY: json.dumps(header, default=dataclasses.asdict)},
     )
 
 
@@ -87,47 +97,23 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
         conditioning[int(number)][name] = tensor
     groups = []
     for index, fields in enumerate(headers):
+        records = {
+            "prompt": read_record(Prompt, fields["prompt"], "prompt"),
+            "sampling": read_record(Sampling, fields["sampling"], "sampling"),
+            "sample_indices": tuple(fields["sample_indices"]),
+        }
         group = RolloutGroup(
-            prompt=Prompt(**_fields(fields["prompt"], Prompt, "prompt")),
-            sampling=_sampling(fields["sampling"]),
-            sample_indices=tuple(fields["sample_indices"]),
-            window_start=fields["window_start"],
+            **fields | records,
             schedule=schedule,
             conditioning=conditioning[index],
-            policy_version=fields["policy_version"],
-            replica=fields["replica"],
             **{name: column[index] for name, column in columns.items()},
         )
         groups.append(group)
     return groups
 
 
-def _request_from_json(value: object) -> RolloutRequest:
-    fields = _fields(value, RolloutRequest, "request")
-    fields["prompt"] = Prompt(**_fields(fields["prompt"], Prompt, "prompt"))
-    fields["sampling"] = _sampling(fields["sampling"])
-    fields["sample_indices"] = _integers(fields["sample_indices"], "request.sample_indices")
-    fields["first_frame"] = _bytes(fields.get("first_frame", ""), "request.first_frame")
-    return RolloutRequest(**fields)
-
-
-def _sampling(value: object) -> Sampling:
-    fields = _fields(value, Sampling, "sampling")
-    if "sde_window_range" in fields:
-        where = "sampling.sde_window_range"
-        fields["sde_window_range"] = _integers(fields["sde_window_range"], where, length=2)
-    return Sampling(**fields)
-
-
 def _header(group: RolloutGroup) -> dict[str, Any]:
-    return {
-        "prompt": dataclasses.asdict(group.prompt),
-        "sampling": dataclasses.asdict(group.sampling),
-        "sample_indices": group.sample_indices,
-        "window_start": group.window_start,
-        "policy_version": group.policy_version,
-        "replica": group.replica,
-    }
+    return {name: getattr(group, name) for name in PLAIN_FIELDS}
 
 
 def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -145,6 +131,8 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads(metadata[HEADER_KEY])
 
 
+# By how a record's field is annotated. Fields of any other type are taken as they come.
+_RECORDS: dict[str, type] = {"Prompt": Prompt, "Sampling": Sampling}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "float": (int, float),
@@ -154,34 +142,42 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _fields(value: object, record: type, where: str) -> dict[str, Any]:
-    """Return a record's keyword arguments, with checked names and types of plain fields."""
+def read_record(record: type[Record], value: object, where: str) -> Record:
+    """Return a record of a JSON object, with checked names and types of its fields."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
-    fields = {field.name: field for field in dataclasses.fields(record)}
+    fields = inspect.signature(record).parameters
     unknown = sorted(value.keys() - fields.keys())
     if unknown:
         raise ValueError(
             f"{where} has unknown keys {', '.join(unknown)}; known: {', '.join(fields)}"
         )
-    has_default = {name for name, field in fields.items() if not _is_required(field)}
-    missing = sorted(fields.keys() - has_default - value.keys())
+    required = {name for name, field in fields.items() if field.default is field.empty}
+    missing = sorted(required - value.keys())
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
+    arguments = {}
     for name, item in value.items():
-        wanted = str(fields[name].type)
-        types = _TYPES.get(wanted)
-        # True is an int to Python, but no number to us
-        is_wrong_bool = isinstance(item, bool) and types is not bool
-        if types and (is_wrong_bool or not isinstance(item, types)):
-            raise ValueError(
-                f"{where}.{name}={item!r} is a {type(item).__name__}; it must be {wanted}"
-            )
-    return dict(value)
+        arguments[name] = _field(item, str(fields[name].annotation), f"{where}.{name}")
+    return record(**arguments)
 
 
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _field(value: object, wanted: str, where: str) -> object:
+    """Return a field's value as its record has it. wanted: its annotation."""
+    if wanted in _RECORDS:
+        return read_record(_RECORDS[wanted], value, wanted.lower())
+    if wanted == "tuple[int, int]":
+        return _integers(value, where, length=2)
+    if wanted == "tuple[int, ...]":
+        return _integers(value, where)
+    if wanted == "bytes":
+        return _bytes(value, where)
+    types = _TYPES.get(wanted)
+    # True is an int to Python, but no number to us.
+    is_wrong_bool = isinstance(value, bool) and types is not bool
+    if types and (is_wrong_bool or not isinstance(value, types)):
+        raise ValueError(f"{where}={value!r:.100} is a {type(value).__name__}; it must be {wanted}")
+    return value
 
 
 def _integers(value: object, where: str, *, length: int | None = None) -> tuple[int, ...]:

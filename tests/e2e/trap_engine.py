@@ -72,9 +72,7 @@ class TrapExtension(RolloutWorkerExtension):
     def used(self) -> dict[str, Tensor]:
         return {
             name: tensor.clone()
-            for name, tensor in (
-                self._views() | self.lora_manager.used(places=self._places)
-            ).items()
+            for name, tensor in (self._views() | self.lora_manager.used()).items()
         }
 
     def caller_keeps(self, tensors: Mapping[str, Tensor], lora: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import h11
 import httpcore
 
 CONNECT_TIMEOUT_S = 5.0
@@ -20,6 +19,8 @@ KEEP_ALIVE_S = 5.0  # of an idle connection; shorter than the replica's own
 GREETING_S = 30.0
 GREETING_BYTES = 1 << 16  # of the answer to a connection's first request
 WRITE_BYTES = 1 << 18  # between two looks at the clock
+TIMED_OUT = 504  # the status of an answer that did not come: the replica may be alive, and busy
+UNUSABLE = 502  # the status of an answer that is too large, or not what was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +32,25 @@ class Answer:
     body: bytes
 
 
-class AnswerTooLate(RuntimeError):
+class NoAnswer(RuntimeError):
+    """The address could not be reached, or the connection broke.
+
+    status: the HTTP status that says as much; None where the other end may be gone.
+    """
+
+    status: int | None = None
+
+
+class AnswerTooLate(NoAnswer):
     """The answer was not whole when its time was over; the connection may be well."""
 
+    status = TIMED_OUT
 
-class AnswerTooLarge(RuntimeError):
+
+class AnswerTooLarge(NoAnswer):
     """The answer is larger than the caller expects; the rest of it was not read."""
 
-
-class NoAnswer(RuntimeError):
-    """The address could not be reached, or the connection broke."""
+    status = UNUSABLE
 
 
 Exchange = Callable[[str, bytes], Answer]  # POST to a path, with a JSON body
@@ -58,7 +68,7 @@ class BoundedHttp:
         self._pool = httpcore.ConnectionPool(
             max_connections=None,
             keepalive_expiry=KEEP_ALIVE_S,
-            network_backend=_DeadlineBackend(greet),
+            network_backend=_DeadlineBackend(url, greet),
         )
 
     def close(self) -> None:
@@ -79,10 +89,9 @@ class BoundedHttp:
 
         content: needs a Content-Length among the headers where it is not bytes. timeout_s: for
         everything. max_bytes: of the answer's body.
-        Raises AnswerTooLate, AnswerTooLarge or NoAnswer.
+        Raises NoAnswer, of which AnswerTooLate and AnswerTooLarge are kinds.
         """
         deadline = time.monotonic() + timeout_s
-        extensions = {"timeout": {"connect": deadline, "write": deadline, "read": deadline}}
         asked = f"{method} {self.url}{path}"
         try:
             with self._pool.stream(
@@ -90,32 +99,35 @@ class BoundedHttp:
                 self.url + path,
                 headers=list(headers.items()),
                 content=content,  # type: ignore[arg-type]  # any iterable will do
-                extensions=extensions,
+                extensions=_until(deadline),
             ) as response:
-                fields = {name.lower(): value for name, value in response.headers}
-                body = _read(response, fields, max_bytes=max_bytes, asked=asked)
+                return _read(response, max_bytes=max_bytes, asked=asked)
         except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
             raise AnswerTooLate(f"{asked} had no whole answer within {timeout_s:.0f} s") from error
         except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
             raise NoAnswer(f"{asked} failed: {error!r}") from error
-        content_type = fields.get(b"content-type", b"").decode("latin-1")
-        return Answer(status=response.status, content_type=content_type, body=body)
 
 
-def _read(
-    response: httpcore.Response, fields: Mapping[bytes, bytes], *, max_bytes: int, asked: str
-) -> bytes:
-    announced = fields.get(b"content-length", b"0")
-    if int(announced) > max_bytes:  # h11 has checked that it is a number
-        raise AnswerTooLarge(f"{asked} answers {int(announced)} bytes, its limit is {max_bytes}")
-    chunks = []
-    size = 0
+def _until(deadline: float) -> dict[str, dict[str, float]]:
+    """Return the extensions of a request that _DeadlineStream ends at this point of time."""
+    return {"timeout": {"connect": deadline, "write": deadline, "read": deadline}}
+
+
+def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
+    fields = {name.lower(): value for name, value in response.headers}
+    size = int(fields.get(b"content-length", b"0"))  # h11 has checked that it is a number
+    # Refused before it is read: who announces much need not be given the time to send it.
+    if size > max_bytes:
+        raise AnswerTooLarge(f"{asked} answers {size} bytes, its limit is {max_bytes}")
+    body = bytearray()
     for chunk in response.iter_stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise AnswerTooLarge(f"{asked} answers over {size - 1} bytes, its limit is {max_bytes}")
-        chunks.append(chunk)
-    return b"".join(chunks)
+        body += chunk
+        if len(body) > max_bytes:
+            raise AnswerTooLarge(
+                f"{asked} answers over {max_bytes} bytes, its limit is {max_bytes}"
+            )
+    content_type = fields.get(b"content-type", b"").decode("latin-1")
+    return Answer(status=response.status, content_type=content_type, body=bytes(body))
 
 
 class _DeadlineBackend(httpcore.NetworkBackend):
@@ -125,8 +137,9 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     its reads, those of the headers included.
     """
 
-    def __init__(self, greet: Callable[[Exchange], None] | None) -> None:
+    def __init__(self, url: str, greet: Callable[[Exchange], None] | None) -> None:
         self._backend = httpcore.SyncBackend()
+        self._url = url
         self._greet = greet
 
     def connect_tcp(
@@ -145,51 +158,28 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         stream = _DeadlineStream(stream)
         if self._greet is not None:
             try:
-                late = time.monotonic() + GREETING_S
-                deadline = late if timeout is None else min(late, timeout)
-                self._greet(lambda path, body: _post(stream, host, port, path, body, deadline))
+                seconds = min(GREETING_S, _seconds_left(timeout, httpcore.ReadTimeout))
+                self._greet(self._exchange(stream, time.monotonic() + seconds))
             except BaseException:
                 stream.close()
                 raise
         return stream
 
+    def _exchange(self, stream: httpcore.NetworkStream, deadline: float) -> Exchange:
+        """Return what sends a request over a stream that no pool has yet."""
+        connection = httpcore.HTTP11Connection(httpcore.URL(self._url).origin, stream)
 
-def _post(
-    stream: httpcore.NetworkStream,
-    host: str,
-    port: int,
-    path: str,
-    body: bytes,
-    deadline: float,
-) -> Answer:
-    """Send one request over a connection that no pool has yet, and read its small answer."""
-    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=GREETING_BYTES)
-    headers = [
-        ("Host", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"),
-        ("Content-Type", "application/json"),
-        ("Content-Length", str(len(body))),
-    ]
-    request = h11.Request(method="POST", target=path, headers=headers)
-    try:
-        for outgoing in (request, h11.Data(data=body), h11.EndOfMessage()):
-            stream.write(connection.send(outgoing) or b"", deadline)
-        status = 0
-        content = b""
-        while True:
-            event = connection.next_event()
-            if event is h11.NEED_DATA:
-                connection.receive_data(stream.read(GREETING_BYTES, deadline))
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                content += event.data
-                if len(content) > GREETING_BYTES:
-                    raise AnswerTooLarge(f"POST {path} answers over {GREETING_BYTES} bytes")
-            elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
-                break
-    except h11.RemoteProtocolError as error:
-        raise httpcore.RemoteProtocolError(str(error)) from error
-    return Answer(status=status, content_type="application/json", body=content)
+        def exchange(path: str, body: bytes) -> Answer:
+            with connection.stream(
+                "POST",
+                self._url + path,
+                headers={"Content-Type": "application/json"},
+                content=body,
+                extensions=_until(deadline),
+            ) as response:
+                return _read(response, max_bytes=GREETING_BYTES, asked=f"POST {path}")
+
+        return exchange
 
 
 class _DeadlineStream(httpcore.NetworkStream):

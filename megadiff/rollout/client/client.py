@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from megadiff.rollout.client.bounded_http import (
+    TIMED_OUT,
+    UNUSABLE,
     Answer,
-    AnswerTooLarge,
-    AnswerTooLate,
     BoundedHttp,
     Exchange,
     NoAnswer,
@@ -37,8 +38,6 @@ from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 HEALTH_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 30.0  # in the middle of a run, when the replica may be busy
 RELEASE_TIMEOUT_S = 2.0
-TIMED_OUT = 504  # the status of an answer that did not come: the replica may be alive, and busy
-UNUSABLE = 502  # the status of an answer that is too large, or not what was asked for
 SMALL_BYTES = 2**20  # of an answer from an address that has proved nothing yet
 JSON_BYTES = 2**26  # the fingerprints of a large model's tensors, of several workers, are some MiB
 CONDITIONING_BYTES = 2**28  # of a group's embeddings and masks
@@ -54,7 +53,6 @@ class ReplicaError(RuntimeError):
     def __init__(self, name: str, status: int | None, message: str) -> None:
         answered = "" if status is None else f" answered {status}"
         super().__init__(f"{name}{answered}: {message}")
-        self.name = name
         self.status = status
         self.message = message
 
@@ -103,8 +101,9 @@ class ReplicaClient:
         name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8,
         float32_streams), vllm_omni.
         """
-        answer = self._send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES)
-        return self._json_object(answer, "GET /health")
+        return self._object(
+            "GET", "/health", http=self._open, timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES
+        )
 
     def prove(self, *, timeout_s: float = HELLO_TIMEOUT_S) -> None:
         """Show each other that both know the token, before any request carries it.
@@ -119,19 +118,16 @@ class ReplicaClient:
                 "for the trainer as for its replicas",
             )
 
-        def exchange(path: str, body: bytes) -> Answer:
-            fields = {"Content-Type": "application/json", **self._run_header}
-            return self._request(
-                self._open, "POST", path, body, fields, timeout_s=timeout_s, max_bytes=SMALL_BYTES
-            )
-
-        self._greet(exchange)
+        self._greet(
+            partial(self._send, self._open, "POST", timeout_s=timeout_s, max_bytes=SMALL_BYTES)
+        )
 
     def _greet(self, exchange: Exchange) -> None:
         """Exchange proofs with whatever is at the other end. Raises NotProven."""
         nonce = new_nonce()
         proof = sign(self._token, role=TRAINER, nonce=nonce, url=self.url) if self._token else ""
         answer = exchange("/rl/hello", json.dumps({"nonce": nonce, "proof": proof}).encode())
+        # A 404 is no refusal of the proof: this replica has never heard of one.
         if answer.status == 404:
             raise NotProven(
                 self.name, "it has no /rl/hello; start it with this version of megadiff"
@@ -162,9 +158,13 @@ class ReplicaClient:
 
     def generate_batch(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         """Return the groups of requests of equal sampling, drawn as one batch, in order."""
-        value = requests_to_json(requests)
-        limit = groups_bytes(requests)
-        return decode_groups(self._call("POST", "/rl/generate", value=value, max_bytes=limit).body)
+        answer = self._call(
+            "POST",
+            "/rl/generate",
+            requests_to_json(requests),
+            max_bytes=groups_bytes(requests),
+        )
+        return decode_groups(answer.body)
 
     def weights_places(self) -> list[dict[str, Any]]:
         """Return each worker's host, device and boxes.
@@ -192,19 +192,18 @@ class ReplicaClient:
             "lora": dataclasses.asdict(lora) if lora else None,
             "transport": transport or {"name": "http"},
         }
-        self._call("POST", "/rl/weights/begin", value=value)
+        self._call("POST", "/rl/weights/begin", value)
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
         """Send a bucket chunk by chunk, without a copy of the whole, or tell where it lies."""
-        body = {"content": bucket} if isinstance(bucket, BucketBody) else {"value": bucket}
-        self._call("POST", "/rl/weights/bucket", **body)
+        self._call("POST", "/rl/weights/bucket", bucket)
 
     def weights_commit(self, version: int) -> list[dict[str, Any]]:
         """Close a push and return what each worker holds.
 
         fingerprints: name → digits, of all that it now uses. bound_modules: of the LoRA.
         """
-        return self._workers("POST", "/rl/weights/commit", value={"version": version})
+        return self._workers("POST", "/rl/weights/commit", {"version": version})
 
     def sleep(self) -> None:
         """Free the memory of all weights; a push of all of the policy's wakes it."""
@@ -214,65 +213,69 @@ class ReplicaClient:
         """Give memory back that the allocator keeps of earlier samples."""
         self._call("POST", "/rl/trim")
 
-    def _workers(self, method: str, path: str, **arguments: Any) -> list[dict[str, Any]]:
-        answer = self._json_object(self._call(method, path, **arguments), f"{method} {path}")
-        if not isinstance(answer.get("workers"), list):
+    def _workers(self, method: str, path: str, value: object = None) -> list[dict[str, Any]]:
+        workers = self._object(method, path, value).get("workers")
+        if not isinstance(workers, list):
             message = f"{method} {path} names no workers; start it with this version of megadiff"
             raise ReplicaError(self.name, UNUSABLE, message)
-        return answer["workers"]
+        return workers
 
-    def _call(self, method: str, path: str, **arguments: Any) -> Answer:
-        """Send a request that may carry the token, over a connection that began with a proof."""
-        bearer = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        return self._send(method, path, http=self._proven, headers=bearer, **arguments)
+    def _object(
+        self, method: str, path: str, value: object = None, **arguments: Any
+    ) -> dict[str, Any]:
+        answer = self._call(method, path, value, **arguments)
+        body = _json(answer)
+        if not isinstance(body, dict):
+            message = f"{method} {path} answers no JSON object: {answer.body[:80]!r}"
+            raise ReplicaError(self.name, UNUSABLE, message)
+        return body
 
-    def _send(
+    def _call(
         self,
         method: str,
         path: str,
+        value: object = None,
         *,
         http: BoundedHttp | None = None,
-        value: object = None,
-        content: BucketBody | None = None,
-        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         max_bytes: int = JSON_BYTES,
     ) -> Answer:
-        """Send value as JSON, or content as it is. Raises ReplicaError, also for a refusal."""
+        """Send a bucket as it is, any other value as JSON. Raises ReplicaError, also for a refusal.
+
+        http: by default over connections that began with a proof.
+        """
         body: bytes | BucketBody = b""
-        fields = {**self._run_header, **(headers or {})}
-        if content is not None:
-            body = content
-            fields["Content-Length"] = str(len(content))
+        if isinstance(value, BucketBody):
+            body = value
         elif value is not None:
+            # Unescaped: a prompt in another script would be three times as long.
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             body = text.encode()
-            fields["Content-Type"] = "application/json"
-        answer = self._request(
-            http or self._open,
-            method,
-            path,
-            body,
-            fields,
-            timeout_s=timeout_s,
-            max_bytes=max_bytes,
+        answer = self._send(
+            http or self._proven, method, path, body, timeout_s=timeout_s, max_bytes=max_bytes
         )
         if answer.status >= 400:
             raise ReplicaError(self.name, answer.status, _message(answer))
         return answer
 
-    def _request(
+    def _send(
         self,
         http: BoundedHttp,
         method: str,
         path: str,
         body: bytes | BucketBody,
-        fields: Mapping[str, str],
         *,
         timeout_s: float | None,
         max_bytes: int,
     ) -> Answer:
         """Return the answer, whatever its status. Raises ReplicaError where there is none."""
+        fields = dict(self._run_header)
+        if isinstance(body, BucketBody):
+            fields["Content-Length"] = str(len(body))
+        elif body:
+            fields["Content-Type"] = "application/json"
+        if self._token and http is self._proven:
+            fields["Authorization"] = f"Bearer {self._token}"
         try:
             return http.request(
                 method,
@@ -282,20 +285,11 @@ class ReplicaClient:
                 timeout_s=self.timeout_s if timeout_s is None else timeout_s,
                 max_bytes=max_bytes,
             )
-        except AnswerTooLate as error:
-            way_out = PATIENCE if timeout_s is None else ""
-            raise ReplicaError(self.name, TIMED_OUT, f"{error}{way_out}") from error
-        except AnswerTooLarge as error:
-            raise ReplicaError(self.name, UNUSABLE, str(error)) from error
         except NoAnswer as error:
-            raise ReplicaError(self.name, None, str(error)) from error
-
-    def _json_object(self, answer: Answer, asked: str) -> dict[str, Any]:
-        value = _json(answer)
-        if not isinstance(value, dict):
-            message = f"{asked} answers no JSON object: {answer.body[:80]!r}"
-            raise ReplicaError(self.name, UNUSABLE, message)
-        return value
+            # Only the time of long requests is the user's to choose.
+            is_patience_over = timeout_s is None and error.status == TIMED_OUT
+            way_out = PATIENCE if is_patience_over else ""
+            raise ReplicaError(self.name, error.status, f"{error}{way_out}") from error
 
 
 def groups_bytes(requests: Sequence[RolloutRequest]) -> int:
@@ -304,7 +298,7 @@ def groups_bytes(requests: Sequence[RolloutRequest]) -> int:
     A sample has its pixels in uint8, and a latent state for each step that is recorded. 16 bytes a
     pixel and state are enough for a model that diffuses pixels in float32; latents have 1 to 4.
     """
-    total = JSON_BYTES
+    total = JSON_BYTES  # of the header, with all prompts and samplings
     for request in requests:
         sampling = request.sampling
         pixels = sampling.height * sampling.width * sampling.num_frames

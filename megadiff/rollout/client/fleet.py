@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
-from megadiff.rollout.client.processes import ReplicaProcess, log_tail
+from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
 from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
 from megadiff.sync.bucket import BucketBody
 from megadiff.tensors.manifest import Manifest
@@ -27,11 +29,8 @@ ALIVE_S = 15.0  # between two signs of life; below OWNER_SILENT_S
 CALLS_PER_REPLICA = 2  # the next one waits at the replica, so that it never idles between calls
 
 
-class ReplicaDied(RuntimeError):
-    """A replica is gone; the text names it and shows the end of its log."""
-
-
-class Fleet:
+@dataclass(eq=False)
+class Fleet(AbstractContextManager["Fleet"]):
     """All replicas of the run seen from one trainer rank; a context manager.
 
     batch_size: samples of one call to a replica. processes: those that this very rank started and
@@ -40,44 +39,33 @@ class Fleet:
     is over.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[ReplicaClient],
-        *,
-        batch_size: int,
-        processes: Sequence[ReplicaProcess] = (),
-        logs: dict[str, Path] | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
-        holds_replicas: bool = False,
-    ) -> None:
-        self.batch_size = batch_size
-        self._holds_replicas = holds_replicas
+    replicas: Sequence[ReplicaClient]
+    _: KW_ONLY
+    batch_size: int
+    processes: Sequence[ReplicaProcess] = ()
+    logs: Mapping[str, Path] = field(default_factory=dict)
+    rank: int = 0
+    num_ranks: int = 1
+    holds_replicas: bool = False
+
+    def __post_init__(self) -> None:
         self._closed = threading.Event()
-        self.replicas = list(clients)
-        self.processes = list(processes)
-        self.logs = logs or {}
-        self._load = {client.name: 0 for client in clients}
+        self._load = {client.name: 0 for client in self.replicas}
         self._lock = threading.Lock()
         # As many as this rank would have for itself.
-        self._num_replicas = max(1, len(self.replicas) // num_ranks)
+        self._num_replicas = max(1, len(self.replicas) // self.num_ranks)
         # Where loads are equal, ranks begin with different replicas.
-        self._first_choice = rank * self._num_replicas % len(self.replicas)
+        first = self.rank * self._num_replicas % len(self.replicas)
+        self._choices = [*self.replicas[first:], *self.replicas[:first]]
         self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
-        if holds_replicas:
+        if self.holds_replicas:
             threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
 
-    def __enter__(self) -> Fleet:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Drop what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._closed.set()
-        if self._holds_replicas:
+        if self.holds_replicas:
             self._release()
         for client in self.replicas:
             client.close()
@@ -95,11 +83,11 @@ class Fleet:
         # A pool of its own: the other may be full of requests that are still in flight.
         pool = ThreadPoolExecutor(max_workers=len(self.replicas))
         futures = {pool.submit(client.release): client for client in self.replicas}
-        done, late = wait(futures, timeout=RELEASE_TIMEOUT_S)
+        wait(futures, timeout=RELEASE_TIMEOUT_S)
         pool.shutdown(wait=False, cancel_futures=True)
-        for future in [*done, *late]:
-            if future in late or future.exception() is not None:
-                logger.debug("%s did not hear that the run is over", futures[future].name)
+        for future, client in futures.items():
+            if future.cancelled() or not future.done() or future.exception():
+                logger.debug("%s did not hear that the run is over", client.name)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
         """Yield (index of the request, group) as groups arrive, for requests of equal sampling.
@@ -109,12 +97,11 @@ class Fleet:
         # A batch is as wide as its longest prompt: those of similar length go into one call.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
         sizes = [len(requests[index].sample_indices) for index in order]
-        cuts = calls(sizes, batch_size=self.batch_size, num_replicas=self._num_replicas)
         futures: dict[Future[list[RolloutGroup]], list[int]] = {}
-        for cut in cuts:
+        for cut in calls(sizes, batch_size=self.batch_size, num_replicas=self._num_replicas):
             batch = order[cut.start : cut.stop]
-            call = self._pool.submit(self._sample, [requests[index] for index in batch])
-            futures[call] = batch
+            future = self._pool.submit(self._sample, [requests[index] for index in batch])
+            futures[future] = batch
         pending = set(futures)
         try:
             while pending:
@@ -137,7 +124,7 @@ class Fleet:
     def check_alive(self) -> None:
         """Raise ReplicaDied when a process that this rank started has ended."""
         for process in self.processes:
-            raise_if_dead(process)
+            process.check_alive()
 
     def sleep(self) -> None:
         """Let every replica free its weights, until a push brings all of the policy's."""
@@ -154,8 +141,7 @@ class Fleet:
     def _sample(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         """Return the groups of one call on the least loaded replica."""
         with self._lock:
-            order = self.replicas[self._first_choice :] + self.replicas[: self._first_choice]
-            client = min(order, key=lambda replica: self._load[replica.name])
+            client = min(self._choices, key=lambda replica: self._load[replica.name])
             self._load[client.name] += 1
         try:
             return self.call(client, lambda replica: replica.generate_batch(requests))
@@ -173,9 +159,8 @@ class Fleet:
             time.sleep(POLL_S)  # a dying process needs a moment to be seen dead
             self.check_alive()
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
-            raise ReplicaDied(
-                f"{client.name} at {client.url} does not answer: {error}\n{tail}"
-            ) from error
+            text = f"{client.name} at {client.url} does not answer: {error}\n{tail}"
+            raise ReplicaDied(text) from error
 
 
 def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> list[range]:
@@ -206,11 +191,10 @@ class WeightTarget:
     def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
         self.name = client.name
         self.url = client.url
-        self._client = client
-        self._call = fleet.call
+        self._call = partial(fleet.call, client)
 
     def weights_places(self) -> list[dict[str, Any]]:
-        return self._call(self._client, ReplicaClient.weights_places)
+        return self._call(ReplicaClient.weights_places)
 
     def weights_begin(
         self,
@@ -221,30 +205,25 @@ class WeightTarget:
         transport: Mapping[str, Any],
     ) -> None:
         """Open a push; waits for a replica of a run that may be gone, as one that was killed is."""
-        begin = partial(ReplicaClient.weights_begin, lora=lora, transport=transport)
         deadline = time.monotonic() + OWNER_SILENT_S + GIVE_UP_S
         said = False
         while True:
             try:
-                self._call(self._client, lambda client: begin(client, version, manifest))
-                return
+                return self._call(
+                    lambda client: client.weights_begin(
+                        version, manifest, lora=lora, transport=transport
+                    )
+                )
             except ReplicaError as error:
                 if error.status != LOCKED or time.monotonic() > deadline:
                     raise
                 if not said:
                     logger.warning("%s; waiting for it", error)
-                    said = True
+                said = True
             time.sleep(1.0)
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
-        self._call(self._client, lambda client: client.weights_bucket(bucket))
+        self._call(lambda client: client.weights_bucket(bucket))
 
     def weights_commit(self, version: int) -> list[dict[str, Any]]:
-        return self._call(self._client, lambda client: client.weights_commit(version))
-
-
-def raise_if_dead(process: ReplicaProcess) -> None:
-    """Raise ReplicaDied with the end of its log when a process has ended."""
-    text = process.exit_text()
-    if text:
-        raise ReplicaDied(text)
+        return self._call(lambda client: client.weights_commit(version))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megadiff.rollout.proof import check_token
@@ -23,6 +24,10 @@ STOP_GRACE_S = 5.0
 TOKEN_VARIABLE = "MEGADIFF_TOKEN"
 TOKEN_FILE = "token"  # in the registry of a run that drew one; announcements end in .json
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
+
+
+class ReplicaDied(RuntimeError):
+    """A replica is gone; the text names it and shows the end of its log."""
 
 
 class ReplicaProcess:
@@ -59,26 +64,26 @@ class ReplicaProcess:
                 start_new_session=True,
             )
 
-    def exit_text(self) -> str | None:
-        """Return None while it runs, else its exit code and the end of its log."""
+    def check_alive(self) -> None:
+        """Raise ReplicaDied, with the exit code and the end of its log, when it has ended."""
         code = self.process.poll()
         if code is None:
-            return None
+            return
         how = f"exited with code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        who = f"{self.name} (pid {self.process.pid})"
-        return f"{who} {how}; the end of {self.log}:\n{log_tail(self.log)}"
+        raise ReplicaDied(
+            f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n"
+            f"{log_tail(self.log)}"
+        )
 
     def stop(self) -> None:
         """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             _signal_group(self.process.pid, signal_number)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                continue
-            break
+                break
         # For what the leader may have left in its group.
         _signal_group(self.process.pid, signal.SIGKILL)
 
@@ -136,18 +141,18 @@ def serve_command(spec_file: Path) -> list[str]:
     return [sys.executable, "-m", "megadiff.cli.serve", "--spec", str(spec_file)]
 
 
-def log_tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+def log_tail(log: Path) -> str:
     """Return the last lines of a log file, or those around a crash below Python; '' without one."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
-    shown = lines[-num_lines:]
+    shown = lines[-LOG_TAIL_LINES:]
     for index, line in enumerate(lines):
         # A crash is followed by all threads' stacks and the names of all extension modules.
         if line.startswith(CRASH):
-            shown = lines[max(0, index - num_lines) : index + num_lines]
+            shown = lines[max(0, index - LOG_TAIL_LINES) : index + LOG_TAIL_LINES]
             break
     return "\n".join(f"  | {line}" for line in shown)
 
@@ -162,7 +167,5 @@ def stop_all(processes: Sequence[ReplicaProcess]) -> None:
 
 
 def _signal_group(pid: int, signal_number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):  # already gone
         os.killpg(pid, signal_number)
-    except ProcessLookupError:
-        pass  # already gone

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from megadiff.rollout.client.client import (
@@ -28,8 +28,7 @@ from megadiff.rollout.client.client import (
     ReplicaClient,
     ReplicaError,
 )
-from megadiff.rollout.client.fleet import ReplicaDied, raise_if_dead
-from megadiff.rollout.client.processes import ReplicaProcess, log_tail
+from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -39,7 +38,15 @@ MAX_VISITS = 32  # addresses that are asked at the same time
 ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
 _NAME = re.compile(r"[^/]{1,255}")
-_URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
+
+
+class Address(NamedTuple):
+    name: str
+    url: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.url}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +57,8 @@ class Claim:
     entry: Mapping[str, Any]
 
     @property
-    def name(self) -> str:
-        return self.entry["name"]
-
-    @property
-    def url(self) -> str:
-        return self.entry["url"]
-
-    def __str__(self) -> str:
-        return f"{self.name} at {self.url}"
+    def address(self) -> Address:
+        return Address(self.entry["name"], self.entry["url"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Visit:
     """
 
     health: dict[str, Any] | None = None
-    reason: str = ""
+    reason: str = "no answer yet"
     is_odd: bool = False
 
 
@@ -93,36 +93,28 @@ def wait_until_announced(
         while True:
             healthy = waiting.look()
             for process in processes:
-                raise_if_dead(process)
+                process.check_alive()
             elapsed = time.monotonic() - start_s
             if len(healthy) >= count and waiting.has_asked_all():
                 logger.info("%d replicas healthy after %.1f s", count, elapsed)
                 if len(healthy) > count:
-                    logger.warning(
-                        "%d replicas are healthy in %s; rollout.num_replicas=%d of them are used",
-                        len(healthy),
-                        registry,
-                        count,
-                    )
+                    text = "%d replicas are healthy in %s; rollout.num_replicas=%d of them are used"
+                    logger.warning(text, len(healthy), registry, count)
                 return healthy[:count]
+            progress = (
+                f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in {registry} "
+                f"after {elapsed:.0f} s, rollout.start_timeout_s={timeout_s:.0f}"
+            )
             if elapsed > timeout_s:
                 tails = "\n".join(log_tail(process.log) for process in processes)
                 raise ReplicaDied(
-                    f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in "
-                    f"{registry} after {elapsed:.0f} s, rollout.start_timeout_s={timeout_s:.0f}; "
-                    f"raise it, or start more with `megadiff serve MODEL --registry {registry}` "
-                    f"(on other nodes with --host ADDRESS){waiting.left_out_text()}\n{tails}"
+                    f"{progress}; raise it, or start more with `megadiff serve MODEL --registry "
+                    f"{registry}` (on other nodes with --host ADDRESS){waiting.left_out_text()}\n"
+                    f"{tails}"
                 )
             if time.monotonic() - last_line_s > PROGRESS_S:
                 last_line_s = time.monotonic()
-                logger.info(
-                    "waiting for replicas: %d of %d healthy, %.0f s of at most %.0f s%s",
-                    len(healthy),
-                    count,
-                    elapsed,
-                    timeout_s,
-                    waiting.left_out_text(),
-                )
+                logger.info("waiting for replicas: %s%s", progress, waiting.left_out_text())
             time.sleep(POLL_S)
 
 
@@ -172,17 +164,19 @@ def _read_entry(path: Path) -> dict[str, Any]:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.isprintable():
         raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
     url = entry.get("url")
-    address = _URL.fullmatch(url) if isinstance(url, str) else None
-    if address is None or int(address[2]) > 65535 or not _is_url(address[0]):
+    if not _is_url(url):
         raise ValueError(f"its url is {url!r:.80}, not http://HOST:PORT")
     return entry
 
 
-def _is_url(url: str) -> bool:
-    """Say whether the standard library can take it apart, as httpcore and is_loopback() do."""
+def _is_url(url: object) -> bool:
+    """Say whether it is http://HOST:PORT, and the standard library can take it apart."""
+    if not isinstance(url, str) or not _URL.fullmatch(url):
+        return False
     try:
-        return bool(urlsplit(url).hostname)
-    except ValueError:  # [:::] is no address
+        parts = urlsplit(url)  # as httpcore and is_loopback() do
+        return bool(parts.hostname) and parts.port is not None
+    except ValueError:  # [:::] is no address, 99999 no port
         return False
 
 
@@ -194,9 +188,9 @@ class _Wait:
         self._token = token
         self._run = run
         self._pool = ThreadPoolExecutor(MAX_VISITS, thread_name_prefix="registry")
-        self._running: dict[tuple[str, str], Future[Visit]] = {}
-        self._visits: dict[tuple[str, str], Visit] = {}  # (name, url) → the last one
-        self._first_seen_s: dict[tuple[str, str], float] = {}
+        self._running: dict[Address, Future[Visit]] = {}
+        self._visits: dict[Address, Visit] = {}  # the last one of each
+        self._first_seen_s: dict[Address, float] = {}
         self._claims: list[Claim] = []
         self._left_out: dict[Path, str] = {}
         self._warned: set[Path] = set()
@@ -210,16 +204,16 @@ class _Wait:
         self._warn_of_writers()
         self._claims, self._left_out = read_claims(self.registry)
         for claim in self._claims:
-            key = (claim.name, claim.url)
-            self._first_seen_s.setdefault(key, time.monotonic())
-            if key not in self._running:
-                future = self._pool.submit(_visit, claim, token=self._token, run=self._run)
-                self._running[key] = future
+            address = claim.address
+            self._first_seen_s.setdefault(address, time.monotonic())
+            if address not in self._running:
+                future = self._pool.submit(_visit, address, token=self._token, run=self._run)
+                self._running[address] = future
         wait(self._running.values(), timeout=POLL_S)
-        for key, future in list(self._running.items()):
+        for address, future in list(self._running.items()):
             if future.done():
-                self._visits[key] = future.result()
-                del self._running[key]
+                self._visits[address] = future.result()
+                del self._running[address]
         healthy = self._healthy()
         for path, reason in self._left_out.items():
             self._warn(path, reason)
@@ -227,20 +221,17 @@ class _Wait:
 
     def has_asked_all(self) -> bool:
         """Tell whether every announced address has answered, or had its time to."""
-        now_s = time.monotonic()
-        for claim in self._claims:
-            key = (claim.name, claim.url)
-            if key not in self._visits and now_s - self._first_seen_s[key] < FIRST_ANSWER_S:
-                return False
-        return True
+        since_s = time.monotonic() - FIRST_ANSWER_S
+        addresses = {claim.address for claim in self._claims} - self._visits.keys()
+        return all(self._first_seen_s[address] <= since_s for address in addresses)
 
     def left_out_text(self) -> str:
         """Name what is in the registry and does not count, with the reasons."""
         texts = [f"{path.name} ({reason})" for path, reason in self._left_out.items()]
         for claim in self._claims:
-            visit = self._visits.get((claim.name, claim.url), Visit(reason="no answer yet"))
+            visit = self._visits.get(claim.address, Visit())
             if visit.health is None and claim.path not in self._left_out:
-                texts.append(f"{claim} ({visit.reason})")
+                texts.append(f"{claim.address} ({visit.reason})")
         return f"; left out: {', '.join(texts[:SHOWN])}" if texts else ""
 
     def _healthy(self) -> list[dict[str, Any]]:
@@ -249,18 +240,16 @@ class _Wait:
         taken: dict[str, Path] = {}
         healthy = []
         for claim in self._claims:
-            visit = self._visits.get((claim.name, claim.url))
-            if visit is None or visit.health is None:
-                if visit is not None and visit.is_odd:
-                    self._left_out[claim.path] = f"{claim}: {visit.reason}"
-                continue
-            first = taken.get(claim.name) or taken.get(claim.url)
-            if first is not None:
-                self._left_out[claim.path] = f"{claim} is announced in {first.name} already"
-                continue
-            taken[claim.name] = claim.path
-            taken[claim.url] = claim.path
-            healthy.append({**claim.entry, "health": visit.health})
+            address = claim.address
+            visit = self._visits.get(address, Visit())
+            first = taken.get(address.name) or taken.get(address.url)
+            if visit.is_odd:
+                self._left_out[claim.path] = f"{address}: {visit.reason}"
+            elif visit.health is not None and first is not None:
+                self._left_out[claim.path] = f"{address} is announced in {first.name} already"
+            elif visit.health is not None:
+                taken |= dict.fromkeys(address, claim.path)
+                healthy.append({**claim.entry, "health": visit.health})
         # Those of another run come last: it may be at work with them.
         return sorted(
             healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run)
@@ -280,12 +269,12 @@ class _Wait:
             logger.warning("registry: %s: %s", path, reason)
 
 
-def _visit(claim: Claim, *, token: str | None, run: str) -> Visit:
+def _visit(address: Address, *, token: str | None, run: str) -> Visit:
     """Ask one address for its health and its proof, within twice HEALTH_TIMEOUT_S."""
-    with closing(ReplicaClient(claim.url, claim.name, token=token, run=run)) as client:
+    with closing(ReplicaClient(address.url, address.name, token=token, run=run)) as client:
         try:
             health = client.health()
-            if health.get("name") != claim.name:  # another process has its port by now
+            if health.get("name") != address.name:  # another process has its port by now
                 return Visit(reason=f"no answer by that name, but by {health.get('name')!r:.80}")
             client.prove(timeout_s=HEALTH_TIMEOUT_S)
         except NotProven as error:

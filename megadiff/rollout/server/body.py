@@ -75,9 +75,3 @@ async def read_json(receive: Any, max_bytes: int) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:  # also of Unicode, and of integers too long
         raise ValueError(f"the body is not JSON: {error}") from None
-
-
-async def left(receive: Any) -> None:
-    """Return when the client has left. The body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from megadiff.models.pipeline_base import NO_LORA_REQUESTS
@@ -14,28 +15,34 @@ from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import read_json
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
-from megadiff.rollout.server.requests import check_text
+from megadiff.rollout.server.requests import check_count, check_text
+from megadiff.rollout.wire import read_record
 
 logger = logging.getLogger(__name__)
 IMAGES_PATH = "/v1/images/generations"
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
-DEFAULT_SIDE = 1024  # where a request names no size: what vllm-omni's image models take
-DEFAULT_STEPS = 50
-# All others reach further than an image: files of the host, devices, code of other models.
-FIELDS: dict[str, type | tuple[type, ...]] = {
-    "prompt": str,
-    "negative_prompt": str,
-    "model": str,
-    "user": str,
-    "n": int,
-    "size": str,
-    "num_inference_steps": int,
-    "seed": int,
-    "guidance_scale": (int, float),
-    "true_cfg_scale": (int, float),
-    "response_format": str,
-    "output_format": str,
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRequest:
+    """Name all that may be asked for, with what bounds are checked against where it is left out.
+
+    vllm-omni's other fields reach further than an image: files of the host, devices, code of other
+    models. Its image models take this size by default.
+    """
+
+    prompt: str = ""
+    negative_prompt: str = ""
+    model: str = ""
+    user: str = ""
+    n: int = 1
+    size: str = "1024x1024"
+    num_inference_steps: int = 50
+    seed: int = 0
+    guidance_scale: float = 1.0
+    true_cfg_scale: float = 1.0
+    response_format: str = ""
+    output_format: str = ""
 
 
 def check_image_request(body: object, limits: Limits) -> dict[str, Any]:
@@ -45,49 +52,38 @@ def check_image_request(body: object, limits: Limits) -> dict[str, Any]:
     """
     if not isinstance(body, dict):
         raise ValueError(f"the body is a {type(body).__name__}; it must be a JSON object")
-    request = {name: value for name, value in body.items() if value is not None}
-    if "lora" in request:
+    # OpenAI's clients send null for what they leave out.
+    given = {name: value for name, value in body.items() if value is not None}
+    if "lora" in given:
         raise ValueError(NO_LORA_REQUESTS)
-    unknown = sorted(request.keys() - FIELDS.keys())
-    if unknown:
-        raise ValueError(f"unknown fields {', '.join(unknown)[:200]}; known: {', '.join(FIELDS)}")
-    for name, value in request.items():
-        if not isinstance(value, FIELDS[name]) or isinstance(value, bool):
-            kind = type(value).__name__
-            raise ValueError(f"{name}={value!r:.60} is a {kind}; see OpenAI's images API")
-    if not request.get("prompt"):
+    request = read_record(ImageRequest, given, "request")
+    if not request.prompt:
         raise ValueError("the body needs 'prompt', a text that is not empty")
-    for name in ("prompt", "negative_prompt"):
-        check_text(name, request.get(name, ""), limits.prompt_chars)
+    check_text("prompt", request.prompt, limits.prompt_chars)
+    check_text("negative prompt", request.negative_prompt, limits.prompt_chars)
     _check_work(request, limits)
-    return request
+    return given
 
 
-def _check_work(request: dict[str, Any], limits: Limits) -> None:
-    size = SIZE.fullmatch(request.get("size", f"{DEFAULT_SIDE}x{DEFAULT_SIDE}"))
+def _check_work(request: ImageRequest, limits: Limits) -> None:
+    size = SIZE.fullmatch(request.size)
     if size is None:
-        raise ValueError(f"size={request['size']!r:.40} must be WIDTHxHEIGHT in pixels, as 512x512")
+        raise ValueError(f"size={request.size!r:.40} must be WIDTHxHEIGHT in pixels, as 512x512")
     width, height = map(int, size.groups())
-    num_images = request.get("n", 1)
-    num_steps = request.get("num_inference_steps", DEFAULT_STEPS)
-    bounds = {
-        "width": (width, limits.side),
-        "height": (height, limits.side),
-        "n": (num_images, limits.images),
-        "num_inference_steps": (num_steps, limits.image_steps),
-    }
-    for name, (value, limit) in bounds.items():
-        if not 1 <= value <= limit:
-            raise ValueError(f"{name}={value:.6g} must be 1 to {limit}")
-    num_pixels = width * height * num_images
+    check_count("width", width, limits.side)
+    check_count("height", height, limits.side)
+    check_count("n", request.n, limits.images)
+    check_count("num_inference_steps", request.num_inference_steps, limits.image_steps)
+    num_pixels = width * height * request.n
     if num_pixels > limits.image_pixels:
         raise ValueError(
-            f"{num_images} images of {width}x{height} are {num_pixels} pixels, a request takes at "
+            f"{request.n} images of {width}x{height} are {num_pixels} pixels, a request takes at "
             f"most {limits.image_pixels}; ask for fewer or smaller images"
         )
-    if num_pixels * num_steps > limits.image_work:
+    work = num_pixels * request.num_inference_steps
+    if work > limits.image_work:
         raise ValueError(
-            f"{num_pixels} pixels times {num_steps} steps are {num_pixels * num_steps}, a request "
+            f"{num_pixels} pixels times {request.num_inference_steps} steps are {work}, a request "
             f"takes at most {limits.image_work}; ask for fewer steps or images"
         )
 
@@ -110,7 +106,7 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
             replica.generating(),
             replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
         ):
-            stoppable = request | {"extra_params": {STOP_KEY: stop.path}}
+            stoppable = request | {"extra_params": {STOP_KEY: str(stop.path)}}
             answer = await _vllm_omni_answer(app, scope, stoppable)
     finally:
         replica.num_image_calls -= 1
@@ -125,6 +121,7 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
 async def _vllm_omni_answer(app: Any, scope: Any, request: dict[str, Any]) -> list[Any]:
     """Return the messages of vllm-omni's answer once the engine is done; none where it failed."""
     body = json.dumps(request).encode()
+    # The body has grown by the path of the stop file.
     others = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
     headers = [*others, (b"content-length", str(len(body)).encode())]
     unread = [{"type": "http.request", "body": body, "more_body": False}]

@@ -42,8 +42,8 @@ async def load_newest(replica: Replica, folder: Path) -> None:
 
 
 async def _load(replica: Replica, stored: StoredVersion) -> None:
-    boxes = [boxes_from_json(worker["boxes"]) for worker in replica.places]
-    sent = SentFingerprints({replica.name: boxes}, lora=stored.lora)
+    boxes = [boxes_from_json(worker["boxes"]) for worker in replica.workers]
+    sent = SentFingerprints({replica.spec.name: boxes}, lora=stored.lora)
     read: dict[str, str] = {}
     await replica.weights_begin(stored.version, stored.manifest, stored.lora, {"name": "disk"})
     for path in stored.files:
@@ -63,4 +63,4 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
             "the folder is torn"
         )
     answer = await replica.weights_commit(stored.version)
-    sent.check(replica.name, stored.version, answer)
+    sent.check(replica.spec.name, stored.version, answer)

@@ -93,7 +93,11 @@ async def build_app(engine: Any, spec: ReplicaSpec) -> FastAPI:
     """
     from vllm_omni.entrypoints.openai import api_server
 
-    routes = [route for route in api_server.router.routes if _is_kept(route)]
+    routes = [
+        route
+        for route in api_server.router.routes
+        if KEPT_ROUTES.get(getattr(route, "path", "")) == getattr(route, "methods", ())
+    ]
     if len(routes) != len(KEPT_ROUTES):
         raise ValueError(f"vllm-omni's router has {len(routes)} of {', '.join(KEPT_ROUTES)}")
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -101,11 +105,6 @@ async def build_app(engine: Any, spec: ReplicaSpec) -> FastAPI:
     api_server._register_omni_exception_handlers(app)
     await api_server.omni_init_app_state(engine, app.state, _server_arguments(spec))
     return app
-
-
-def _is_kept(route: Any) -> bool:
-    methods = KEPT_ROUTES.get(getattr(route, "path", ""))
-    return methods is not None and methods == getattr(route, "methods", None)
 
 
 async def call_worker(engine: Any, method: str, *arguments: object) -> Any:

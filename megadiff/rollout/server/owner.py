@@ -49,7 +49,7 @@ class Owner:
             self._since_s = self._clock()
             self._num_calls = 0  # a call of the run before does not speak for this one
         self.run = run
-        self._released = False
+        self._released = False  # a run that pushes again has taken back what it gave up
         self.hear(run)
 
     def check(self, run: str | None) -> None:

@@ -25,7 +25,7 @@ class PolicyState:
     """Keep the state of a replica's weights; it generates only when ready.
 
     ready → (begin) → updating → (commit) → ready, and ready → asleep → (begin) → updating.
-    A push brings whole parts: a component's base weights, or its LoRA tensors. What it leaves out
+    A push brings whole groups: a component's base weights, or its LoRA tensors. What it leaves out
     must have been committed before, and stays in use: LoRA tensors only under an equal spec.
     A push that fails on the way leaves the state at updating, because the weights are then a
     mixture. The next one brings all of them; so does the push that wakes a sleeping replica.
@@ -36,11 +36,11 @@ class PolicyState:
         self.expected = expected
         self.version = UNPUSHED
         self.state = "ready"
-        self.pending_version: int | None = None
+        self.pending_version = UNPUSHED  # means something while updating only
         self.num_pushes = 0  # that have begun: a bucket belongs to one of them
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
-        # whether every base weight was pushed and kept, and no push broke off since
-        self._holds_all = False
+        # Every base weight was pushed and kept, and no push or sleep has touched them since.
+        self._holds_base = False
         self._pending: Manifest = {}
         self._received: set[str] = set()
 
@@ -55,32 +55,34 @@ class PolicyState:
         if self.state == "asleep":
             raise Refused(409, "the replica is asleep and holds no weights; push all of them")
         if asked_version not in (None, self.version):
-            raise Refused(
-                409,
-                f"policy_version {asked_version} was asked for, this replica holds {self.version}",
+            text = (
+                f"policy_version {asked_version} was asked for, this replica holds {self.version}"
             )
+            raise Refused(409, text)
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
         """Enter updating.
 
-        Raises Refused when a part is left out that the replica does not hold (409), and for tensors
+        Raises Refused when a group is left out that the replica does not hold (409), and for tensors
         that this pipeline does not take (400).
         """
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
-        parts = self._checked_parts(manifest, lora)
-        left_out = sorted(parts - names_by_weight_group(manifest).keys())
-        # A LoRA of another spec is another LoRA; a push that broke off left a mixture.
-        holds_base = self._holds_all and self.state == "ready"
-        holds_lora = holds_base and lora == self.lora
-        lacking = [str(p) for p in left_out if not (holds_lora if p.is_lora else holds_base)]
+        left_out = self._checked_groups(manifest, lora) - names_by_weight_group(manifest).keys()
+        # A LoRA of another spec is another LoRA.
+        holds_lora = self._holds_base and lora == self.lora
+        lacking = [
+            str(group)
+            for group in sorted(left_out)
+            if not (holds_lora if group.is_lora else self._holds_base)
+        ]
         if lacking:
             raise Refused(
                 409,
                 f"the push leaves out {' and '.join(lacking)}, which this replica does not hold "
                 "from pushes before it; push everything",
             )
-        self._holds_all = False
+        self._holds_base = False
         self.num_pushes += 1
         self.state = "updating"
         self.pending_version = version
@@ -98,13 +100,10 @@ class PolicyState:
             _check_same(name, row, self._pending[name])
 
     def check_push(self, number: int) -> None:
-        """Raise Refused(409) when the push that a bucket was sent for is not open any more."""
+        """Raise Refused(409) when the push that a request was sent for is not open any more."""
         if number != self.num_pushes:
-            raise Refused(
-                409,
-                "while this bucket was read, another push began; its weights are left as they are, "
-                "begin the push again",
-            )
+            text = "another push began while this request waited; it changed nothing, push again"
+            raise Refused(409, text)
 
     def loaded(self, bucket: Manifest) -> None:
         """Note that the bucket's tensors are in the pipeline."""
@@ -114,25 +113,21 @@ class PolicyState:
         """Raise Refused unless the push of this version is open (409) and complete (400)."""
         self._require_updating()
         if version != self.pending_version:
-            raise Refused(
-                409,
-                f"commit of version {version}, but the push that is open is {self.pending_version}",
-            )
+            text = f"commit of version {version}, but the push that is open is "
+            raise Refused(409, f"{text}{self.pending_version}")
         difference = name_difference(set(self._pending), self._received)
         if difference:
-            message = f"commit of version {version} before all tensors came: {difference}"
-            raise Refused(400, f"{message}; send them")
+            text = f"commit of version {version} before all tensors came: {difference}; send them"
+            raise Refused(400, text)
 
     def commit(self, *, keeps_base: bool = True) -> None:
         """Make the pending version the policy.
 
         keeps_base: whether the base weights stay as they came, so that a later push may omit them.
         """
-        assert self.pending_version is not None
         self.state = "ready"
         self.version = self.pending_version
-        self.pending_version = None
-        self._holds_all = keeps_base
+        self._holds_base = keeps_base
 
     def lose_received(self) -> None:
         """Forget the tensors that came, as they are not whole any more; only a new push helps."""
@@ -142,43 +137,36 @@ class PolicyState:
         """Enter asleep. Raises Refused(409) when not ready."""
         self.require_ready()
         self.state = "asleep"
+        self._holds_base = False
 
-    def _checked_parts(self, manifest: Manifest, lora: LoraSpec | None) -> set[WeightGroup]:
-        """Return all parts that the replica uses after the push.
+    def _checked_groups(self, manifest: Manifest, lora: LoraSpec | None) -> set[WeightGroup]:
+        """Return all groups that the replica uses after the push.
 
-        Raises Refused(400) unless the manifest consists of whole parts.
+        Raises Refused(400) unless the manifest consists of whole groups.
         """
         try:
             rows = self.expected | (lora_manifest(lora, self.expected) if lora else {})
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        parts = names_by_weight_group(rows)
-        for part, names in names_by_weight_group(manifest).items():
-            expected = parts.get(part, set())
+        groups = names_by_weight_group(rows)
+        for group, names in names_by_weight_group(manifest).items():
+            expected = groups.get(group, set())
             difference = name_difference(expected, names)
             if difference:
-                raise Refused(
-                    400,
-                    f"the manifest differs from the {len(expected)} tensors of {part}: "
-                    f"{difference}",
-                )
+                text = f"the manifest differs from the {len(expected)} tensors of {group}"
+                raise Refused(400, f"{text}: {difference}")
         for name, row in manifest.items():
             _check_same(name, row, rows[name])
-        return set(parts)
+        return set(groups)
 
     def _require_updating(self) -> None:
         if self.state != "updating":
-            raise Refused(
-                409,
-                f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin "
-                "first",
-            )
+            text = f"no weight push is open, the replica is {self.state}"
+            raise Refused(409, f"{text}; POST /rl/weights/begin first")
 
 
 def _check_same(name: str, row: TensorRow, expected: TensorRow) -> None:
     # JSON's 128.0 and true equal integers, but are no sizes further on.
     if row != expected or any(type(size) is not int for size in row["shape"]):
-        raise Refused(
-            400,
-            f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape",
-        )
+        text = f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape"
+        raise Refused(400, text)

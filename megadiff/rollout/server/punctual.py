@@ -6,6 +6,7 @@ Those of a body are megadiff.rollout.server.body's.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -57,7 +58,7 @@ class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # o
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
+        self._watch_reader(math.inf)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -65,13 +66,11 @@ class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # o
             self._unread_deadline.cancel()
             self._unread_deadline = None
 
-    def _watch_reader(self) -> None:
+    def _watch_reader(self, size_before: float) -> None:
+        """End the connection when nothing was taken of the answer since the last look."""
         size = self.transport.get_write_buffer_size()
-        self._unread_deadline = self.loop.call_later(UNREAD_S, self._check_reader, size)
-
-    def _check_reader(self, size_before: int) -> None:
-        if self.transport.get_write_buffer_size() < size_before:
-            self._watch_reader()
+        if size < size_before:
+            self._unread_deadline = self.loop.call_later(UNREAD_S, self._watch_reader, size)
         else:
             self.transport.abort()
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY, split_groups
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.server.body import chunks, left
+from megadiff.rollout.server.body import chunks
 from megadiff.rollout.server.omni_app import call_worker
 from megadiff.rollout.server.owner import Owner
 from megadiff.rollout.server.policy import PolicyState, Refused
 from megadiff.rollout.server.requests import ModelRule, check_requests
+from megadiff.rollout.spec import ReplicaSpec
 from megadiff.rollout.wire import encode_groups
 from megadiff.sync.bucket import file_manifest
 from megadiff.sync.transports.receive import resolve
@@ -36,57 +37,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Stop:
-    """End a request in the engine by creating a file.
+    """Tell whether a request was given up: then its file is there, and reason says why."""
 
-    reason: "" as long as the file is not there.
-    """
-
-    path: str
+    path: Path
     reason: str = ""
 
-    def now(self, reason: str) -> None:
-        self.reason = reason
-        Path(self.path).touch()
 
-
+@dataclass(kw_only=True, eq=False)
 class Replica:
     """Generate samples and take weights, within the server's event loop.
 
     The two exclude each other: `weights_begin` first refuses new requests, then waits for those in
     the engine.
+
+    engine: with the base weights loaded, of which `expected` is the manifest.
+    workers: as the worker extension's describe() returns them.
+    model_rule: raises ValueError for what the model cannot sample.
+    private_folder: only this replica and its workers use it.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        *,
-        name: str,
-        expected: Manifest,
-        places: Sequence[Mapping[str, Any]],
-        limits: Limits,
-        model_rule: ModelRule,
-        arithmetic: Mapping[str, bool],
-        private_folder: Path,
-        weights_folder: Path | None = None,
-    ) -> None:
-        """Start with the weights that the engine has loaded.
+    engine: Any
+    spec: ReplicaSpec
+    expected: Manifest
+    workers: list[dict[str, Any]]
+    model_rule: ModelRule
+    private_folder: Path
+    limits: Limits = Limits()
 
-        expected: the manifest of the base weights.
-        places: as the worker extension's policy_places() returns them.
-        model_rule: raises ValueError for what the model cannot sample.
-        arithmetic: what /health says about how it computes.
-        private_folder: only this replica and its workers use it.
-        weights_folder: buckets on disk are taken from there.
-        """
-        self.engine = engine
-        self.name = name
-        self.limits = limits
-        self.model_rule = model_rule
-        self.arithmetic = dict(arithmetic)
-        self.places = list(places)
-        self.private_folder = private_folder
-        self.weights_folder = weights_folder
-        self.policy = PolicyState(expected)
+    def __post_init__(self) -> None:
+        self.policy = PolicyState(self.expected)
         self.owner = Owner(time.monotonic)
         self.in_flight = 0
         self.num_image_calls = 0  # waiting ones included
@@ -116,22 +95,26 @@ class Replica:
 
         receive: ASGI's, after the whole body. The engine sees it before its next forward pass.
         """
-        stop = Stop(str(self.private_folder / f"stop-{uuid.uuid4().hex}"))
+        stop = Stop(self.private_folder / f"stop-{uuid.uuid4().hex}")
 
         async def watch() -> None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await left(receive)
-                stop.now("its client left")
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                stop.reason = "its client left"
             except TimeoutError:
-                stop.now(f"it took longer than {timeout_s:.0f} s; ask for fewer steps or pixels")
+                stop.reason = (
+                    f"it took longer than {timeout_s:.0f} s; ask for fewer steps or pixels"
+                )
+            stop.path.touch()
 
         watcher = asyncio.create_task(watch())
         try:
             yield stop
         finally:
             watcher.cancel()
-            Path(stop.path).unlink(missing_ok=True)
+            stop.path.unlink(missing_ok=True)
 
     async def generate(
         self, requests: Sequence[RolloutRequest], receive: Any, *, run: str | None = None
@@ -150,7 +133,7 @@ class Replica:
                 start = time.perf_counter()
                 result = await self._sample(requests, stop)
                 engine_s = time.perf_counter() - start
-            groups = split_groups(requests, result, policy_version=version, replica=self.name)
+            groups = split_groups(requests, result, policy_version=version, replica=self.spec.name)
             return await asyncio.to_thread(encode_groups, groups), engine_s
 
     async def weights_begin(
@@ -180,8 +163,8 @@ class Replica:
                 await self._drained()
                 await call_worker(self.engine, "begin_push", dict(transport))
 
-    async def weights_bucket(self, receive: Any, *, run: str | None = None) -> list[str]:
-        """Load the tensors of a safetensors body; return their names.
+    async def weights_bucket(self, receive: Any, *, run: str | None = None) -> None:
+        """Load the tensors of a safetensors body.
 
         The body is read before the lock is taken: who stalls in it holds up nobody.
         Raises Refused or ValueError.
@@ -194,22 +177,22 @@ class Replica:
             async with self._weights_lock:
                 self.policy.check_push(push)
                 source = {"transport": "file", "path": str(path)}
-                return await self._load(file_manifest(path), source)
+                await self._load(file_manifest(path), source)
 
-    async def weights_bucket_at(self, source: object, *, run: str | None = None) -> list[str]:
-        """Load the tensors of a bucket that lies elsewhere; return their names.
+    async def weights_bucket_at(self, source: object, *, run: str | None = None) -> None:
+        """Load the tensors of a bucket that lies elsewhere.
 
         source: the JSON that says where. Raises Refused or ValueError.
         """
-        async with self._in_push(run):
+        async with self._turn(run):
             self.policy.check_bucket({})  # refuse before the bucket is opened
-            return await self._load(*resolve(source, weights_folder=self.weights_folder))
+            await self._load(*resolve(source, weights_folder=self.spec.weights))
 
     @asynccontextmanager
-    async def _in_push(self, run: str | None) -> AsyncIterator[None]:
-        """Hold the lock for a step of the push that is open on entry.
+    async def _turn(self, run: str | None) -> AsyncIterator[None]:
+        """Hold the lock for the run that owns the replica.
 
-        Raises Refused for another run than the owner, and when a new push began in the queue.
+        Raises Refused for another run, and when a new push began while this one waited.
         """
         self.owner.check(run)
         push = self.policy.num_pushes
@@ -225,19 +208,15 @@ class Replica:
             async for chunk in chunks(receive):
                 size += len(chunk)
                 if size > self.limits.bucket_bytes:
-                    raise Refused(
-                        413,
-                        f"the bucket exceeds {self.limits.bucket_bytes} bytes; send smaller "
-                        "buckets (sync.bucket_mib)",
-                    )
+                    text = f"the bucket exceeds {self.limits.bucket_bytes} bytes"
+                    raise Refused(413, f"{text}; send smaller buckets (sync.bucket_mib)")
                 file.write(chunk)
                 self.owner.hear(run)
 
-    async def _load(self, bucket: Manifest, source: Mapping[str, Any]) -> list[str]:
+    async def _load(self, bucket: Manifest, source: dict[str, Any]) -> None:
         self.policy.check_bucket(bucket)
-        await call_worker(self.engine, "load_bucket", dict(source))
+        await call_worker(self.engine, "load_bucket", source)
         self.policy.loaded(bucket)
-        return sorted(bucket)
 
     async def weights_commit(self, version: int, *, run: str | None = None) -> list[dict[str, Any]]:
         """Put the pushed weights to use; return what each worker then uses.
@@ -245,19 +224,19 @@ class Replica:
         A worker's answer has fingerprints (name → digits; with FP8, of the weights that the copies
         are made from) and bound_modules, those of the LoRA. Raises Refused.
         """
-        async with self._in_push(run):
+        async with self._turn(run):
             self.policy.check_commit(version)
             lora = self.policy.lora
             await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
             workers = (await call_worker(self.engine, "fingerprints"))["workers"]
             keeps_base = True
-            if self.arithmetic.get("fp8"):
+            if self.spec.fp8:
                 # If quantize fails, weights may be gone: a second commit must not succeed.
                 self.policy.lose_received()
                 keeps_base = (await call_worker(self.engine, "quantize"))["keeps_weights"]
             self.policy.commit(keeps_base=keeps_base)
         num_tensors = len(workers[0]["fingerprints"])
-        logger.info("%s holds policy version %d, %d tensors", self.name, version, num_tensors)
+        logger.info("%s holds policy version %d, %d tensors", self.spec.name, version, num_tensors)
         return workers
 
     async def sleep(self, *, run: str | None = None) -> None:
@@ -265,13 +244,10 @@ class Replica:
 
         Raises Refused when not ready.
         """
-        self.owner.check(run)
-        with self.owner.calling(run):
-            async with self._weights_lock:
-                self.owner.check(run)  # again: another run may have begun a push in the queue
-                self.policy.fall_asleep()
-                await self._drained()
-                await call_worker(self.engine, "free_weights")
+        async with self._turn(run):
+            self.policy.fall_asleep()
+            await self._drained()
+            await call_worker(self.engine, "free_weights")
 
     async def trim(self, *, run: str | None = None) -> None:
         """Give memory back that no sample or weight needs at the moment."""
@@ -299,7 +275,7 @@ class Replica:
             # vllm-omni takes 0 for "not given" and then uses 4
             true_cfg_scale=max(1.0, sampling.true_cfg_scale),
             num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
-            extra_args={REQUESTS_KEY: plain_requests, STOP_KEY: stop.path},
+            extra_args={REQUESTS_KEY: plain_requests, STOP_KEY: str(stop.path)},
         )
         outputs = self.engine.generate(
             prompt={"prompt": requests[0].prompt.text},

@@ -49,30 +49,36 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
     sampling = request.sampling
     check_text("prompt", request.prompt.text, limits.prompt_chars)
     check_text("negative prompt", request.prompt.negative_text, limits.prompt_chars)
-    bounds = {"height": limits.side, "width": limits.side, "num_frames": limits.num_frames}
-    for name, limit in bounds.items():
-        value = getattr(sampling, name)
-        if not 0 < value <= limit:
-            raise ValueError(f"{name}={value} must be positive, at most {limit}")
+    bounds = {
+        "height": limits.side,
+        "width": limits.side,
+        "num_frames": limits.num_frames,
+        "num_inference_steps": limits.num_inference_steps,
+    }
+    for name, most in bounds.items():
+        check_count(name, getattr(sampling, name), most)
     num_pixels = sampling.height * sampling.width * sampling.num_frames
     if num_pixels > limits.pixels:
         raise ValueError(
             f"{sampling.num_frames} frames of {sampling.width}x{sampling.height} are {num_pixels} "
             f"pixels, a sample has at most {limits.pixels}; ask for fewer or smaller frames"
         )
-    if not 1 <= sampling.num_inference_steps <= limits.num_inference_steps:
-        raise ValueError(
-            f"num_inference_steps={sampling.num_inference_steps} must be 1 to "
-            f"{limits.num_inference_steps}"
-        )
     for name in ("true_cfg_scale", "guidance_scale", "guidance_scale_2", "eta"):
         value = getattr(sampling, name)
         if not 0 <= value <= 100:  # NaN fails every comparison
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
+    # After the bounds: a model's rule counts tokens of any size that it is given.
     model_rule(sampling)
     _check_first_frame(request)
     _check_sde(request)
     _check_samples(request.sample_indices, limits.group_size)
+
+
+def check_count(name: str, value: int, most: int) -> None:
+    """Raise ValueError unless the value is 1 to most."""
+    if not 1 <= value <= most:
+        # JSON's integers may have thousands of digits, more than a float can show.
+        raise ValueError(f"{name}={value!s:.20} must be 1 to {most}")
 
 
 def check_text(name: str, text: str, max_chars: int) -> None:

@@ -53,13 +53,15 @@ def _route(app: FastAPI, method: str, path: str) -> Callable[[Handler], None]:
 def _add_rollout(app: FastAPI, replica: Replica) -> None:
     @_route(app, "GET", "/health")
     async def health(_: Request) -> Any:
+        spec = replica.spec
         return {
-            "name": replica.name,
+            "name": spec.name,
             "policy_version": replica.policy.version,
             "state": replica.policy.state,
             "run": replica.owner.run,
             "in_flight": replica.in_flight,
-            "arithmetic": replica.arithmetic,
+            # A trainer that computes otherwise would see a parity gap without a cause.
+            "arithmetic": {"fp8": spec.fp8, "float32_streams": spec.float32_streams},
             "vllm_omni": version("vllm-omni"),
         }
 
@@ -90,7 +92,7 @@ def _add_weights(app: FastAPI, replica: Replica) -> None:
 
     @_route(app, "GET", "/rl/weights/places")
     async def weights_places(_: Request) -> Any:
-        return {"workers": replica.places}
+        return {"workers": replica.workers}
 
     @_route(app, "POST", "/rl/weights/begin")
     async def weights_begin(request: Request) -> Any:
@@ -106,10 +108,10 @@ def _add_weights(app: FastAPI, replica: Replica) -> None:
     async def weights_bucket(request: Request) -> Any:
         if request.headers.get("content-type", "").startswith("application/json"):
             source = await _json(request, replica)
-            names = await replica.weights_bucket_at(source, run=_run(request))
+            await replica.weights_bucket_at(source, run=_run(request))
         else:
-            names = await replica.weights_bucket(request.receive, run=_run(request))
-        return {"names": names}
+            await replica.weights_bucket(request.receive, run=_run(request))
+        return {"state": replica.policy.state}
 
     @_route(app, "POST", "/rl/weights/commit")
     async def weights_commit(request: Request) -> Any:
@@ -124,25 +126,19 @@ def _add_hello(app: FastAPI, *, token: str | None, url: str) -> None:
         body = await read_json(request.receive, HELLO_BYTES)
         nonce = _key(body, "nonce", str)
         proof = _key(body, "proof", str)
-        return {"nonce": nonce, "proof": _own_proof(nonce, proof, token=token, url=url)}
-
-
-def _own_proof(nonce: str, proof: str, *, token: str | None, url: str) -> str:
-    """Sign this replica's url for a trainer that has proved itself; '' where neither has a token.
-
-    Raises Refused(401).
-    """
-    way_out = "start both with the same MEGADIFF_TOKEN"
-    if token is None:
-        if proof:
-            raise Refused(401, f"this replica has no token and the trainer has one; {way_out}")
-        return ""
-    if not proof:
-        raise Refused(401, f"this replica has a token and the trainer has none; {way_out}")
-    if not is_valid(proof, token, role=TRAINER, nonce=nonce, url=url):
-        # Without this check it would sign for anybody, and the signature could be passed on.
-        raise Refused(401, f"the trainer has another token, or does not call it {url}; {way_out}")
-    return sign(token, role=REPLICA, nonce=nonce, url=url)
+        problem = ""
+        if token is None and proof:
+            problem = "this replica has no token and the trainer has one"
+        elif token is not None and not proof:
+            problem = "this replica has a token and the trainer has none"
+        elif token is not None and not is_valid(proof, token, role=TRAINER, nonce=nonce, url=url):
+            # Without this check it would sign for anybody, and the signature could be passed on.
+            problem = f"the trainer has another token, or does not call it {url}"
+        if problem:
+            raise Refused(401, f"{problem}; start both with the same MEGADIFF_TOKEN")
+        # Where neither has a token there is nothing to prove.
+        signature = sign(token, role=REPLICA, nonce=nonce, url=url) if token is not None else ""
+        return {"nonce": nonce, "proof": signature}
 
 
 async def _answer(handler: Callable[..., Awaitable[Any]], *arguments: Request) -> Response:

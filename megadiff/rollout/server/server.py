@@ -11,14 +11,14 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
-from megadiff.rollout.limits import Limits
 from megadiff.rollout.proof import is_loopback
 from megadiff.rollout.spec import ReplicaSpec
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # imports torch
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight
 KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes
+# Seconds of silence before a probe, seconds between probes, and how many stay unanswered.
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
 EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
 
@@ -152,16 +154,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises ValueError when the port is taken or the address is not this machine's.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # accepted connections inherit these: a client's host that vanished has left a minute later
+        # Accepted connections inherit these: a client's host that vanished has left a minute later.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        for option, value in KEEP_ALIVE.items():
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
         listener.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -205,16 +205,13 @@ async def _serve(
     sweep()
     engine = build_engine(spec, pipeline=pipeline, private_folder=private_folder)
     try:
-        places = await call_worker(engine, "policy_places")
+        model = await call_worker(engine, "describe")
         replica = Replica(
-            engine,
-            name=spec.name,
-            expected=await call_worker(engine, "policy_manifest"),
-            places=places["workers"],
-            limits=Limits(),
+            engine=engine,
+            spec=spec,
+            expected=model["manifest"],
+            workers=model["workers"],
             model_rule=model_rule,
-            arithmetic={"fp8": spec.fp8, "float32_streams": spec.float32_streams},
-            weights_folder=spec.weights,
             private_folder=private_folder,
         )
         if spec.weights is not None:
@@ -238,7 +235,7 @@ async def _serve(
         # A replica is announced only once it listens: who finds it asks it at once.
         while not (server.started or serving.done()):
             await asyncio.sleep(0.02)
-        with Announcement(spec.registry, name=spec.name, url=url):
+        with announced(spec.registry, name=spec.name, url=url):
             await serving
     finally:
         _stop_engine(engine)
@@ -256,33 +253,27 @@ def _stop_engine(engine: Any) -> None:
         logger.warning("the engine did not stop within %.0f s", ENGINE_STOP_S)
 
 
-class Announcement:
+@contextmanager
+def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
     """Keep `registry/<name>.json`, with name, url and pid, as long as the context lasts.
 
     Nothing is written when registry is None. Of two replicas of one name the later one is
     announced, and stays so when the earlier one ends.
     """
-
-    def __init__(self, registry: Path | None, *, name: str, url: str) -> None:
-        self.path = registry / f"{name}.json" if registry is not None else None
-        self.entry = {"name": name, "url": url, "pid": os.getpid()}
-
-    def __enter__(self) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path.parent, suffix=".tmp", delete=False
-        ) as file:
-            json.dump(self.entry, file)
-        os.replace(file.name, self.path)  # readers see a whole file or none
-
-    def __exit__(self, *_: object) -> None:
-        if self.path is not None and self._is_announced(self.path):
-            self.path.unlink(missing_ok=True)
-
-    def _is_announced(self, path: Path) -> bool:
-        try:
-            return json.loads(path.read_text(encoding="utf-8")) == self.entry
-        except (OSError, ValueError):
-            return False
+    if registry is None:
+        yield
+        return
+    path = registry / f"{name}.json"
+    entry = {"name": name, "url": url, "pid": os.getpid()}
+    registry.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=registry, suffix=".tmp", delete=False) as file:
+        json.dump(entry, file)
+    os.replace(file.name, path)  # readers see a whole file or none
+    try:
+        yield
+    finally:
+        is_ours = False
+        with suppress(OSError, ValueError):  # whoever may write there may have changed it
+            is_ours = json.loads(path.read_text(encoding="utf-8")) == entry
+        if is_ours:
+            path.unlink(missing_ok=True)

@@ -90,42 +90,35 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._pipeline, device=self.device, dtype=self.od_config.dtype
         )
 
-    def policy_manifest(self) -> Manifest:
-        """Return every base tensor, in full: diffusers name → dtype and shape.
+    def describe(self) -> dict[str, Any]:
+        """Return `manifest`, of every base tensor in full, and `workers`: host, device and boxes.
 
+        boxes: the parts that a worker has of the tensors which it does not have whole.
         Raises ValueError when the pipeline's tensors are not those of the model folder.
         """
-        shapes = self._shapes()
-        manifest = folder_manifest(
-            Path(self._pipeline.od_config.model), self._components, dtype="float32"
-        )
-        difference = shapes.keys() ^ manifest.keys()
+        pipeline = self._pipeline
+        # Shapes alone: FP8 copies may have taken the weights' memory already.
+        views = self._views(meta=True)
+        rows = folder_manifest(Path(pipeline.od_config.model), self._components, dtype="float32")
+        difference = views.keys() ^ rows.keys()
         if difference:
             raise ValueError(
                 f"{sorted(difference)[:5]} are in the pipeline or in the model folder, not in both"
             )
-        for name, tensor in shapes.items():
-            # The pipeline's dtype, but the folder's shape: a worker may have a part of the tensor.
-            manifest[name]["dtype"] = str(tensor.dtype).removeprefix("torch.")
-        return {name: manifest[name] for name in shapes}
-
-    def policy_places(self) -> dict[str, Any]:
-        """Return `workers`, each with host, device and boxes.
-
-        boxes: the parts that a worker has of the tensors which it does not have whole.
-        """
+        # The pipeline's dtype, but the folder's shape: a worker may have a part of the tensor.
+        manifest: Manifest = {}
+        for name, view in views.items():
+            dtype = str(view.dtype).removeprefix("torch.")
+            manifest[name] = {"dtype": dtype, "shape": rows[name]["shape"]}
         group = get_tp_group()
-        shapes = {name: row["shape"] for name, row in self.policy_manifest().items()}
-        own_shapes = {name: list(tensor.shape) for name, tensor in self._shapes().items()}
-        return self._gathered(
-            {
-                "host": host_name(),
-                "device": device_name(self._pipeline.device),
-                "boxes": worker_boxes(
-                    shapes, own_shapes, rank=group.rank_in_group, size=group.world_size
-                ),
-            }
+        boxes = worker_boxes(
+            {name: row["shape"] for name, row in manifest.items()},
+            {name: view.shape for name, view in views.items()},
+            rank=group.rank_in_group,
+            size=group.world_size,
         )
+        worker = {"host": host_name(), "device": device_name(pipeline.device), "boxes": boxes}
+        return {"manifest": manifest, **self._gathered(worker)}
 
     def begin_push(self, transport: dict[str, Any]) -> None:
         """Open a push: allocate what free_weights() gave away, drop what a broken-off push left.
@@ -160,7 +153,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._freed is not None:
             return
         if self._parked is None:
-            self._parked = ParkedWeights(self._constant_parameters())
+            self._parked = ParkedWeights(self._parameters(pushed=False).values())
         self._parked.park()
         self._freed = FreedWeights(self._parameters().values())
         self._freed.free()
@@ -204,14 +197,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 "the weights have given way to their FP8 copies; fingerprints are taken before "
                 "quantize()"
             )
-        places = self._places
-        used = self._views() | self.lora_manager.used(places=places)
-        return self._gathered(
-            {
-                "fingerprints": fingerprints(used),
-                "bound_modules": self.lora_manager.bound_modules(places=places),
-            }
-        )
+        used = self._views() | self.lora_manager.used()
+        bound_modules = self.lora_manager.bound_modules(places=self._places)
+        return self._gathered({"fingerprints": fingerprints(used), "bound_modules": bound_modules})
 
     def _load(self, pairs: Pairs) -> None:
         """Load a bucket. One call of the loader takes all buckets: it ends before LoRA wraps."""
@@ -227,13 +215,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         The loader would skip a layer that LoRA has wrapped under its plain name. It would also skip
         a name that the pipeline does not have: that raises ValueError here.
         """
-        places = self._places
         for name, tensor in pairs:
+            served = self._places.get(name)
             if is_lora(name):
                 self.lora_manager.set_aside(name, tensor)
-            elif name not in places:
+            elif served is None:
                 raise ValueError(f"the replica's model has no tensor {name}")
-            elif self.lora_manager.wraps(module_of(places[name].parameter)):
+            elif self.lora_manager.wraps(module_of(served.parameter)):
                 yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
             else:
                 yield name, tensor
@@ -272,37 +260,29 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         # The server's side would unpack a bare list of one worker.
         return {"workers": workers}
 
-    def _views(self) -> dict[str, Tensor]:
-        """Return diffusers name → this worker's part of the tensor, in the pipeline's memory."""
-        return self._served(self._parameters())
+    def _views(self, *, meta: bool = False) -> dict[str, Tensor]:
+        """Return diffusers name → this worker's part of the tensor, in the pipeline's memory.
 
-    def _shapes(self) -> dict[str, Tensor]:
-        """Return _views() as meta tensors: weights need not have any memory at the moment."""
-        parameters = self._parameters().items()
-        return self._served(
-            {name: torch.empty_like(tensor, device="meta") for name, tensor in parameters}
-        )
-
-    def _served(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        meta: on torch's meta device instead, for weights without any memory at the moment.
+        """
+        parameters = self._parameters()
+        if meta:
+            parameters = {name: tensor.to("meta") for name, tensor in parameters.items()}
         return {
-            name: served_view(place, parameters=parameters) for name, place in self._places.items()
+            name: served_view(served, parameters=parameters)
+            for name, served in self._places.items()
         }
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """Return the base weights as vllm-omni packs them, under their names without LoRA."""
+    def _parameters(self, *, pushed: bool = True) -> dict[str, Tensor]:
+        """Return the base weights as vllm-omni packs them, under their names without LoRA.
+
+        pushed=False: those that no push reaches instead, of the text encoder, the VAE and so on.
+        """
         return {
             plain_name(name): tensor
             for name, tensor in self._pipeline.named_parameters()
-            if name.partition(".")[0] in self._components
+            if (name.partition(".")[0] in self._components) == pushed
         }
-
-    def _constant_parameters(self) -> list[Tensor]:
-        """Return those of all components that no push reaches: text encoder, VAE, and so on."""
-        return [
-            tensor
-            for name, tensor in self._pipeline.named_parameters()
-            if name.partition(".")[0] not in self._components
-        ]
 
     # What follows holds for as long as the pipeline lives, and needs a loaded pipeline.
 

@@ -57,6 +57,7 @@ class Fp8Linears:
         """
         self.keeps_weights = not self.in_place
         for layer, weights, copies in self._layers:
+            # Layer by layer: only one has both its weight and its copy in memory.
             copies.take_back()
             quantized, scale = quantize_rows(layer.weight)
             layer.fp8_weight.copy_(quantized)
@@ -108,6 +109,7 @@ def quantize_rows(x_RN: Tensor) -> tuple[Tensor, Tensor]:
     x = x_RN.float()
     # at least 1e-12, so that a row of zeros is not divided by zero
     scale_R1 = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    # e4m3 has no infinity: what a rounded quotient has beyond the largest number would become NaN.
     return (x / scale_R1).clamp_(-LARGEST, LARGEST).to(FP8), scale_R1
 
 

@@ -58,6 +58,7 @@ class ParkedWeights:
         sizes = [storage.nbytes() for storage in self._storages]
         self._copies = _host_buffers(sizes, lock=is_cuda)
         for copy, storage in zip(self._copies, self._storages, strict=True):
+            # As bytes: a storage may hold tensors of several dtypes.
             copy.copy_(_bytes_of(storage))
         self._stream = torch.cuda.Stream(self.device) if is_cuda else None
 

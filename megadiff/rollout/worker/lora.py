@@ -44,6 +44,7 @@ class PolicyLora(DiffusionLoRAManager):
     def __init__(self, pipeline: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(pipeline, device, dtype)
         self.spec: LoraSpec | None = None
+        self._modules: dict[str, ServedPlace] = {}  # those of the spec
         self._set_aside: dict[str, Tensor] = {}
 
     def set_active_adapter(self, lora_request: Any, lora_scale: float = 1.0) -> None:
@@ -73,36 +74,42 @@ class PolicyLora(DiffusionLoRAManager):
         unchanged: set[str] = set()
         if spec is not None and spec == self.spec:
             unchanged = set(self.pipeline.policy_components) - set(map(_component, pushed))
-        self.spec = None  # until all is bound
+        # Until all is bound: a LoRA in part of its layers must not count as one.
+        self.spec = None
+        self._modules = {}
+        modules: dict[str, ServedPlace] = {}
         try:
             self._reset_layers(except_of=unchanged)
             if spec is not None:
-                modules = self._module_places(spec, places)
-                changed = {n: at for n, at in modules.items() if _component(n) not in unchanged}
+                modules = self._served_modules(spec, places)
+                changed = {
+                    name: served
+                    for name, served in modules.items()
+                    if _component(name) not in unchanged
+                }
                 self._bind(spec, pushed, changed)
         except Exception:
             self._reset_layers()
             raise
         self.spec = spec
+        self._modules = modules
 
     def wraps(self, module: str) -> bool:
         """Tell whether a module is wrapped: its weights are then named `….base_layer.…`."""
         return module in self._lora_modules
 
-    def used(self, *, places: Mapping[str, ServedPlace]) -> dict[str, Tensor]:
+    def used(self) -> dict[str, Tensor]:
         """Return LoRA name → the tensor that a bound layer multiplies with, A or scale · B.
 
         They are views. A tensor-parallel worker holds its own columns of a row-parallel layer's A,
         and its own rows of a column-parallel layer's B.
         """
-        if self.spec is None:
-            return {}
         tensors = {}
-        for name, place in self._module_places(self.spec, places).items():
-            if self._is_bound(place.parameter, place.shard):
-                layer = self._lora_modules[place.parameter]
-                tensors[name + LORA_A] = layer.lora_a_stacked[place.shard][SLOT, 0]
-                tensors[name + LORA_B] = layer.lora_b_stacked[place.shard][SLOT, 0]
+        for name, served in self._modules.items():
+            if self._is_bound(served.parameter, served.shard):
+                layer = self._lora_modules[served.parameter]
+                tensors[name + LORA_A] = layer.lora_a_stacked[served.shard][SLOT, 0]
+                tensors[name + LORA_B] = layer.lora_b_stacked[served.shard][SLOT, 0]
         return tensors
 
     def bound_modules(self, *, places: Mapping[str, ServedPlace]) -> list[str]:
@@ -112,8 +119,9 @@ class PolicyLora(DiffusionLoRAManager):
         """
         return sorted(
             module_of(name)
-            for name, place in places.items()
-            if name.endswith(".weight") and self._is_bound(module_of(place.parameter), place.shard)
+            for name, served in places.items()
+            if name.endswith(".weight")
+            and self._is_bound(module_of(served.parameter), served.shard)
         )
 
     def _is_bound(self, module: str, shard: int) -> bool:
@@ -134,26 +142,26 @@ class PolicyLora(DiffusionLoRAManager):
             return
         self._wrap(spec, modules)
         stacks: dict[str, tuple[list[Tensor | None], list[Tensor | None]]] = {}
-        for name, place in modules.items():
-            self._check_shapes(name, place, spec, pushed)
+        for name, served in modules.items():
+            self._check_shapes(name, served, spec, pushed)
             # A packed layer takes None for a shard without LoRA.
-            empty: list[Tensor | None] = [None] * place.num_shards
-            stack_a, stack_b = stacks.setdefault(place.parameter, (empty, empty.copy()))
-            stack_a[place.shard] = pushed[name + LORA_A]
-            stack_b[place.shard] = used_tensor(name + LORA_B, pushed[name + LORA_B], spec)
-        for module, (stack_a, stack_b) in stacks.items():
-            layer = self._lora_modules[module]
+            empty: list[Tensor | None] = [None] * served.num_shards
+            stack_a, stack_b = stacks.setdefault(served.parameter, (empty, empty.copy()))
+            stack_a[served.shard] = pushed[name + LORA_A]
+            stack_b[served.shard] = used_tensor(name + LORA_B, pushed[name + LORA_B], spec)
+        for parameter, (stack_a, stack_b) in stacks.items():
+            layer = self._lora_modules[parameter]
             if layer.n_slices == 1:
                 layer.set_lora(SLOT, stack_a[0], stack_b[0])
             else:
                 layer.set_lora(SLOT, stack_a, stack_b)
 
     def _check_shapes(
-        self, name: str, place: ServedPlace, spec: LoraSpec, pushed: Mapping[str, Tensor]
+        self, name: str, served: ServedPlace, spec: LoraSpec, pushed: Mapping[str, Tensor]
     ) -> None:
-        base = self._lora_modules[place.parameter].base_layer
-        num_outputs = base.output_size if place.num_shards == 1 else base.output_sizes[place.shard]
-        shapes = {LORA_A: (spec.rank, base.input_size), LORA_B: (num_outputs, spec.rank)}
+        base = self._lora_modules[served.parameter].base_layer
+        sizes = [base.output_size] if served.num_shards == 1 else base.output_sizes
+        shapes = {LORA_A: (spec.rank, base.input_size), LORA_B: (sizes[served.shard], spec.rank)}
         for suffix, shape in shapes.items():
             tensor = pushed[name + suffix]
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
@@ -164,30 +172,28 @@ class PolicyLora(DiffusionLoRAManager):
 
     def _wrap(self, spec: LoraSpec, modules: Mapping[str, ServedPlace]) -> None:
         """Wrap the modules' layers, unless they are already, with buffers of the LoRA's rank."""
-        served = sorted({place.parameter for place in modules.values()})
+        targets = sorted({served.parameter for served in modules.values()})
         layers = self._lora_modules.values()
         if any(layer.lora_a_stacked[0].shape[2] != spec.rank for layer in layers):
-            self._max_lora_rank = (
-                0  # makes the manager allocate all buffers again, smaller ones too
-            )
-        pattern = f"^(?:{'|'.join(map(re.escape, served))})$"
-        self._replace_layers_with_lora(
-            PEFTHelper(r=spec.rank, lora_alpha=spec.rank, target_modules=pattern)
-        )
-        unwrapped = [name for name in served if name not in self._lora_modules]
+            # Makes the manager allocate all buffers again, smaller ones too.
+            self._max_lora_rank = 0
+        pattern = f"^(?:{'|'.join(map(re.escape, targets))})$"
+        helper = PEFTHelper(r=spec.rank, lora_alpha=spec.rank, target_modules=pattern)
+        self._replace_layers_with_lora(helper)
+        unwrapped = [name for name in targets if name not in self._lora_modules]
         if unwrapped:
             raise ValueError(
                 f"vllm-omni cannot wrap {len(unwrapped)} modules with LoRA: "
                 f"{', '.join(unwrapped[:5])}"
             )
-        for name, place in modules.items():
-            num_slices = self._lora_modules[place.parameter].n_slices
-            if num_slices != place.num_shards:
+        for name, served in modules.items():
+            num_slices = self._lora_modules[served.parameter].n_slices
+            if num_slices != served.num_shards:
                 raise ValueError(
-                    f"{name} is shard {place.shard} of {place.num_shards} of {place.parameter}, "
+                    f"{name} is shard {served.shard} of {served.num_shards} of {served.parameter}, "
                     f"which vllm-omni wraps as {num_slices}; correct the model's served names"
                 )
-        # vLLM rounds ranks up
+        # vLLM rounds ranks up.
         for layer in self._lora_modules.values():
             stacked_a = [a[:, :, : spec.rank].contiguous() for a in layer.lora_a_stacked]
             stacked_b = [b[..., : spec.rank].contiguous() for b in layer.lora_b_stacked]
@@ -199,25 +205,24 @@ class PolicyLora(DiffusionLoRAManager):
             if _component(name) not in except_of:
                 layer.reset_lora(SLOT)
 
-    def _module_places(
+    def _served_modules(
         self, spec: LoraSpec, places: Mapping[str, ServedPlace]
     ) -> dict[str, ServedPlace]:
         """Return where each module lives: `<component>.<module>`, of every component that has it.
 
-        A place's `parameter` is a module's name here.
+        `parameter` is a module's name here.
         Raises ValueError for modules that none of the pipeline's components has.
         """
         components = self.pipeline.policy_components
         modules: dict[str, ServedPlace] = {}
-        wrong = []
-        for module in spec.modules:
-            names = [f"{component}.{module}" for component in components]
-            names = [name for name in names if f"{name}.weight" in places]
-            if not names:
-                wrong.append(module)
-            for name in names:
-                place = places[f"{name}.weight"]
-                modules[name] = replace(place, parameter=module_of(place.parameter))
+        for component in components:
+            for module in spec.modules:
+                served = places.get(f"{component}.{module}.weight")
+                if served is not None:
+                    served = replace(served, parameter=module_of(served.parameter))
+                    modules[f"{component}.{module}"] = served
+        present = {name.partition(".")[2] for name in modules}
+        wrong = [module for module in spec.modules if module not in present]
         if wrong:
             raise ValueError(
                 f"{len(wrong)} LoRA modules are in none of the replica's "

@@ -16,6 +16,7 @@ from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.punctual import PunctualProtocol
 from megadiff.rollout.server.replica import Replica
 from megadiff.rollout.server.routes import replica_app
+from megadiff.rollout.spec import ReplicaSpec
 from megadiff.tensors.manifest import Manifest
 
 
@@ -31,13 +32,12 @@ def serving(
 ) -> Iterator[str]:
     """Yield the address. change: what a test puts in place of an engine."""
     replica = Replica(
-        None,
-        name=name,
+        engine=None,
+        spec=ReplicaSpec(model=folder, name=name),
         expected=expected,
-        places=[{"host": "here"}],
+        workers=[{"host": "here"}],
         limits=limits or Limits(),
         model_rule=lambda sampling: None,
-        arithmetic={"fp8": False, "float32_streams": False},
         private_folder=folder,
     )
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)

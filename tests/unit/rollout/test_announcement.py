@@ -12,10 +12,9 @@ from contextlib import ExitStack
 import pytest
 
 from megadiff.rollout.client import processes
-from megadiff.rollout.client.fleet import ReplicaDied
-from megadiff.rollout.client.processes import ReplicaProcess
+from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess
 from megadiff.rollout.client.registry import wait_until_announced
-from megadiff.rollout.server.server import Announcement
+from megadiff.rollout.server.server import announced
 from megadiff.rollout.spec import ReplicaSpec
 from tests.unit.rollout.addresses import Stranger, drip, flood, replica_routes, reply
 
@@ -27,16 +26,15 @@ def announce(folder, name, url, *, file=None):
 @pytest.fixture
 def replica_a(tmp_path):
     """The url of a replica that is announced as 'a'."""
-    with replica_routes("a") as url, Announcement(tmp_path, name="a", url=url):
+    with replica_routes("a") as url, announced(tmp_path, name="a", url=url):
         yield url
 
 
 def test_the_later_of_one_name_stays(tmp_path):
-    later = Announcement(tmp_path, name="a", url="http://two")
-    with Announcement(tmp_path, name="a", url="http://one"):
-        later.__enter__()
-    assert json.loads((tmp_path / "a.json").read_text())["url"] == "http://two"
-    later.__exit__()
+    with ExitStack() as stack:
+        with announced(tmp_path, name="a", url="http://one"):
+            stack.enter_context(announced(tmp_path, name="a", url="http://two"))
+        assert json.loads((tmp_path / "a.json").read_text())["url"] == "http://two"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,8 @@ from httpcore import ConnectionPool
 
 from megadiff.rollout.client import fleet as fleet_module
 from megadiff.rollout.client.client import NotProven, ReplicaClient, ReplicaError
-from megadiff.rollout.client.fleet import Fleet, ReplicaDied
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megadiff.rollout.server.late_join import load_newest
+from megadiff.rollout.spec import ReplicaSpec
 from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.receive import Receiver, resolve
 from megadiff.tensors.fingerprint import fingerprints
@@ -22,8 +23,8 @@ class Joiner:
     first bucket.
     """
 
-    name = "late"
-    places = ({"host": "h", "device": "cpu", "boxes": {}},)
+    spec = ReplicaSpec(model=Path(), name="late")
+    workers = ({"host": "h", "device": "cpu", "boxes": {}},)
 
     def __init__(
         self, folder: Path, *, fault=lambda name, tensor: tensor, before=lambda: None
