@@ -102,7 +102,7 @@ class Evaluation:
     @property
     def tasks(self) -> list[str]:
         """Return the tasks in the order of the samples; [] when prompts have none."""
-        return [task for task in dict.fromkeys(sample.task for sample in self.samples) if task]
+        return list(dict.fromkeys(sample.task for sample in self.samples if sample.task))
 
     @property
     def by_identity(self) -> dict[Identity, EvaluatedSample]:

@@ -186,9 +186,12 @@ def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
 
 def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Symptom]:
     """Yield held-out scores that lag behind what training gained up to the last evaluation."""
-    evaluated = [step_of(row) for row in rows if any(key.startswith("eval/") for key in row)]
+    last_evaluated = -1
+    for row in rows:
+        if any(key.startswith("eval/") for key in row):
+            last_evaluated = step_of(row)
     # Later gains are of steps that no held-out score could follow yet.
-    rows = [row for row in rows if evaluated and step_of(row) <= evaluated[-1]]
+    rows = [row for row in rows if step_of(row) <= last_evaluated]
     ends = verdict(rows)
     if ends is None or not _is_clear_gain(ends):
         return

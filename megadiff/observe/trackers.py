@@ -16,13 +16,7 @@ from typing import Any, Protocol
 from megadiff.observe.alarm import Alarm
 from megadiff.observe.evaluation import EVALUATIONS
 from megadiff.observe.metrics import check_keys, parse_row, read_rows, step_of
-from megadiff.observe.samples import (
-    SAMPLES,
-    SampleRecord,
-    frame_strip,
-    sample_grid,
-    save_samples,
-)
+from megadiff.observe.samples import SAMPLES, SampleRecord, frame_strip, sample_grid, save_samples
 from megadiff.observe.step_folders import drop_steps_after
 from megadiff.observe.text_files import read_lines, write_whole
 

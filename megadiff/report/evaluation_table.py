@@ -119,8 +119,8 @@ def difference_cells(comparison: Comparison, reward: str, task: str | None) -> l
     """Return the mean change, then the cells under DIFFERENCE_HEAD."""
     form = RewardFormat(comparison.evaluation.is_share(reward))
     gain = comparison.difference(reward, task)
-    shares = [SHARE.value(share) for share in (gain.won, gain.lost, gain.tied)]
-    return [form.gain(gain.mean), form.interval(gain), *shares, str(gain.n)]
+    outcomes = map(SHARE.value, (gain.won, gain.lost, gain.tied))
+    return [form.gain(gain.mean), form.interval(gain), *outcomes, str(gain.n)]
 
 
 def diversity_rows(evaluation: Evaluation, comparison: Comparison | None = None) -> list[list[str]]:

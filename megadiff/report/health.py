@@ -14,7 +14,6 @@ from megadiff.observe.metrics import (
     config_number,
     finite,
     median,
-    metric_keys,
     pretty_number,
     stage_key,
 )
@@ -51,7 +50,8 @@ def findings(
 
 def _untrusted(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the findings with which no other number can be trusted."""
-    bad = [key for key in metric_keys(rows) if any(key in row and row[key] is None for row in rows)]
+    # Rows hold None where a number was not finite; a metric that was not logged is not in them.
+    bad = sorted({key for row in rows for key, value in row.items() if value is None})
     if bad:
         yield (
             f"NaN or infinity in {', '.join(bad)}: find the first step of it before trusting what "

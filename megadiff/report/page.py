@@ -82,7 +82,7 @@ def write_page(
         headline=headline,
         tiles=tiles,
         findings=findings,
-        sections=[section for section in sections if not section.is_empty],
+        sections=sections,
     )
     write_whole(path, html)
     return path

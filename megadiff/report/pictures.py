@@ -136,7 +136,7 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
         columns.update(steps)
     if len(columns) > MAX_COLUMNS:
         return rows
-    return [[by_step.get(step) for step in sorted(columns)] for by_step in prompts]
+    return [list(map(by_step.get, sorted(columns))) for by_step in prompts]
 
 
 def strips(samples: Sequence[SavedSample]) -> list[dict[str, Any]]:
