@@ -178,7 +178,7 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
         build_adapter(Path(config.model.path)),
         machine=machine,
         text_tokens=options.text_tokens,
-    ).own
+    ).configured
     if not own:
         return {}
     planned = {phase: own.peak(phase) for phase in own.phases}

@@ -11,7 +11,7 @@ import numpy as np
 from examples.shapes.world import make_chunk
 from megadiff.data.images import MAX_WORKERS, Block, ImageSource, read_ahead
 from megadiff.data.pixels import fit, is_enlarged
-from megadiff.data.stores import digest_of
+from megadiff.data.prompts import digest_of
 from megadiff.process.workers import share_of_cores, worker_pool
 
 CHUNK = 500  # images that share a random generator: another number gives other images

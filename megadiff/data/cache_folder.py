@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megadiff.data.prompts import parse_json
+from megadiff.data.prompts import digest_of, parse_json
 from megadiff.data.row_files import write_json
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class CacheKey:
 
     @property
     def name(self) -> str:
-        return hashlib.blake2b(json.dumps(asdict(self)).encode(), digest_size=8).hexdigest()
+        return digest_of(json.dumps(asdict(self)), size=8)
 
 
 def is_whole(cache: Path) -> bool:
@@ -83,6 +82,7 @@ def _last_change(folder: Path) -> float:
 
 def finish(aside: Path, folder: Path, key: CacheKey) -> None:
     """Give the folder its name. A whole one that another run has finished meanwhile stays."""
+    # Parts of captions.json, which only the ranks that wrote it needed.
     for file in aside.glob("captions_*.json"):
         file.unlink()
     sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}

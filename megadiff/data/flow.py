@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from megadiff.data.latents import LatentDataset
-from megadiff.data.sampler import EpochOrder
+from megadiff.data.sampler import EpochOrder, Resumable
 from megadiff.diffusion.noise import row_normals
 from megadiff.types import FlowBatch, Sampling
 
 
-class FlowBatches:
+class FlowBatches(Resumable, Iterator[FlowBatch]):
     """Iterate endlessly over this rank's FlowBatch of every step; a thread makes the next one.
 
     An image comes draws_per_image times in a step, each time with noise, sigma and caption drop of
@@ -40,6 +40,9 @@ class FlowBatches:
         source: str = "data.images",
     ) -> None:
         assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
+        digest = dataset.captions_digest
+        order = EpochOrder(len(dataset), seed=seed, shuffle=shuffle, source=source, digest=digest)
+        super().__init__(order)
         self._dataset = dataset
         self._sampling = sampling
         self._shift = shift
@@ -50,16 +53,9 @@ class FlowBatches:
         self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))
         self._num_local = images_per_step // dp
         self._first = dp_rank * self._num_local
-        self._order = EpochOrder(
-            len(dataset), seed=seed, shuffle=shuffle, source=source, digest=dataset.captions_digest
-        )
-        self._position = 0  # images taken so far, over all ranks
         # One thread: the next batch is drawn while this one trains.
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._ahead: tuple[int, Future[FlowBatch]] | None = None  # the batch of a position
-
-    def __iter__(self) -> FlowBatches:
-        return self
 
     def __next__(self) -> FlowBatch:
         made_for, batch = self._ahead or (None, None)
@@ -69,14 +65,6 @@ class FlowBatches:
         self._position += self._images_per_step
         self._ahead = (self._position, self._pool.submit(self._batch, self._position))
         return batch.result()
-
-    def state(self) -> dict[str, int | str]:
-        """Return the position, equal on every rank."""
-        return self._order.state(self._position)
-
-    def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
-        """Continue from state(), under any dp. Raises ValueError as EpochOrder.position does."""
-        self._position = self._order.position(state, accept_changes=accept_changes)
 
     def close(self) -> None:
         """End the thread, after the batch that it is making."""

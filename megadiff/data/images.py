@@ -15,7 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from megadiff.data.pixels import decode, fit, is_enlarged
-from megadiff.data.stores import METADATA, STORES, FolderStore, ImageStore, digest_of
+from megadiff.data.prompts import digest_of
+from megadiff.data.stores import METADATA, STORES, FolderStore, ImageStore
 from megadiff.process.doors import import_class
 from megadiff.process.workers import share_of_cores
 
@@ -93,6 +94,7 @@ def open_images(source: str, *, seed: int) -> ImageSource:
     Raises ValueError for anything else, for no images at all and for what a store refuses.
     """
     path = Path(source)
+    # An older form of the key; as it reads like module:Class it would fail with another message.
     if source.startswith("shapes:"):
         now = f"examples.shapes.images:ShapesImages:{source.removeprefix('shapes:')}"
         raise ValueError(f"data.images={source}: the shapes are a class now; say data.images={now}")
@@ -133,6 +135,7 @@ def _stores_of_folder(folder: Path) -> list[ImageStore]:
     files = sorted(
         path for path in folder.iterdir() if path.suffix.lower() in STORES and path.is_file()
     )
+    # One kind only: of two it is unclear which order the rows have.
     suffixes = sorted({path.suffix.lower() for path in files})
     if len(suffixes) != 1:
         raise ValueError(
@@ -148,6 +151,7 @@ class StoredImages(ImageSource):
     def __init__(self, name: str, stores: Sequence[ImageStore]) -> None:
         self.name = name
         self.captions = [caption for store in stores for caption in store.captions]
+        # Stamps and not bytes: to read all images would take as long as to encode them.
         self.fingerprint = digest_of("\n".join(store.stamp for store in stores))
         self._stores = stores
         # _ends[i]: the rows of store i and all before it.
@@ -167,9 +171,9 @@ class StoredImages(ImageSource):
     def _locate(self, row: int) -> tuple[ImageStore, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} images")
-        store = self._stores[bisect_right(self._ends, row)]
-        end = self._ends[bisect_right(self._ends, row)]
-        return store, row - end + len(store.captions)
+        number = bisect_right(self._ends, row)
+        store = self._stores[number]
+        return store, row - self._ends[number] + len(store.captions)
 
 
 def read_ahead(executor: Executor, calls: Iterable[Callable[[], T]], *, depth: int) -> Iterator[T]:

@@ -21,9 +21,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ from torch import Tensor
 from megadiff.data.cache_folder import ASIDE, CacheKey, finish, is_whole, make_aside, read_json
 from megadiff.data.images import Block, ImageSource
 from megadiff.data.pixels import ENLARGED
-from megadiff.data.prompts import checked_text, prompt_id
+from megadiff.data.prompts import checked_text, digest_of, prompt_id
 from megadiff.data.row_files import RowTable, RowWriter, write_json, write_tensor
-from megadiff.data.stores import digest_of
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import (
     AgreedError,
@@ -48,10 +48,10 @@ from megadiff.types import Prompt, Sampling
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MEMORY_BYTES = 4 << 30
+MEMORY_BYTES = 4 << 30  # a cache below this is read whole: memory is faster to index than a file
 EMPTY_CAPTION = Prompt.negative_text
 TEXTS_PER_CALL = 64
-CALLS_PER_ROUND = 16
+CALLS_PER_ROUND = 16  # between two agreements, each of which waits for the slowest rank
 LOG_EVERY_S = 10.0
 
 
@@ -68,6 +68,7 @@ class LatentDataset:
     def __init__(self, folder: Path, *, memory_bytes: int = MEMORY_BYTES) -> None:
         self.captions: list[str] = read_json(folder / "captions.json")
         self.caption_index = RowTable([folder / "caption_index.safetensors"]).whole().long()
+        # Captions stand for the images, whose bytes are not here any more.
         hashed = json.dumps(self.captions).encode() + self.caption_index.numpy().tobytes()
         self.captions_digest = hashlib.blake2b(hashed, digest_size=8).hexdigest()
         self._latents = _table(folder, "latents")
@@ -129,9 +130,9 @@ def encode_dataset(
     sampling = Sampling(height=height, width=width, num_inference_steps=1)
     agreed(lambda: adapter.validate(sampling), group)
 
-    def checked_key() -> CacheKey:
+    def looked() -> tuple[dict[str, Any], bool, str]:
         _check_captions(source, adapter, max_chars)
-        return CacheKey(
+        key = CacheKey(
             images=source.fingerprint,
             num_images=len(source),
             model=_model_fingerprint(adapter),
@@ -139,25 +140,18 @@ def encode_dataset(
             width=width,
             dtype=str(dtype).removeprefix("torch."),
         )
-
-    key = agreed(checked_key, group, here=is_first)
-
-    def name_and_whole() -> tuple[str, bool]:
-        assert key is not None, "rank 0 has it"
-        return key.name, is_whole(folder / key.name)
+        return asdict(key), is_whole(folder / key.name), secrets.token_hex(4)
 
     # Rank 0 looks for all: ranks that disagreed would wait for each other in collectives.
-    looked = agreed(name_and_whole, group, here=is_first)
-    name, whole = broadcast_json(looked, source=0, group=group)
+    seen = agreed(looked, group, here=is_first)
+    key_fields, whole, number = broadcast_json(seen, source=0, group=group)
+    key = CacheKey(**key_fields)
+    cache = folder / key.name
     if whole:
-        logger.info("latents of %s are those of %s", source.name, folder / name)
-        return agreed(lambda: LatentDataset(folder / name), group)
-
-    def finish_aside() -> None:
-        assert key is not None, "rank 0 has it"
-        finish(aside, folder, key)
-
-    aside = folder / broadcast_json(f"{ASIDE}{name}_{secrets.token_hex(4)}", source=0, group=group)
+        logger.info("latents of %s are those of %s", source.name, cache)
+        return agreed(lambda: LatentDataset(cache), group)
+    # Another name each time: two runs may make the same cache at once.
+    aside = folder / f"{ASIDE}{key.name}_{number}"
     try:
         num_bytes = 4 * len(source) * math.prod(adapter.latents_shape(sampling))
         agreed(lambda: make_aside(aside, num_bytes), group, here=is_first)
@@ -165,18 +159,19 @@ def encode_dataset(
             source, adapter, aside, sampling=sampling, device=device, mesh=mesh, batch=batch
         )
         _encode_captions(adapter, aside, dtype=dtype, device=device, mesh=mesh)
-        agreed(finish_aside, group, here=is_first)
+        agreed(lambda: finish(aside, folder, key), group, here=is_first)
     except AgreedError:
         if is_first:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    return agreed(lambda: LatentDataset(folder / name), group)
+    return agreed(lambda: LatentDataset(cache), group)
 
 
 def _check_captions(source: ImageSource, adapter: ModelAdapter, max_chars: int) -> None:
     """Raise ValueError for a caption too long for data.max_prompt_chars or for the model."""
     for row, caption in enumerate(source.captions):
         checked_text(source.where(row), "caption", caption, max_chars)
+    # Each once, as many data sets repeat captions.
     texts = set(source.captions)
     adapter.check_prompts([Prompt(text=text, id=prompt_id(text, EMPTY_CAPTION)) for text in texts])
 
@@ -203,6 +198,7 @@ def _encode_images(
     batch: int,
 ) -> None:
     """Write this rank's latents, and the captions of its images as a list."""
+    # Consecutive rows: files sorted by rank then hold the images in the source's order.
     rows = _local_range(len(source), mesh)
     writer = RowWriter(aside, "latents", mesh.rank)
     captions: list[str] = []
@@ -267,8 +263,8 @@ def _encode_captions(
         tokens.flush()
         lengths.flush()
         if mesh.rank == 0:
-            number = {text: number for number, text in enumerate(texts)}
-            index = torch.tensor([number[caption] for caption in captions], dtype=torch.int32)
+            number_of = {text: number for number, text in enumerate(texts)}
+            index = torch.tensor([number_of[caption] for caption in captions], dtype=torch.int32)
             write_tensor(aside / "caption_index.safetensors", index)
             write_json(aside / "captions.json", texts)
 
@@ -288,6 +284,7 @@ def _in_rounds(action: Callable[[T], None], items: Iterator[T], mesh: Mesh) -> N
 
     def one_round() -> bool:
         num_done = 0
+        # One by one: a block of images is large, and the source makes it when it is asked for.
         for item in islice(items, CALLS_PER_ROUND):
             action(item)
             num_done += 1
@@ -319,28 +316,28 @@ def _table(folder: Path, prefix: str) -> RowTable:
     return RowTable(sorted(folder.glob(f"{prefix}_[0-9]*.safetensors")))
 
 
+@dataclass
 class _Progress:
     """Tell every few seconds how far rank 0 is; the others are about as far."""
 
-    def __init__(self, noun: str, total: int, mesh: Mesh) -> None:
-        self._noun = noun
-        self._total = total
-        self._mesh = mesh
-        self._done = 0
-        self._start = time.monotonic()
-        self._last = self._start
+    noun: str
+    total: int
+    mesh: Mesh
+    done: int = 0
+    start_s: float = field(default_factory=time.monotonic)
+    last_s: float = field(default_factory=time.monotonic)  # of the last message
 
     def add(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if self._mesh.rank == 0 and (now - self._last > LOG_EVERY_S or self._done == self._total):
-            self._last = now
-            rate = self._done * self._mesh.world_size / (now - self._start)
+        self.done += count
+        now_s = time.monotonic()
+        is_due = now_s - self.last_s > LOG_EVERY_S or self.done == self.total
+        if self.mesh.rank == 0 and is_due:
+            self.last_s = now_s
             logger.info(
                 "encoded %d of %d %s on each of %d ranks, together %.0f/s",
-                self._done,
-                self._total,
-                self._noun,
-                self._mesh.world_size,
-                rate,
+                self.done,
+                self.total,
+                self.noun,
+                self.mesh.world_size,
+                self.done * self.mesh.world_size / (now_s - self.start_s),
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,12 @@ def prompt_id(text: str, negative_text: str, image: str = "") -> str:
     Noise follows from it: it must stay the same in every run, layout and version.
     """
     named = [text, negative_text, image] if image else [text, negative_text]
-    return hashlib.blake2b(json.dumps(named).encode(), digest_size=8).hexdigest()
+    return digest_of(json.dumps(named), size=8)
+
+
+def digest_of(text: str, *, size: int = 16) -> str:
+    """Return a hash of the text, two hex digits a byte. size: in bytes."""
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def _check_images(where: Mapping[str, str], size: tuple[int, int]) -> None:
@@ -87,8 +93,7 @@ def _check_images(where: Mapping[str, str], size: tuple[int, int]) -> None:
         read_first_frame(image, height=height, width=width, where=where[image])
 
     with ThreadPoolExecutor(share_of_cores(MAX_READERS)) as pool:
-        for _ in pool.map(check, where):
-            pass
+        list(pool.map(check, where))  # raises what a thread raised
 
 
 def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path | None) -> Prompt:
@@ -106,6 +111,7 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
     name = _image_name(where, fields.pop(IMAGE, None), folder) if folder else ""
     return Prompt(
         text=text,
+        # By name and not by path: prompts that are copied elsewhere keep their noise.
         id=prompt_id(text, negative_text, name),
         negative_text=negative_text,
         image=str(folder / name) if folder else "",
@@ -173,8 +179,12 @@ def parse_json(where: str | Path, text: str) -> object:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    with open_parquet(path, key="data.prompts") as file:
-        table = _read_table(path, file)
+    with open_parquet(path, key="data.prompts") as file, damage_named(path):
+        table = file.read()
+    repeated = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if repeated:
+        # to_pylist() would silently let the last one hide the others.
+        raise ValueError(f"{path}: two columns are named {repeated[0]!r}; rename one")
     try:
         rows = table.to_pylist()
     except (ValueError, OverflowError) as error:  # e.g. a date beyond those of Python
@@ -182,18 +192,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{where} cannot be read ({error}); correct or remove it") from error
     for number, row in enumerate(rows, start=1):
         yield f"{path}: row {number}", row
-
-
-def _read_table(path: Path, file: Any) -> Any:
-    """Return all rows as a pyarrow.Table. Raises ValueError for a damaged file or equal names."""
-    try:
-        table = file.read()
-    except (ValueError, OSError) as error:  # pyarrow's, without the file
-        raise ValueError(f"{path} is damaged ({error}); fetch it again") from error
-    repeated = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"{path}: two columns are named {repeated[0]!r}; rename one")
-    return table
 
 
 def _unreadable_cell(path: Path, table: Any) -> str:
@@ -221,6 +219,15 @@ def open_parquet(path: Path, *, key: str) -> Any:
         raise ValueError(f"{key}={path}: not a parquet file ({error})") from error
 
 
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Raise pyarrow's errors, which do not name the file, as a ValueError that does."""
+    try:
+        yield
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch it again") from error
+
+
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield lines that are not blank, stripped, with "file:number"."""
     raw = path.read_bytes()
@@ -238,7 +245,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", line.strip()
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+READERS = {
     ".txt": _txt_rows,
     ".jsonl": jsonl_rows,
     ".parquet": _parquet_rows,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,10 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megadiff.process.whole_folder import sync_entry
+
 FILE_BYTES = 1 << 30  # rows collected in memory until a file is written
 KEY = "rows"
 
 
+@dataclass
 class RowWriter:
     """Write PREFIX_RANK_NUMBER.safetensors: sorted by name, the files hold all rows in order.
 
@@ -26,28 +29,27 @@ class RowWriter:
     Raises ValueError, with the free space, when a file cannot be written.
     """
 
-    def __init__(
-        self, folder: Path, prefix: str, rank: int, *, file_bytes: int = FILE_BYTES
-    ) -> None:
-        self._folder = folder
-        self._stem = f"{prefix}_{rank:05d}"
-        self._file_bytes = file_bytes
-        self._parts: list[Tensor] = []
-        self._num_bytes = 0
-        self._num_files = 0
+    folder: Path
+    prefix: str
+    rank: int
+    file_bytes: int = FILE_BYTES
+    _parts: list[Tensor] = field(default_factory=list, init=False)
+    _num_bytes: int = field(default=0, init=False)
+    _num_files: int = field(default=0, init=False)
 
     def add(self, rows: Tensor) -> None:
         """Take rows [n, …], the same … each time; they are copied to the CPU."""
         self._parts.append(rows.cpu())
         self._num_bytes += rows.numel() * rows.element_size()
-        if self._num_bytes >= self._file_bytes:
+        if self._num_bytes >= self.file_bytes:
             self.flush()
 
     def flush(self) -> None:
         """Write what is left."""
         if self._parts:
-            path = self._folder / f"{self._stem}_{self._num_files:05d}.safetensors"
-            write_tensor(path, torch.cat(self._parts))
+            # Padded numbers: names must sort as the rows follow each other.
+            name = f"{self.prefix}_{self.rank:05d}_{self._num_files:05d}.safetensors"
+            write_tensor(self.folder / name, torch.cat(self._parts))
             self._num_files += 1
         self._parts = []
         self._num_bytes = 0
@@ -72,8 +74,7 @@ def write_json(path: Path, value: object) -> None:
 def _written(path: Path) -> Iterator[None]:
     try:
         yield
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())  # a file of the right size must not be empty after a crash
+        sync_entry(path)  # a file of the right size must not be empty after a crash
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free / 2**20
         raise ValueError(
@@ -108,6 +109,7 @@ class RowTable:
     def to_memory(self) -> None:
         """Read all files now, into one plain tensor: the fastest to index."""
         self._parts = [self.whole()]
+        # take() then needs no search for the part that a row is in.
         self._ends = self._ends[-1:]
 
     def take(self, rows: Tensor) -> Tensor:
@@ -116,6 +118,7 @@ class RowTable:
             return self._parts[0].index_select(0, rows)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
             raise IndexError(f"rows {int(rows.min())} … {int(rows.max())} of {self.shape[0]}")
+        # File by file, as each is one copy.
         taken = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
         part_N = torch.bucketize(rows, self._ends, right=True)
         for number in part_N.unique().tolist():

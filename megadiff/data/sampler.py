@@ -5,16 +5,37 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megadiff.data.prompts import digest_of
 from megadiff.types import Prompt, PromptBatch
 
 logger = logging.getLogger(__name__)
 
 
-class PromptSampler:
+class Resumable:
+    """Hold a position in an EpochOrder, equal on every rank, and save and restore it."""
+
+    def __init__(self, order: EpochOrder) -> None:
+        self._order = order
+        self._position = 0  # entries of the order taken so far, over all ranks
+
+    def state(self) -> dict[str, int | str]:
+        """Return the position, equal on every rank."""
+        return self._order.state(self._position)
+
+    def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
+        """Continue from state(), under any dp and number of entries a step.
+
+        Raises ValueError as EpochOrder.position does.
+        """
+        self._position = self._order.position(state, accept_changes=accept_changes)
+
+
+class PromptSampler(Resumable, Iterator[PromptBatch]):
     """Iterate endlessly over PromptBatch.
 
     The global order is one endless list (EpochOrder). A step takes its next `prompts_per_step`
@@ -51,13 +72,9 @@ class PromptSampler:
         self._prompts_per_step = prompts_per_step
         self._dp = dp
         self._dp_rank = dp_rank
-        self._order = EpochOrder(
-            len(prompts), seed=seed, shuffle=shuffle, source=source, digest=prompts_digest(prompts)
-        )
-        self._position = 0  # entries of the global order taken so far, over all ranks
-
-    def __iter__(self) -> PromptSampler:
-        return self
+        digest = digest_of("\n".join(prompt.id for prompt in prompts), size=8)
+        order = EpochOrder(len(prompts), seed=seed, shuffle=shuffle, source=source, digest=digest)
+        super().__init__(order)
 
     def __next__(self) -> PromptBatch:
         batch = self.peek()
@@ -82,24 +99,8 @@ class PromptSampler:
             repeats=tuple(repeats[local]),
         )
 
-    def state(self) -> dict[str, int | str]:
-        """Return the position, equal on every rank."""
-        return self._order.state(self._position)
 
-    def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
-        """Continue from state(), under any dp and prompts_per_step.
-
-        Raises ValueError as EpochOrder.position does.
-        """
-        self._position = self._order.position(state, accept_changes=accept_changes)
-
-
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Return 16 hex digits: a hash of the prompts' ids in their order."""
-    ids = "\n".join(prompt.id for prompt in prompts)
-    return hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
-
-
+@dataclass
 class EpochOrder:
     """List indices without end: range(num_items) permuted for epoch 0, then for epoch 1, …
 
@@ -107,20 +108,17 @@ class EpochOrder:
     the items in their order.
     """
 
-    def __init__(
-        self, num_items: int, *, seed: int, shuffle: bool, source: str = "", digest: str = ""
-    ) -> None:
-        self._num_items = num_items
-        self._seed = seed
-        self._shuffle = shuffle
-        self._source = source
-        self._digest = digest
-        self._permutations: dict[int, np.ndarray] = {}
+    num_items: int
+    seed: int
+    shuffle: bool
+    source: str = ""
+    digest: str = ""
+    _permutations: dict[int, np.ndarray] = field(default_factory=dict, init=False)
 
     def take(self, start: int, count: int) -> np.ndarray:
         """Return entries start … start + count − 1 of the list, int64."""
-        epochs, indices = np.divmod(np.arange(start, start + count), self._num_items)
-        if not self._shuffle:
+        epochs, indices = np.divmod(np.arange(start, start + count), self.num_items)
+        if not self.shuffle:
             return indices
         taken = np.empty(count, np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -132,11 +130,11 @@ class EpochOrder:
         """Return what a checkpoint keeps when `position` entries of the list are taken."""
         return {
             "position": position,
-            "num_prompts": self._num_items,
-            "seed": self._seed,
-            "shuffle": int(self._shuffle),
-            "digest": self._digest,
-            "source": self._source,
+            "num_prompts": self.num_items,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "digest": self.digest,
+            "source": self.source,
         }
 
     def position(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> int:
@@ -147,17 +145,17 @@ class EpochOrder:
         """
         if not state:
             return 0
-        expected = self.state(0)
-        compared = [key for key in expected if key not in ("position", "source")]  # a file may move
-        differing = [key for key in compared if state.get(key) != expected[key]]
+        position = int(state["position"])
+        expected = self.state(position)
+        del expected["source"]  # a file may move
+        differing = [key for key, value in expected.items() if state.get(key) != value]
         if not differing:
-            return int(state["position"])
+            return position
         saved_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
         expected_text = ", ".join(f"{key}={expected[key]}" for key in differing)
-        position = int(state["position"])
         problem = (
             f"the saved data position has {saved_text}, from {state.get('source')}; this run has "
-            f"{expected_text}, from {self._source} (digest: a hash of all rows in order)"
+            f"{expected_text}, from {self.source} (digest: a hash of all rows in order)"
         )
         if not accept_changes:
             raise ValueError(
@@ -172,9 +170,8 @@ class EpochOrder:
         if epoch not in self._permutations:
             # Keep the newest two: a step usually spans at most two epochs, but it may span many.
             self._permutations = dict(list(self._permutations.items())[-1:])
-            self._permutations[epoch] = epoch_permutation(
-                self._num_items, seed=self._seed, epoch=epoch
-            )
+            permutation = epoch_permutation(self.num_items, seed=self.seed, epoch=epoch)
+            self._permutations[epoch] = permutation
         return self._permutations[epoch]
 
 

@@ -11,20 +11,18 @@ opened here in 0.1 s, and accepts rows without a caption and files that are miss
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tarfile
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megadiff.data.prompts import jsonl_rows, open_parquet, parse_json
+from megadiff.data.prompts import damage_named, digest_of, jsonl_rows, open_parquet, parse_json
 
 METADATA = "metadata.jsonl"
 FILE_KEYS = ("file_name", "image")
@@ -101,7 +99,7 @@ class ParquetStore(ImageStore):
                 "name the column of image bytes so"
             )
         key = _first_key(str(path), dict.fromkeys(names), CAPTION_KEYS, "caption")
-        with self._damage_named():
+        with damage_named(self._path):
             texts = self._file.read(columns=[key])[key].to_pylist()
         self.captions = [_caption(self.where(row), {key: text}) for row, text in enumerate(texts)]
         self.stamp = _stamp(path)
@@ -114,11 +112,10 @@ class ParquetStore(ImageStore):
 
     def read(self, row: int) -> bytes:
         group = bisect_right(self._ends, row)
-        with self._lock, self._damage_named():
+        with self._lock, damage_named(self._path):
             images = self._cached_group(group)
-            value = images[
-                row - self._ends[group]
-            ].as_py()  # negative: counted from the group's end
+            # Negative: counted from the group's end.
+            value = images[row - self._ends[group]].as_py()
         data = value.get("bytes") if isinstance(value, Mapping) else value
         if not isinstance(data, bytes):
             raise ValueError(
@@ -129,13 +126,6 @@ class ParquetStore(ImageStore):
 
     def _read_group(self, group: int) -> Any:
         return self._file.read_row_group(group, columns=["image"])["image"]
-
-    @contextmanager
-    def _damage_named(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, OverflowError, OSError) as error:  # pyarrow's, without the file
-            raise ValueError(f"{self._path} is damaged ({error}); fetch it again") from error
 
 
 class TarStore(ImageStore):
@@ -195,6 +185,7 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
     """
     samples: dict[str, dict[str, TarMember]] = {}
     try:
+        # "r:" takes no compression: members of a compressed archive cannot be read by offset.
         with tarfile.open(path, "r:") as archive:
             while (member := archive.next()) is not None:
                 # a kilobyte each, which nobody needs any more
@@ -224,10 +215,10 @@ def _add_member(
     if not stem or suffix not in IMAGE_SUFFIXES + CAPTION_SUFFIXES:
         return
     members = samples.setdefault(os.path.join(folder, stem), {})
-    for other in members:
+    for other, earlier in members.items():
         if suffix == other or {suffix, other} <= set(IMAGE_SUFFIXES):
             raise ValueError(
-                f"{path}: {member.name} and {members[other].name} are of one sample; keep one"
+                f"{path}: {member.name} and {earlier.name} are of one sample; keep one"
             )
     members[suffix] = TarMember(member.name, member.offset_data, member.size)
 
@@ -270,6 +261,7 @@ def _path_inside(folder: Path, name: object, where: str) -> Path:
     """Return the named file. It may be a link, but its name must not lead out of the folder."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{where}: the image is {name!r}, must be a path in {folder}")
+    # Data sets come from others: a row must not make the run read files of the user's.
     if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
         raise ValueError(f"{where}: {name!r} leaves {folder}; give a path inside that folder")
     return folder / name
@@ -283,9 +275,5 @@ def _read_at(path: Path, offset: int, size: int) -> bytes:
 
 def _stamp(path: Path) -> str:
     status = path.stat()
+    # By name and not by path: a copy in another folder is the same data.
     return f"{path.name} {status.st_size} {status.st_mtime_ns}"
-
-
-def digest_of(text: str) -> str:
-    """Return 32 hex digits, a hash of the text."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

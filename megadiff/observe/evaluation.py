@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from torch import Tensor
 
 from megadiff.observe.samples import IMAGE_SUFFIX, write_picture
+from megadiff.observe.step_folders import step_folder, step_folders
+from megadiff.observe.text_files import write_whole
 from megadiff.observe.video import FRAMES_PER_S
 
+EVALUATIONS = "evaluations"  # under a run's folder
 RECORD_NAME = "evaluation.json"
 IMAGES = "images"
 # Half the width, in standard deviations, of the middle 95 % of a normal distribution.
 Z_95 = 1.959964
-_STEP_FOLDER = re.compile(r"step_(\d+)")
 Identity = tuple[str, int]  # prompt id, sample index
 
 
@@ -103,7 +102,11 @@ class Evaluation:
     @property
     def tasks(self) -> list[str]:
         """Return the tasks in the order of the samples; [] when prompts have none."""
-        return [task for task in dict.fromkeys(sample.task for sample in self.samples) if task]
+        return list(dict.fromkeys(sample.task for sample in self.samples if sample.task))
+
+    @property
+    def by_identity(self) -> dict[Identity, EvaluatedSample]:
+        return {sample.identity: sample for sample in self.samples}
 
     @property
     def num_prompts(self) -> int:
@@ -115,7 +118,14 @@ class Evaluation:
 
     def estimate(self, reward: str, task: str | None = None) -> MeanEstimate:
         """Return the mean of a reward over all samples, or over those of one task."""
-        return estimate([s.rewards[reward] for s in self.samples if task is None or s.task == task])
+        return estimate([sample.rewards[reward] for sample in self.samples_of(task)])
+
+    def samples_of(self, task: str | None) -> list[EvaluatedSample]:
+        """Return the samples of one task, None of all."""
+        return [sample for sample in self.samples if task in (None, sample.task)]
+
+
+_FIELDS = [field.name for field in fields(Evaluation)]
 
 
 def estimate(values: Sequence[float]) -> MeanEstimate:
@@ -124,15 +134,15 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     The interval is Wilson's for values that are all 0 or 1 (E. B. Wilson, JASA 22, 1927: right
     also near 0 and 1), else the normal one of the mean, which needs two values.
     """
-    if all(value in (0, 1) for value in values):
-        n = len(values)
-        mean = fmean(values)
-        centre = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
-        half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2))
-        return MeanEstimate(
-            mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n
-        )
-    return _normal_estimate(values)
+    if not all(value in (0, 1) for value in values):
+        return _normal_estimate(values)
+    n = len(values)
+    mean = fmean(values)
+    scale = 1 + Z_95**2 / n
+    centre = (mean + Z_95**2 / (2 * n)) / scale
+    half = Z_95 / scale * math.sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2))
+    # Rounding may put an end a little outside of 0 … 1.
+    return MeanEstimate(mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n)
 
 
 def _normal_estimate(values: Sequence[float]) -> MeanEstimate:
@@ -167,6 +177,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         """Raise ValueError when the two are not about the same noise."""
+        # Settings first: with other ones, the samples' names say nothing.
         for key in SETTINGS:
             ours = getattr(self.evaluation, key)
             theirs = getattr(self.baseline, key)
@@ -175,7 +186,7 @@ class Comparison:
                     f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and "
                     "settings"
                 )
-        missing = _identities(self.evaluation) ^ _identities(self.baseline)
+        missing = self.evaluation.by_identity.keys() ^ self.baseline.by_identity.keys()
         if missing:
             raise ValueError(
                 f"{len(missing)} samples are only in one of evaluation "
@@ -191,21 +202,17 @@ class Comparison:
 
     def difference(self, reward: str, task: str | None = None) -> Difference:
         """Return the mean of paired differences, of all pairs or those of one task."""
-        before = {sample.identity: sample.rewards[reward] for sample in self.baseline.samples}
+        before = self.baseline.by_identity
+        # Pairs by identity: the two may hold their samples in another order.
         gains = []
-        for sample in self.evaluation.samples:
-            if task is None or sample.task == task:
-                gains.append(sample.rewards[reward] - before[sample.identity])
+        for sample in self.evaluation.samples_of(task):
+            gains.append(sample.rewards[reward] - before[sample.identity].rewards[reward])
         return Difference(
             **vars(_normal_estimate(gains)),
             won=fmean(gain > 0 for gain in gains),
             lost=fmean(gain < 0 for gain in gains),
             tied=fmean(gain == 0 for gain in gains),
         )
-
-
-def _identities(evaluation: Evaluation) -> set[Identity]:
-    return {sample.identity for sample in evaluation.samples}
 
 
 def image_name(prompt_id: str, sample_index: int, *, suffix: str = IMAGE_SUFFIX) -> str:
@@ -215,7 +222,7 @@ def image_name(prompt_id: str, sample_index: int, *, suffix: str = IMAGE_SUFFIX)
 
 def to_json(evaluation: Evaluation) -> dict[str, object]:
     """Return the record: the evaluation's fields, and every reward's mean in all and by task."""
-    record = {field.name: getattr(evaluation, field.name) for field in fields(evaluation)}
+    record = {name: getattr(evaluation, name) for name in _FIELDS}
     record["num_samples"] = len(evaluation.samples)
     record["num_prompts"] = evaluation.num_prompts
     record["rewards"] = _by_task(evaluation.estimate, evaluation.reward_names, evaluation.tasks)
@@ -232,13 +239,6 @@ def _by_task(
         by_task = {task: asdict(estimate_of(reward, task)) for task in tasks}
         records[reward] = asdict(estimate_of(reward)) | {"by_task": by_task}
     return records
-
-
-def from_json(record: Mapping[str, Any]) -> Evaluation:
-    """Return the evaluation of a record; its estimates are made anew from the samples."""
-    names = {field.name for field in fields(Evaluation)} - {"samples"}
-    samples = [EvaluatedSample(**sample) for sample in record["samples"]]
-    return Evaluation(**{name: record[name] for name in names}, samples=samples)
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, object]:
@@ -283,18 +283,19 @@ def write_evaluation(
 
 def write_json(path: Path, value: object) -> None:
     """Write JSON aside and rename it. Raises ValueError for NaN and infinity."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(
-        json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
-    )
-    os.replace(aside, path)
+    # Not NaN: JSON has none, so a reader in another language would refuse the whole file.
+    write_whole(path, json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
 
 
 def read_evaluation(folder: Path) -> Evaluation:
     """Read a folder's evaluation. Raises ValueError when it holds none."""
     path = folder / RECORD_NAME
     try:
-        return from_json(json.loads(path.read_text("utf-8")))
+        record = json.loads(path.read_text("utf-8"))
+        samples = [EvaluatedSample(**sample) for sample in record["samples"]]
+        # The record's estimates are left out: they are made anew from the samples.
+        settings = {name: record[name] for name in _FIELDS if name != "samples"}
+        return Evaluation(**settings, samples=samples)
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no evaluation ({error!r}); write one with: megadiff evaluate MODEL_OR_RUN"
@@ -302,21 +303,10 @@ def read_evaluation(folder: Path) -> Evaluation:
 
 
 def evaluation_folder(run_folder: Path, step: int) -> Path:
-    return run_folder / "evaluations" / f"step_{step:06d}"
+    return step_folder(run_folder / EVALUATIONS, step)
 
 
 def evaluation_folders(run_folder: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every whole evaluation of a run, by rising step."""
-    folders = []
-    for path in (run_folder / "evaluations").glob("step_*"):
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and (path / RECORD_NAME).is_file():
-            folders.append((int(match[1]), path))
-    return sorted(folders)
-
-
-def drop_evaluations_after(run_folder: Path, *, step: int) -> None:
-    """Remove the evaluations of later steps: a run resumed at `step` makes them again."""
-    for later, folder in evaluation_folders(run_folder):
-        if later > step:
-            shutil.rmtree(folder)
+    folders = step_folders(run_folder / EVALUATIONS)
+    return [(step, folder) for step, folder in folders if (folder / RECORD_NAME).is_file()]

@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import Any
+from typing import Any, NamedTuple
 
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.metrics import (
     Row,
+    Verdict,
     column,
     config_number,
-    finite,
     metric_keys,
     pretty_number,
     step_of,
@@ -32,22 +32,29 @@ CLEAR = 4.0
 # Of the start. Measured on shapes: 0.66 in a mild run, 0.04 in a collapsed one.
 NARROW = 0.6
 COLLAPSED = 0.3
+MILD = 1  # gravity of what training does to some degree anyway
 FOLLOWS = 1 / 3  # of the gain in training, at least, is expected of a held-out score
 UNKNOWN_NOISE = 0.1  # of a held-out score, where only its mean is known
 NOT_SCORES = {"eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
-    """A reason to look at samples.
+class Symptom:
+    """A sign without its remedy.
 
     kind: short name, the same while the sign lasts. gravity: the greater, the more urgent.
-    claim, remedy: what is seen and what to do about it, for people.
+    claim: what is seen, for people.
     """
 
     kind: str
     gravity: int
     claim: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Symptom):
+    """A reason to look at samples. remedy: what to do about it, for people."""
+
     remedy: str
 
     @property
@@ -68,8 +75,7 @@ class Change:
         return f"from {pretty_number(self.first)} to {pretty_number(self.last)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fall:
+class Fall(NamedTuple):
     """A figure of diversity that may fall. least: at the start; below, there is nothing to lose."""
 
     key: str
@@ -78,8 +84,7 @@ class Fall:
     least: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rise:
+class Rise(NamedTuple):
     """A figure of looks that may rise: by this much, and to this many times its start."""
 
     key: str
@@ -123,17 +128,29 @@ def signs(
     """
     ends = verdict(rows)
     # Without a gain there is nothing that an exploit could have brought.
-    if ends is None or not ends.is_clear or ends.gain <= 0:
+    if ends is None or not _is_clear_gain(ends):
         return []
-    all_signs = [
-        *_falls(rows, ends.gain, config),
-        *_rises(rows, ends.gain, config),
-        *_heldout(rows, heldout, config),
+    coef = config_number(config, "algorithm", "kl_coef")
+    kl = "set algorithm.kl_coef, e.g. to 0.3"
+    if coef:
+        kl = f"raise algorithm.kl_coef (now {pretty_number(coef)})"
+    mild_remedy = f"If samples grow alike, {kl}."
+    remedy = f"Look at the samples; {kl}, or go back to an earlier checkpoint."
+    symptoms = sorted(
+        [*_falls(rows, ends), *_rises(rows, ends), *_lags(rows, heldout)],
+        key=lambda symptom: -symptom.gravity,
+    )
+    return [
+        Sign(**vars(symptom), remedy=mild_remedy if symptom.gravity == MILD else remedy)
+        for symptom in symptoms
     ]
-    return sorted(all_signs, key=lambda sign: -sign.gravity)
 
 
-def _falls(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Iterator[Sign]:
+def _is_clear_gain(ends: Verdict) -> bool:
+    return ends.is_clear and ends.gain > 0
+
+
+def _falls(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
     for name, fall in FALLS.items():
         change = _change(rows, fall.key)
         if (
@@ -143,24 +160,17 @@ def _falls(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Itera
             or change.last >= NARROW * change.first
         ):
             continue
+        subject = f"{_while(ends)} {fall.what}"
         # Some narrowing is what training does; only a collapse is called an exploit.
         if change.last < COLLAPSED * change.first:
-            claim = f"{_while(gain)} {fall.what} fell {change}{fall.unit}"
-            claim += ": the policy may be exploiting the reward."
-            yield Sign(kind=f"{name} collapse", gravity=4, claim=claim, remedy=_remedy(config))
+            claim = f"{subject} fell {change}{fall.unit}: the policy may be exploiting the reward."
+            yield Symptom(kind=f"{name} collapse", gravity=4, claim=claim)
         else:
-            claim = (
-                f"{_while(gain)} {fall.what} narrowed {change}{fall.unit}. Some of that is usual."
-            )
-            yield Sign(
-                kind=f"{name} narrow",
-                gravity=1,
-                claim=claim,
-                remedy=f"If samples grow alike, {_kl(config)}.",
-            )
+            claim = f"{subject} narrowed {change}{fall.unit}. Some of that is usual."
+            yield Symptom(kind=f"{name} narrow", gravity=MILD, claim=claim)
 
 
-def _rises(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Iterator[Sign]:
+def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
     for name, rise in RISES.items():
         change = _change(rows, rise.key)
         if (
@@ -169,33 +179,38 @@ def _rises(rows: Sequence[Row], gain: float, config: Mapping[str, Any]) -> Itera
             or change.last < max(change.first + rise.by, change.first * rise.times)
         ):
             continue
-        claim = f"{_while(gain)} {rise.what} rose {change}"
+        claim = f"{_while(ends)} {rise.what} rose {change}"
         claim += ", as it does when a policy exploits its reward."
-        yield Sign(kind=name, gravity=2, claim=claim, remedy=_remedy(config))
+        yield Symptom(kind=name, gravity=2, claim=claim)
 
 
-def _heldout(
-    rows: Sequence[Row], heldout: Comparison | None, config: Mapping[str, Any]
-) -> Iterator[Sign]:
+def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Symptom]:
     """Yield held-out scores that lag behind what training gained up to the last evaluation."""
-    evaluated = [step_of(row) for row in rows if any(key.startswith("eval/") for key in row)]
+    last_evaluated = -1
+    for row in rows:
+        if any(key.startswith("eval/") for key in row):
+            last_evaluated = step_of(row)
     # Later gains are of steps that no held-out score could follow yet.
-    rows = [row for row in rows if evaluated and step_of(row) <= evaluated[-1]]
+    rows = [row for row in rows if step_of(row) <= last_evaluated]
     ends = verdict(rows)
-    if ends is None or not ends.is_clear or ends.gain <= 0:
+    if ends is None or not _is_clear_gain(ends):
         return
     for name, change in _scores(rows, heldout).items():
-        claim = f"{_while(ends.gain)} the held-out score {name}"
+        claim = f"{_while(ends)} the held-out score {name}"
         if change.high < 0:
             claim += f" fell {change}: the policy is likely to exploit the reward."
-            yield Sign(kind=f"{name} falls", gravity=5, claim=claim, remedy=_remedy(config))
-        elif (
-            expected := _comparable_gain(rows, name, change)
-        ) is not None and change.high < FOLLOWS * expected:
+            yield Symptom(kind=f"{name} falls", gravity=5, claim=claim)
+            continue
+        trained = verdict(rows, key=f"reward/{name}")
+        scores = (ends.first, ends.last, change.first, change.last)
+        # A score that is not trained should follow the total, where both are of one scale.
+        if trained is None and all(0 <= score <= 1 for score in scores):
+            trained = ends
+        if trained and trained.is_clear and change.high < FOLLOWS * trained.gain:
             values = f"({pretty_number(change.first)}, then {pretty_number(change.last)})"
             claim += f" did not follow {values}: the policy may be exploiting the reward, or "
             claim += "learning prompts by heart."
-            yield Sign(kind=f"{name} lags", gravity=3, claim=claim, remedy=_remedy(config))
+            yield Symptom(kind=f"{name} lags", gravity=3, claim=claim)
 
 
 def _scores(rows: Sequence[Row], heldout: Comparison | None) -> dict[str, Change]:
@@ -219,60 +234,31 @@ def _paired_change(heldout: Comparison, name: str) -> Change | None:
     return Change(first=first, last=last, low=difference.low, high=difference.high)
 
 
-def _comparable_gain(rows: Sequence[Row], name: str, change: Change) -> float | None:
-    """Return the gain in training that a held-out score should follow.
-
-    It is that of the same reward; for a score that is not trained, that of the total while both
-    lie within 0 … 1. None where there is none, or it is not clear.
-    """
-    ends = verdict(rows, key=f"reward/{name}")
-    if ends is None:
-        ends = verdict(rows)
-        if ends is None or not all(
-            0 <= value <= 1 for value in (ends.first, ends.last, change.first, change.last)
-        ):
-            return None
-    return ends.gain if ends.is_clear else None
-
-
 def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
     """Compare first and last evaluation, give or take UNKNOWN_NOISE; None with fewer than two."""
-    values = finite(column(rows, key))
+    values = column(rows, key)
     if len(values) < 2:
         return None
-    first = values[0]
-    last = values[-1]
     # Relative to the larger: a score near 0 would get no slack of its own.
-    slack = UNKNOWN_NOISE * max(abs(first), abs(last))
-    return Change(first=first, last=last, low=last - first - slack, high=last - first + slack)
+    slack = UNKNOWN_NOISE * max(abs(values[0]), abs(values[-1]))
+    return _uncertain(values[0], values[-1], slack)
 
 
 def _change(rows: Sequence[Row], key: str) -> Change | None:
     """Compare the first and last steps, ± CLEAR standard errors; None for too few steps."""
-    values = finite(column(rows, key))
+    values = column(rows, key)
     window = min(MAX_STEPS, len(values) // 2)
     if window < MIN_STEPS:
         return None
     start = values[:window]
     end = values[-window:]
-    first = fmean(start)
-    last = fmean(end)
     slack = CLEAR * math.sqrt((variance(start) + variance(end)) / window)
+    return _uncertain(fmean(start), fmean(end), slack)
+
+
+def _uncertain(first: float, last: float, slack: float) -> Change:
     return Change(first=first, last=last, low=last - first - slack, high=last - first + slack)
 
 
-def _while(gain: float) -> str:
-    return f"Reward rose by {pretty_number(gain)} while"
-
-
-def _remedy(config: Mapping[str, Any]) -> str:
-    return f"Look at the samples; {_kl(config)}, or go back to an earlier checkpoint."
-
-
-def _kl(config: Mapping[str, Any]) -> str:
-    coef = config_number(config, "algorithm", "kl_coef")
-    return (
-        f"raise algorithm.kl_coef (now {pretty_number(coef)})"
-        if coef
-        else "set algorithm.kl_coef, e.g. to 0.3"
-    )
+def _while(ends: Verdict) -> str:
+    return f"Reward rose by {pretty_number(ends.gain)} while"

@@ -16,6 +16,7 @@ def read_evaluations(run_folder: Path) -> list[tuple[Path, Evaluation]]:
     A record that cannot be read is skipped with a warning.
     """
     folders = [folder for _, folder in evaluation_folders(run_folder)]
+    # One that cannot be read must not hide a run's others.
     first = _first_readable(folders)
     # From the end: the newest that can be read, which may be the first again.
     last = _first_readable(folders[::-1]) if first else None

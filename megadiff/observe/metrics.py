@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 from statistics import median as _median
 from typing import Any
 
-from megadiff.observe.jsonl import parse_line, read_lines
+from megadiff.observe.text_files import parse_line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ def median(values: Iterable[float | None]) -> float | None:
     return _median(numbers) if numbers else None
 
 
-def column(rows: Sequence[Row], key: str) -> list[float | None]:
-    """Return one metric over the rows; None where it is missing."""
-    return [row.get(key) for row in rows]
+def column(rows: Sequence[Row], key: str) -> list[float]:
+    """Return the finite values of one metric over the rows."""
+    return finite(row.get(key) for row in rows)
 
 
 def step_of(row: Row) -> int:
@@ -154,7 +154,7 @@ class Verdict:
 
 def verdict(rows: Sequence[Row], *, key: str = "reward/mean") -> Verdict | None:
     """Compare first and last steps, which never overlap; None without a finite value."""
-    values = finite(column(rows, key))
+    values = column(rows, key)
     if not values:
         return None
     # Half of a short run at most, so that its two ends never share a step.

@@ -30,8 +30,9 @@ def step_summary(metrics: Mapping[str, float]) -> str:
     elif LOSS in metrics:
         parts.append(f"loss {format_number(metrics[LOSS])}")
     for stage in STAGES:
-        if stage_key(stage) in metrics:
-            parts.append(f"{stage} {format_number(metrics[stage_key(stage)])}s")
+        seconds = metrics.get(stage_key(stage))
+        if seconds is not None:
+            parts.append(f"{stage} {format_number(seconds)}s")
     return "  ".join(parts)
 
 
@@ -60,13 +61,19 @@ class ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` is finished, with its metrics."""
         # The first step has ended by now: its own seconds say when it began.
         if self._start_s is None:
-            self._start_clock(step_seconds(metrics) or 0.0)
+            seconds_ago = step_seconds(metrics) or 0.0
+            self._start_s = time.monotonic() - seconds_ago
+            if self._bar is not None:
+                # tqdm counts in time.time().
+                self._bar.start_t = time.time() - seconds_ago
+                self._bar.last_print_t = self._bar.start_t
         if self._bar is not None:
             self._bar.set_postfix_str(step_summary(metrics), refresh=False)
             self._bar.update(step - self._bar.n)
@@ -75,20 +82,9 @@ class ProgressBar:
         remaining = format_seconds(self._remaining_s(step))
         logger.info("step %d/%d  %s  ETA %s", step, self._num_steps, summary, remaining)
 
-    def _start_clock(self, seconds_ago: float) -> None:
-        self._start_s = time.monotonic() - seconds_ago
-        if self._bar is not None:
-            # tqdm counts in time.time().
-            self._bar.start_t = time.time() - seconds_ago
-            self._bar.last_print_t = self._bar.start_t
-
     def _remaining_s(self, step: int) -> float:
         """Return steps left × mean seconds of the steps that this process finished."""
         # Not num_steps done in all: a resumed run spent no time on the earlier ones.
         finished = max(1, step - self._start_step)
         assert self._start_s is not None
         return (time.monotonic() - self._start_s) / finished * max(0, self._num_steps - step)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -19,14 +19,16 @@ from PIL import Image
 from torch import Tensor
 
 from megadiff.observe import video
-from megadiff.observe.jsonl import parse_line, read_lines
+from megadiff.observe.step_folders import step_folder, step_folders
+from megadiff.observe.text_files import parse_line, read_lines
 
 logger = logging.getLogger(__name__)
 
+SAMPLES = "samples"  # under a run's folder
 INDEX_NAME = "samples.jsonl"
 IMAGE_SUFFIX = ".png"
-MAX_FRAMES = 4  # of a video, side by side where only images can be shown
-_STEP_FOLDER = re.compile(r"step_(\d+)")
+# Frames of a video stand side by side where only images can be shown; more would be too small.
+MAX_FRAMES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,27 +65,13 @@ class SavedSample:
     policy_version: int
 
 
-def step_folder(run_folder: Path, step: int) -> Path:
-    return run_folder / "samples" / f"step_{step:06d}"
-
-
-def step_folders(run_folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every step with saved samples, by rising step."""
-    folders = []
-    for path in (run_folder / "samples").glob("step_*"):
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match:
-            folders.append((int(match[1]), path))
-    return sorted(folders)
-
-
 def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]) -> Path:
     """Write the samples of one step and return their folder.
 
     It is written aside and renamed, so it is always whole; the same step again (a resumed run)
     replaces it. Raises ValueError for pixels that are not uint8 [F, H, W, 3].
     """
-    target = step_folder(run_folder, step)
+    target = step_folder(run_folder / SAMPLES, step)
     aside = target.with_name(f".{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -91,7 +79,16 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
         for number, sample in enumerate(samples):
             name = _file_name(number, sample)
             write_picture(aside / name, sample.pixels, frames_per_s=sample.frames_per_s)
-            index.write(json.dumps(_index_entry(name, sample), ensure_ascii=False) + "\n")
+            entry = {
+                "file": name,
+                "caption": sample.caption,
+                "prompt_id": sample.prompt_id,
+                "sample_index": sample.sample_index,
+                "policy_version": sample.policy_version,
+                "reward": _finite(sample.reward),
+                "rewards": {reward: _finite(value) for reward, value in sample.rewards.items()},
+            }
+            index.write(json.dumps(entry, ensure_ascii=False) + "\n")
     # A rename replaces no folder that holds files.
     if target.exists():
         shutil.rmtree(target)
@@ -102,19 +99,6 @@ def _file_name(number: int, sample: SampleRecord) -> str:
     """Return a name that is unique by `number`, readable, and safe on every file system."""
     words = re.sub(r"[^a-z0-9]+", "-", sample.caption.lower()).strip("-")[:40].strip("-")
     return f"{number:03d}_{words or 'prompt'}_{sample.sample_index}{picture_suffix(sample.pixels)}"
-
-
-def _index_entry(name: str, sample: SampleRecord) -> dict[str, object]:
-    rewards = {reward: _finite(value) for reward, value in sample.rewards.items()}
-    return {
-        "file": name,
-        "caption": sample.caption,
-        "prompt_id": sample.prompt_id,
-        "sample_index": sample.sample_index,
-        "policy_version": sample.policy_version,
-        "reward": _finite(sample.reward),
-        "rewards": rewards,
-    }
 
 
 # JSON has no NaN: a reader in another language would refuse the line.
@@ -183,31 +167,19 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
 
 def read_samples(run_folder: Path) -> list[SavedSample]:
     """Read every saved sample by rising step; warn of torn lines and missing files."""
-    return [
-        sample for step, folder in step_folders(run_folder) for sample in _read_index(folder, step)
-    ]
-
-
-def _read_index(folder: Path, step: int) -> list[SavedSample]:
-    path = folder / INDEX_NAME
-    lines = read_lines(path) if path.exists() else []
     samples = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = parse_line(line)
-            sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
-        except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
-            logger.warning("%s: line %d is no sample and skipped", path, number)
-            continue
-        if sample.path.exists():
-            samples.append(sample)
-        else:
-            logger.warning("%s: %s is missing and skipped", folder, sample.path.name)
+    for step, folder in step_folders(run_folder / SAMPLES):
+        path = folder / INDEX_NAME
+        lines = read_lines(path) if path.exists() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                entry = parse_line(line)
+                sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
+            except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
+                logger.warning("%s: line %d is no sample and skipped", path, number)
+                continue
+            if sample.path.exists():
+                samples.append(sample)
+            else:
+                logger.warning("%s: %s is missing and skipped", folder, sample.path.name)
     return samples
-
-
-def drop_samples_after(run_folder: Path, *, step: int) -> None:
-    """Remove the samples of later steps: a run resumed at `step` draws them again."""
-    for later, folder in step_folders(run_folder):
-        if later > step:
-            shutil.rmtree(folder)

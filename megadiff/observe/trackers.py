@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -9,19 +10,15 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from megadiff.observe.alarm import Alarm
-from megadiff.observe.evaluation import drop_evaluations_after
-from megadiff.observe.jsonl import read_lines
+from megadiff.observe.evaluation import EVALUATIONS
 from megadiff.observe.metrics import check_keys, parse_row, read_rows, step_of
-from megadiff.observe.samples import (
-    SampleRecord,
-    drop_samples_after,
-    frame_strip,
-    sample_grid,
-    save_samples,
-)
+from megadiff.observe.samples import SAMPLES, SampleRecord, frame_strip, sample_grid, save_samples
+from megadiff.observe.step_folders import drop_steps_after
+from megadiff.observe.text_files import read_lines, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +44,12 @@ class FolderTracker:
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         self._run_folder = run_folder
+        # A run that starts over makes the evaluation before its first step again.
+        last_step = resume_step or BEFORE_ALL
         path = run_folder / METRICS_NAME
-        drop_rows_after(path, step=resume_step or BEFORE_ALL)
-        drop_samples_after(run_folder, step=resume_step)
-        drop_evaluations_after(run_folder, step=resume_step or BEFORE_ALL)
+        _drop_rows_after(path, last_step)
+        drop_steps_after(run_folder / SAMPLES, resume_step)
+        drop_steps_after(run_folder / EVALUATIONS, last_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,6 +58,7 @@ class FolderTracker:
             logger.warning("step %d: %s not finite, written as null", step, ", ".join(bad))
         row = {"step": step, **metrics, **dict.fromkeys(bad)}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        # A killed process loses what is in its own buffer, not what the kernel has.
         self._file.flush()
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
@@ -68,7 +68,7 @@ class FolderTracker:
         self._file.close()
 
 
-def drop_rows_after(path: Path, *, step: int) -> None:
+def _drop_rows_after(path: Path, step: int) -> None:
     """Drop torn lines and later steps of a metrics.jsonl: a resumed run writes those again.
 
     What stays is the same byte for byte. It is written aside and renamed.
@@ -82,25 +82,23 @@ def drop_rows_after(path: Path, *, step: int) -> None:
         # A line without its end would run into the next that is written.
         if row is not None and line.endswith("\n") and step_of(row) <= step:
             earlier.append(line)
-    if len(earlier) == len(lines):
+    num_dropped = len(lines) - len(earlier)
+    if not num_dropped:
         return
-    logger.info("%s: %d lines after step %d dropped", path, len(lines) - len(earlier), step)
-    aside = path.with_name(f".{path.name}")
-    aside.write_text("".join(earlier), "utf-8")
-    os.replace(aside, path)
+    logger.info("%s: %d lines after step %d dropped", path, num_dropped, step)
+    write_whole(path, "".join(earlier))
 
 
 class TensorBoardTracker:
     """Write scalars, and per step one grid of samples with its captions, under `tensorboard/`."""
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise ValueError(_missing("tensorboard")) from error
+        module = _module_of("tensorboard", "torch.utils.tensorboard")
         # TensorBoard hides what an earlier attempt wrote from this step on.
         purge_step = resume_step + 1 if resume_step else None
-        self._writer = SummaryWriter(log_dir=str(run_folder / "tensorboard"), purge_step=purge_step)
+        self._writer = module.SummaryWriter(
+            log_dir=str(run_folder / "tensorboard"), purge_step=purge_step
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
@@ -108,12 +106,9 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        captions = "\n".join(
-            f"{n}. {sample.caption} · **{sample.reward:.3f}**"
-            for n, sample in enumerate(samples, 1)
-        )
+        lines = [f"{n}. {s.caption} · **{s.reward:.3f}**" for n, s in enumerate(samples, 1)]
         self._writer.add_image("samples", sample_grid(samples), step)
-        self._writer.add_text("samples/captions", captions, step)
+        self._writer.add_text("samples/captions", "\n".join(lines), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -124,16 +119,12 @@ class WandbTracker:
     """Log to a Weights & Biases run, which a resumed run continues by the id in its folder."""
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise ValueError(_missing("wandb")) from error
+        self._wandb = _module_of("wandb", "wandb")
         id_path = run_folder / "wandb_id"
         # A run that starts over in the same folder is another one to W&B.
         if not (resume_step and id_path.exists()):
             id_path.write_text(uuid.uuid4().hex[:8], "utf-8")
-        self._wandb = wandb
-        self._run = wandb.init(
+        self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megadiff"),
             name=run_folder.name,
             id=id_path.read_text("utf-8").strip(),
@@ -148,24 +139,25 @@ class WandbTracker:
         self._run.log({"step": step, **metrics})
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        images = [
-            self._wandb.Image(
-                frame_strip(sample.pixels).numpy(),
-                caption=f"{sample.caption} · {sample.reward:.3f}",
-            )
-            for sample in samples
-        ]
+        images = []
+        for sample in samples:
+            caption = f"{sample.caption} · {sample.reward:.3f}"
+            images.append(self._wandb.Image(frame_strip(sample.pixels).numpy(), caption=caption))
         self._run.log({"step": step, "samples": images})
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _missing(name: str) -> str:
-    return (
-        f"track has {name}, which is not installed; pip install 'megadiff[{name}]' or take {name} "
-        "out of track"
-    )
+def _module_of(tracker: str, module: str) -> ModuleType:
+    """Import what a tracker needs. Raises ValueError, with the extra to install, without it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"track has {tracker}, which is not installed; pip install 'megadiff[{tracker}]' or "
+            f"take {tracker} out of track"
+        ) from error
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {
@@ -199,6 +191,7 @@ class Trackers:
         values = {key: float(value) for key, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, values)
+        # Only now: a step whose line was not written may be logged again.
         self._last_step = step
 
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from megadiff.parallel.recompute import kept_blocks
-from megadiff.planner.engine_memory import ModelShape, Placing, Work
+from megadiff.planner.engine_memory import ModelShape, Placing, Work, round_up
 from megadiff.planner.saved import HEADS, INPUTS, TEXT_TOKENS, TOKENWISE, Saved, SavedRow, measure
 
 # Alive at once while a block is at work, in numbers of a token and feature: these in the norms'
@@ -73,14 +71,11 @@ def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -
     """Scale the bytes of one row on one GPU to this rank's rows, tokens and heads."""
     layout = placing.layout
     num_slices = _num_slices(placing)
-    image = _padded(work.image_tokens, num_slices)
-    text = _padded(work.text_tokens, num_slices) / TEXT_TOKENS
+    image = round_up(work.image_tokens, num_slices)
+    text = round_up(work.text_tokens, num_slices) / TEXT_TOKENS
     num_bytes = 0.0
-    for kind, num_ranks in (
-        (TOKENWISE, num_slices),
-        (INPUTS, layout.sp),
-        (HEADS, layout.sp * layout.tp),
-    ):
+    ranks = {TOKENWISE: num_slices, INPUTS: layout.sp, HEADS: layout.sp * layout.tp}
+    for kind, num_ranks in ranks.items():
         num_bytes += row.image_token[kind] * image / num_ranks
         if model.plan.text_is_stream:
             num_bytes += row.text[kind] * text / num_ranks
@@ -95,9 +90,9 @@ def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -
 def _split_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
     """Return how many tokens of a stream this rank has between attention and MLPs."""
     num_slices = _num_slices(placing)
-    tokens = _padded(work.image_tokens, num_slices)
+    tokens = round_up(work.image_tokens, num_slices)
     if model.plan.text_is_stream:
-        tokens += _padded(work.text_tokens, num_slices)
+        tokens += round_up(work.text_tokens, num_slices)
     return work.rows * tokens // num_slices
 
 
@@ -105,10 +100,6 @@ def _num_slices(placing: Placing) -> int:
     """Return over how many ranks tokens are split between attention and MLPs."""
     layout = placing.layout
     return layout.sp * (layout.tp if placing.sequence_parallel else 1)
-
-
-def _padded(num_tokens: int, num_slices: int) -> int:
-    return math.ceil(num_tokens / num_slices) * num_slices
 
 
 def _saved(model: ModelShape, work: Work) -> Saved:

@@ -22,7 +22,7 @@ from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.registry import build_adapter
-from megadiff.planner.engine_memory import GIB, ModelShape, Placing
+from megadiff.planner.engine_memory import GIB, Placing
 from megadiff.planner.memory_plan import (
     PHASES,
     USABLE_GIB,
@@ -41,22 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config([*options.config, *config_arguments])
         machine = _machine(options)
-        plan = _plan(config, machine, text_tokens=options.text_tokens)
+        # dp=1 divides everything: what depends on dp is an obstacle of a layout, not of the config.
+        validate(config, dp=1)
+        adapter = build_adapter(Path(config.model.path))
+        adapter.validate(sampling_of(config.rollout))
+        if config.model.float32_streams:
+            adapter.check_float32_streams()
+        plan = make_plan(config, adapter, machine=machine, text_tokens=options.text_tokens)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     text = json.dumps(to_json(plan)) if options.json else to_text(plan, config, gpu=options.gpu)
     sys.stdout.write(f"{text}\n")
     return 0 if plan.pick else 1
-
-
-def _plan(config: Config, machine: Machine, *, text_tokens: int) -> MemoryPlan:
-    validate(config, dp=1)
-    adapter = build_adapter(Path(config.model.path))
-    adapter.validate(sampling_of(config.rollout))
-    if config.model.float32_streams:
-        adapter.check_float32_streams()
-    return make_plan(config, adapter, machine=machine, text_tokens=text_tokens)
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -95,7 +92,7 @@ def to_json(plan: MemoryPlan) -> dict[str, object]:
         "replicas": asdict(plan.replicas),
         "layouts": [_json_layout(estimate, plan.machine) for estimate in layouts],
         "pick": layouts.index(plan.pick) if plan.pick else None,
-        "config": layouts.index(plan.own) if plan.own else None,
+        "config": layouts.index(plan.configured) if plan.configured else None,
         "overrides": overrides(plan.pick.placing) if plan.pick else None,
     }
 
@@ -120,6 +117,7 @@ def overrides(placing: Placing) -> str:
     """Return the keys that select a layout, whatever the config says."""
     layout = placing.layout
     keys = {
+        # All of them, also those with a default: the line must hold whatever else is given.
         "engine.backend": placing.backend,
         "parallel.dp": layout.dp,
         "parallel.dp_replicate": layout.dp_replicate,
@@ -133,43 +131,33 @@ def overrides(placing: Placing) -> str:
 
 def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
     """Return a table in GiB per GPU, in the order of preference, and the advice under it."""
+    model = plan.model
     machine = plan.machine
     work = plan.estimates[0].work
-    rows_of = f"a microbatch: {config.train.microbatch_size} x "
-    num_passes = "two passes (guidance)" if work.passes == 2 else "one pass"
+    times = f"{model.num_components} x " if model.num_components > 1 else ""
     lines = [
-        f"{_size(plan.model)} parameters in {config.engine.dtype} on {machine.world_size} x {gpu}, "
-        f"{_gib(machine.num_bytes)} GiB each, of which {machine.headroom:.0%} are kept free: "
-        f"{_gib(machine.budget)} GiB",
-        *_lora_lines(plan, config),
-        f"{rows_of}({work.image_tokens} image + {work.text_tokens} text tokens), {num_passes}, "
+        f"{times}{model.num_parameters / 1e9:.2f} B parameters in {config.engine.dtype} on "
+        f"{machine.world_size} x {gpu}, {_gib(machine.num_bytes)} GiB each, of which "
+        f"{machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB"
+    ]
+    if config.lora.rank:
+        trained = f"{model.num_trained / 1e9:.3g} B are trained"
+        lines.append(f"LoRA of rank {config.lora.rank}: {trained}, all else is frozen")
+    num_passes = "two passes (guidance)" if work.passes == 2 else "one pass"
+    names = ("engine", "dp", "repl", "sp", "tp", "SP", "params", "grads", "optim", *PHASES)
+    lines += [
+        f"a microbatch: {config.train.microbatch_size} x ({work.image_tokens} image + "
+        f"{work.text_tokens} text tokens), {num_passes}, "
         f"{config.engine.activation_memory_budget:.0%} of the blocks' activations kept",
         _replica_line(plan),
         "",
-        *_header(),
+        f"{'':34}{'stays, GiB per GPU':>24}   {'peak of each phase, GiB per GPU':>39}",
+        _cells(" ", names, "fits"),
         *(_row(plan, estimate) for estimate in plan.estimates),
         "",
+        *_advice(plan, config),
     ]
-    return "\n".join([*lines, *_advice(plan, config)])
-
-
-def _size(model: ModelShape) -> str:
-    """Return the parameters of all components, in billions."""
-    times = f"{model.num_components} x " if model.num_components > 1 else ""
-    return f"{times}{model.num_parameters / 1e9:.2f} B"
-
-
-def _lora_lines(plan: MemoryPlan, config: Config) -> list[str]:
-    if not config.lora.rank:
-        return []
-    trained = f"{plan.model.num_trained / 1e9:.3g} B"
-    return [f"LoRA of rank {config.lora.rank}: {trained} are trained, all else is frozen"]
-
-
-def _header() -> list[str]:
-    names = ("engine", "dp", "repl", "sp", "tp", "SP", "params", "grads", "optim", *PHASES)
-    top = f"{'':34}{'stays, GiB per GPU':>24}   {'peak of each phase, GiB per GPU':>39}"
-    return [top, _cells(" ", names, "fits")]
+    return "\n".join(lines)
 
 
 def _cells(mark: str, cells: Sequence[str], last: str) -> str:
@@ -182,13 +170,11 @@ def _cells(mark: str, cells: Sequence[str], last: str) -> str:
 def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     placing = estimate.placing
     layout = placing.layout
-    mark = ">" if estimate is plan.pick else "*" if estimate is plan.own else " "
+    mark = ">" if estimate is plan.pick else "*" if estimate is plan.configured else " "
+    # Sequence parallelism splits tokens over tp ranks: without them it is neither on nor off.
     split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
-    cells = [
-        placing.backend,
-        *map(str, (layout.dp, layout.dp_replicate, layout.sp, layout.tp)),
-        split,
-    ]
+    sizes = (layout.dp, layout.dp_replicate, layout.sp, layout.tp)
+    cells = [placing.backend, *map(str, sizes), split]
     static = estimate.static
     if static is None:
         return _cells(mark, cells + ["-"] * 7, f"no: {_brief(estimate.obstacle)}")
@@ -205,20 +191,16 @@ def _replica_line(plan: MemoryPlan) -> str:
     replicas = plan.replicas
     if not replicas.per_gpu:
         return "replicas: none on these GPUs"
-    asleep = (
-        f"asleep, with {_gib(replicas.parked)} GiB in host memory," if replicas.sleeps else "awake"
-    )
-    landing = (
-        f" ({_gib(replicas.pushed)} while a push lands)"
-        if replicas.pushed != replicas.weights
-        else ""
-    )
-    text = (
-        f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights{landing} and "
-        f"{_gib(replicas.working)} GiB at work, {asleep} while the trainer works"
-    )
-    missing = f"; not counted, for want of their config.json: {', '.join(replicas.unknown)}"
-    return text + (missing if replicas.unknown else "")
+    text = f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights"
+    if replicas.pushed != replicas.weights:
+        text += f" ({_gib(replicas.pushed)} while a push lands)"
+    asleep = "awake"
+    if replicas.sleeps:
+        asleep = f"asleep, with {_gib(replicas.parked)} GiB in host memory,"
+    text += f" and {_gib(replicas.working)} GiB at work, {asleep} while the trainer works"
+    if replicas.unknown:
+        text += f"; not counted, for want of their config.json: {', '.join(replicas.unknown)}"
+    return text
 
 
 def _advice(plan: MemoryPlan, config: Config) -> list[str]:
@@ -235,25 +217,23 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
         f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}: {_parts(estimate, worst)}"
         + (f"; host memory {_gib(host)} GiB a GPU" if host else ""),
     ]
+    # Only a larger budget is worth a line: a smaller one costs time for memory that is there.
     budget, peak = largest_budget(plan, estimate)
     if budget > config.engine.activation_memory_budget:
         lines.append(
             f"  by this estimate engine.activation_memory_budget={budget:g} fits too, with "
             f"{_gib(peak)} GiB in update: less is computed again"
         )
-    own = plan.own
-    if own and own is not estimate:
-        verdict = "cannot run" if own.obstacle else "does not fit"
-        if own.fits(plan.machine):
+    configured = plan.configured
+    if configured and configured is not estimate:
+        verdict = "cannot run" if configured.obstacle else "does not fit"
+        if configured.fits(plan.machine):
             verdict = "fits too"
         lines.append(f"* is what the config asks for; it {verdict}")
     if estimate.placing.backend != backend:
-        fitting = [
-            other
-            for other in plan.estimates
-            if other.placing.backend == backend and other.fits(plan.machine)
-        ]
-        first = overrides(fitting[0].placing) if fitting else "no layout of it fits"
+        fitting = [other for other in plan.estimates if other.fits(plan.machine)]
+        of_backend = [other for other in fitting if other.placing.backend == backend]
+        first = overrides(of_backend[0].placing) if of_backend else "no layout of it fits"
         lines.append(f"  of engine.backend={backend} the first: {first}")
     return lines
 
@@ -262,6 +242,7 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
     possible = [estimate for estimate in plan.estimates if not estimate.obstacle]
     if not possible:
         return ["no layout is possible; the last column says why"]
+    # The advice is about the layout that misses by the least.
     nearest = min(possible, key=lambda estimate: estimate.peak(estimate.worst_phase))
     worst = nearest.worst_phase
     return [
@@ -281,6 +262,7 @@ def _parts(estimate: Estimate, phase: str) -> str:
 def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
     phase = estimate.worst_phase
     rows = config.train.microbatch_size
+    # The cheapest first.
     remedies = []
     if "activations" in estimate.phases[phase] and rows > 1:
         remedies.append(f"train.microbatch_size below {rows}")
@@ -312,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         "config", nargs="*", help="yaml files and key=value overrides, as for train"
     )
     parser.add_argument("--world-size", type=int, required=True, help="GPUs that train")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus-per-node", type=int, default=8)  # as DGX and HGX servers have
     parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200")
     parser.add_argument("--memory-gib", type=float, help="of one GPU, instead of what --gpu has")
     parser.add_argument(

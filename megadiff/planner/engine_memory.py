@@ -8,7 +8,8 @@ Gathered weights are an estimate. docs/memory.md has the terms and how far they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -81,33 +82,13 @@ class ModelShape:
 
     @cached_property
     def num_blocks(self) -> int:
-        return len(self._units(self.shapes).keys() - {None})
+        return len(self.units(self.shapes).keys() - {None})
 
-    @cached_property
-    def block_elements(self) -> int:
-        """Count the elements of the largest block, without LoRA's."""
-        return self._largest_block(self.shapes)
-
-    @cached_property
-    def trained_block_elements(self) -> int:
-        """Count the elements with a gradient of the largest block."""
-        return self._largest_block(self.lora or self.shapes)
-
-    @cached_property
-    def root_elements(self) -> int:
-        """Count the elements outside the blocks."""
-        return self._units(self.shapes).get(None, 0)
-
-    def _largest_block(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        units = self._units(shapes)
-        return max((size for unit, size in units.items() if unit is not None), default=0)
-
-    def _units(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[int | None, int]:
+    def units(self, shapes: Mapping[str, tuple[int, ...]]) -> Counter[int | None]:
         """Return the elements of each block, and under None those of the rest."""
-        sizes: dict[int | None, int] = {}
+        sizes = Counter[int | None]()
         for name, shape in shapes.items():
-            unit = self.plan.block_of(name)
-            sizes[unit] = sizes.get(unit, 0) + math.prod(shape)
+            sizes[self.plan.block_of(name)] += math.prod(shape)
         return sizes
 
 
@@ -230,11 +211,17 @@ def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, trainin
         # another.
         return model.num_parameters * work.itemsize + FLOAT32 * model.num_trained
     num_blocks = GATHERED_FORWARD + (0 if training else GATHERED_COPY)
-    weights = work.itemsize * (model.root_elements + num_blocks * model.block_elements)
+    units = model.units(model.shapes)
+    root_elements = units.pop(None, 0)
+    elements = root_elements + num_blocks * max(units.values(), default=0)
     if not training:
-        return weights
+        return work.itemsize * elements
+    trained = model.units(model.lora or model.shapes)
+    # The largest block counts: gradients are reduced block by block.
+    trained.pop(None, 0)
     # in engine.dtype, and in float32 as the reduction's input
-    return weights + model.trained_block_elements * (work.itemsize + FLOAT32)
+    gradients = max(trained.values(), default=0) * (work.itemsize + FLOAT32)
+    return work.itemsize * elements + gradients
 
 
 def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
@@ -291,12 +278,12 @@ def _megatron_gathered(model: ModelShape, placing: Placing, work: Work, *, train
 
 
 def megatron_buffer(
-    sizes: Sequence[int], *, ranks: int, bucket_size: int | None
+    sizes: Sequence[int], *, ranks: int, bucket_size: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return (start, end) of each bucket and of each parameter in Megatron's buffers, in elements.
 
     sizes: of the parameters as the buffer has them, the module's last one first.
-    bucket_size: a bucket is closed when it is reached; None makes one bucket.
+    bucket_size: a bucket is closed when it is reached.
     """
     divisor = math.lcm(ranks, MEGATRON_BUCKET_ALIGNMENT)
     buckets: list[tuple[int, int]] = []
@@ -304,15 +291,15 @@ def megatron_buffer(
     bucket_start = 0
     end = 0
     for size in sizes:
-        start = _round_up(end, MEGATRON_PARAMETER_ALIGNMENT)
+        start = round_up(end, MEGATRON_PARAMETER_ALIGNMENT)
         end = start + size
         ranges.append((start, end))
-        if bucket_size is not None and end - bucket_start >= bucket_size:
-            end = _round_up(end, divisor)
+        if end - bucket_start >= bucket_size:
+            end = round_up(end, divisor)
             buckets.append((bucket_start, end))
             bucket_start = end
     if end > bucket_start:
-        buckets.append((bucket_start, _round_up(end, divisor)))
+        buckets.append((bucket_start, round_up(end, divisor)))
     return buckets, ranges
 
 
@@ -336,19 +323,19 @@ def _owned(
     return list(zip(elements, num_tensors, strict=True))
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return math.ceil(value / multiple) * multiple
 
 
-STATIC: dict[str, Callable[[ModelShape, Placing, Work], Static]] = {
+STATIC = {
     "veomni": _veomni_static,
     "megatron": _megatron_static,
 }
-WHOLE: dict[str, Callable[[ModelShape, Placing], int]] = {
+WHOLE = {
     "veomni": _fsdp_elements,
     "megatron": _tp_elements,
 }
-GATHERED: dict[str, Callable[..., int]] = {
+GATHERED = {
     "veomni": _veomni_gathered,
     "megatron": _megatron_gathered,
 }

@@ -71,6 +71,7 @@ def size_replicas(
     dtype = config.model.dtype
     weights = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
     samples = build_algorithm(config.algorithm).on_policy or config.eval.every
+    # The trainer loads the text encoder in any case, for the parity gate.
     if rollout.mode == "separate" or not samples:
         return Replicas(encoder=weights.encoder)
     is_asleep = sleeps(config, device_type="cuda")
@@ -102,7 +103,7 @@ def _working_bytes(config: Config, model: ModelShape, machine: Machine, text_tok
     tokens = model.adapter.token_count(sampling, text_tokens)
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
     work = replace(
-        work_of(config, model.adapter, alone, model, machine, text_tokens),
+        work_of(config, model, alone, machine, text_tokens),
         rows=rows,
         image_tokens=tokens.image,
         modulates_tokens=tokens.is_modulated,

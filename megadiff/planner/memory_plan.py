@@ -8,7 +8,7 @@ backward, optimizer).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 
 from megadiff.algorithms import build_algorithm
@@ -70,7 +70,8 @@ class Estimate:
 class MemoryPlan:
     """Hold the estimates in the order of preference.
 
-    pick: the first that fits. own: the config's own layout, None where it cannot run on this world.
+    pick: the first that fits. configured: the config's layout, None where it cannot run on this
+    world.
     """
 
     model: ModelShape
@@ -78,7 +79,7 @@ class MemoryPlan:
     replicas: Replicas
     estimates: list[Estimate]
     pick: Estimate | None
-    own: Estimate | None
+    configured: Estimate | None
 
 
 def make_plan(
@@ -88,7 +89,13 @@ def make_plan(
 
     Raises ValueError for colocated replicas on several nodes.
     """
-    _check_nodes(config, machine)
+    # train/replicas.py refuses it too, once it knows the nodes.
+    if config.rollout.mode == "colocated" and machine.world_size > machine.gpus_per_node:
+        raise ValueError(
+            "rollout.mode=colocated starts replicas on one node, but "
+            f"{machine.world_size} GPUs are more than a node's {machine.gpus_per_node}; "
+            "add rollout.mode=separate rollout.registry=DIR"
+        )
     num_components = len(adapter.components)
     num_trained = len(trained_components(config, adapter))
     model = replace(
@@ -99,12 +106,14 @@ def make_plan(
         idle_offloaded=num_components > 1 and config.engine.offload_idle,
     )
     replicas = size_replicas(config, model, machine, text_tokens=text_tokens)
-    own = _own_placing(config, machine)
-    # keys of a dict, as they keep their order: the config's own may be among the others
-    placings = dict.fromkeys([*placings_of(machine), *([own] if own else [])])
+    configured = _configured_placing(config, machine)
+    # keys of a dict, as they keep their order: the config's may be among the others
+    placings = dict.fromkeys(placings_of(machine))
+    if configured:
+        placings[configured] = None
     estimates = []
     for placing in sorted(placings, key=lambda placing: _preference(placing, config, machine)):
-        work = work_of(config, adapter, placing, model, machine, text_tokens)
+        work = work_of(config, model, placing, machine, text_tokens)
         estimates.append(_estimate(config, model, placing, work, replicas))
     return MemoryPlan(
         model=model,
@@ -112,7 +121,9 @@ def make_plan(
         replicas=replicas,
         estimates=estimates,
         pick=next((estimate for estimate in estimates if estimate.fits(machine)), None),
-        own=next((estimate for estimate in estimates if estimate.placing == own), None),
+        configured=next(
+            (estimate for estimate in estimates if estimate.placing == configured), None
+        ),
     )
 
 
@@ -241,17 +252,12 @@ def _phases(
         working = {"replica at work": replicas.working * replicas.per_gpu}
         phases["rollout"] = resting | awake | working
         landing = {"replica": replicas.pushed * replicas.per_gpu}
-        phases["sync"] = resting | landing | {"buckets": _bucket_bytes(config, model)}
+        largest = max(map(prod, model.shapes.values())) * DTYPES[config.model.dtype].itemsize
+        bucket = max(config.sync.bucket_mib * 2**20, largest)
+        # The bucket that is sent and the next one; the largest tensor, which is gathered on one
+        # side and read on the other.
+        phases["sync"] = resting | landing | {"buckets": 2 * bucket + 2 * largest}
     return phases
-
-
-def _bucket_bytes(config: Config, model: ModelShape) -> int:
-    """Return the bytes of the bucket that is sent and the next one, and twice the largest tensor.
-
-    That one is gathered on one side and read on the other.
-    """
-    largest = max(map(prod, model.shapes.values())) * DTYPES[config.model.dtype].itemsize
-    return 2 * max(config.sync.bucket_mib * 2**20, largest) + 2 * largest
 
 
 def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
@@ -260,16 +266,12 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
     num_heads = model.adapter.num_heads
     if num_heads % (layout.sp * layout.tp):
         return f"sp*tp = {layout.sp * layout.tp} does not divide the model's {num_heads} heads"
+    sizes = asdict(layout)
+    del sizes["world_size"]  # is no key of the config
     asked = replace(
         config,
         engine=replace(config.engine, backend=placing.backend),
-        parallel=replace(
-            config.parallel,
-            dp=layout.dp,
-            dp_replicate=layout.dp_replicate,
-            sp=layout.sp,
-            tp=layout.tp,
-        ),
+        parallel=replace(config.parallel, **sizes),
     )
     try:
         validate(asked, dp=layout.dp)
@@ -278,11 +280,16 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
     return ""
 
 
-def _own_placing(config: Config, machine: Machine) -> Placing | None:
+def _configured_placing(config: Config, machine: Machine) -> Placing | None:
     parallel = config.parallel
-    sizes = dict(dp=parallel.dp, sp=parallel.sp, tp=parallel.tp, dp_replicate=parallel.dp_replicate)
     try:
-        layout = resolve_layout(**sizes, world_size=machine.world_size)
+        layout = resolve_layout(
+            dp=parallel.dp,
+            sp=parallel.sp,
+            tp=parallel.tp,
+            dp_replicate=parallel.dp_replicate,
+            world_size=machine.world_size,
+        )
     except ValueError:  # written for another world
         return None
     return Placing(
@@ -290,16 +297,6 @@ def _own_placing(config: Config, machine: Machine) -> Placing | None:
         layout=layout,
         sequence_parallel=layout.tp > 1 and parallel.sequence_parallel,
     )
-
-
-def _check_nodes(config: Config, machine: Machine) -> None:
-    """Refuse what train/replicas.py refuses once it knows the nodes."""
-    if config.rollout.mode == "colocated" and machine.world_size > machine.gpus_per_node:
-        raise ValueError(
-            "rollout.mode=colocated starts replicas on one node, but "
-            f"{machine.world_size} GPUs are more than a node's {machine.gpus_per_node}; "
-            "add rollout.mode=separate rollout.registry=DIR"
-        )
 
 
 def _divisors(value: int) -> list[int]:

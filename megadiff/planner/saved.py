@@ -19,7 +19,10 @@ from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.plan import LINEAR_KINDS, LORA_A
 from megadiff.types import LoraSpec, Sampling
 
-TOKENWISE, INPUTS, HEADS = KINDS = ("tokenwise", "inputs", "heads")
+TOKENWISE = "tokenwise"
+INPUTS = "inputs"
+HEADS = "heads"
+KINDS = (TOKENWISE, INPUTS, HEADS)
 WIDTH = 256  # pixels, of both sizes below
 HEIGHTS = (256, 512)  # the difference of two sizes is what image tokens take
 TEXT_TOKENS = 64  # of a family that pads no texts
@@ -134,9 +137,10 @@ def measure(
     config: Any = transformer.config  # of diffusers, without types
     recorder = BlockRecorder(half_head=config.attention_head_dim // 2)
     _watch(transformer, adapter, recorder)
+    blocks_name = adapter.plan.blocks.removesuffix(".*")
     bytes_by_blocks = {}
     for num_blocks in (2, 1):  # falling, as blocks that are cut off are gone
-        _cut(transformer, adapter, num_blocks)
+        setattr(transformer, blocks_name, getattr(transformer, blocks_name)[:num_blocks])
         _fill(transformer, dtype)
         bytes_by_blocks[num_blocks] = torch.tensor(
             [_run(transformer, adapter, sampling, recorder) for sampling in samplings],
@@ -160,12 +164,6 @@ def _row(bytes_SK: Tensor, image_tokens: list[int]) -> SavedRow:
         image_token=dict(zip(KINDS, image_token_K.tolist(), strict=True)),
         text=dict(zip(KINDS, text_K.tolist(), strict=True)),
     )
-
-
-def _cut(transformer: nn.Module, adapter: ModelAdapter, num_blocks: int) -> None:
-    """Leave the first blocks only."""
-    name = adapter.plan.blocks.removesuffix(".*")
-    setattr(transformer, name, getattr(transformer, name)[:num_blocks])
 
 
 def _fill(transformer: nn.Module, dtype: torch.dtype) -> None:

@@ -33,18 +33,14 @@ class Machine:
 
 
 def work_of(
-    config: Config,
-    adapter: ModelAdapter,
-    placing: Placing,
-    model: ModelShape,
-    machine: Machine,
-    text_tokens: int,
+    config: Config, model: ModelShape, placing: Placing, machine: Machine, text_tokens: int
 ) -> Work:
     """Return the longest microbatch of an update on one rank."""
     on_policy = build_algorithm(config.algorithm).on_policy
     sampling = sampling_of(config.rollout) if on_policy else sft_sampling(config.rollout)
     samples_per_step = config.train.prompts_per_step * config.algorithm.group_size
     num_samples = samples_per_step // placing.layout.dp // config.train.updates_per_step
+    # Flow matching has one row a sample, RL one for each SDE step of it.
     rows = max(1, num_samples * (sampling.sde_window_size if on_policy else 1))
     num_microbatches = math.ceil(rows / config.train.microbatch_size)
     itemsize = DTYPES[config.engine.dtype].itemsize
@@ -52,13 +48,13 @@ def work_of(
     unsharded = unsharded_bytes(
         num_elements=model.num_parameters, num_trained=model.num_trained, itemsize=itemsize
     )
-    tokens = adapter.token_count(sampling, text_tokens)
+    tokens = model.adapter.token_count(sampling, text_tokens)
     return Work(
         rows=min(config.train.microbatch_size, rows),
         image_tokens=tokens.image,
         text_tokens=tokens.text,
         modulates_tokens=tokens.is_modulated,
-        passes=num_passes(adapter, sampling),
+        passes=num_passes(model.adapter, sampling),
         itemsize=itemsize,
         stream_itemsize=stream_itemsize(config, config.engine.dtype),
         budget=config.engine.activation_memory_budget,

@@ -7,8 +7,9 @@ script; report.js adds the crosshair from the JSON in `data-chart`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, starmap
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -23,9 +24,9 @@ MAX_POINTS = 600  # of a curve; beyond, neighbouring steps share a point
 MIN_SMOOTHED = 20  # points; a trend through fewer would say more than they do
 LOG_RANGE = 1e3  # a positive curve that spans more than this is drawn on a log axis
 VIEW = 1000  # the SVG's own units, both ways
-# Classes part0 … part4 of the series of a bar chart. The last series has the accent's colour.
-LAST_COLOUR = 0
-EARLIER_COLOURS = (4, 3, 2, 1)
+# Classes part0 … part4 of the series of a bar chart. The first is the accent's colour: it goes to
+# the last series, which is what a reader looks for.
+COLOURS = (0, 4, 3, 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,13 @@ class MetricCurve:
     """One metric over rising steps; all fields of one length.
 
     values: the mean of the steps that share a point, None where no value is finite.
-    low, high: edges of the band around it; both None without a band.
+    low, high: edges of the band around it; both empty without a band.
     """
 
-    steps: tuple[int, ...]
-    values: tuple[float | None, ...]
-    low: tuple[float | None, ...] | None = None
-    high: tuple[float | None, ...] | None = None
+    steps: Sequence[int]
+    values: Values
+    low: Values
+    high: Values
 
 
 def buckets(rows: Sequence[T], max_buckets: int) -> list[Sequence[T]]:
@@ -64,7 +65,8 @@ def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Metri
     groups = buckets(logged, MAX_POINTS)
     values = [mean_or_none(column(group, key)) for group in groups]
     stds = [mean_or_none(column(group, std_key)) for group in groups] if std_key else []
-    low = high = None
+    low: Values = ()
+    high: Values = ()
     if finite(stds):
         ends = [
             (None, None) if mean is None or std is None else (mean - std, mean + std)
@@ -72,17 +74,18 @@ def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Metri
         ]
         low, high = zip(*ends)
     elif len(groups) < len(logged):
-        low = tuple(min(finite(column(group, key)), default=None) for group in groups)
-        high = tuple(max(finite(column(group, key)), default=None) for group in groups)
-    steps = tuple(step_of(group[-1]) for group in groups)
-    return MetricCurve(steps=steps, values=tuple(values), low=low, high=high)
+        numbers = [column(group, key) for group in groups]
+        low = [min(group, default=None) for group in numbers]
+        high = [max(group, default=None) for group in numbers]
+    steps = [step_of(group[-1]) for group in groups]
+    return MetricCurve(steps=steps, values=values, low=low, high=high)
 
 
 def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
     """Return about `count` multiples of 1, 2 or 5 · 10^n within [low, high], high > low."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    steps = [power, 2 * power, 5 * power, 10 * power]
+    steps = [factor * power for factor in (1, 2, 5, 10)]
     step = min(steps, key=lambda step: abs(math.log(step / rough)))
     # The slack keeps a bound that is itself a multiple, but for rounding.
     first = math.ceil(low / step - 1e-9)
@@ -117,7 +120,7 @@ class Axis:
         return [10.0**power for power in range(first, last + 1, math.ceil((last - first) / count))]
 
 
-def value_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
+def value_axis(values: Sequence[float]) -> Axis:
     """Return an axis around the values with some air.
 
     It is logarithmic, by whole decades, where values are positive and far apart.
@@ -126,8 +129,6 @@ def value_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
         return Axis(low=0.0, high=1.0)
     low = min(values)
     high = max(values)
-    if from_zero:
-        return Axis(low=0.0, high=high * 1.05 or 1.0)
     if low > 0 and high / low > LOG_RANGE:
         first = math.floor(math.log10(low))
         last = math.ceil(math.log10(high))
@@ -150,15 +151,16 @@ def _point(x: float, y: float) -> str:
     return f"{x * VIEW:.1f} {(1 - y) * VIEW:.1f}"
 
 
+def _stretches(points: Iterable[tuple[float | None, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield each run of neighbouring points without a None."""
+    for has_gap, group in groupby(points, key=lambda point: None in point):
+        if not has_gap:
+            yield list(group)
+
+
 def line_path(points: Points) -> str:
     """Return the SVG path through (x, y) fractions; a None breaks it."""
-    path = ""
-    is_drawing = False
-    for x, y in points:
-        if y is not None:
-            path += ("L" if is_drawing else "M") + _point(x, y)
-        is_drawing = y is not None
-    return path
+    return "".join("M" + "L".join(starmap(_point, stretch)) for stretch in _stretches(points))
 
 
 def dots_path(points: Points) -> str:
@@ -166,28 +168,19 @@ def dots_path(points: Points) -> str:
 
     They are lines of no length, which round caps turn into dots.
     """
-    heights = [None, *(y for _, y in points), None]
-    path = ""
-    for (x, y), before, after in zip(points, heights, heights[2:]):
-        if y is not None and before is None and after is None:
-            path += f"M{_point(x, y)}h0"
-    return path
+    lone = [stretch[0] for stretch in _stretches(points) if len(stretch) == 1]
+    return "".join(f"M{_point(x, y)}h0" for x, y in lone)
 
 
 def band_path(xs: Sequence[float], lows: Values, highs: Values) -> str:
     """Return the SVG path of the area between two curves, one outline per stretch without None."""
     path = ""
-    top: list[str] = []
-    bottom: list[str] = []
-    for x, low, high in [*zip(xs, lows, highs), (0.0, None, None)]:
-        if low is not None and high is not None:
-            top.append(_point(x, high))
-            bottom.append(_point(x, low))
-            continue
-        if len(top) > 1:
-            path += "M" + "L".join(top + bottom[::-1]) + "Z"
-        top = []
-        bottom = []
+    for stretch in _stretches(zip(xs, lows, highs)):
+        # There along the top and back along the bottom. A lone point has no area.
+        top = [_point(x, high) for x, _, high in stretch]
+        bottom = [_point(x, low) for x, low, _ in stretch[::-1]]
+        if len(stretch) > 1:
+            path += "M" + "L".join(top + bottom) + "Z"
     return path
 
 
@@ -214,16 +207,13 @@ def line_chart(
 
     kind: a CSS class, `hero` for a wide one.
     """
-    low = line.low or ()
-    high = line.high or ()
     x_axis = step_axis(line.steps)
-    y_axis = value_axis(finite([*line.values, *low, *high]))
+    y_axis = value_axis(finite([*line.values, *line.low, *line.high]))
     xs = [x_axis.place(step) for step in line.steps]
     points = list(zip(xs, y_axis.places(line.values)))
-    trend = ""
+    means: list[float | None] = []
     if smooth and len(line.values) >= MIN_SMOOTHED:
         means = running_mean(line.values, window=max(5, len(line.values) // 12))
-        trend = line_path(list(zip(xs, y_axis.places(means))))
     numbers = finite(line.values)
     latest = pretty_number(numbers[-1] if numbers else None)
     texts = [pretty_number(value) for value in line.values]
@@ -235,10 +225,10 @@ def line_chart(
         "latest": latest,
         "label": f"{title}: {latest} at the last step" if numbers else f"{title}: no finite value",
         "num_missing": len(line.values) - len(numbers),
-        "band": band_path(xs, y_axis.places(low), y_axis.places(high)),
+        "band": band_path(xs, y_axis.places(line.low), y_axis.places(line.high)),
         "line": line_path(points),
         "dots": dots_path(points),
-        "trend": trend,
+        "trend": line_path(list(zip(xs, y_axis.places(means)))),
         "x_axis": x_axis,
         "y_axis": y_axis,
         "data": _crosshair(x_axis, line.steps, [[title, texts]]),
@@ -263,7 +253,8 @@ def stacked_chart(
         "stacks": stacks,
         "width": pitch / (x_axis.high - x_axis.low) * (0.82 if len(steps) > 1 else 0.2),
         "x_axis": x_axis,
-        "y_axis": value_axis(totals, from_zero=True),
+        # From zero: bars are compared by their length.
+        "y_axis": Axis(low=0.0, high=max(totals, default=0.0) * 1.05 or 1.0),
         "data": _crosshair(x_axis, steps, series),
     }
 
@@ -282,30 +273,26 @@ def bar_chart(
     is_share: the axis goes from 0 to 100 %. text: how values are written.
     Raises ValueError for more series than there are colours.
     """
-    max_series = len(EARLIER_COLOURS) + 1
-    if len(series) > max_series:
+    if len(series) > len(COLOURS):
         raise ValueError(
-            f"{len(series)} series in one bar chart, at most {max_series} can be told apart; "
+            f"{len(series)} series in one bar chart, at most {len(COLOURS)} can be told apart; "
             "show fewer"
         )
+    # Bars start at 0, so the axis holds it.
+    ends = [0.0]
+    for means in rows.values():
+        for mean in means:
+            ends += finite([mean.mean, mean.low, mean.high]) if mean else []
+    axis = Axis(low=min(ends) * 1.05, high=max(ends) * 1.05)
+    if is_share or axis.low == axis.high:
+        axis = Axis(low=0.0, high=1.0)
     return {
         "title": title,
         "key": key,
         "rows": rows,
         "series": series,
-        "colours": [*EARLIER_COLOURS[: len(series) - 1], LAST_COLOUR],
+        "colours": [*COLOURS[1 : len(series)], COLOURS[0]],
         "text": text,
         "tick_text": "{:.0%}".format if is_share else pretty_number,
-        "axis": Axis(low=0.0, high=1.0) if is_share else _bar_axis(rows),
+        "axis": axis,
     }
-
-
-def _bar_axis(rows: Mapping[str, Sequence[MeanEstimate | None]]) -> Axis:
-    """Return an axis that holds 0 and all intervals."""
-    ends = [0.0]
-    for means in rows.values():
-        for mean in means:
-            ends += finite([mean.mean, mean.low, mean.high]) if mean else []
-    low = min(ends) * 1.05
-    high = max(ends) * 1.05
-    return Axis(low=low, high=high) if high > low else Axis(low=0.0, high=1.0)

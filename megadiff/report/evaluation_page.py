@@ -23,7 +23,7 @@ from megadiff.report.page import Section, Tile, change_sentence, write_page
 from megadiff.report.pictures import load_pictures, rewards_text
 
 PAGE_NAME = "page.html"
-MAX_TILES = 3  # of rewards
+MAX_TILES = 3  # of rewards; with more, the others would begin a second row
 DIVERSITY_LEAD = (
     "Means over prompts. Entropy and spread that fall say that samples of one prompt grow alike, "
     "saturation that rises that they grow lurid."
@@ -51,12 +51,12 @@ def write_evaluation_page(
         samples_lead += " Left the baseline, right now."
     names = ["baseline", "now"] if comparison else [""]
     bars = [task_chart(evaluations, reward, names) for reward in evaluation.reward_names]
-    sections = [
-        Section(title="By task", lead=lead, bars=bars),
-        *([_difference_section(comparison)] if comparison else []),
-        Section(
-            title="Diversity", lead=DIVERSITY_LEAD, table=diversity_rows(evaluation, comparison)
-        ),
+    sections = [Section(title="By task", lead=lead, bars=bars)]
+    if comparison:
+        sections.append(_difference_section(comparison))
+    figures = diversity_rows(evaluation, comparison)
+    sections += [
+        Section(title="Diversity", lead=DIVERSITY_LEAD, table=figures),
         Section(title="Samples", lead=samples_lead, wall=wall(evaluations, names)),
     ]
     return write_page(
@@ -111,6 +111,7 @@ def _tiles(evaluation: Evaluation) -> list[Tile]:
 def _difference_section(comparison: Comparison) -> Section:
     rows = [["", "change", *DIFFERENCE_HEAD]]
     for reward in comparison.reward_names:
+        # Percentage points: 10 % more of 50 % would be 55 %.
         unit = " points" if comparison.evaluation.is_share(reward) else ""
         for name, task in groups(comparison.evaluation):
             gain, *cells = difference_cells(comparison, reward, task)
@@ -123,6 +124,7 @@ def _difference_section(comparison: Comparison) -> Section:
 def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> dict[str, Any]:
     """Return bars of a reward over all samples and by task. names: of the evaluations."""
     records = [evaluation for _, evaluation in evaluations]
+    # One format for all: 0.5 beside 50 % could not be compared.
     form = reward_format(records, reward)
     rows = {}
     for name, task in groups(records[-1]):
@@ -147,34 +149,36 @@ def wall(
 
     evaluations drew the same samples; names: how to call them.
     """
-    records = [evaluation for _, evaluation in evaluations]
-    reward = leading_reward(records[-1])
-    is_share = reward_format(records, reward).is_share
-    by_identity = [{sample.identity: sample for sample in record.samples} for record in records]
-    pictured = [sample for sample in records[-1].samples if sample.file]
+    last = evaluations[-1][1]
+    reward = leading_reward(last)
+    is_share = reward_format([record for _, record in evaluations], reward).is_share
     # Tasks in the order of the prompt file; samples without one come first.
-    order = ["", *records[-1].tasks]
+    order = ["", *last.tasks]
+    pictured = [sample for sample in last.samples if sample.file]
     pictured.sort(key=lambda sample: order.index(sample.task))
     columns = []
-    for sample in pictured:
-        drawn = [samples[sample.identity] for samples in by_identity]
-        files = [folder / s.file if s.file else None for (folder, _), s in zip(evaluations, drawn)]
-        columns.append((drawn, files))
-    pictures = load_pictures([file for _, files in columns for file in files if file])
+    files = []
+    for (folder, record), name in zip(evaluations, names, strict=True):
+        samples = record.by_identity
+        columns.append((folder, samples, name))
+        files += [folder / file for s in pictured if (file := samples[s.identity].file)]
+    # All at once: together they have to be small enough for one page.
+    pictures = load_pictures(files)
     cells = []
-    for drawn, files in columns:
+    for sample in pictured:
         looks = []
-        for sample, file, name in zip(drawn, files, names, strict=True):
-            alt = f"{sample.caption}, {name}" if name else sample.caption
-            value = sample.rewards.get(reward)  # a run may get another reward when it resumes
+        for folder, samples, name in columns:
+            drawn = samples[sample.identity]
+            alt = f"{drawn.caption}, {name}" if name else drawn.caption
+            value = drawn.rewards.get(reward)  # a run may get another reward when it resumes
             look = {
-                "picture": pictures.get(file) if file else None,
+                "picture": pictures.get(folder / drawn.file) if drawn.file else None,
                 "alt": alt,
-                "title": f"{alt}: {rewards_text(sample.rewards)}",
+                "title": f"{alt}: {rewards_text(drawn.rewards)}",
                 "value": value,
                 "is_right": value == 1 if is_share and value is not None else None,
             }
             looks.append(look)
         cells.append({"looks": looks, "caption": sample.caption, "task": sample.task})
-    parts = {"title": title, "lead": lead, "num_looks": len(records), "cells": cells}
+    parts = {"title": title, "lead": lead, "num_looks": len(columns), "cells": cells}
     return parts if pictures else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megadiff.observe.evaluation import Comparison, Difference, Evaluation, MeanEstimate
@@ -52,6 +52,7 @@ def reward_format(evaluations: Sequence[Evaluation], reward: str) -> RewardForma
 
 def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str:
     """Write a table per reward with a row a task, then diversity, each beside the baseline's."""
+    # ASCII alone: a terminal or a log may not show other characters.
     head = f"{evaluation.model}: {settings_text(evaluation)}"
     if comparison:
         baseline = comparison.baseline
@@ -59,8 +60,7 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
         head += "; differences are on the same noise"
     blocks = [head]
     for reward in evaluation.reward_names:
-        rows = _compared_rows(comparison, reward) if comparison else _rows(evaluation, reward)
-        blocks.append(_align(rows))
+        blocks.append(_align(list(_rows(evaluation, comparison, reward))))
     blocks.append(_align(diversity_rows(evaluation, comparison)))
     return "\n\n".join(blocks) + "\n"
 
@@ -78,6 +78,7 @@ def settings_text(evaluation: Evaluation) -> str:
 
 def _guidance(evaluation: Evaluation) -> str:
     """Describe the guidance scales, both of a model with two components; "" where none is on."""
+    # A scale of 1 or less switches guidance off: there is nothing to tell.
     scale = evaluation.guidance_scale
     second = evaluation.guidance_scale_2
     if evaluation.true_cfg_scale > 1:
@@ -92,25 +93,23 @@ def groups(evaluation: Evaluation) -> list[tuple[str, str | None]]:
     return [(ALL, None), *((task, task) for task in evaluation.tasks)]
 
 
-def _rows(evaluation: Evaluation, reward: str) -> list[list[str]]:
+def _rows(
+    evaluation: Evaluation, comparison: Comparison | None, reward: str
+) -> Iterator[list[str]]:
+    """Yield the head of a reward's table, then a row over all samples and one a task."""
     form = RewardFormat(evaluation.is_share(reward))
-    rows = [[reward, "mean", "95 % interval", "samples"]]
+    if comparison:
+        yield [reward, "baseline", "now", "points" if form.is_share else "change", *DIFFERENCE_HEAD]
+    else:
+        yield [reward, "mean", "95 % interval", "samples"]
     for name, task in groups(evaluation):
         mean = evaluation.estimate(reward, task)
-        rows.append([name, form.value(mean.mean), form.interval(mean), str(mean.n)])
-    return rows
-
-
-def _compared_rows(comparison: Comparison, reward: str) -> list[list[str]]:
-    evaluation = comparison.evaluation
-    form = RewardFormat(evaluation.is_share(reward))
-    change = "points" if form.is_share else "change"
-    rows = [[reward, "baseline", "now", change, *DIFFERENCE_HEAD]]
-    for name, task in groups(evaluation):
-        before = form.value(comparison.baseline.estimate(reward, task).mean)
-        now = form.value(evaluation.estimate(reward, task).mean)
-        rows.append([name, before, now, *difference_cells(comparison, reward, task)])
-    return rows
+        now = form.value(mean.mean)
+        if comparison:
+            before = form.value(comparison.baseline.estimate(reward, task).mean)
+            yield [name, before, now, *difference_cells(comparison, reward, task)]
+        else:
+            yield [name, now, form.interval(mean), str(mean.n)]
 
 
 DIFFERENCE_HEAD = ("95 % interval", "won", "lost", "tied", "samples")
@@ -120,8 +119,8 @@ def difference_cells(comparison: Comparison, reward: str, task: str | None) -> l
     """Return the mean change, then the cells under DIFFERENCE_HEAD."""
     form = RewardFormat(comparison.evaluation.is_share(reward))
     gain = comparison.difference(reward, task)
-    shares = [SHARE.value(share) for share in (gain.won, gain.lost, gain.tied)]
-    return [form.gain(gain.mean), form.interval(gain), *shares, str(gain.n)]
+    outcomes = map(SHARE.value, (gain.won, gain.lost, gain.tied))
+    return [form.gain(gain.mean), form.interval(gain), *outcomes, str(gain.n)]
 
 
 def diversity_rows(evaluation: Evaluation, comparison: Comparison | None = None) -> list[list[str]]:
@@ -136,6 +135,7 @@ def diversity_rows(evaluation: Evaluation, comparison: Comparison | None = None)
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
     """Align the first column to the left, all others to the right."""
+    # By column over all rows, the head included.
     name_width, *widths = (max(map(len, cells)) for cells in zip(*rows))
     lines = []
     for name, *cells in rows:

@@ -14,14 +14,22 @@ from megadiff.observe.metrics import (
     config_number,
     finite,
     median,
-    metric_keys,
     pretty_number,
     stage_key,
 )
 
 RECENT_STEPS = 10
-ZERO_STD_RATIO = 0.5
-CLIP_FRACTION = 0.3
+# Metric → the share beyond which it is a finding, and what is said then.
+LIMITS = {
+    "reward/zero_std_ratio": (
+        0.5,
+        "of the groups have equal rewards and teach nothing: the prompts are too easy or too hard.",
+    ),
+    "policy/clip_fraction": (
+        0.3,
+        "of the ratios are clipped: the policy moves too far per batch; lower optim.lr.",
+    ),
+}
 GRAD_NORM_SPIKE = 10.0  # × the run's median
 SYNC_SHARE = 0.3  # of a step
 UNTIMED_SHARE = 0.25  # of a step
@@ -42,13 +50,14 @@ def findings(
 
 def _untrusted(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the findings with which no other number can be trusted."""
-    bad = [key for key in metric_keys(rows) if any(key in row and row[key] is None for row in rows)]
+    # Rows hold None where a number was not finite; a metric that was not logged is not in them.
+    bad = sorted({key for row in rows for key, value in row.items() if value is None})
     if bad:
         yield (
             f"NaN or infinity in {', '.join(bad)}: find the first step of it before trusting what "
             "follows."
         )
-    gap = max(finite(column(rows, "parity/log_prob_gap_max")), default=0.0)
+    gap = max(column(rows, "parity/log_prob_gap_max"), default=0.0)
     clip_range = config_number(config, "algorithm", "clip_range")
     # With `auto`, log-probs are the trainer's wherever the gap is that large.
     is_recomputed = config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"
@@ -63,20 +72,13 @@ def _untrusted(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
 def _unsound(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what is wrong with the updates."""
     recent = rows[-RECENT_STEPS:]
-    ratio = median(column(recent, "reward/zero_std_ratio")) or 0.0
-    if ratio > ZERO_STD_RATIO:
-        yield (
-            f"{ratio:.0%} of the groups have equal rewards and teach nothing: the prompts are too "
-            "easy or too hard."
-        )
-    clipped = median(column(recent, "policy/clip_fraction")) or 0.0
-    if clipped > CLIP_FRACTION:
-        yield (
-            f"{clipped:.0%} of the ratios are clipped: the policy moves too far per batch; lower "
-            "optim.lr."
-        )
+    for key, (limit, sentence) in LIMITS.items():
+        # Medians, here and below: a single odd step is no finding.
+        typical = median(column(recent, key)) or 0.0
+        if typical > limit:
+            yield f"{typical:.0%} {sentence}"
     usual = median(column(rows, "optim/grad_norm"))
-    highest = max(finite(column(recent, "optim/grad_norm")), default=0.0)
+    highest = max(column(recent, "optim/grad_norm"), default=0.0)
     if usual and highest > GRAD_NORM_SPIKE * usual:
         yield (
             f"The gradient norm jumped to {pretty_number(highest)}; its median is "

@@ -7,7 +7,6 @@ have; Python only fills in the data.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megadiff.observe.metrics import pretty_number
+from megadiff.observe.text_files import write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Prompts and names are a user's text, so everything is escaped but what a template itself writes.
@@ -56,6 +56,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
+        # A title with nothing under it would promise what the page does not have.
         return not any(value for name, value in vars(self).items() if name not in ("title", "lead"))
 
 
@@ -81,11 +82,9 @@ def write_page(
         headline=headline,
         tiles=tiles,
         findings=findings,
-        sections=[section for section in sections if not section.is_empty],
+        sections=sections,
     )
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(html, "utf-8")
-    os.replace(aside, path)
+    write_whole(path, html)
     return path
 
 

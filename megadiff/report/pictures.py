@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,28 +60,28 @@ def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
         pictures = _shrink_all(originals, side, budget=PICTURE_BYTES)
         if pictures is not None:
             return pictures
-    return _shrink_all(originals, SIDES[-1], budget=None) or {}
+    return _shrink_all(originals, SIDES[-1], budget=math.inf) or {}
 
 
 def _shrink_all(
-    originals: Mapping[Path, Original], side: int, *, budget: int | None
+    originals: Mapping[Path, Original], side: int, *, budget: float
 ) -> dict[Path, Picture] | None:
     """Return pictures with sides ≤ `side`; None as soon as they take more bytes than the budget."""
     pictures = {}
     num_bytes = 0
     for path, original in originals.items():
-        is_video = not isinstance(original, Image.Image)
         if isinstance(original, Image.Image):
             size = original.size
             data: bytes | None = _png(original, side)
         else:
             size = original
-            data = _mp4(path, size, side)
+            # Encoding again costs quality, so a small one goes in as it is.
+            data = path.read_bytes() if max(size) <= side else video.shrunk_video(path, side)
         if data is None:
             continue
-        pictures[path] = Picture(data=data, size=size, is_video=is_video)
+        pictures[path] = Picture(data=data, size=size, is_video=path.suffix == video.SUFFIX)
         num_bytes += len(data)
-        if budget is not None and num_bytes > budget:
+        if num_bytes > budget:
             return None
     return pictures
 
@@ -101,10 +102,6 @@ def _png(image: Image.Image, side: int) -> bytes:
     out = io.BytesIO()
     small.save(out, "PNG", optimize=True)
     return out.getvalue()
-
-
-def _mp4(path: Path, size: tuple[int, int], side: int) -> bytes | None:
-    return path.read_bytes() if max(size) <= side else video.shrunk_video(path, side)
 
 
 def rewards_text(rewards: Mapping[str, float | None]) -> str:
@@ -139,7 +136,7 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
         columns.update(steps)
     if len(columns) > MAX_COLUMNS:
         return rows
-    return [[by_step.get(step) for step in sorted(columns)] for by_step in prompts]
+    return [list(map(by_step.get, sorted(columns))) for by_step in prompts]
 
 
 def strips(samples: Sequence[SavedSample]) -> list[dict[str, Any]]:

@@ -36,12 +36,7 @@ from megadiff.observe.metrics import (
 )
 from megadiff.observe.samples import SavedSample, read_samples
 from megadiff.observe.trackers import METRICS_NAME
-from megadiff.report.charts import (
-    buckets,
-    curve,
-    line_chart,
-    stacked_chart,
-)
+from megadiff.report.charts import buckets, curve, line_chart, stacked_chart
 from megadiff.report.evaluation_page import (
     Evaluations,
     leading_reward,
@@ -58,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_NAME = "report.html"
 CONFIG_NAME = "config.yaml"
-MAX_TIME_BARS = 80
+MAX_TIME_BARS = 80  # on a wide screen a bar is then still a few pixels wide
 MAX_HELDOUT_REWARDS = 4  # with bars of their own
 
 HELD_OUT = "Held-out evaluation"
@@ -105,6 +100,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(
             f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>"
         )
+    # Damaged characters are shown as such: a report of a torn run is worth more than none.
     config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
     evaluations = read_evaluations(folder)
     return RunRecord(
@@ -136,6 +132,7 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     for name, section in TEXTS["sections"].items():
         section_of |= dict.fromkeys(section["metrics"], name)
     sections: dict[str, list[str]] = {name: [] for name in TEXTS["sections"]}
+    # texts.yaml has them in the order in which a reader wants them.
     named = [key for key in TEXTS["metrics"] if key in keys]
     for key in dict.fromkeys([*named, *sorted(keys)]):
         area = section_of.get(key.partition("/")[0], "Other metrics")
@@ -153,7 +150,7 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
         return "Neither reward nor loss has been recorded."
     name = ends.key.partition("/")[0]
     first = pretty_number(ends.first)
-    if len(finite(column(run.rows, ends.key))) == 1:
+    if len(column(run.rows, ends.key)) == 1:
         return f"One step so far, at a {name} of {first}."
     last = pretty_number(ends.last)
     return change_sentence(name.capitalize(), first, last, gain=ends.gain, is_clear=ends.is_clear)
@@ -179,13 +176,14 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     if ends is not None and ends.key == LOSS:
         detail = f"mean of {ends.window}, from {pretty_number(ends.first)}"
         tiles.append(("Loss", pretty_number(ends.last), detail))
-    rewards = finite(column(rows, "reward/mean"))
-    if ends is not None and len(rewards) > 1:
-        tiles.append(_gain_tile(ends))
-    # Beside the held-out tile it would begin a second row.
-    if ends is not None and rewards and not run.evaluations:
-        best = f"best step {pretty_number(max(rewards))}"
-        tiles.append(("Reward now", pretty_number(ends.last), best))
+    elif ends is not None:
+        rewards = column(rows, ends.key)
+        if len(rewards) > 1:
+            tiles.append(_gain_tile(ends))
+        # Beside the held-out tile it would begin a second row.
+        if not run.evaluations:
+            best = f"best step {pretty_number(max(rewards))}"
+            tiles.append(("Reward now", pretty_number(ends.last), best))
     tiles.append(("Steps", str(run.last_step), f"of {run.num_steps}" if run.num_steps else ""))
     seconds = finite(step_seconds(row) for row in rows)
     typical_s = median(seconds)
@@ -195,7 +193,7 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     rate = median(column(rows, "perf/samples_per_s"))
     if rate is not None:
         tiles.append(("Samples per second", pretty_number(rate), "median"))
-    gaps = finite(column(rows, "parity/log_prob_gap_max"))
+    gaps = column(rows, "parity/log_prob_gap_max")
     if gaps:
         tiles.append(("Parity gap", pretty_number(max(gaps)), "largest of the run"))
     return tiles
@@ -230,7 +228,7 @@ def _chart(rows: Sequence[Row], key: str) -> dict[str, Any]:
     std_key = None
     if key == "reward/mean":
         std_key = "reward/std"
-        note += "; band: ± one standard deviation" if finite(column(rows, std_key)) else ""
+        note += "; band: ± one standard deviation" if column(rows, std_key) else ""
     return line_chart(
         curve(rows, key, std_key=std_key),
         title=title,
@@ -248,24 +246,25 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
     """
     if not run.evaluations:
         return {}
+    # Samples of other noise side by side would look like an effect of training.
     evaluations = run.evaluations if run.heldout is not None else run.evaluations[-1:]
     last = evaluations[-1][1]
     steps = [f"step {evaluation.step}" for _, evaluation in evaluations]
     leading = leading_reward(last)
+    # sorted() is stable: after the leading one the others keep their order.
     rewards = sorted(last.reward_names, key=lambda name: name != leading)[:MAX_HELDOUT_REWARDS]
     order = "Left before, right after. " if run.heldout is not None else ""
-    pictures = wall(
-        evaluations,
-        steps,
-        title=f"The same noise at {' and '.join(steps)}",
-        lead=f"{order}Not chosen by hand: the first samples of every task.",
-    )
     lead = TEXTS["sections"][HELD_OUT]["lead"]
     counts = f"{len(last.samples)} samples of {last.num_prompts} prompts"
     return {
         "lead": f"{lead} {counts}, {last.num_inference_steps} steps each.",
         "bars": [task_chart(evaluations, reward, steps) for reward in rewards],
-        "wall": pictures,
+        "wall": wall(
+            evaluations,
+            steps,
+            title=f"The same noise at {' and '.join(steps)}",
+            lead=f"{order}Not chosen by hand: the first samples of every task.",
+        ),
     }
 
 
@@ -291,8 +290,8 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
         if not any(seconds):
             continue
         stacks[stage] = [fmean(bucket) for bucket in buckets(seconds, MAX_TIME_BARS)]
-        share = f"{sum(seconds) / total:.0%}"
-        stages.append({"name": stage, "hint": hint, "median": median(seconds), "share": share})
+        percent = f"{sum(seconds) / total:.0%}"
+        stages.append({"name": stage, "hint": hint, "median": median(seconds), "share": percent})
     mean_of = f", mean of {len(groups[0])} steps" if len(groups) < len(rows) else ""
     chart = stacked_chart(
         [step_of(group[0]) for group in groups],
@@ -302,12 +301,12 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
         unit="s",
     )
     # Timers within a stage, or of what is in none, such as an evaluation.
-    own = {stage_key(stage) for stage in (*STAGES, "step")}
+    listed = {stage_key(stage) for stage in (*STAGES, "step")}
     inner = {}
     for key in metric_keys(rows):
-        seconds = finite(column(rows, key))
-        if key.startswith("time/") and key not in own and seconds:
-            inner[key] = median(seconds)
+        typical_s = median(column(rows, key))
+        if key.startswith("time/") and key not in listed and typical_s is not None:
+            inner[key] = typical_s
     whole = median(step_seconds(row) for row in rows)
     return {"chart": chart, "stages": stages, "whole": whole, "inner": inner}
 
@@ -323,6 +322,7 @@ def _state(run: RunRecord) -> str:
 def write_report(run_folder: Path) -> Path:
     """Write report.html into a run's folder and return its path. Raises ValueError for no run."""
     run = read_run(run_folder)
+    # Supervised runs have no reward.
     ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
     parts = {
         HELD_OUT: _heldout_parts(run),
@@ -335,9 +335,13 @@ def write_report(run_folder: Path) -> Path:
     }
     sections = []
     for name, keys in section_keys(metric_keys(run.rows)).items():
-        lead = TEXTS["sections"][name]["lead"]
-        charts = [_chart(run.rows, key) for key in keys]
-        section = {"title": name, "lead": lead, "charts": charts} | parts.get(name, {})
+        section = {
+            "title": name,
+            "lead": TEXTS["sections"][name]["lead"],
+            "charts": [_chart(run.rows, key) for key in keys],
+            # Last, as a section of its own kind may have another lead, or no charts.
+            **parts.get(name, {}),
+        }
         sections.append(Section(**section))
     path = write_page(
         run_folder / REPORT_NAME,

@@ -10,7 +10,6 @@ from synthetic_evaluation import TASKS, evaluation, with_rewards, write
 from megadiff.observe.evaluation import (
     Comparison,
     comparison_to_json,
-    drop_evaluations_after,
     estimate,
     evaluation_folder,
     evaluation_folders,
@@ -20,6 +19,7 @@ from megadiff.observe.evaluation import (
     write_evaluation,
     write_json,
 )
+from megadiff.observe.step_folders import drop_steps_after
 from megadiff.observe.video import read_frames
 from megadiff.report.evaluation_page import write_evaluation_page
 from megadiff.report.evaluation_table import settings_text
@@ -121,9 +121,9 @@ def test_a_run_keeps_whole_evaluations_up_to_where_it_resumes(tmp_path):
         parents=True
     )  # killed before its record
     assert [step for step, _ in evaluation_folders(tmp_path)] == [0, 20, 40]
-    drop_evaluations_after(tmp_path, step=20)
+    drop_steps_after(tmp_path / "evaluations", 20)
     assert [step for step, _ in evaluation_folders(tmp_path)] == [0, 20]
-    drop_evaluations_after(tmp_path, step=-1)
+    drop_steps_after(tmp_path / "evaluations", -1)
     assert evaluation_folders(tmp_path) == []
 
 

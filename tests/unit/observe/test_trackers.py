@@ -12,7 +12,7 @@ from synthetic_run import metrics_of, samples_of
 
 from megadiff.observe.evaluation import evaluation_folder, evaluation_folders, write_evaluation
 from megadiff.observe.metrics import read_rows, verdict
-from megadiff.observe.samples import step_folders
+from megadiff.observe.step_folders import step_folders
 from megadiff.observe.trackers import Trackers, build_trackers
 
 
@@ -46,7 +46,7 @@ def test_resume_keeps_the_lines_up_to_its_step_byte_for_byte(tmp_path):
         file.write('{"step": 6, "rew')
     with build_trackers([], tmp_path, {}, resume_step=3) as trackers:
         assert path.read_bytes() == b"".join(kept)
-        assert [step for step, _ in step_folders(tmp_path)] == [1, 2, 3]
+        assert [step for step, _ in step_folders(tmp_path / "samples")] == [1, 2, 3]
         trackers.log(4, {"reward/mean": 9.0})
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
 

@@ -209,4 +209,4 @@ def test_megatron_buffer():
     buckets, places = megatron_buffer([100, 100, 1000, 10], ranks=3, bucket_size=200)
     assert places == [(0, 100), (128, 228), (384, 1384), (1536, 1546)]
     assert buckets == [(0, 384), (384, 1536), (1536, 1920)]
-    assert megatron_buffer([100, 100], ranks=3, bucket_size=None)[0] == [(0, 384)]
+    assert megatron_buffer([100, 100], ranks=3, bucket_size=1000)[0] == [(0, 384)]

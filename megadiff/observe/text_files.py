@@ -1,10 +1,18 @@
-"""Read files of JSON lines that a killed run may have torn."""
+"""Write text files whole, and read files of JSON lines that a killed run may have torn."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that a reader never sees half of it."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text, "utf-8")
+    os.replace(aside, path)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -1,0 +1,24 @@
+"""Find and drop what a run keeps in one folder a step, e.g. `samples/step_000010/`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def step_folder(parent: Path, step: int) -> Path:
+    return parent / f"step_{step:06d}"
+
+
+def step_folders(parent: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of every step, by rising step; other names are left out."""
+    names = [(path.name.removeprefix("step_"), path) for path in parent.glob("step_*")]
+    # As numbers: from step 1,000,000 on names no longer sort by step.
+    return sorted((int(number), path) for number, path in names if number.isdecimal())
+
+
+def drop_steps_after(parent: Path, step: int) -> None:
+    """Remove the folders of later steps: a run resumed at `step` writes them again."""
+    for later, folder in step_folders(parent):
+        if later > step:
+            shutil.rmtree(folder)
