@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -18,55 +17,19 @@ from torch import Tensor
 ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
 
 
-class SampleIdentity(TypedDict):
-    """Tell a sample of a run from all others."""
-
-    seed: int
-    step: int
-    prompt_id: str
-    sample_index: int
+def sample_identity(*, seed: int, step: int, prompt_id: str, sample_index: int) -> str:
+    """Return the key by which a sample of a run draws all its noise."""
+    return f"{seed}/{step}/{prompt_id}/{sample_index}"
 
 
-def initial_latents(
-    shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int
-) -> Tensor:
-    """Draw the state at sigma 1 of one sample: standard normal float32 on CPU."""
-    key = _identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)
-    return _normal(shape, f"{key}/initial")
+def initial_latents_rows(shape: tuple[int, ...], identities: Sequence[str]) -> Tensor:
+    """Draw the states at sigma 1, [len(identities), *shape] standard normal float32 on CPU."""
+    return _normal_rows(shape, [f"{identity}/initial" for identity in identities])
 
 
-def sde_noise(
-    shape: tuple[int, ...],
-    *,
-    seed: int,
-    step: int,
-    prompt_id: str,
-    sample_index: int,
-    step_index: int,
-) -> Tensor:
-    """Draw the noise of one stochastic step of one sample: standard normal float32 on CPU."""
-    key = _identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)
-    return _normal(shape, f"{key}/sde/{step_index}")
-
-
-def initial_latents_rows(shape: tuple[int, ...], identities: Sequence[SampleIdentity]) -> Tensor:
-    """Draw [len(identities), *shape] at half the cost.
-
-    Row i is initial_latents(shape, **identities[i]), bit by bit.
-    """
-    return _normal_rows(shape, [f"{_identity_key(**identity)}/initial" for identity in identities])
-
-
-def sde_noise_rows(
-    shape: tuple[int, ...], identities: Sequence[SampleIdentity], *, step_index: int
-) -> Tensor:
-    """Draw [len(identities), *shape].
-
-    Row i is sde_noise(shape, step_index=step_index, **identities[i]), bit by bit.
-    """
-    return _normal_rows(
-        shape, [f"{_identity_key(**identity)}/sde/{step_index}" for identity in identities]
-    )
+def sde_noise_rows(shape: tuple[int, ...], identities: Sequence[str], *, step_index: int) -> Tensor:
+    """Draw the noise of one stochastic step, [len(identities), *shape] as above."""
+    return _normal_rows(shape, [f"{identity}/sde/{step_index}" for identity in identities])
 
 
 def window_start(
@@ -90,19 +53,15 @@ def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> 
     share a batch draw what one process would.
     """
     streams = range(first // ROWS_PER_STREAM, -(-(first + count) // ROWS_PER_STREAM))
-    blocks = [_normal((ROWS_PER_STREAM, *shape), f"{key}/{stream}") for stream in streams]
+    blocks = _normal_rows((ROWS_PER_STREAM, *shape), [f"{key}/{stream}" for stream in streams])
     # The first stream begins at a multiple of ROWS_PER_STREAM, at or before `first`.
     skipped = first - streams.start * ROWS_PER_STREAM
-    return torch.cat(blocks)[skipped : skipped + count]
+    return blocks.flatten(0, 1)[skipped : skipped + count]
 
 
 def uniform(shape: tuple[int, ...], *, key: str) -> Tensor:
     """Draw uniformly on [−1, 1), float32 on CPU, the same wherever `key` is."""
     return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)
-
-
-def _identity_key(*, seed: int, step: int, prompt_id: str, sample_index: int) -> str:
-    return f"{seed}/{step}/{prompt_id}/{sample_index}"
 
 
 def _generator(key: str) -> np.random.Generator:
@@ -114,12 +73,8 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
-def _normal(shape: tuple[int, ...], key: str) -> Tensor:
-    return torch.from_numpy(_generator(key).standard_normal(shape, dtype=np.float32))
-
-
 def _normal_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
-    """Draw rows of which row i is _normal(shape, keys[i])."""
+    """Draw rows of which row i is what _generator(keys[i]) draws first."""
     rows = np.empty((len(keys), *shape), dtype=np.float32)
     # one generator is set to the start of each key's stream: to construct one takes as long as to
     # draw the numbers of a small image

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.noise import (
-    SampleIdentity,
     initial_latents_rows,
+    sample_identity,
     sde_noise_rows,
     window_start,
 )
-from megadiff.diffusion.sde import ode_step, sde_step
+from megadiff.diffusion.sde import SdeStep, ode_step, sde_step
 from megadiff.models.encoders import num_tokens
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
@@ -76,13 +76,13 @@ class BatchSampler:
         if self.sampling.sde_type == "ode":
             self.window_size = 0
         self.window_starts = [self._window_start(request) for request in requests]
-        self.identities: list[SampleIdentity] = [
-            {
-                "seed": request.seed,
-                "step": request.step,
-                "prompt_id": request.prompt.id,
-                "sample_index": sample_index,
-            }
+        self.identities = [
+            sample_identity(
+                seed=request.seed,
+                step=request.step,
+                prompt_id=request.prompt.id,
+                sample_index=sample_index,
+            )
             for request in requests
             for sample_index in request.sample_indices
         ]
@@ -170,15 +170,17 @@ class BatchSampler:
         noise_BLC = noise_BLC.to(self.device, non_blocking=True)
         rows_B = rows_B.to(self.device, non_blocking=True)
         offset_B = offset_B.to(self.device, non_blocking=True)
-        prev_sample_BLC, log_prob_B, _ = sde_step(
-            self.sampling.sde_type,
+        prev_sample_BLC, log_prob_B = sde_step(
+            SdeStep(
+                sde_type=self.sampling.sde_type,
+                sigma_B=self.schedule[index].expand(len(rows_B)),
+                sigma_next_B=self.schedule[index + 1].expand(len(rows_B)),
+                schedule=self.schedule,
+                eta=self.sampling.eta,
+            ),
             latents_NLC[rows_B],
             velocity_NLC[rows_B],
             noise_BLC,
-            self.schedule[index].expand(len(rows_B)),
-            self.schedule[index + 1].expand(len(rows_B)),
-            schedule=self.schedule,
-            eta=self.sampling.eta,
             storage_dtype=self.storage_dtype,
         )
         next_NLC[rows_B] = prev_sample_BLC

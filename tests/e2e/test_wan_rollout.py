@@ -18,7 +18,7 @@ from torch import Tensor
 
 from examples.tiny_models.wan22 import KINDS
 from megadiff.diffusion import sde
-from megadiff.diffusion.noise import initial_latents
+from megadiff.diffusion.noise import initial_latents_rows, sample_identity
 from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.packing import unpack
@@ -189,10 +189,10 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     for group, request, image in zip(groups, requests, image_of_group, strict=True):
         given_1LC = group.conditioning[FIRST_FRAME]
         assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
-        identity = dict(
+        identity = sample_identity(
             seed=0, step=0, prompt_id=request.prompt.id, sample_index=group.sample_indices[-1]
         )
-        noise_LC = initial_latents(one.adapter.latents_shape(sampling), **identity)
+        (noise_LC,) = initial_latents_rows(one.adapter.latents_shape(sampling), [identity])
         expected = pipeline(
             Image.fromarray(pixels_2HWC[image].numpy()),
             request.prompt.text,
@@ -326,13 +326,13 @@ def _log_probs(
             sampling,
             component=component,
         )
-        shared = {"schedule": schedule, "eta": sampling.eta}
-        mean_NLC = sde.step_mean(
-            sampling.sde_type, latents_NLC, velocity_NLC, sigma_N, sigma_next_N, **shared
+        sde_step = sde.SdeStep(
+            sde_type=sampling.sde_type,
+            sigma_B=sigma_N,
+            sigma_next_B=sigma_next_N,
+            schedule=schedule,
+            eta=sampling.eta,
         )
-        columns.append(
-            sde.log_prob(
-                sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared
-            )
-        )
+        mean_NLC = sde.step_mean(sde_step, latents_NLC, velocity_NLC)
+        columns.append(sde.log_prob(sde_step, prev_sample_NLC, mean_NLC))
     return torch.stack(columns, dim=1), used

@@ -4,16 +4,23 @@ import torch
 
 from megadiff.diffusion.noise import (
     ROWS_PER_STREAM,
-    initial_latents,
     initial_latents_rows,
     row_normals,
-    sde_noise,
+    sample_identity,
     sde_noise_rows,
     window_start,
 )
 
 GOLDEN = [0.7164463400840759, -0.24406296014785767, -2.183037519454956]
 IDENTITY = {"seed": 1, "step": 2, "prompt_id": "ab", "sample_index": 3}
+
+
+def initial_latents(shape, **identity):
+    return initial_latents_rows(shape, [sample_identity(**identity)])[0]
+
+
+def sde_noise(shape, step_index, **identity):
+    return sde_noise_rows(shape, [sample_identity(**identity)], step_index=step_index)[0]
 
 
 def test_same_identity_same_noise_and_any_change_another():
@@ -43,11 +50,10 @@ def test_golden_values_keep_old_runs_reproducible():
 def test_rows_are_the_single_draws_bit_by_bit():
     """Odd sizes leave half-used words behind in a generator, which the next row must not see."""
     identities = [IDENTITY | {"sample_index": index, "seed": index // 2} for index in range(5)]
+    keys = [sample_identity(**identity) for identity in identities]
     for shape in ((4, 8), (3,), (1,)):
-        initial, noise = (
-            initial_latents_rows(shape, identities),
-            sde_noise_rows(shape, identities, step_index=4),
-        )
+        initial = initial_latents_rows(shape, keys)
+        noise = sde_noise_rows(shape, keys, step_index=4)
         for row, identity in enumerate(identities):
             assert torch.equal(initial[row], initial_latents(shape, **identity))
             assert torch.equal(noise[row], sde_noise(shape, step_index=4, **identity))
