@@ -2,10 +2,10 @@
 
 A model's plan is in models/<model>/plan.py; engines and the planner read it. Names are diffusers
 names. Patterns are shell-style (`*` also matches dots) and are matched against module names:
-`Rule("transformer_blocks.*.attn.to_q", "column")` is about the weight and the bias of each block's
-to_q. It is also about the low-rank pair (lora_A.weight, lora_B.weight) that LoRA puts beside them.
-A rule may name a parameter itself, as a table of a block needs that belongs to no layer in it:
-`Rule("*scale_shift_table", "replicated")`.
+`"transformer_blocks.*.attn.to_q": "column"` is about the weight and the bias of each block's to_q.
+It is also about the low-rank pair (lora_A.weight, lora_B.weight) that LoRA puts beside them. A rule
+may name a parameter itself, as a table of a block needs that belongs to no layer in it:
+`"*scale_shift_table": "replicated"`.
 """
 
 from __future__ import annotations
@@ -52,22 +52,12 @@ class Placement:
     sum_over_tp: bool
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Shard the modules, or parameters, whose name matches the pattern as the kind says.
-
-    kind: a key of SHARDED_DIM.
-    """
-
-    pattern: str
-    kind: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """Describe a transformer's sharding.
 
-    rules: exactly one matches each parameter, and each matches something.
+    rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each matches
+    something.
     blocks: the repeated blocks, units of recompute and of FSDP.
     attention: the modules whose processor gathers tokens itself, splits heads and runs Ulysses.
     Column layers inside them do no collective.
@@ -82,7 +72,7 @@ class ParallelPlan:
     lora_targets: modules that LoRA wraps (lora_modules).
     """
 
-    rules: tuple[Rule, ...]
+    rules: Mapping[str, str]
     blocks: str = "transformer_blocks.*"
     attention: str = "transformer_blocks.*.attn"
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
@@ -92,7 +82,7 @@ class ParallelPlan:
     lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = sorted({rule.kind for rule in self.rules} - SHARDED_DIM.keys())
+        unknown = sorted(set(self.rules.values()) - SHARDED_DIM.keys())
         if unknown:
             raise ValueError(
                 f"rules of unknown kind {', '.join(unknown)}; "
@@ -114,20 +104,20 @@ class ParallelPlan:
         for name in names:
             module = module_of(name)
             matching = [
-                rule
-                for rule in self.rules
-                if fnmatchcase(module, rule.pattern) or fnmatchcase(name, rule.pattern)
+                pattern
+                for pattern in self.rules
+                if fnmatchcase(module, pattern) or fnmatchcase(name, pattern)
             ]
             if len(matching) != 1:
-                rules = " and ".join(repr(rule.pattern) for rule in matching) or "no rule"
+                rules = " and ".join(map(repr, matching)) or "no rule"
                 raise ValueError(
                     f"{name} is matched by {rules}; "
                     "correct the plan so that exactly one rule matches it"
                 )
-            kinds[name] = matching[0].kind
+            kinds[name] = self.rules[matching[0]]
             idle.discard(matching[0])
         if idle:
-            patterns = ", ".join(repr(rule.pattern) for rule in self.rules if rule in idle)
+            patterns = ", ".join(repr(pattern) for pattern in self.rules if pattern in idle)
             raise ValueError(
                 f"no parameter is matched by {patterns}; correct the plan or remove the rule"
             )
