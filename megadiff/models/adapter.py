@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ Conditioning = Mapping[str, Tensor]
 STREAMS = ("hidden_states", "encoder_hidden_states")
 # in a conditioning where Sampling.first_frame: clean latents [B, tokens of a frame, C]
 FIRST_FRAME = "first_frame"
-# texts → what encode_prompt returns
+# texts → (embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them
 PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 # uint8 RGB [B, H, W, 3] → packed, normalised latents [B, L, C] float32;
 # a video model's takes [B, F, H, W, 3] too
@@ -46,7 +46,7 @@ class ModelAdapter(Protocol):
     num_heads: attention heads, which tensor parallelism and Ulysses split.
     width: channels of a token inside the transformer. mlp_ratio: its MLPs' width over that.
     plan: how a transformer is sharded. decoding: how many samples the VAE decodes at once.
-    frames_per_s: at which its videos are played.
+    frames_per_s: at which its videos are played. max_prompt_tokens: longer texts are refused.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -59,6 +59,7 @@ class ModelAdapter(Protocol):
     plan: ParallelPlan
     decoding: Decoding
     frames_per_s: int
+    max_prompt_tokens: int
     veomni_splits_tokens: bool
 
     def component_of(self, sigma: float) -> str:
@@ -77,7 +78,7 @@ class ModelAdapter(Protocol):
         """Return the processor of attention sites for tokens and heads split over ranks."""
 
     def adapt_veomni_module(self, transformer: nn.Module) -> None:
-        """Make VeOmni's own class of this model fast to compile, in place, where it is trained."""
+        """Make VeOmni's own class of this model fast to compile, in place; by default nothing."""
 
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         """Make blocks add to float32 streams, in place, in the trainer's class or the replica's.
@@ -86,13 +87,19 @@ class ModelAdapter(Protocol):
         """
 
     def check_float32_streams(self) -> None:
-        """Raise ValueError where the family's streams cannot be kept in float32."""
+        """Raise ValueError where the family's streams cannot be kept in float32.
+
+        By default they can.
+        """
 
     def validate(self, sampling: Sampling) -> None:
         """Raise ValueError for a size, guidance or first frame that the model cannot sample."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for the first prompt that has more tokens than the model takes."""
+
+    def num_prompt_tokens(self, text: str, tokenizer: Any) -> int:
+        """Count a prompt's tokens; 0 where its bytes show that it fits."""
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """Return (L, C), packed latent tokens and channels, of what is drawn of one sample.
@@ -108,6 +115,9 @@ class ModelAdapter(Protocol):
 
     def num_passes(self, component: str, sampling: Sampling) -> int:
         """Return the forward passes of one velocity: 2 where guidance needs a negative prompt."""
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Tell whether any component needs the negative prompt."""
 
     def velocity(
         self,
@@ -127,18 +137,13 @@ class ModelAdapter(Protocol):
         wait for the device.
         """
 
-    def encode_prompt(
-        self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return (embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them.
-
-        Loads the text encoder.
-        """
-
     def prompt_encoder(
         self, *, dtype: torch.dtype, device: torch.device
     ) -> AbstractContextManager[PromptEncoder]:
-        """Load the text encoder for many calls; its memory is freed at the end."""
+        """Load the text encoder (5.7 to 7 B parameters); its memory is freed at the end.
+
+        It returns embeddings in dtype; both are on the CPU.
+        """
 
     def image_encoder(
         self, *, dtype: torch.dtype, device: torch.device

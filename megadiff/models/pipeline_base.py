@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +29,9 @@ from megadiff.diffusion.noise import (
     window_start,
 )
 from megadiff.diffusion.sde import SdeStep, ode_step, sde_step
-from megadiff.models.encoders import num_tokens
 from megadiff.models.pipeline_stop import Stopped, stop_path
+from megadiff.models.registry import build_adapter
+from megadiff.models.served_names import ServedNames
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
 
 T = TypeVar("T", str, bytes)
@@ -75,7 +77,18 @@ class BatchSampler:
         self.window_size = self.sampling.sde_window_size
         if self.sampling.sde_type == "ode":
             self.window_size = 0
-        self.window_starts = [self._window_start(request) for request in requests]
+        self.window_starts = [self.num_steps] * len(requests)  # without a window: after the last
+        if self.window_size:
+            self.window_starts = [
+                window_start(
+                    seed=request.seed,
+                    step=request.step,
+                    prompt_id=request.prompt.id,
+                    window_size=self.window_size,
+                    window_range=self.sampling.sde_window_range,
+                )
+                for request in requests
+            ]
         self.identities = [
             sample_identity(
                 seed=request.seed,
@@ -99,11 +112,6 @@ class BatchSampler:
         self._log_probs_NW = torch.empty(
             (num_rows, self.window_size), dtype=torch.float64, device=device
         )
-
-    @property
-    def timesteps(self) -> Tensor:
-        """Return 1000·sigma, [T] float32."""
-        return 1000 * self.schedule[:-1]
 
     def per_row(self, value_P: Tensor) -> Tensor:
         """Spread [P, …], a row for each group, to [N, …], a row for each sample."""
@@ -187,34 +195,27 @@ class BatchSampler:
         self._states_NSLC[rows_B, offset_B + 1] = prev_sample_BLC
         self._log_probs_NW[rows_B, offset_B] = log_prob_B
 
-    def _window_start(self, request: RolloutRequest) -> int:
-        if not self.window_size:
-            return self.num_steps
-        return window_start(
-            seed=request.seed,
-            step=request.step,
-            prompt_id=request.prompt.id,
-            window_size=self.window_size,
-            window_range=self.sampling.sde_window_range,
-        )
-
 
 class RolloutPipelineMixin:
     """Stand in front of a vllm-omni pipeline class and draw our requests through it.
 
-    The model's subclass implements `new_sampler` and `to_pixels`, and hands the sampler's latents,
-    timesteps and conditioning to the stock denoising loop.
+    The model's subclass implements `to_pixels`, and hands the sampler's latents, timesteps and
+    conditioning to the stock denoising loop. The adapter is the trainer's: one schedule, one latent
+    shape, one limit of tokens for both sides.
     """
 
-    policy_components: tuple[str, ...] = ("transformer",)  # whose weights the trainer pushes
     transformer: Any  # this and the tokenizer are the vllm-omni pipeline's
     tokenizer: Any
+    device: torch.device
+    served_names: ServedNames
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
-    def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
-        """Make a sampler for requests of one sampling: this model's schedule, latent shape."""
-        raise NotImplementedError
+    def __init__(self, *, od_config: Any, prefix: str = "") -> None:
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]  # vllm-omni's
+        self.adapter = build_adapter(Path(od_config.model))
+        self.policy_components = self.adapter.components  # whose weights the trainer pushes
+        self.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]  # likewise
 
     def to_pixels(self, images: Tensor) -> Tensor:
         """Turn the decoder's output into [N, F, H, W, 3] uint8."""
@@ -244,7 +245,13 @@ class RolloutPipelineMixin:
 
     def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> list[Any]:
         try:
-            self._sampler = self.new_sampler(requests)
+            self._check_lengths(requests)
+            self._sampler = BatchSampler(
+                requests,
+                schedule=self.adapter.schedule(requests[0].sampling),
+                token_shape=self.adapter.latents_shape(requests[0].sampling),
+                device=self.device,
+            )
             output = self.draw(req)
             result = self._sampler.result(self.to_pixels(output.output))
         except ValueError as error:
@@ -256,27 +263,25 @@ class RolloutPipelineMixin:
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return [dataclasses.replace(output, output=envelope)]
 
-    def check_lengths(
-        self, requests: Sequence[RolloutRequest], *, limit: int, is_guided: bool
-    ) -> None:
-        """Raise ValueError that names the request whose text is too long.
+    def texts_of_sides(self, requests: Sequence[RolloutRequest]) -> dict[str, list[str]]:
+        """Return the groups' prompts under "", under guidance also "negative_" → negative ones."""
+        sides = {"": [request.prompt.text for request in requests]}
+        if self.adapter.is_guided(requests[0].sampling):
+            sides["negative_"] = [request.prompt.negative_text for request in requests]
+        return sides
 
-        The stock pipelines would cut it off.
-        """
-        for index, request in enumerate(requests):
-            texts = {"prompt": request.prompt.text}
-            if is_guided:
-                texts["negative prompt"] = request.prompt.negative_text
-            for name, text in texts.items():
-                count = self.num_prompt_tokens(text, limit)
+    def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
+        """Raise ValueError that names the request whose text the stock pipeline would cut off."""
+        limit = self.adapter.max_prompt_tokens
+        for side, texts in self.texts_of_sides(requests).items():
+            for index, text in enumerate(texts):
+                count = self.adapter.num_prompt_tokens(text, self.tokenizer)
                 if count > limit:
                     raise ValueError(
-                        f"requests[{index}] (prompt {request.prompt.id}): the {name} is too long, "
-                        f"{count} tokens, the model takes {limit}; shorten {text[:60]!r}…"
+                        f"requests[{index}] (prompt {requests[index].prompt.id}): the "
+                        f"{side.replace('_', ' ')}prompt is too long, {count} tokens, the model "
+                        f"takes {limit}; shorten {text[:60]!r}…"
                     )
-
-    def num_prompt_tokens(self, text: str, limit: int) -> int:
-        return num_tokens(text, self.tokenizer, limit=limit)
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
         if self._sampler is not None:

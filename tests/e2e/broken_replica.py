@@ -11,6 +11,7 @@ import torch
 
 from megadiff.cli.serve import main
 from megadiff.models import pipeline_base
+from megadiff.models.qwen_image import adapter as qwen_adapter
 from megadiff.models.qwen_image import pipeline as qwen_rollout
 
 FAULT_FILE = Path(sys.argv.pop(1))
@@ -134,7 +135,7 @@ def _flip(tensor):
 if __name__ == "__main__":
     pipeline_base.BatchSampler.result = _round_latents(pipeline_base.BatchSampler.result)
     pipeline_base.initial_latents_rows = _shift_noise(pipeline_base.initial_latents_rows)
-    qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
+    qwen_adapter.qwen_image_sigmas = _shift_schedule(qwen_adapter.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)
     qwen_rollout._spread = _spoil_texts(qwen_rollout._spread)

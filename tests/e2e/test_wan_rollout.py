@@ -20,14 +20,15 @@ from examples.tiny_models.wan22 import KINDS
 from megadiff.diffusion import sde
 from megadiff.diffusion.noise import initial_latents_rows, sample_identity
 from megadiff.models.adapter import FIRST_FRAME
+from megadiff.models.packing import unpack
+from megadiff.models.vae import latent_statistics
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.models.wan22.packing import unpack
 from megadiff.models.wan22.text import cleaned
-from megadiff.models.wan22.vae import latent_statistics
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.train.batch import stack_conditioning
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
+from tests.encoding import encode_prompts
 
 PLAIN = Sampling(
     height=64,
@@ -124,7 +125,7 @@ def test_text_is_encoded_as_by_the_adapter(drawn: dict[str, Drawn], kind: str) -
         ("", TEXTS),
         ("negative_", [request.prompt.negative_text for request in REQUESTS]),
     ):
-        embeds_PTD, mask_PT = drawn[kind].adapter.encode_prompt(texts)
+        embeds_PTD, mask_PT = encode_prompts(drawn[kind].adapter, texts)
         assert torch.equal(conditioning[f"{side}prompt_mask"], mask_PT)
         assert (
             conditioning[f"{side}prompt_embeds"] - embeds_PTD * mask_PT[..., None]
@@ -143,7 +144,7 @@ def test_pixels_are_the_decoded_latents(drawn: dict[str, Drawn], kind: str) -> N
     mean, std = (
         torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std")
     )
-    latents = unpack(latents_NLC, adapter.checkpoint.grid(SAMPLINGS["ode"]))
+    latents = unpack(latents_NLC, adapter.grid(SAMPLINGS["ode"]))
     frames = ((vae.decode(latents * std + mean).sample.clamp(-1, 1) + 1) * 127.5).permute(
         0, 2, 3, 4, 1
     )
@@ -176,7 +177,7 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     groups = one.client.generate_batch(requests)
     with one.adapter.image_encoder(dtype=torch.float32, device="cpu") as encode:
         first_2LC = encode(pixels_2HWC)
-    grid = one.adapter.checkpoint.grid(sampling)
+    grid = one.adapter.grid(sampling)
     pipeline = WanImageToVideoPipeline.from_pretrained(
         one.adapter.model_folder,
         image_encoder=None,

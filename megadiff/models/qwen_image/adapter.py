@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.adapter_base import AdapterBase, check_pixels, encoded_text, freed
 from megadiff.models.decoding import TokenCount
-from megadiff.models.encoders import EncodesPrompts, freed
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import DECODING, convolve_single_frames_in_2d
+from megadiff.models.vae import encode_pixels
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling
 
@@ -29,7 +30,7 @@ PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 lat
 MAX_PROMPT_TOKENS = 1024  # as in the pipeline of diffusers
 
 
-class QwenImageAdapter(EncodesPrompts):
+class QwenImageAdapter(AdapterBase):
     """Fulfil models.adapter.ModelAdapter, with diffusers' own transformer and every engine's."""
 
     components = ("transformer",)
@@ -39,6 +40,7 @@ class QwenImageAdapter(EncodesPrompts):
     frames_per_s = 1
     veomni_splits_tokens = True
     max_prompt_tokens = MAX_PROMPT_TOKENS
+    transformer_class = "QwenImageTransformer2DModel"
     tokenizer_class = "Qwen2Tokenizer"
 
     def __init__(self, model_folder: Path | str) -> None:
@@ -61,15 +63,6 @@ class QwenImageAdapter(EncodesPrompts):
     def component_of(self, sigma: float) -> str:
         return self.components[0]
 
-    def empty_transformer(self, component: str = "transformer") -> nn.Module:
-        from accelerate import init_empty_weights
-        from diffusers import QwenImageTransformer2DModel
-
-        with init_empty_weights():
-            return QwenImageTransformer2DModel.from_config(
-                QwenImageTransformer2DModel.load_config(self.model_folder / component)
-            )
-
     def attention(self, tokens: TokenAxes) -> TokenAttention:
         from megadiff.models.qwen_image.attention import QwenImageAttention
 
@@ -81,17 +74,8 @@ class QwenImageAdapter(EncodesPrompts):
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         keep_streams_in_float32(transformer, dtype)
 
-    def check_float32_streams(self) -> None:
-        pass
-
     def validate(self, sampling: Sampling) -> None:
-        for name, pixels in (("height", sampling.height), ("width", sampling.width)):
-            if pixels < PIXELS_PER_TOKEN or pixels % PIXELS_PER_TOKEN:
-                nearest = max(round(pixels / PIXELS_PER_TOKEN), 1) * PIXELS_PER_TOKEN
-                raise ValueError(
-                    f"rollout.{name}={pixels} is not a positive multiple of {PIXELS_PER_TOKEN} "
-                    f"(pixels a token); set rollout.{name}={nearest}"
-                )
+        check_pixels(sampling, PIXELS_PER_TOKEN)
         if sampling.num_frames != 1:
             raise ValueError(
                 f"rollout.num_frames={sampling.num_frames}, but Qwen-Image makes images; "
@@ -161,15 +145,13 @@ class QwenImageAdapter(EncodesPrompts):
         conditioning: prompt_embeds [B, tokens, D], prompt_mask [B, tokens], and the same with
         negative_ in front under CFG. Masks on the CPU save a device synchronisation.
         """
-        positive = _trim(
-            conditioning["prompt_embeds"], conditioning["prompt_mask"], latents_BLC.device
-        )
+        positive = _trim(*encoded_text(conditioning, ""), latents_BLC.device)
         if sampling.true_cfg_scale <= 1:
             return _forward(transformer, latents_BLC, sigma_B, *positive, sampling).float()
         # Both passes carry gradient. Always two: one of 2B where widths agree would let ranks
         # differ in their number of passes, and collectives hang. Guidance is computed in the
         # transformer's output dtype, as in the replica.
-        negative = _trim(*_negative(conditioning), latents_BLC.device)
+        negative = _trim(*encoded_text(conditioning, "negative_"), latents_BLC.device)
         velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *positive, sampling)
         negative_velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *negative, sampling)
         return true_cfg(velocity_BLC, negative_velocity_BLC, sampling.true_cfg_scale).float()
@@ -211,20 +193,8 @@ class QwenImageAdapter(EncodesPrompts):
             self.model_folder / "vae", torch_dtype=dtype
         ).to(device)
         convolve_single_frames_in_2d(vae)
-        mean_C, std_C = (
-            torch.tensor(vae.config[f"latents_{name}"], device=device) for name in ("mean", "std")
-        )
-
-        @torch.no_grad()
-        def encode(pixels_BHWC: Tensor) -> Tensor:
-            images_BCHW = pixels_BHWC.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
-            # the mean of the posterior: a sample would add noise that training had to learn
-            posterior = vae.encode(images_BCHW.to(dtype).unsqueeze(2)).latent_dist
-            latents_BCHW = posterior.mean.squeeze(2).float()
-            return _pack((latents_BCHW - mean_C[:, None, None]) / std_C[:, None, None])
-
         with freed(vae):
-            yield encode
+            yield lambda pixels_BHWC: encode_pixels(vae, pixels_BHWC[:, None])
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         return TokenCount(image=self.latents_shape(sampling)[0], text=num_text_tokens)
@@ -235,15 +205,6 @@ class QwenImageAdapter(EncodesPrompts):
         d = self.width
         one_pass = self.num_layers * (24 * num_tokens * d**2 + 4 * num_tokens**2 * d + 24 * d**2)
         return float(one_pass * self.num_passes("transformer", sampling))
-
-
-def _pack(latents_BCHW: Tensor) -> Tensor:
-    """Pack [B, C, 2h, 2w] to [B, h·w, 4C], as QwenImagePipeline._pack_latents: 2×2 a token."""
-    batch, channels, height, width = latents_BCHW.shape
-    blocks = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(
-        batch, (height // 2) * (width // 2), channels * 4
-    )
 
 
 def _forward(
@@ -289,20 +250,6 @@ def _trim(
     # cut on the device: the host would copy what it cuts
     embeds_BTD = embeds_BTD.to(device, non_blocking=True)[:, :width]
     return embeds_BTD, None if bool(mask_BT.all()) else mask_BT
-
-
-def _negative(conditioning: Conditioning) -> tuple[Tensor, Tensor]:
-    missing = [
-        name
-        for name in ("negative_prompt_embeds", "negative_prompt_mask")
-        if name not in conditioning
-    ]
-    if missing:
-        raise ValueError(
-            f"rollout.true_cfg_scale > 1 needs {', '.join(missing)} in the conditioning "
-            f"{sorted(conditioning)}; sample with the same true_cfg_scale as training uses"
-        )
-    return conditioning["negative_prompt_embeds"], conditioning["negative_prompt_mask"]
 
 
 def _grid(sampling: Sampling) -> tuple[int, int]:
