@@ -127,11 +127,14 @@ def parallelize(
         adapt_linears(module, adapters)
     if axes.tp > 1 or fp8:
         _replace_linears(module, plan, placements, axes, config, adapters)
-    _materialise(
-        module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters)
-    )
+    trained = placements.keys() - plan.unused_names(placements)
+    if adapters:
+        trained = set(filter(is_lora, placements))
+    _materialise(module, placements, mesh.device, dtype, trained=trained)
     if fp8:
-        _wrap_blocks(module, plan, config)
+        for name, block in module.named_modules():
+            if plan.is_block(name):
+                block.forward = partial(_in_fp8, block.forward, config)
     recompute_blocks(module, plan, budget=activation_memory_budget)
     split_tokens(module, plan, axes, attention)
     return module.train()
@@ -159,7 +162,13 @@ def _replace_linears(
         if placement is None or placement.kind not in builders:
             continue
         if config.fp8 and placement.kind in ("column", "row"):
-            _check_fp8(name, placement)
+            odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
+            if odd:
+                raise ValueError(
+                    f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple "
+                    f"of {FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
+                    "engine.fp8=none"
+                )
         parent, _, leaf = name.rpartition(".")
         layer: nn.Module
         if adapters and name in wrapped:
@@ -202,14 +211,6 @@ def _with_adapter(
     return layer
 
 
-def _trained(
-    plan: ParallelPlan, placements: Mapping[str, Placement], adapters: Adapters | None
-) -> set[str]:
-    if adapters:
-        return {name for name in placements if is_lora(name)}
-    return placements.keys() - plan.unused_names(placements)
-
-
 def _materialise(
     module: nn.Module,
     placements: Mapping[str, Placement],
@@ -233,24 +234,8 @@ def _materialise(
         module.get_submodule(parent)._parameters[leaf] = parameter
 
 
-def _wrap_blocks(module: nn.Module, plan: ParallelPlan, config: TransformerConfig) -> None:
-    for name, block in module.named_modules():
-        if plan.is_block(name):
-            block.forward = partial(_in_fp8, block.forward, config)
-
-
 def _in_fp8(
     forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any
 ) -> Any:
     with get_fp8_context(config):
         return forward(*args, **kwargs)
-
-
-def _check_fp8(name: str, placement: Placement) -> None:
-    odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
-    if odd:
-        raise ValueError(
-            f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple of "
-            f"{FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
-            "engine.fp8=none"
-        )

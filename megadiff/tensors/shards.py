@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,7 @@ class ShardWriter:
 
     def _metadata(self) -> dict[str, str]:
         entries = {
-            key: {
-                "tensor": box.tensor,
-                "shape": box.shape,
-                "offsets": box.offsets,
-                "local_shape": box.local_shape,
-                "fingerprint": self.fingerprints[key],
-            }
+            key: {**asdict(box), "fingerprint": self.fingerprints[key]}
             for key, box in self._boxes.items()
         }
         index = {
