@@ -8,7 +8,7 @@ depend on the CPU's vector width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -17,24 +17,27 @@ from torch import Tensor
 ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
 
 
-def sample_identity(*, seed: int, step: int, prompt_id: str, sample_index: int) -> str:
-    """Return the key by which a sample of a run draws all its noise."""
-    return f"{seed}/{step}/{prompt_id}/{sample_index}"
+def group_key(*, seed: int, step: int, prompt_id: str) -> str:
+    """Return the key of a prompt group's randomness."""
+    return f"{seed}/{step}/{prompt_id}"
 
 
-def initial_latents_rows(shape: tuple[int, ...], identities: Sequence[str]) -> Tensor:
-    """Draw the states at sigma 1, [len(identities), *shape] standard normal float32 on CPU."""
-    return _normal_rows(shape, [f"{identity}/initial" for identity in identities])
+def sample_keys(group: str, sample_indices: Iterable[int]) -> list[str]:
+    """Return the keys by which a group's samples draw all their noise."""
+    return [f"{group}/{sample_index}" for sample_index in sample_indices]
 
 
-def sde_noise_rows(shape: tuple[int, ...], identities: Sequence[str], *, step_index: int) -> Tensor:
-    """Draw the noise of one stochastic step, [len(identities), *shape] as above."""
-    return _normal_rows(shape, [f"{identity}/sde/{step_index}" for identity in identities])
+def initial_latents_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
+    """Draw the states at sigma 1, [len(keys), *shape] standard normal float32 on CPU."""
+    return _normal_rows(shape, [f"{key}/initial" for key in keys])
 
 
-def window_start(
-    *, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]
-) -> int:
+def sde_noise_rows(shape: tuple[int, ...], keys: Sequence[str], *, step_index: int) -> Tensor:
+    """Draw the noise of one stochastic step, [len(keys), *shape] as above."""
+    return _normal_rows(shape, [f"{key}/sde/{step_index}" for key in keys])
+
+
+def window_start(group: str, *, window_size: int, window_range: tuple[int, int]) -> int:
     """Draw the first step of a group's stochastic window, uniform on {low … high − window_size}.
 
     It is equal within a group: a window per sample was seen to collapse training. It never comes
@@ -42,7 +45,7 @@ def window_start(
     """
     # `high` is exclusive, and so is the bound of integers(): hence the + 1.
     low, high = window_range
-    generator = _generator(f"{seed}/{step}/{prompt_id}/window")
+    generator = _generator(f"{group}/window")
     return low + int(generator.integers(high - window_size - low + 1))
 
 

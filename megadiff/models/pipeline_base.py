@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.noise import (
+    group_key,
     initial_latents_rows,
-    sample_identity,
+    sample_keys,
     sde_noise_rows,
     window_start,
 )
@@ -77,35 +78,27 @@ class BatchSampler:
         self.window_size = self.sampling.sde_window_size
         if self.sampling.sde_type == "ode":
             self.window_size = 0
+        groups = [
+            group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
+            for request in requests
+        ]
         self.window_starts = [self.num_steps] * len(requests)  # without a window: after the last
         if self.window_size:
+            window_range = self.sampling.sde_window_range
             self.window_starts = [
-                window_start(
-                    seed=request.seed,
-                    step=request.step,
-                    prompt_id=request.prompt.id,
-                    window_size=self.window_size,
-                    window_range=self.sampling.sde_window_range,
-                )
-                for request in requests
+                window_start(group, window_size=self.window_size, window_range=window_range)
+                for group in groups
             ]
-        self.identities = [
-            sample_identity(
-                seed=request.seed,
-                step=request.step,
-                prompt_id=request.prompt.id,
-                sample_index=sample_index,
-            )
-            for request in requests
-            for sample_index in request.sample_indices
-        ]
+        self.sample_keys: list[str] = []
+        for group, request in zip(groups, requests, strict=True):
+            self.sample_keys += sample_keys(group, request.sample_indices)
         self.step_index = 0
         self.conditioning: dict[str, Tensor] = {}
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
         # on the CPU: which rows a step records is known without waiting for the GPU
         self._starts_N = self.per_row(torch.tensor(self.window_starts))
-        num_rows = len(self.identities)
+        num_rows = len(self.sample_keys)
         self._states_NSLC = torch.empty(
             (num_rows, self.window_size + 1, *token_shape), dtype=self.storage_dtype, device=device
         )
@@ -119,7 +112,7 @@ class BatchSampler:
 
     def initial_latents(self) -> Tensor:
         """Return the noise at sigma 1, [N, L, C] in the storage dtype."""
-        latents_NLC = initial_latents_rows(self.token_shape, self.identities)
+        latents_NLC = initial_latents_rows(self.token_shape, self.sample_keys)
         return latents_NLC.to(self.device, self.storage_dtype)
 
     def model_sigma(self, latents_NLC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,18 +124,37 @@ class BatchSampler:
 
         The step is stochastic and recorded for rows whose window it is in, ODE for the others.
         """
-        self._record_window_start(latents_NLC)
-        sigma = self.schedule[self.step_index]
-        sigma_next = self.schedule[self.step_index + 1]
+        self._record_states(latents_NLC)
+        index = self.step_index
+        sigma = self.schedule[index]
+        sigma_next = self.schedule[index + 1]
         # every row takes the ODE step; stochastic rows are overwritten
         next_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
-        offset_N = self.step_index - self._starts_N
-        rows_B = ((offset_N >= 0) & (offset_N < self.window_size)).nonzero().squeeze(1)
+        rows_B, offset_B = self._rows_in_window(self.window_size)
         if len(rows_B):
-            self._stochastic_step(rows_B, offset_N[rows_B], velocity_NLC, latents_NLC, next_NLC)
+            keys = [self.sample_keys[row] for row in rows_B.tolist()]
+            noise_BLC = sde_noise_rows(self.token_shape, keys, step_index=index)
+            rows_B = rows_B.to(self.device, non_blocking=True)
+            sde = SdeStep(
+                sde_type=self.sampling.sde_type,
+                sigma_B=sigma.expand(len(rows_B)),
+                sigma_next_B=sigma_next.expand(len(rows_B)),
+                schedule=self.schedule,
+                eta=self.sampling.eta,
+            )
+            prev_sample_BLC, log_prob_B = sde_step(
+                sde,
+                latents_NLC[rows_B],
+                velocity_NLC[rows_B],
+                noise_BLC.to(self.device, non_blocking=True),
+                storage_dtype=self.storage_dtype,
+            )
+            next_NLC[rows_B] = prev_sample_BLC
+            offset_B = offset_B.to(self.device, non_blocking=True)
+            self._log_probs_NW[rows_B, offset_B] = log_prob_B
         self.step_index += 1
         if self.step_index == self.num_steps:
-            self._record_window_start(next_NLC)  # without a window it "starts" at T
+            self._record_states(next_NLC)  # without a window it "starts" at T
         return next_NLC
 
     def result(self, pixels_NFHWC: Tensor) -> dict[str, Tensor]:
@@ -157,43 +169,18 @@ class BatchSampler:
         }
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
-    def _record_window_start(self, latents_NLC: Tensor) -> None:
-        rows_B = (self._starts_N == self.step_index).nonzero().squeeze(1)
+    def _rows_in_window(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that are less than `length` steps into their window, and how many."""
+        offset_N = self.step_index - self._starts_N
+        rows_B = ((offset_N >= 0) & (offset_N < length)).nonzero().squeeze(1)
+        return rows_B, offset_N[rows_B]
+
+    def _record_states(self, latents_NLC: Tensor) -> None:
+        rows_B, offset_B = self._rows_in_window(self.window_size + 1)
         if len(rows_B):
             rows_B = rows_B.to(self.device, non_blocking=True)
-            self._states_NSLC[rows_B, 0] = latents_NLC[rows_B]
-
-    def _stochastic_step(
-        self,
-        rows_B: Tensor,
-        offset_B: Tensor,
-        velocity_NLC: Tensor,
-        latents_NLC: Tensor,
-        next_NLC: Tensor,
-    ) -> None:
-        """Overwrite rows_B of next_NLC and record them. offset_B: their steps within the window."""
-        index = self.step_index
-        identities = [self.identities[row] for row in rows_B.tolist()]
-        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index)
-        noise_BLC = noise_BLC.to(self.device, non_blocking=True)
-        rows_B = rows_B.to(self.device, non_blocking=True)
-        offset_B = offset_B.to(self.device, non_blocking=True)
-        prev_sample_BLC, log_prob_B = sde_step(
-            SdeStep(
-                sde_type=self.sampling.sde_type,
-                sigma_B=self.schedule[index].expand(len(rows_B)),
-                sigma_next_B=self.schedule[index + 1].expand(len(rows_B)),
-                schedule=self.schedule,
-                eta=self.sampling.eta,
-            ),
-            latents_NLC[rows_B],
-            velocity_NLC[rows_B],
-            noise_BLC,
-            storage_dtype=self.storage_dtype,
-        )
-        next_NLC[rows_B] = prev_sample_BLC
-        self._states_NSLC[rows_B, offset_B + 1] = prev_sample_BLC
-        self._log_probs_NW[rows_B, offset_B] = log_prob_B
+            offset_B = offset_B.to(self.device, non_blocking=True)
+            self._states_NSLC[rows_B, offset_B] = latents_NLC[rows_B]
 
 
 class RolloutPipelineMixin:

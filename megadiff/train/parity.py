@@ -278,13 +278,9 @@ def _replay(
     """Recompute the window's latents from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
-    identities = [
-        noise.sample_identity(
-            seed=seed, step=step, prompt_id=group.prompt.id, sample_index=sample_index
-        )
-        for sample_index in group.sample_indices
-    ]
-    latents_NLC = noise.initial_latents_rows(shape, identities)
+    group_key = noise.group_key(seed=seed, step=step, prompt_id=group.prompt.id)
+    keys = noise.sample_keys(group_key, group.sample_indices)
+    latents_NLC = noise.initial_latents_rows(shape, keys)
     # The device and dtype of what it is compared with.
     latents_NLC = latents_NLC.to(batch.latents_NSLC)
     states = []
@@ -304,7 +300,7 @@ def _replay(
                 eta=sampling.eta,
             )
         )
-        noise_NLC = noise.sde_noise_rows(shape, identities, step_index=index)
+        noise_NLC = noise.sde_noise_rows(shape, keys, step_index=index)
         latents_NLC = mean_NLC + std * noise_NLC.to(mean_NLC)
     return torch.stack([*states, latents_NLC], dim=1)
 

@@ -49,9 +49,9 @@ def _shift_schedule(sigmas):
 def _shift_noise(initial_latents_rows):
     """Another random stream: log_probs agree all the same."""
 
-    def broken(shape, identities):
+    def broken(shape, keys):
         prefix = "1" if fault() == "noise" else ""  # the seed comes first
-        return initial_latents_rows(shape, [f"{prefix}{identity}" for identity in identities])
+        return initial_latents_rows(shape, [f"{prefix}{key}" for key in keys])
 
     return broken
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from examples.tiny_models.wan22 import KINDS
 from megadiff.diffusion import sde
-from megadiff.diffusion.noise import initial_latents_rows, sample_identity
+from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
 from megadiff.models.adapter import FIRST_FRAME
 from megadiff.models.packing import unpack
 from megadiff.models.vae import latent_statistics
@@ -190,10 +190,10 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     for group, request, image in zip(groups, requests, image_of_group, strict=True):
         given_1LC = group.conditioning[FIRST_FRAME]
         assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
-        identity = sample_identity(
-            seed=0, step=0, prompt_id=request.prompt.id, sample_index=group.sample_indices[-1]
+        key = group_key(seed=0, step=0, prompt_id=request.prompt.id)
+        (noise_LC,) = initial_latents_rows(
+            one.adapter.latents_shape(sampling), sample_keys(key, group.sample_indices[-1:])
         )
-        (noise_LC,) = initial_latents_rows(one.adapter.latents_shape(sampling), [identity])
         expected = pipeline(
             Image.fromarray(pixels_2HWC[image].numpy()),
             request.prompt.text,

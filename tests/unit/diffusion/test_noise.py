@@ -4,15 +4,20 @@ import torch
 
 from megadiff.diffusion.noise import (
     ROWS_PER_STREAM,
+    group_key,
     initial_latents_rows,
     row_normals,
-    sample_identity,
+    sample_keys,
     sde_noise_rows,
     window_start,
 )
 
 GOLDEN = [0.7164463400840759, -0.24406296014785767, -2.183037519454956]
 IDENTITY = {"seed": 1, "step": 2, "prompt_id": "ab", "sample_index": 3}
+
+
+def sample_identity(*, sample_index, **group):
+    return sample_keys(group_key(**group), [sample_index])[0]
 
 
 def initial_latents(shape, **identity):
@@ -90,9 +95,8 @@ def test_a_row_of_a_list_is_the_same_whichever_rows_it_is_drawn_with():
 
 def test_window_start_is_uniform_and_fixed_within_a_group():
     starts = [
-        window_start(seed=0, step=step, prompt_id="p", window_size=2, window_range=(0, 5))
-        for step in range(2000)
+        window_start(f"0/{step}/p", window_size=2, window_range=(0, 5)) for step in range(2000)
     ]
     assert set(starts) == {0, 1, 2, 3}
     assert min(starts.count(start) for start in range(4)) > 400
-    assert window_start(seed=0, step=1, prompt_id="p", window_size=5, window_range=(2, 7)) == 2
+    assert window_start("0/1/p", window_size=5, window_range=(2, 7)) == 2
