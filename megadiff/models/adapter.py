@@ -150,7 +150,7 @@ class ModelAdapter(Protocol):
     ) -> AbstractContextManager[ImageEncoder]:
         """Load the encoder of trained latents and given first frames; freed at the end.
 
-        dtype: of the encoder's weights.
+        dtype: of the encoder's weights. Latents stay on the device.
         """
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import ModelAdapter
+from megadiff.models.adapter import ImageEncoder, ModelAdapter
+from megadiff.models.vae import encode_pixels
 from megadiff.types import Prompt, Sampling
 
 
 class AdapterBase(ModelAdapter):
     """Give an adapter what follows from its classes' names and its forward passes."""
 
-    transformer_class: str  # in diffusers
+    transformer_class: str  # this and the VAE's are in diffusers
+    vae_class: str
     tokenizer_class: str  # in transformers
 
     def is_guided(self, sampling: Sampling) -> bool:
@@ -29,6 +31,22 @@ class AdapterBase(ModelAdapter):
         stock = getattr(diffusers, self.transformer_class)
         with init_empty_weights():
             return stock.from_config(stock.load_config(self.model_folder / component))
+
+    def adapt_vae(self, vae: nn.Module) -> None:
+        """Make the family's VAE fast, in place; by default nothing."""
+
+    @contextmanager
+    def image_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[ImageEncoder]:
+        import diffusers
+
+        stock = getattr(diffusers, self.vae_class)
+        vae = stock.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
+        self.adapt_vae(vae)
+        with freed(vae):
+            # an image is a video of one frame
+            yield lambda pixels: encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         texts = dict.fromkeys(

@@ -139,13 +139,19 @@ class ParallelPlan:
         placements = {}
         for name, kind in self.kinds(shapes).items():
             offsets, local_shape = shard_box(kind, name, shapes[name], tp=tp, tp_rank=tp_rank)
+            dim = sharded_dim(kind, name)
+            # A shard has its whole gradient. With split tokens each rank has its tokens' part of
+            # the others'. Without, it has a part of what acts on single heads, and of the whole
+            # half of a low-rank pair: a column's A sees the gradient of this rank's output features
+            # alone, a row's B the products of its input features.
+            is_part = sequence_parallel or kind == "head_norm" or is_lora(name)
             placements[name] = Placement(
                 kind=kind,
                 shape=tuple(shapes[name]),
                 offsets=offsets,
                 local_shape=local_shape,
-                sharded_dim=sharded_dim(kind, name),
-                sum_over_tp=sums_over_tp(kind, name, tp=tp, sequence_parallel=sequence_parallel),
+                sharded_dim=dim,
+                sum_over_tp=tp > 1 and dim is None and is_part,
             )
         return placements
 
@@ -217,16 +223,6 @@ def module_of(parameter: str) -> str:
 def sharded_dim(kind: str, name: str) -> int | None:
     """Return the dimension that tensor parallelism splits, None for a whole parameter."""
     return SHARDED_DIM[kind].get(name.removeprefix(f"{module_of(name)}."))
-
-
-def sums_over_tp(kind: str, name: str, *, tp: int, sequence_parallel: bool) -> bool:
-    """Tell whether the ranks' gradients of a parameter are parts that must be summed over tp."""
-    if tp == 1 or sharded_dim(kind, name) is not None:
-        return False  # a shard has its whole gradient
-    # With split tokens each rank has its tokens' part. Without, it has a part of what acts on
-    # single heads, and of the whole half of a low-rank pair: a column's A sees the gradient of this
-    # rank's output features alone, a row's B the products of its input features.
-    return sequence_parallel or kind == "head_norm" or is_lora(name)
 
 
 def shard_box(

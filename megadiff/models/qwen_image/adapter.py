@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
-from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.adapter import Conditioning, PromptEncoder
 from megadiff.models.adapter_base import AdapterBase, check_pixels, encoded_text, freed
 from megadiff.models.decoding import TokenCount
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import DECODING, convolve_single_frames_in_2d
-from megadiff.models.vae import encode_pixels
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling
 
@@ -41,6 +40,7 @@ class QwenImageAdapter(AdapterBase):
     veomni_splits_tokens = True
     max_prompt_tokens = MAX_PROMPT_TOKENS
     transformer_class = "QwenImageTransformer2DModel"
+    vae_class = "AutoencoderKLQwenImage"
     tokenizer_class = "Qwen2Tokenizer"
 
     def __init__(self, model_folder: Path | str) -> None:
@@ -73,6 +73,9 @@ class QwenImageAdapter(AdapterBase):
 
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         keep_streams_in_float32(transformer, dtype)
+
+    def adapt_vae(self, vae: nn.Module) -> None:
+        convolve_single_frames_in_2d(vae)
 
     def validate(self, sampling: Sampling) -> None:
         check_pixels(sampling, PIXELS_PER_TOKEN)
@@ -129,7 +132,7 @@ class QwenImageAdapter(AdapterBase):
 
     def velocity(
         self,
-        transformer: Callable[..., tuple[Tensor]],
+        transformer: Any,
         latents_BLC: Tensor,
         sigma_B: Tensor,
         conditioning: Conditioning,
@@ -145,16 +148,29 @@ class QwenImageAdapter(AdapterBase):
         conditioning: prompt_embeds [B, tokens, D], prompt_mask [B, tokens], and the same with
         negative_ in front under CFG. Masks on the CPU save a device synchronisation.
         """
-        positive = _trim(*encoded_text(conditioning, ""), latents_BLC.device)
-        if sampling.true_cfg_scale <= 1:
-            return _forward(transformer, latents_BLC, sigma_B, *positive, sampling).float()
+        device = latents_BLC.device
+        dtype = transformer.dtype
+
+        def one_pass(embeds_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+            return transformer(
+                hidden_states=latents_BLC.to(dtype),
+                timestep=sigma_B.float().to(device),
+                encoder_hidden_states=embeds_BTD.to(dtype),
+                encoder_hidden_states_mask=mask_BT,
+                # of one sample: only the first is read, and FSDP2 walks through an entry per
+                # sample, which took half of a small step
+                img_shapes=[[(1, *_grid(sampling))]],
+                return_dict=False,
+            )[0]
+
+        positive = _trim(*encoded_text(conditioning, ""), device)
+        if not self.is_guided(sampling):
+            return one_pass(*positive).float()
         # Both passes carry gradient. Always two: one of 2B where widths agree would let ranks
         # differ in their number of passes, and collectives hang. Guidance is computed in the
         # transformer's output dtype, as in the replica.
-        negative = _trim(*encoded_text(conditioning, "negative_"), latents_BLC.device)
-        velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *positive, sampling)
-        negative_velocity_BLC = _forward(transformer, latents_BLC, sigma_B, *negative, sampling)
-        return true_cfg(velocity_BLC, negative_velocity_BLC, sampling.true_cfg_scale).float()
+        negative = _trim(*encoded_text(conditioning, "negative_"), device)
+        return true_cfg(one_pass(*positive), one_pass(*negative), sampling.true_cfg_scale).float()
 
     @contextmanager
     def prompt_encoder(
@@ -179,23 +195,6 @@ class QwenImageAdapter(AdapterBase):
         with freed(pipeline.text_encoder):
             yield encode
 
-    @contextmanager
-    def image_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[ImageEncoder]:
-        """Encode by the checkpoint's VAE, in dtype; latents come back normalised in float32.
-
-        They stay on the device.
-        """
-        from diffusers import AutoencoderKLQwenImage
-
-        vae = AutoencoderKLQwenImage.from_pretrained(
-            self.model_folder / "vae", torch_dtype=dtype
-        ).to(device)
-        convolve_single_frames_in_2d(vae)
-        with freed(vae):
-            yield lambda pixels_BHWC: encode_pixels(vae, pixels_BHWC[:, None])
-
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         return TokenCount(image=self.latents_shape(sampling)[0], text=num_text_tokens)
 
@@ -205,32 +204,6 @@ class QwenImageAdapter(AdapterBase):
         d = self.width
         one_pass = self.num_layers * (24 * num_tokens * d**2 + 4 * num_tokens**2 * d + 24 * d**2)
         return float(one_pass * self.num_passes("transformer", sampling))
-
-
-def _forward(
-    transformer: Any,
-    latents_BLC: Tensor,
-    sigma_B: Tensor,
-    embeds_BTD: Tensor,
-    mask_BT: Tensor | None,
-    sampling: Sampling,
-) -> Tensor:
-    """Run the transformer once, [B, L, C] in its output dtype."""
-    device = latents_BLC.device
-    dtype = transformer.dtype
-    if mask_BT is not None:
-        mask_BT = mask_BT.to(device, non_blocking=True)
-    velocity_BLC = transformer(
-        hidden_states=latents_BLC.to(dtype),
-        timestep=sigma_B.float().to(device),
-        encoder_hidden_states=embeds_BTD.to(dtype),
-        encoder_hidden_states_mask=mask_BT,
-        # of one sample: only the first is read, and FSDP2 walks through an entry per sample, which
-        # took half of a small step
-        img_shapes=[[(1, *_grid(sampling))]],
-        return_dict=False,
-    )[0]
-    return velocity_BLC
 
 
 def _trim(
@@ -249,7 +222,8 @@ def _trim(
     mask_BT = mask_BT[:, :width].bool()
     # cut on the device: the host would copy what it cuts
     embeds_BTD = embeds_BTD.to(device, non_blocking=True)[:, :width]
-    return embeds_BTD, None if bool(mask_BT.all()) else mask_BT
+    is_needed = not bool(mask_BT.all())
+    return embeds_BTD, mask_BT.to(device, non_blocking=True) if is_needed else None
 
 
 def _grid(sampling: Sampling) -> tuple[int, int]:

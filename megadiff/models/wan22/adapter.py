@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import Conditioning, ImageEncoder, PromptEncoder
+from megadiff.models.adapter import Conditioning, PromptEncoder
 from megadiff.models.adapter_base import AdapterBase, freed
 from megadiff.models.decoding import Decoding, TokenCount
-from megadiff.models.vae import encode_pixels
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
 from megadiff.models.wan22.plan import PLAN
@@ -37,6 +36,7 @@ class WanAdapter(WanCheckpoint, AdapterBase):
     veomni_splits_tokens = False
     max_prompt_tokens = TEXT_TOKENS
     transformer_class = "WanTransformer3DModel"
+    vae_class = "AutoencoderKLWan"
     tokenizer_class = "AutoTokenizer"
 
     def __init__(self, model_folder: Path | str) -> None:
@@ -99,23 +99,6 @@ class WanAdapter(WanCheckpoint, AdapterBase):
 
         with freed(text_encoder):
             yield encode
-
-    @contextmanager
-    def image_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[ImageEncoder]:
-        """Encode images [B, H, W, 3] or videos [B, F, H, W, 3] by the checkpoint's VAE, in dtype.
-
-        F is 1 + a multiple of the VAE's temporal factor. Latents come back normalised in float32;
-        they stay on the device.
-        """
-        from diffusers import AutoencoderKLWan
-
-        vae = AutoencoderKLWan.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(
-            device
-        )
-        with freed(vae):
-            yield lambda pixels: encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """Count tokens; the text is padded, whatever num_text_tokens."""

@@ -91,7 +91,20 @@ class WanCheckpoint:
                 f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent "
                 f"after the first); set rollout.num_frames={nearest}"
             )
-        self._check_first_frame(sampling)
+        if sampling.first_frame and not self.takes_first_frame:
+            raise ValueError(
+                "rollout.first_frame=true, but this model draws from text alone (no "
+                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
+                "rollout.first_frame=false"
+            )
+        if sampling.first_frame and frames == 1:
+            raise ValueError(
+                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
+                f"nothing is drawn; set rollout.num_frames={1 + temporal} or more"
+            )
+        self._check_guidance(sampling)
+
+    def _check_guidance(self, sampling: Sampling) -> None:
         if sampling.true_cfg_scale != 1:
             raise ValueError(
                 f"rollout.true_cfg_scale={sampling.true_cfg_scale}, but Wan's guidance is plain; "
@@ -101,22 +114,7 @@ class WanCheckpoint:
             raise ValueError(
                 f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more"
             )
-        self._check_second_scale(sampling.guidance_scale_2)
-
-    def _check_first_frame(self, sampling: Sampling) -> None:
-        if sampling.first_frame and not self.takes_first_frame:
-            raise ValueError(
-                "rollout.first_frame=true, but this model draws from text alone (no "
-                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
-                "rollout.first_frame=false"
-            )
-        if sampling.first_frame and sampling.num_frames == 1:
-            raise ValueError(
-                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
-                f"nothing is drawn; set rollout.num_frames={1 + self.temporal} or more"
-            )
-
-    def _check_second_scale(self, scale: float) -> None:
+        scale = sampling.guidance_scale_2
         if scale and len(self.components) == 1:
             raise ValueError(
                 f"rollout.guidance_scale_2={scale}, but this model has no second expert; "
