@@ -82,13 +82,15 @@ class BatchSampler:
             group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
             for request in requests
         ]
-        self.window_starts = [self.num_steps] * len(requests)  # without a window: after the last
+        starts = [self.num_steps] * len(requests)  # without a window: after the last step
         if self.window_size:
             window_range = self.sampling.sde_window_range
-            self.window_starts = [
+            starts = [
                 window_start(group, window_size=self.window_size, window_range=window_range)
                 for group in groups
             ]
+        # on the CPU: which rows a step records is known without waiting for the GPU
+        self.window_starts_P = torch.tensor(starts)
         self.sample_keys: list[str] = []
         for group, request in zip(groups, requests, strict=True):
             self.sample_keys += sample_keys(group, request.sample_indices)
@@ -96,8 +98,7 @@ class BatchSampler:
         self.conditioning: dict[str, Tensor] = {}
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
-        # on the CPU: which rows a step records is known without waiting for the GPU
-        self._starts_N = self.per_row(torch.tensor(self.window_starts))
+        self._starts_N = self.per_row(self.window_starts_P)
         num_rows = len(self.sample_keys)
         self._states_NSLC = torch.empty(
             (num_rows, self.window_size + 1, *token_shape), dtype=self.storage_dtype, device=device
@@ -163,7 +164,7 @@ class BatchSampler:
             "latents": self._states_NSLC,
             "log_probs": self._log_probs_NW,
             "schedule": self.schedule,
-            "window_starts": torch.tensor(self.window_starts),
+            "window_starts": self.window_starts_P,
             "pixels": pixels_NFHWC,
             **{CONDITIONING_PREFIX + name: tensor for name, tensor in self.conditioning.items()},
         }

@@ -169,46 +169,29 @@ def _replace_linears(
                     f"of {FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
                     "engine.fp8=none"
                 )
-        parent, _, leaf = name.rpartition(".")
         layer: nn.Module
-        if adapters and name in wrapped:
-            layer = _with_adapter(name, linear, plan, placements, axes, config, adapters)
-        else:
+        if not adapters or name not in wrapped:
             layer = builders[placement.kind](name, linear)
+        else:
+            # the input is gathered, and the output summed, once for both products: enter and leave
+            enter = leave = None
+            if placement.kind == "column":
+                layer = column(linear, config, axes, in_attention=True)
+                enter = None if plan.in_attention(name) else axes.enter_split
+            else:
+                layer = product = RowProduct(linear, axes)
+                leave = product.finish
+            # a column's B is split by rows as the layer is, a row's A by columns
+            adapt(
+                layer,
+                adapters,
+                in_features=placements[f"{name}.{LORA_A}"].local_shape[1],
+                out_features=placements[f"{name}.{LORA_B}"].local_shape[0],
+                enter=enter,
+                leave=leave,
+            )
+        parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, layer)
-
-
-def _with_adapter(
-    name: str,
-    linear: nn.Linear,
-    plan: ParallelPlan,
-    placements: Mapping[str, Placement],
-    axes: TokenAxes,
-    config: TransformerConfig,
-    adapters: Adapters,
-) -> nn.Module:
-    """Return a split layer with its LoRA.
-
-    A column's B is split by rows as the layer is, a row's A by columns; the other half is whole.
-    """
-    # the input is gathered, and the output summed, once for both products: enter and leave
-    enter = leave = None
-    layer: nn.Module
-    if placements[f"{name}.weight"].kind == "column":
-        layer = column(linear, config, axes, in_attention=True)
-        enter = None if plan.in_attention(name) else axes.enter_split
-    else:
-        layer = product = RowProduct(linear, axes)
-        leave = product.finish
-    adapt(
-        layer,
-        adapters,
-        in_features=placements[f"{name}.{LORA_A}"].local_shape[1],
-        out_features=placements[f"{name}.{LORA_B}"].local_shape[0],
-        enter=enter,
-        leave=leave,
-    )
-    return layer
 
 
 def _materialise(
