@@ -35,6 +35,7 @@ def flow_grpo(
     ratio_B = torch.exp(log_ratio_B)
     advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
+    # the larger loss: clipping may never make a step look better than it is
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,

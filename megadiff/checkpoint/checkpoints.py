@@ -111,6 +111,7 @@ class Checkpoints:
         load_prompts refuses.
         """
         group = self.mesh.cpu_group
+        # rank 0 decides: on a shared filesystem the others may see older folders
         problems = []
         for folder in map(Path, self._from_first(self._candidates)):
             try:

@@ -79,6 +79,7 @@ def column(
     in_attention: the caller has gathered, for several layers at once.
     """
     arguments = _arguments(linear)
+    # else the layer would gather once more
     if in_attention:
         config = copy(config)
         config.sequence_parallel = False

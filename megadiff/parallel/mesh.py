@@ -111,10 +111,12 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
     device = _local_device(device_type)
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
+        # gloo beside NCCL: the loop's small collectives are about numbers on the host
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
+            # in this process's memory, without a port
             dist.init_process_group(
                 backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
             )

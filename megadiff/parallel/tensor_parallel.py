@@ -63,6 +63,7 @@ def init_parallel_state(mesh: Mesh) -> None:
         tensor_model_parallel_size=mesh.tp,
         context_parallel_size=mesh.sp,
         distributed_timeout_minutes=math.ceil(mesh.timeout_s / 60),
+        # the mesh has its own
         create_gloo_process_groups=False,
     )
 

@@ -14,6 +14,7 @@ from megadiff.parallel.plan import is_lora, module_of
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
+# scale · B is computed in float32
 LARGEST_ALPHA = torch.finfo(torch.float32).max
 LORA_A, LORA_B = f".{plan.LORA_A}", f".{plan.LORA_B}"
 Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
@@ -76,6 +77,7 @@ def lora_from_json(value: object) -> LoraSpec | None:
         raise ValueError(
             f"lora.modules={modules!r:.200} must be a list of at least one module name"
         )
+    # both sides compare specs, so one spec must have one spelling
     if modules != sorted(set(modules)):
         raise ValueError("lora.modules must be sorted and without doubles")
     return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))

@@ -137,6 +137,7 @@ def write_shards(
     Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A shard that
     several ranks hold is written by one of them. values: JSON, the same on every rank.
     """
+    # any rank may be the first
     folder.mkdir(parents=True, exist_ok=True)
     boxes: dict[str, TensorBox] = {}
     tensors: dict[str, Tensor] = {}
@@ -176,6 +177,7 @@ class ShardFolder:
         self._shards: defaultdict[str, list[StoredShard]] = defaultdict(list)
         # What was read last: boxes of one range often overlap the same shard.
         self._last: tuple[StoredShard, Tensor] | None = None
+        # all stay open: a box that is asked for may lie in any of them
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
             if rank:
@@ -216,6 +218,7 @@ class ShardFolder:
         """Return a full tensor, not to be written to. Raises ValueError for a damaged shard."""
         meta = self.meta(name)
         shards = self._shards[name]
+        # a whole tensor in one file is not copied: it may be the file's own pages
         if len(shards) == 1:
             return shards[0].read()
         full = torch.empty(meta.shape, dtype=meta.dtype)

@@ -41,5 +41,6 @@ class SourceFolder:
             slice(begin, begin + size)
             for begin, size in zip(shard.offsets, shard.local.shape, strict=True)
         )
+        # a rank has nothing of a tensor that has fewer rows than there are ranks
         if shard.local.numel():
             shard.local.copy_(self._file_of[name].get_slice(name)[slices])

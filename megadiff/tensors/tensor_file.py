@@ -165,6 +165,7 @@ class TensorFile:
                 f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is "
                 "corrupt"
             ) from error
+        # a header may list them in any order
         entries.sort(key=lambda entry: (entry.begin, entry.end))
         expected = 0  # tensors lie one after another
         for entry in entries:
@@ -213,6 +214,7 @@ def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
     begin, end = values["data_offsets"]
     entry = _Entry(begin, end, name, values["dtype"], tuple(values["shape"]))
     numbers = (begin, end, *entry.shape)
+    # type(): isinstance takes JSON's true for 1
     if not isinstance(entry.dtype, str) or any(type(number) is not int for number in numbers):
         raise ValueError(f"{name!r} has {values}")
     return entry
@@ -224,6 +226,7 @@ def reserve_descriptors(count: int, *, what: str) -> None:
     Raises ValueError, which names `what` needs them, when the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # those of libraries count, too
     num_open = len(os.listdir("/proc/self/fd"))
     needed = num_open + count + SPARE_DESCRIPTORS
     if needed <= soft:
