@@ -46,7 +46,7 @@ class ModelFamily:
 
     def weighted(self, index: Mapping[str, object]) -> tuple[str, ...]:
         """Return the components of weights that a model has, by its model_index.json."""
-        components = WEIGHTED
+        components: tuple[str, ...] = WEIGHTED
         for name in self.optional:
             classes = index.get(name)
             # [null, null] means none

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,7 +173,7 @@ class ShardFolder:
         self.values: dict[str, Any] = index["values"]
         self.num_files: int = index["num_files"]
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._shards: defaultdict[str, list[StoredShard]] = defaultdict(list)
+        self._shards: dict[str, list[StoredShard]] = {}
         # What was read last: boxes of one range often overlap the same shard.
         self._last: tuple[StoredShard, Tensor] | None = None
         # all stay open: a box that is asked for may lie in any of them
@@ -191,7 +190,7 @@ class ShardFolder:
                         f"{file.path} is corrupt: {name!r} has shape {shard.box.shape}, and "
                         f"{shape} elsewhere"
                     )
-                self._shards[name].append(shard)
+                self._shards.setdefault(name, []).append(shard)
         for name, shards in self._shards.items():
             _check_cover(self.folder, name, shards)
 
