@@ -220,36 +220,33 @@ class RolloutPipelineMixin:
     def forward(self, req: Any) -> Any:
         requests = rollout_requests(req)
         if any(params.lora_request is not None for params in req.sampling_params_list):
-            return [_refusal(ValueError(NO_LORA_REQUESTS)) for _ in req.sampling_params_list]
+            return [_refusal(NO_LORA_REQUESTS) for _ in req.sampling_params_list]
         self.stop_path = stop_path(req)
+        # a ValueError is our request's fault, e.g. more tokens than the text encoder takes
+        refused = ValueError if requests else Stopped
         try:
             if requests:
-                return self._draw_groups(req, requests)
+                return [self._draw_groups(req, requests)]
             return super().forward(req)  # type: ignore[misc]  # vllm-omni's
-        except Stopped as error:
-            return [_refusal(error)]
+        except refused as error:
+            return [_refusal(str(error))]
         finally:
             self.stop_path = None
-
-    def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> list[Any]:
-        try:
-            self._check_lengths(requests)
-            self._sampler = BatchSampler(
-                requests,
-                schedule=self.adapter.schedule(requests[0].sampling),
-                token_shape=self.adapter.latents_shape(requests[0].sampling),
-                device=self.device,
-            )
-            output = self.draw(req)
-            result = self._sampler.result(self.to_pixels(output.output))
-        except ValueError as error:
-            # the request's fault, e.g. more tokens than the text encoder takes
-            return [_refusal(error)]
-        finally:
             self._sampler = None
+
+    def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> Any:
+        self._check_lengths(requests)
+        self._sampler = BatchSampler(
+            requests,
+            schedule=self.adapter.schedule(requests[0].sampling),
+            token_shape=self.adapter.latents_shape(requests[0].sampling),
+            device=self.device,
+        )
+        output = self.draw(req)
+        result = self._sampler.result(self.to_pixels(output.output))
         # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
-        return [dataclasses.replace(output, output=envelope)]
+        return dataclasses.replace(output, output=envelope)
 
     def texts_of_sides(self, requests: Sequence[RolloutRequest]) -> dict[str, list[str]]:
         """Return the groups' prompts under "", under guidance also "negative_" → negative ones."""
@@ -301,11 +298,11 @@ def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:
     return list(indices), torch.tensor([indices[value] for value in values])
 
 
-def _refusal(error: ValueError) -> Any:
+def _refusal(message: str) -> Any:
     """Return an output that vllm-omni answers as a client error, so that the replica lives on."""
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    return DiffusionOutput(error=str(error), error_status_code=400, error_type="BadRequestError")
+    return DiffusionOutput(error=message, error_status_code=400, error_type="BadRequestError")
 
 
 def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:
