@@ -55,7 +55,4 @@ def served_places(parameters: Sequence[str], *, names: ServedNames) -> dict[str,
 def served_view(place: ServedPlace, *, parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the weight's own rows of its parameter, as a view."""
     tensor = parameters[place.parameter].detach()
-    if place.num_shards == 1:
-        return tensor
-    num_rows = tensor.shape[0] // place.num_shards
-    return tensor[place.shard * num_rows : (place.shard + 1) * num_rows]
+    return tensor if place.num_shards == 1 else tensor.chunk(place.num_shards)[place.shard]

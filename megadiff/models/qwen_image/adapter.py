@@ -14,11 +14,11 @@ from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.adapter import Conditioning, PromptEncoder
 from megadiff.models.adapter_base import AdapterBase, check_pixels, encoded_text, freed
-from megadiff.models.decoding import TokenCount
+from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
-from megadiff.models.qwen_image.vae import DECODING, convolve_single_frames_in_2d
+from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
-MAX_PROMPT_TOKENS = 1024  # as in the pipeline of diffusers
 
 
 class QwenImageAdapter(AdapterBase):
@@ -34,11 +33,13 @@ class QwenImageAdapter(AdapterBase):
 
     components = ("transformer",)
     plan = PLAN
-    decoding = DECODING
+    # A CPU is faster where a call's pixels stay in its caches. A GPU takes 145 ms for 16 images of
+    # 512², four at a time; all at once take 139 ms, but 12.8 GiB in place of 3.2.
+    decoding = Decoding(pixels={"cpu": 2**16, "cuda": 2**20}, bytes_per_pixel=3328)
     mlp_ratio = 4.0
     frames_per_s = 1
     veomni_splits_tokens = True
-    max_prompt_tokens = MAX_PROMPT_TOKENS
+    max_prompt_tokens = 1024  # as in the pipeline of diffusers
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     tokenizer_class = "Qwen2Tokenizer"
@@ -186,7 +187,7 @@ class QwenImageAdapter(AdapterBase):
         @torch.no_grad()
         def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
             embeds_BTD, mask_BT = pipeline.encode_prompt(
-                list(texts), max_sequence_length=MAX_PROMPT_TOKENS
+                list(texts), max_sequence_length=self.max_prompt_tokens
             )
             if mask_BT is None:
                 mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
