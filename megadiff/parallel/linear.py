@@ -42,14 +42,15 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
 
     Raises ValueError for FP8 without Transformer Engine, or with another dtype than bfloat16.
     """
+    fp8_settings: dict[str, Any] = {}
     if fp8:
         check_transformer_engine(fp8)
-    if fp8 and dtype != torch.bfloat16:
-        raise ValueError(
-            f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
-        )
-    # tensorwise: scaled by each tensor's present maximum
-    fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
+            )
+        # tensorwise: scaled by each tensor's present maximum
+        fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"}
     return TransformerConfig(
         # these three describe a whole language model: they must be there, and are not read
         num_layers=1,
