@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
-from megadiff.models.adapter import Conditioning, PromptEncoder
-from megadiff.models.adapter_base import AdapterBase, check_pixels, encoded_text, freed
+from megadiff.models.adapter import (
+    Conditioning,
+    ModelAdapter,
+    PromptEncoder,
+    check_pixels,
+    encoded_text,
+    freed,
+)
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
@@ -28,8 +34,8 @@ if TYPE_CHECKING:
 PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 latents by 2 more
 
 
-class QwenImageAdapter(AdapterBase):
-    """Fulfil models.adapter.ModelAdapter, with diffusers' own transformer and every engine's."""
+class QwenImageAdapter(ModelAdapter):
+    """Work with diffusers' own transformer and every engine's."""
 
     components = ("transformer",)
     plan = PLAN

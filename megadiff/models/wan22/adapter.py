@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import Conditioning, PromptEncoder
-from megadiff.models.adapter_base import AdapterBase, freed
+from megadiff.models.adapter import Conditioning, ModelAdapter, PromptEncoder, freed
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 
-class WanAdapter(WanCheckpoint, AdapterBase):
-    """Fulfil models.adapter.ModelAdapter, with diffusers' own transformer and every engine's."""
+class WanAdapter(WanCheckpoint, ModelAdapter):
+    """Work with diffusers' own transformer and every engine's."""
 
     plan = PLAN
     # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.schedule import wan_shift, wan_sigmas
-from megadiff.models.adapter_base import check_pixels
+from megadiff.models.adapter import check_pixels
 from megadiff.models.packing import PATCH, TokenGrid
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models.adapter import FIRST_FRAME
-from megadiff.models.adapter_base import encoded_text
+from megadiff.models.adapter import FIRST_FRAME, encoded_text
 from megadiff.models.packing import TokenGrid, pack, unpack
 
 # the text's width in every forward; beyond the prompt zeros, which the model attends to
