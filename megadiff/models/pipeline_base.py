@@ -200,7 +200,8 @@ class RolloutPipelineMixin:
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
-        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]  # vllm-omni's
+        # what comes next in the order of classes is vllm-omni's pipeline
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]  # its own
         self.adapter = build_adapter(Path(od_config.model))
         self.policy_components = self.adapter.components  # whose weights the trainer pushes
         self.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]  # likewise

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# vllm-omni's module → diffusers' modules in it, shards of equal size along axis 0. Names are the ends
-# of whole ones. "" is the module around it: vllm-omni keeps that one's parameters in a module of its
-# own. Modules that are not listed have the same name on both sides.
+# vllm-omni's module → diffusers' modules in it, shards of equal size along axis 0. Names are the
+# ends of whole ones. "" is the module around it: vllm-omni keeps that one's parameters in a module
+# of its own. Modules that are not listed have the same name on both sides.
 ServedNames = Mapping[str, Sequence[str]]
 
 

@@ -56,8 +56,8 @@ class Placement:
 class ParallelPlan:
     """Describe a transformer's sharding.
 
-    rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each matches
-    something.
+    rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each
+    matches something.
     blocks: the repeated blocks, units of recompute and of FSDP.
     attention: the modules whose processor gathers tokens itself, splits heads and runs Ulysses.
     Column layers inside them do no collective.

@@ -16,7 +16,8 @@ from megadiff.types import LoraSpec
 
 # scale · B is computed in float32
 LARGEST_ALPHA = torch.finfo(torch.float32).max
-LORA_A, LORA_B = f".{plan.LORA_A}", f".{plan.LORA_B}"
+LORA_A = f".{plan.LORA_A}"
+LORA_B = f".{plan.LORA_B}"
 Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
 
 

@@ -73,7 +73,8 @@ def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device)
     num_tokens = embeds_BTD.shape[1]
     if num_tokens > TEXT_TOKENS:
         raise ValueError(
-            f"{prefix}prompt_embeds has {num_tokens} tokens, the model takes {TEXT_TOKENS}; shorten the prompt"
+            f"{prefix}prompt_embeds has {num_tokens} tokens, the model takes {TEXT_TOKENS}; "
+            "shorten the prompt"
         )
     embeds_BTD = embeds_BTD * mask_BT.to(embeds_BTD)[:, :, None]
     return functional.pad(embeds_BTD, (0, 0, 0, TEXT_TOKENS - num_tokens))
