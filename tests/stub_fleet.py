@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megadiff.diffusion.noise import initial_latents
+from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
 from megadiff.types import RolloutGroup, RolloutRequest
 
 TOKENS, CHANNELS, SIDE = 4, 6, 8
@@ -27,13 +27,9 @@ class StubFleet:
 
 
 def _group(request: RolloutRequest) -> RolloutGroup:
-    identity = {"seed": request.seed, "step": request.step, "prompt_id": request.prompt.id}
-    latents_GLC = torch.stack(
-        [
-            initial_latents((TOKENS, CHANNELS), **identity, sample_index=index)
-            for index in request.sample_indices
-        ]
-    )
+    group = group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
+    keys = sample_keys(group, request.sample_indices)
+    latents_GLC = initial_latents_rows((TOKENS, CHANNELS), keys)
     num_samples = len(latents_GLC)
     colours_G3 = (latents_GLC[:, 0, :3].sigmoid() * 255).to(torch.uint8)
     pixels_GFHWC = colours_G3.view(num_samples, 1, 1, 1, 3).expand(-1, 1, SIDE, SIDE, -1)

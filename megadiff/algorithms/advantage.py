@@ -33,20 +33,10 @@ def group_advantages(
     weights_P = (group_std_P1[:, 0] > ZERO_STD).float()
     if kind == "none":
         return centred_PG.float(), weights_P
-    is_global = kind == "global"
-    std = global_standard_deviation(rewards_PG, all_reduce) if is_global else group_std_P1
+    std = group_std_P1
+    if kind == "global":
+        moments = [float(rewards_PG.numel()), rewards_PG.sum(), (rewards_PG**2).sum()]
+        count, total, squares = all_reduce(torch.tensor(moments, dtype=torch.float64))
+        # rounding can bring the variance of equal rewards below 0
+        std = (squares / count - (total / count) ** 2).clamp(min=0).sqrt()
     return (centred_PG / (std + EPSILON)).float(), weights_P
-
-
-def global_standard_deviation(rewards_PG: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the population std over all ranks, a float64 scalar.
-
-    One all-reduce of (count, sum, sum of squares).
-    """
-    rewards_PG = rewards_PG.double()
-    moments = torch.stack(
-        [torch.tensor(float(rewards_PG.numel())).double(), rewards_PG.sum(), (rewards_PG**2).sum()]
-    )
-    count, total, squares = all_reduce(moments)
-    # rounding can bring the variance of equal rewards below 0
-    return (squares / count - (total / count) ** 2).clamp(min=0).sqrt()

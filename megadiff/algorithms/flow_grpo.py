@@ -21,29 +21,21 @@ def flow_grpo(
     w: importance_weights of old_log_prob and rollout_log_prob, 1 without the latter.
     KL(policy ‖ reference) in mean space; it needs ref_mean_BLC.
     """
-    sampling = inputs.sampling
-    sigmas = (inputs.sigma_B, inputs.sigma_next_B)
-    mean_BLC = sde.step_mean(
-        sampling.sde_type,
-        inputs.latents_BLC,
-        inputs.velocity_BLC,
-        *sigmas,
+    step = sde.SdeStep(
+        sde_type=inputs.sampling.sde_type,
+        sigma_B=inputs.sigma_B,
+        sigma_next_B=inputs.sigma_next_B,
         schedule=inputs.schedule,
-        eta=sampling.eta,
+        eta=inputs.sampling.eta,
     )
-    log_prob_B = sde.log_prob(
-        sampling.sde_type,
-        inputs.prev_sample_BLC,
-        mean_BLC,
-        *sigmas,
-        schedule=inputs.schedule,
-        eta=sampling.eta,
-    )
+    mean_BLC = sde.step_mean(step, inputs.latents_BLC, inputs.velocity_BLC)
+    log_prob_B = sde.log_prob(step, inputs.prev_sample_BLC, mean_BLC)
     old_log_prob_B = log_prob_B.detach() if inputs.old_log_prob_B is None else inputs.old_log_prob_B
     log_ratio_B = log_prob_B - old_log_prob_B
     ratio_B = torch.exp(log_ratio_B)
     advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
+    # the larger loss: clipping may never make a step look better than it is
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
@@ -57,14 +49,7 @@ def flow_grpo(
         sums["policy/importance_mean"] = importance_B
     if kl_coef:
         assert inputs.ref_mean_BLC is not None
-        kl_B = sde.kl_to_reference(
-            sampling.sde_type,
-            mean_BLC,
-            inputs.ref_mean_BLC,
-            *sigmas,
-            schedule=inputs.schedule,
-            eta=sampling.eta,
-        )
+        kl_B = sde.kl_to_reference(step, mean_BLC, inputs.ref_mean_BLC)
         loss_B = loss_B + kl_coef * kl_B
         sums["policy/kl_ref"] = kl_B
     sums["loss/policy"] = loss_B

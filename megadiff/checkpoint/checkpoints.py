@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
 from megadiff.checkpoint.run_folders import (
@@ -110,10 +111,9 @@ class Checkpoints:
         load_prompts refuses.
         """
         group = self.mesh.cpu_group
-        on_disk = agreed(self._candidates, group, here=self.mesh.rank == 0)
-        candidates = broadcast_json(on_disk, source=0, group=group)
+        # rank 0 decides: on a shared filesystem the others may see older folders
         problems = []
-        for folder in map(Path, candidates):
+        for folder in map(Path, self._from_first(self._candidates)):
             try:
                 progress = self._load_one(folder, engine)
             except AgreedError as error:
@@ -161,11 +161,15 @@ class Checkpoints:
             logger.warning("%s; checkpoint.accept_changes: it goes on over those", problem)
 
     def _load_one(self, folder: Path, engine: Engine) -> Progress:
-        group = self.mesh.cpu_group
-        progress = agreed(lambda: read_progress(folder), group, here=self.mesh.rank == 0)
-        saved = broadcast_json(asdict(progress) if progress else None, source=0, group=group)
-        agreed(lambda: engine.load(folder), group)
+        saved = self._from_first(lambda: asdict(read_progress(folder)))
+        agreed(lambda: engine.load(folder), self.mesh.cpu_group)
         return Progress(**saved)
+
+    def _from_first(self, read: Callable[[], object]) -> Any:
+        """Return on all ranks the JSON value that rank 0 reads. Collective."""
+        group = self.mesh.cpu_group
+        value = agreed(read, group, here=self.mesh.rank == 0)
+        return broadcast_json(value, source=0, group=group)
 
     def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
         with self._finishing:

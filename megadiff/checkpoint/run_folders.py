@@ -46,6 +46,7 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
     folders = whole_looking(run / "checkpoints")
     if not folders:
         raise ValueError(f"{run}/checkpoints holds no checkpoint (step_…)")
+    # names sort by step
     if step is None:
         return folders[-1]
     chosen = run / "checkpoints" / step_name(step)

@@ -8,8 +8,7 @@ depend on the CPU's vector width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,60 +17,27 @@ from torch import Tensor
 ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
 
 
-class SampleIdentity(TypedDict):
-    """Tell a sample of a run from all others."""
-
-    seed: int
-    step: int
-    prompt_id: str
-    sample_index: int
+def group_key(*, seed: int, step: int, prompt_id: str) -> str:
+    """Return the key of a prompt group's randomness."""
+    return f"{seed}/{step}/{prompt_id}"
 
 
-def initial_latents(
-    shape: tuple[int, ...], *, seed: int, step: int, prompt_id: str, sample_index: int
-) -> Tensor:
-    """Draw the state at sigma 1 of one sample: standard normal float32 on CPU."""
-    key = _identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)
-    return _normal(shape, f"{key}/initial")
+def sample_keys(group: str, sample_indices: Iterable[int]) -> list[str]:
+    """Return the keys by which a group's samples draw all their noise."""
+    return [f"{group}/{sample_index}" for sample_index in sample_indices]
 
 
-def sde_noise(
-    shape: tuple[int, ...],
-    *,
-    seed: int,
-    step: int,
-    prompt_id: str,
-    sample_index: int,
-    step_index: int,
-) -> Tensor:
-    """Draw the noise of one stochastic step of one sample: standard normal float32 on CPU."""
-    key = _identity_key(seed=seed, step=step, prompt_id=prompt_id, sample_index=sample_index)
-    return _normal(shape, f"{key}/sde/{step_index}")
+def initial_latents_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
+    """Draw the states at sigma 1, [len(keys), *shape] standard normal float32 on CPU."""
+    return _normal_rows(shape, [f"{key}/initial" for key in keys])
 
 
-def initial_latents_rows(shape: tuple[int, ...], identities: Sequence[SampleIdentity]) -> Tensor:
-    """Draw [len(identities), *shape] at half the cost.
-
-    Row i is initial_latents(shape, **identities[i]), bit by bit.
-    """
-    return _normal_rows(shape, [f"{_identity_key(**identity)}/initial" for identity in identities])
+def sde_noise_rows(shape: tuple[int, ...], keys: Sequence[str], *, step_index: int) -> Tensor:
+    """Draw the noise of one stochastic step, [len(keys), *shape] as above."""
+    return _normal_rows(shape, [f"{key}/sde/{step_index}" for key in keys])
 
 
-def sde_noise_rows(
-    shape: tuple[int, ...], identities: Sequence[SampleIdentity], *, step_index: int
-) -> Tensor:
-    """Draw [len(identities), *shape].
-
-    Row i is sde_noise(shape, step_index=step_index, **identities[i]), bit by bit.
-    """
-    return _normal_rows(
-        shape, [f"{_identity_key(**identity)}/sde/{step_index}" for identity in identities]
-    )
-
-
-def window_start(
-    *, seed: int, step: int, prompt_id: str, window_size: int, window_range: tuple[int, int]
-) -> int:
+def window_start(group: str, *, window_size: int, window_range: tuple[int, int]) -> int:
     """Draw the first step of a group's stochastic window, uniform on {low … high − window_size}.
 
     It is equal within a group: a window per sample was seen to collapse training. It never comes
@@ -79,7 +45,7 @@ def window_start(
     """
     # `high` is exclusive, and so is the bound of integers(): hence the + 1.
     low, high = window_range
-    generator = _generator(f"{seed}/{step}/{prompt_id}/window")
+    generator = _generator(f"{group}/window")
     return low + int(generator.integers(high - window_size - low + 1))
 
 
@@ -90,19 +56,15 @@ def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> 
     share a batch draw what one process would.
     """
     streams = range(first // ROWS_PER_STREAM, -(-(first + count) // ROWS_PER_STREAM))
-    blocks = [_normal((ROWS_PER_STREAM, *shape), f"{key}/{stream}") for stream in streams]
+    blocks = _normal_rows((ROWS_PER_STREAM, *shape), [f"{key}/{stream}" for stream in streams])
     # The first stream begins at a multiple of ROWS_PER_STREAM, at or before `first`.
     skipped = first - streams.start * ROWS_PER_STREAM
-    return torch.cat(blocks)[skipped : skipped + count]
+    return blocks.flatten(0, 1)[skipped : skipped + count]
 
 
 def uniform(shape: tuple[int, ...], *, key: str) -> Tensor:
     """Draw uniformly on [−1, 1), float32 on CPU, the same wherever `key` is."""
     return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)
-
-
-def _identity_key(*, seed: int, step: int, prompt_id: str, sample_index: int) -> str:
-    return f"{seed}/{step}/{prompt_id}/{sample_index}"
 
 
 def _generator(key: str) -> np.random.Generator:
@@ -114,12 +76,8 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
-def _normal(shape: tuple[int, ...], key: str) -> Tensor:
-    return torch.from_numpy(_generator(key).standard_normal(shape, dtype=np.float32))
-
-
 def _normal_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
-    """Draw rows of which row i is _normal(shape, keys[i])."""
+    """Draw rows of which row i is what _generator(keys[i]) draws first."""
     rows = np.empty((len(keys), *shape), dtype=np.float32)
     # one generator is set to the start of each key's stream: to construct one takes as long as to
     # draw the numbers of a small image

@@ -61,7 +61,12 @@ def wan_sigmas(num_steps: int, *, flow_shift: float) -> Tensor:
     _check_num_steps(num_steps)
     # 0 is a fixed point of the shift, so it need not be appended.
     sigmas = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return (flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)).float()
+    return wan_shift(sigmas, flow_shift=flow_shift).float()
+
+
+def wan_shift(sigmas: Tensor, *, flow_shift: float) -> Tensor:
+    """Shift sigmas in [0, 1] to those of the schedule. Same shape and dtype."""
+    return flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)
 
 
 def check_window(num_steps: int, *, window_size: int, window_range: tuple[int, int]) -> None:

@@ -11,43 +11,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def flow_sde_scale(
-    sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
-) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class SdeStep:
+    """Say from where to where the rows of a batch step, and by which noise.
+
+    sde_type: a key of NOISE_SCALES. eta: how much noise.
+    sigma_B, sigma_next_B: float32, 1 >= sigma > sigma_next >= 0. schedule: [T+1] float32.
+    """
+
+    sde_type: str
+    sigma_B: Tensor
+    sigma_next_B: Tensor
+    schedule: Tensor
+    eta: float
+
+
+def flow_sde_scale(step: SdeStep) -> Tensor:
     """Return eta·sqrt(sigma / (1 − sigma)), with the schedule's second sigma in place of 1.
 
     Flow-GRPO, arXiv 2505.05470.
     """
     # At sigma 1 the formula divides by 0.
-    bounded_B = torch.where(sigma_B >= 1, schedule[1].to(sigma_B), sigma_B)
-    return eta * torch.sqrt(sigma_B / (1 - bounded_B))
+    second = step.schedule[1].to(step.sigma_B)
+    bounded_B = torch.where(step.sigma_B >= 1, second, step.sigma_B)
+    return step.eta * torch.sqrt(step.sigma_B / (1 - bounded_B))
 
 
-def dance_sde_scale(
-    sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
-) -> Tensor:
+def dance_sde_scale(step: SdeStep) -> Tensor:
     """Return eta at every step. DanceGRPO, arXiv 2505.07818."""
-    return torch.full_like(sigma_B, eta)
+    return torch.full_like(step.sigma_B, step.eta)
 
 
-def flow_cps_scale(
-    sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
-) -> Tensor:
+def flow_cps_scale(step: SdeStep) -> Tensor:
     """Return sigma_next·sin(eta·pi/2), which preserves coefficients. Flow-CPS, arXiv 2509.05952."""
-    return sigma_next_B * math.sin(eta * math.pi / 2)
+    return step.sigma_next_B * math.sin(step.eta * math.pi / 2)
 
 
-def ode_scale(sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float) -> Tensor:
+def ode_scale(step: SdeStep) -> Tensor:
     """Return 0: no noise, and no log_prob."""
-    return torch.zeros_like(sigma_B)
+    return torch.zeros_like(step.sigma_B)
 
 
-NOISE_SCALES: dict[str, Callable[..., Tensor]] = {
+NOISE_SCALES: dict[str, Callable[[SdeStep], Tensor]] = {
     "flow_sde": flow_sde_scale,
     "dance_sde": dance_sde_scale,
     "flow_cps": flow_cps_scale,
@@ -55,53 +66,34 @@ NOISE_SCALES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def noise_scale(
-    sde_type: str, sigma_B: Tensor, *, sigma_next_B: Tensor, schedule: Tensor, eta: float
-) -> Tensor:
+def noise_scale(step: SdeStep) -> Tensor:
     """Return s(sigma), [B] float32. Raises ValueError for an unknown sde_type."""
-    if sde_type not in NOISE_SCALES:
+    if step.sde_type not in NOISE_SCALES:
         raise ValueError(
-            f"sde_type={sde_type!r} is not one of {sorted(NOISE_SCALES)}; set rollout.sde_type"
+            f"sde_type={step.sde_type!r} is not one of {sorted(NOISE_SCALES)}; set rollout.sde_type"
         )
-    return NOISE_SCALES[sde_type](
-        sigma_B.float(), sigma_next_B=sigma_next_B.float(), schedule=schedule.float(), eta=eta
-    )
+    return NOISE_SCALES[step.sde_type](step)
 
 
-def injected_std(
-    sde_type: str, sigma_B: Tensor, sigma_next_B: Tensor, *, schedule: Tensor, eta: float
-) -> Tensor:
+def injected_std(step: SdeStep) -> Tensor:
     """Return the std of prev_sample around its mean, [B]: s·sqrt(−dt), plain s for flow_cps."""
-    scale_B = noise_scale(sde_type, sigma_B, sigma_next_B=sigma_next_B, schedule=schedule, eta=eta)
+    scale_B = noise_scale(step)
     # Flow-CPS defines its noise a step, not per square root of time.
-    if sde_type == "flow_cps":
+    if step.sde_type == "flow_cps":
         return scale_B
-    return scale_B * torch.sqrt(sigma_B.float() - sigma_next_B.float())
+    return scale_B * torch.sqrt(step.sigma_B - step.sigma_next_B)
 
 
-def step_mean(
-    sde_type: str,
-    latents_BLC: Tensor,
-    velocity_BLC: Tensor,
-    sigma_B: Tensor,
-    sigma_next_B: Tensor,
-    *,
-    schedule: Tensor,
-    eta: float,
-) -> Tensor:
-    """Return the mean of p(prev_sample | latents), float32, differentiable in velocity.
-
-    1 >= sigma > sigma_next >= 0.
-    """
+def step_mean(step: SdeStep, latents_BLC: Tensor, velocity_BLC: Tensor) -> Tensor:
+    """Return the mean of p(prev_sample | latents), float32, differentiable in velocity."""
+    if step.sde_type == "ode":
+        return ode_step(latents_BLC, velocity_BLC, step.sigma_B, step.sigma_next_B)
     latents_BLC = latents_BLC.float()
     velocity_BLC = velocity_BLC.float()
-    sigma = _spread(sigma_B, latents_BLC)
-    sigma_next = _spread(sigma_next_B, latents_BLC)
-    if sde_type == "ode":
-        return latents_BLC + velocity_BLC * (sigma_next - sigma)
-    scale_B = noise_scale(sde_type, sigma_B, sigma_next_B=sigma_next_B, schedule=schedule, eta=eta)
-    scale = _spread(scale_B, latents_BLC)
-    if sde_type == "flow_cps":
+    sigma = _spread(step.sigma_B, latents_BLC)
+    sigma_next = _spread(step.sigma_next_B, latents_BLC)
+    scale = _spread(noise_scale(step), latents_BLC)
+    if step.sde_type == "flow_cps":
         clean_BLC = latents_BLC - sigma * velocity_BLC
         noise_BLC = latents_BLC + (1 - sigma) * velocity_BLC
         # What the noise scale adds anew is taken from the old noise: the total stays sigma_next.
@@ -112,59 +104,35 @@ def step_mean(
     return latents_BLC * (1 + drift * dt) + velocity_BLC * (1 + drift * (1 - sigma)) * dt
 
 
-def log_prob(
-    sde_type: str,
-    prev_sample_BLC: Tensor,
-    mean_BLC: Tensor,
-    sigma_B: Tensor,
-    sigma_next_B: Tensor,
-    *,
-    schedule: Tensor,
-    eta: float,
-) -> Tensor:
+def log_prob(step: SdeStep, prev_sample_BLC: Tensor, mean_BLC: Tensor) -> Tensor:
     """Return log_prob [B] float64, the mean over all elements of one sample.
 
     The Gaussian's log density. For flow_cps −(prev_sample − mean)², without variance and
     normaliser, as its authors do.
     """
     # Squared in float32, averaged in float64: see the top of this file.
-    squared_BLC = (prev_sample_BLC.float() - mean_BLC.float()) ** 2
-    if sde_type == "flow_cps":
-        return -_mean(squared_BLC.double())
-    std_B = injected_std(sde_type, sigma_B, sigma_next_B, schedule=schedule, eta=eta).double()
-    return (
-        -_mean(squared_BLC.double()) / (2 * std_B**2)
-        - torch.log(std_B)
-        - 0.5 * math.log(2 * math.pi)
-    )
+    error_B = _mean(((prev_sample_BLC.float() - mean_BLC.float()) ** 2).double())
+    if step.sde_type == "flow_cps":
+        return -error_B
+    std_B = injected_std(step).double()
+    return -error_B / (2 * std_B**2) - torch.log(std_B) - 0.5 * math.log(2 * math.pi)
 
 
 def sde_step(
-    sde_type: str,
+    step: SdeStep,
     latents_BLC: Tensor,
     velocity_BLC: Tensor,
     noise_BLC: Tensor,
-    sigma_B: Tensor,
-    sigma_next_B: Tensor,
     *,
-    schedule: Tensor,
-    eta: float,
     storage_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take one stochastic step → (prev_sample_BLC in storage_dtype, log_prob_B, mean_BLC).
-
-    prev_sample is rounded to the dtype it is stored in *before* log_prob is taken, so that the
-    trainer, which only sees the stored one, computes the same number.
-    """
-    mean_BLC = step_mean(
-        sde_type, latents_BLC, velocity_BLC, sigma_B, sigma_next_B, schedule=schedule, eta=eta
-    )
-    std_B = injected_std(sde_type, sigma_B, sigma_next_B, schedule=schedule, eta=eta)
-    prev_sample_BLC = (mean_BLC + _spread(std_B, mean_BLC) * noise_BLC.float()).to(storage_dtype)
-    log_prob_B = log_prob(
-        sde_type, prev_sample_BLC, mean_BLC, sigma_B, sigma_next_B, schedule=schedule, eta=eta
-    )
-    return prev_sample_BLC, log_prob_B, mean_BLC
+) -> tuple[Tensor, Tensor]:
+    """Take one stochastic step → (prev_sample_BLC in storage_dtype, log_prob_B)."""
+    mean_BLC = step_mean(step, latents_BLC, velocity_BLC)
+    std = _spread(injected_std(step), mean_BLC)
+    # Rounded *before* log_prob is taken: the trainer sees only the stored sample, and must compute
+    # the same number.
+    prev_sample_BLC = (mean_BLC + std * noise_BLC.float()).to(storage_dtype)
+    return prev_sample_BLC, log_prob(step, prev_sample_BLC, mean_BLC)
 
 
 def ode_step(
@@ -175,22 +143,12 @@ def ode_step(
     return latents_BLC + velocity_BLC.float() * _spread(sigma_next - sigma, latents_BLC)
 
 
-def kl_to_reference(
-    sde_type: str,
-    mean_BLC: Tensor,
-    ref_mean_BLC: Tensor,
-    sigma_B: Tensor,
-    sigma_next_B: Tensor,
-    *,
-    schedule: Tensor,
-    eta: float,
-) -> Tensor:
+def kl_to_reference(step: SdeStep, mean_BLC: Tensor, ref_mean_BLC: Tensor) -> Tensor:
     """Return the KL in mean space, mean((mean − ref_mean)²) / (2 s²), [B]; no dt factor.
 
     Flow-GRPO, arXiv 2505.05470.
     """
-    scale_B = noise_scale(sde_type, sigma_B, sigma_next_B=sigma_next_B, schedule=schedule, eta=eta)
-    return _mean((mean_BLC.float() - ref_mean_BLC.float()) ** 2) / (2 * scale_B**2)
+    return _mean((mean_BLC.float() - ref_mean_BLC.float()) ** 2) / (2 * noise_scale(step) ** 2)
 
 
 def _spread(value: Tensor, like: Tensor) -> Tensor:

@@ -113,23 +113,15 @@ class ShardedEngine(ComponentState):
                 velocity_BLC = self._velocity(batch, microbatch)
                 if not counts:
                     continue
-                sigmas = (microbatch.sigma_B, microbatch.sigma_next_B)
-                mean_BLC = sde.step_mean(
-                    sampling.sde_type,
-                    microbatch.latents_BLC,
-                    velocity_BLC,
-                    *sigmas,
+                step = sde.SdeStep(
+                    sde_type=sampling.sde_type,
+                    sigma_B=microbatch.sigma_B,
+                    sigma_next_B=microbatch.sigma_next_B,
                     schedule=batch.schedule,
                     eta=sampling.eta,
                 )
-                log_prob_B = sde.log_prob(
-                    sampling.sde_type,
-                    microbatch.prev_sample_BLC,
-                    mean_BLC,
-                    *sigmas,
-                    schedule=batch.schedule,
-                    eta=sampling.eta,
-                )
+                mean_BLC = sde.step_mean(step, microbatch.latents_BLC, velocity_BLC)
+                log_prob_B = sde.log_prob(step, microbatch.prev_sample_BLC, mean_BLC)
                 into.log_probs_NW[microbatch.sample_B, microbatch.step_B] = log_prob_B.cpu()
                 into.means_NWLC[microbatch.sample_B, microbatch.step_B] = mean_BLC.cpu()
 

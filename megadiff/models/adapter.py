@@ -1,19 +1,20 @@
-"""Define what the trainer needs to know of a model family.
+"""Define what trainer and replica need to know of a model family, with what families have alike.
 
-One class per family fulfils it, next to the family's rollout pipeline.
+One class per family inherits it, next to the family's rollout pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.models.decoding import Decoding, TokenCount
+from megadiff.models.vae import encode_pixels
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.types import Prompt, Sampling
 
@@ -25,7 +26,7 @@ Conditioning = Mapping[str, Tensor]
 STREAMS = ("hidden_states", "encoder_hidden_states")
 # in a conditioning where Sampling.first_frame: clean latents [B, tokens of a frame, C]
 FIRST_FRAME = "first_frame"
-# texts → what encode_prompt returns
+# texts → (embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them
 PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 # uint8 RGB [B, H, W, 3] → packed, normalised latents [B, L, C] float32;
 # a video model's takes [B, F, H, W, 3] too
@@ -46,7 +47,8 @@ class ModelAdapter(Protocol):
     num_heads: attention heads, which tensor parallelism and Ulysses split.
     width: channels of a token inside the transformer. mlp_ratio: its MLPs' width over that.
     plan: how a transformer is sharded. decoding: how many samples the VAE decodes at once.
-    frames_per_s: at which its videos are played.
+    frames_per_s: at which its videos are played. max_prompt_tokens: longer texts are refused.
+    transformer_class, vae_class: their names in diffusers. tokenizer_class: in transformers.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -59,7 +61,11 @@ class ModelAdapter(Protocol):
     plan: ParallelPlan
     decoding: Decoding
     frames_per_s: int
+    max_prompt_tokens: int
     veomni_splits_tokens: bool
+    transformer_class: str
+    vae_class: str
+    tokenizer_class: str
 
     def component_of(self, sigma: float) -> str:
         """Return the component that gives the velocity at sigma, in rollout and in training.
@@ -72,12 +78,21 @@ class ModelAdapter(Protocol):
 
         Buffers are real.
         """
+        import diffusers
+        from accelerate import init_empty_weights
+
+        stock = getattr(diffusers, self.transformer_class)
+        with init_empty_weights():
+            return stock.from_config(stock.load_config(self.model_folder / component))
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
         """Return the processor of attention sites for tokens and heads split over ranks."""
 
     def adapt_veomni_module(self, transformer: nn.Module) -> None:
-        """Make VeOmni's own class of this model fast to compile, in place, where it is trained."""
+        """Make VeOmni's own class of this model fast to compile, in place; by default nothing."""
+
+    def adapt_vae(self, vae: nn.Module) -> None:
+        """Make the family's VAE fast, in place; by default nothing."""
 
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         """Make blocks add to float32 streams, in place, in the trainer's class or the replica's.
@@ -86,13 +101,42 @@ class ModelAdapter(Protocol):
         """
 
     def check_float32_streams(self) -> None:
-        """Raise ValueError where the family's streams cannot be kept in float32."""
+        """Raise ValueError where the family's streams cannot be kept in float32.
+
+        By default they can.
+        """
 
     def validate(self, sampling: Sampling) -> None:
         """Raise ValueError for a size, guidance or first frame that the model cannot sample."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for the first prompt that has more tokens than the model takes."""
+        texts = dict.fromkeys(
+            text for prompt in prompts for text in (prompt.text, prompt.negative_text)
+        )
+        # most texts fit by their bytes, without the tokenizer, which takes seconds to load
+        long = [text for text in texts if len(text.encode()) + 2 > self.max_prompt_tokens]
+        if not long:
+            return
+        import transformers
+
+        tokenizer = getattr(transformers, self.tokenizer_class).from_pretrained(
+            self.model_folder / "tokenizer"
+        )
+        for text in long:
+            count = self.num_prompt_tokens(text, tokenizer)
+            if count > self.max_prompt_tokens:
+                raise ValueError(
+                    f"a prompt has {count} tokens ({len(text)} characters), the model takes "
+                    f"{self.max_prompt_tokens} and would cut off the rest; "
+                    f"shorten {text[:60]!r}…"
+                )
+
+    def num_prompt_tokens(self, text: str, tokenizer: Any) -> int:
+        """Count a prompt's tokens; 0 where its bytes show that it fits."""
+        # a token is at least one byte, the marks of start and end apart
+        fits = len(text.encode()) + 2 <= self.max_prompt_tokens
+        return 0 if fits else len(tokenizer(text).input_ids)
 
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """Return (L, C), packed latent tokens and channels, of what is drawn of one sample.
@@ -108,6 +152,10 @@ class ModelAdapter(Protocol):
 
     def num_passes(self, component: str, sampling: Sampling) -> int:
         """Return the forward passes of one velocity: 2 where guidance needs a negative prompt."""
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Tell whether any component needs the negative prompt."""
+        return any(self.num_passes(component, sampling) > 1 for component in self.components)
 
     def velocity(
         self,
@@ -127,26 +175,30 @@ class ModelAdapter(Protocol):
         wait for the device.
         """
 
-    def encode_prompt(
-        self, texts: Sequence[str], *, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return (embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them.
-
-        Loads the text encoder.
-        """
-
     def prompt_encoder(
         self, *, dtype: torch.dtype, device: torch.device
     ) -> AbstractContextManager[PromptEncoder]:
-        """Load the text encoder for many calls; its memory is freed at the end."""
+        """Load the text encoder (5.7 to 7 B parameters); its memory is freed at the end.
 
+        It returns embeddings in dtype; both are on the CPU.
+        """
+
+    @contextmanager
     def image_encoder(
-        self, *, dtype: torch.dtype, device: torch.device
-    ) -> AbstractContextManager[ImageEncoder]:
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[ImageEncoder]:
         """Load the encoder of trained latents and given first frames; freed at the end.
 
-        dtype: of the encoder's weights.
+        dtype: of the encoder's weights. Latents stay on the device.
         """
+        import diffusers
+
+        stock = getattr(diffusers, self.vae_class)
+        vae = stock.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
+        self.adapt_vae(vae)
+        with freed(vae):
+            # an image is a video of one frame
+            yield lambda pixels: encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """Count the tokens of one forward. num_text_tokens: of the longest prompt."""
@@ -156,3 +208,41 @@ class ModelAdapter(Protocol):
 
         Two passes where guidance needs them. With several components the mean over the schedule.
         """
+
+
+def check_pixels(sampling: Sampling, multiple: int) -> None:
+    """Raise ValueError for a height or width that is no positive multiple of a token's pixels."""
+    for name, pixels in (("height", sampling.height), ("width", sampling.width)):
+        if pixels < multiple or pixels % multiple:
+            nearest = max(round(pixels / multiple), 1) * multiple
+            raise ValueError(
+                f"rollout.{name}={pixels} is not a positive multiple of {multiple} (pixels a "
+                f"token); set rollout.{name}={nearest}"
+            )
+
+
+def encoded_text(conditioning: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+    """Return (embeddings, mask) of the prompts, or with prefix "negative_" of those.
+
+    Raises ValueError when they are absent.
+    """
+    names = [f"{prefix}prompt_embeds", f"{prefix}prompt_mask"]
+    missing = [name for name in names if name not in conditioning]
+    if missing:
+        raise ValueError(
+            f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "
+            "sample with the same guidance as training uses"
+        )
+    return conditioning[names[0]], conditioning[names[1]]
+
+
+@contextmanager
+def freed(module: nn.Module) -> Iterator[None]:
+    """Free the module's memory at the end of the context."""
+    try:
+        yield
+    finally:
+        # not `del`: the caller's name for the encoder may outlive the context
+        module.to("meta")
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

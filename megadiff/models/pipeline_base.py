@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megadiff.diffusion.noise import (
-    SampleIdentity,
+    group_key,
     initial_latents_rows,
+    sample_keys,
     sde_noise_rows,
     window_start,
 )
-from megadiff.diffusion.sde import ode_step, sde_step
-from megadiff.models.encoders import num_tokens
+from megadiff.diffusion.sde import SdeStep, ode_step, sde_step
 from megadiff.models.pipeline_stop import Stopped, stop_path
+from megadiff.models.registry import build_adapter
+from megadiff.models.served_names import ServedNames
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
 
 T = TypeVar("T", str, bytes)
@@ -75,24 +78,28 @@ class BatchSampler:
         self.window_size = self.sampling.sde_window_size
         if self.sampling.sde_type == "ode":
             self.window_size = 0
-        self.window_starts = [self._window_start(request) for request in requests]
-        self.identities: list[SampleIdentity] = [
-            {
-                "seed": request.seed,
-                "step": request.step,
-                "prompt_id": request.prompt.id,
-                "sample_index": sample_index,
-            }
+        groups = [
+            group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
             for request in requests
-            for sample_index in request.sample_indices
         ]
+        starts = [self.num_steps] * len(requests)  # without a window: after the last step
+        if self.window_size:
+            window_range = self.sampling.sde_window_range
+            starts = [
+                window_start(group, window_size=self.window_size, window_range=window_range)
+                for group in groups
+            ]
+        # on the CPU: which rows a step records is known without waiting for the GPU
+        self.window_starts_P = torch.tensor(starts)
+        self.sample_keys: list[str] = []
+        for group, request in zip(groups, requests, strict=True):
+            self.sample_keys += sample_keys(group, request.sample_indices)
         self.step_index = 0
         self.conditioning: dict[str, Tensor] = {}
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
-        # on the CPU: which rows a step records is known without waiting for the GPU
-        self._starts_N = self.per_row(torch.tensor(self.window_starts))
-        num_rows = len(self.identities)
+        self._starts_N = self.per_row(self.window_starts_P)
+        num_rows = len(self.sample_keys)
         self._states_NSLC = torch.empty(
             (num_rows, self.window_size + 1, *token_shape), dtype=self.storage_dtype, device=device
         )
@@ -100,18 +107,13 @@ class BatchSampler:
             (num_rows, self.window_size), dtype=torch.float64, device=device
         )
 
-    @property
-    def timesteps(self) -> Tensor:
-        """Return 1000·sigma, [T] float32."""
-        return 1000 * self.schedule[:-1]
-
     def per_row(self, value_P: Tensor) -> Tensor:
         """Spread [P, …], a row for each group, to [N, …], a row for each sample."""
         return value_P[self._group_N.to(value_P.device)]
 
     def initial_latents(self) -> Tensor:
         """Return the noise at sigma 1, [N, L, C] in the storage dtype."""
-        latents_NLC = initial_latents_rows(self.token_shape, self.identities)
+        latents_NLC = initial_latents_rows(self.token_shape, self.sample_keys)
         return latents_NLC.to(self.device, self.storage_dtype)
 
     def model_sigma(self, latents_NLC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,18 +125,37 @@ class BatchSampler:
 
         The step is stochastic and recorded for rows whose window it is in, ODE for the others.
         """
-        self._record_window_start(latents_NLC)
-        sigma = self.schedule[self.step_index]
-        sigma_next = self.schedule[self.step_index + 1]
+        self._record_states(latents_NLC)
+        index = self.step_index
+        sigma = self.schedule[index]
+        sigma_next = self.schedule[index + 1]
         # every row takes the ODE step; stochastic rows are overwritten
         next_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
-        offset_N = self.step_index - self._starts_N
-        rows_B = ((offset_N >= 0) & (offset_N < self.window_size)).nonzero().squeeze(1)
+        rows_B, offset_B = self._rows_in_window(self.window_size)
         if len(rows_B):
-            self._stochastic_step(rows_B, offset_N[rows_B], velocity_NLC, latents_NLC, next_NLC)
+            keys = [self.sample_keys[row] for row in rows_B.tolist()]
+            noise_BLC = sde_noise_rows(self.token_shape, keys, step_index=index)
+            rows_B = rows_B.to(self.device, non_blocking=True)
+            sde = SdeStep(
+                sde_type=self.sampling.sde_type,
+                sigma_B=sigma.expand(len(rows_B)),
+                sigma_next_B=sigma_next.expand(len(rows_B)),
+                schedule=self.schedule,
+                eta=self.sampling.eta,
+            )
+            prev_sample_BLC, log_prob_B = sde_step(
+                sde,
+                latents_NLC[rows_B],
+                velocity_NLC[rows_B],
+                noise_BLC.to(self.device, non_blocking=True),
+                storage_dtype=self.storage_dtype,
+            )
+            next_NLC[rows_B] = prev_sample_BLC
+            offset_B = offset_B.to(self.device, non_blocking=True)
+            self._log_probs_NW[rows_B, offset_B] = log_prob_B
         self.step_index += 1
         if self.step_index == self.num_steps:
-            self._record_window_start(next_NLC)  # without a window it "starts" at T
+            self._record_states(next_NLC)  # without a window it "starts" at T
         return next_NLC
 
     def result(self, pixels_NFHWC: Tensor) -> dict[str, Tensor]:
@@ -143,76 +164,47 @@ class BatchSampler:
             "latents": self._states_NSLC,
             "log_probs": self._log_probs_NW,
             "schedule": self.schedule,
-            "window_starts": torch.tensor(self.window_starts),
+            "window_starts": self.window_starts_P,
             "pixels": pixels_NFHWC,
             **{CONDITIONING_PREFIX + name: tensor for name, tensor in self.conditioning.items()},
         }
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
-    def _record_window_start(self, latents_NLC: Tensor) -> None:
-        rows_B = (self._starts_N == self.step_index).nonzero().squeeze(1)
+    def _rows_in_window(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that are less than `length` steps into their window, and how many."""
+        offset_N = self.step_index - self._starts_N
+        rows_B = ((offset_N >= 0) & (offset_N < length)).nonzero().squeeze(1)
+        return rows_B, offset_N[rows_B]
+
+    def _record_states(self, latents_NLC: Tensor) -> None:
+        rows_B, offset_B = self._rows_in_window(self.window_size + 1)
         if len(rows_B):
             rows_B = rows_B.to(self.device, non_blocking=True)
-            self._states_NSLC[rows_B, 0] = latents_NLC[rows_B]
-
-    def _stochastic_step(
-        self,
-        rows_B: Tensor,
-        offset_B: Tensor,
-        velocity_NLC: Tensor,
-        latents_NLC: Tensor,
-        next_NLC: Tensor,
-    ) -> None:
-        """Overwrite rows_B of next_NLC and record them. offset_B: their steps within the window."""
-        index = self.step_index
-        identities = [self.identities[row] for row in rows_B.tolist()]
-        noise_BLC = sde_noise_rows(self.token_shape, identities, step_index=index)
-        noise_BLC = noise_BLC.to(self.device, non_blocking=True)
-        rows_B = rows_B.to(self.device, non_blocking=True)
-        offset_B = offset_B.to(self.device, non_blocking=True)
-        prev_sample_BLC, log_prob_B, _ = sde_step(
-            self.sampling.sde_type,
-            latents_NLC[rows_B],
-            velocity_NLC[rows_B],
-            noise_BLC,
-            self.schedule[index].expand(len(rows_B)),
-            self.schedule[index + 1].expand(len(rows_B)),
-            schedule=self.schedule,
-            eta=self.sampling.eta,
-            storage_dtype=self.storage_dtype,
-        )
-        next_NLC[rows_B] = prev_sample_BLC
-        self._states_NSLC[rows_B, offset_B + 1] = prev_sample_BLC
-        self._log_probs_NW[rows_B, offset_B] = log_prob_B
-
-    def _window_start(self, request: RolloutRequest) -> int:
-        if not self.window_size:
-            return self.num_steps
-        return window_start(
-            seed=request.seed,
-            step=request.step,
-            prompt_id=request.prompt.id,
-            window_size=self.window_size,
-            window_range=self.sampling.sde_window_range,
-        )
+            offset_B = offset_B.to(self.device, non_blocking=True)
+            self._states_NSLC[rows_B, offset_B] = latents_NLC[rows_B]
 
 
 class RolloutPipelineMixin:
     """Stand in front of a vllm-omni pipeline class and draw our requests through it.
 
-    The model's subclass implements `new_sampler` and `to_pixels`, and hands the sampler's latents,
-    timesteps and conditioning to the stock denoising loop.
+    The model's subclass implements `to_pixels`, and hands the sampler's latents, timesteps and
+    conditioning to the stock denoising loop. The adapter is the trainer's: one schedule, one latent
+    shape, one limit of tokens for both sides.
     """
 
-    policy_components: tuple[str, ...] = ("transformer",)  # whose weights the trainer pushes
     transformer: Any  # this and the tokenizer are the vllm-omni pipeline's
     tokenizer: Any
+    device: torch.device
+    served_names: ServedNames
     _sampler: BatchSampler | None = None
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
-    def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
-        """Make a sampler for requests of one sampling: this model's schedule, latent shape."""
-        raise NotImplementedError
+    def __init__(self, *, od_config: Any, prefix: str = "") -> None:
+        # what comes next in the order of classes is vllm-omni's pipeline
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]  # its own
+        self.adapter = build_adapter(Path(od_config.model))
+        self.policy_components = self.adapter.components  # whose weights the trainer pushes
+        self.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]  # likewise
 
     def to_pixels(self, images: Tensor) -> Tensor:
         """Turn the decoder's output into [N, F, H, W, 3] uint8."""
@@ -229,52 +221,53 @@ class RolloutPipelineMixin:
     def forward(self, req: Any) -> Any:
         requests = rollout_requests(req)
         if any(params.lora_request is not None for params in req.sampling_params_list):
-            return [_refusal(ValueError(NO_LORA_REQUESTS)) for _ in req.sampling_params_list]
+            return [_refusal(NO_LORA_REQUESTS) for _ in req.sampling_params_list]
         self.stop_path = stop_path(req)
+        # a ValueError is our request's fault, e.g. more tokens than the text encoder takes
+        refused = ValueError if requests else Stopped
         try:
             if requests:
-                return self._draw_groups(req, requests)
+                return [self._draw_groups(req, requests)]
             return super().forward(req)  # type: ignore[misc]  # vllm-omni's
-        except Stopped as error:
-            return [_refusal(error)]
+        except refused as error:
+            return [_refusal(str(error))]
         finally:
             self.stop_path = None
-
-    def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> list[Any]:
-        try:
-            self._sampler = self.new_sampler(requests)
-            output = self.draw(req)
-            result = self._sampler.result(self.to_pixels(output.output))
-        except ValueError as error:
-            # the request's fault, e.g. more tokens than the text encoder takes
-            return [_refusal(error)]
-        finally:
             self._sampler = None
+
+    def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> Any:
+        self._check_lengths(requests)
+        self._sampler = BatchSampler(
+            requests,
+            schedule=self.adapter.schedule(requests[0].sampling),
+            token_shape=self.adapter.latents_shape(requests[0].sampling),
+            device=self.device,
+        )
+        output = self.draw(req)
+        result = self._sampler.result(self.to_pixels(output.output))
         # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
-        return [dataclasses.replace(output, output=envelope)]
+        return dataclasses.replace(output, output=envelope)
 
-    def check_lengths(
-        self, requests: Sequence[RolloutRequest], *, limit: int, is_guided: bool
-    ) -> None:
-        """Raise ValueError that names the request whose text is too long.
+    def texts_of_sides(self, requests: Sequence[RolloutRequest]) -> dict[str, list[str]]:
+        """Return the groups' prompts under "", under guidance also "negative_" → negative ones."""
+        sides = {"": [request.prompt.text for request in requests]}
+        if self.adapter.is_guided(requests[0].sampling):
+            sides["negative_"] = [request.prompt.negative_text for request in requests]
+        return sides
 
-        The stock pipelines would cut it off.
-        """
-        for index, request in enumerate(requests):
-            texts = {"prompt": request.prompt.text}
-            if is_guided:
-                texts["negative prompt"] = request.prompt.negative_text
-            for name, text in texts.items():
-                count = self.num_prompt_tokens(text, limit)
+    def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
+        """Raise ValueError that names the request whose text the stock pipeline would cut off."""
+        limit = self.adapter.max_prompt_tokens
+        for side, texts in self.texts_of_sides(requests).items():
+            for index, text in enumerate(texts):
+                count = self.adapter.num_prompt_tokens(text, self.tokenizer)
                 if count > limit:
                     raise ValueError(
-                        f"requests[{index}] (prompt {request.prompt.id}): the {name} is too long, "
-                        f"{count} tokens, the model takes {limit}; shorten {text[:60]!r}…"
+                        f"requests[{index}] (prompt {requests[index].prompt.id}): the "
+                        f"{side.replace('_', ' ')}prompt is too long, {count} tokens, the model "
+                        f"takes {limit}; shorten {text[:60]!r}…"
                     )
-
-    def num_prompt_tokens(self, text: str, limit: int) -> int:
-        return num_tokens(text, self.tokenizer, limit=limit)
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
         if self._sampler is not None:
@@ -306,11 +299,11 @@ def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:
     return list(indices), torch.tensor([indices[value] for value in values])
 
 
-def _refusal(error: ValueError) -> Any:
+def _refusal(message: str) -> Any:
     """Return an output that vllm-omni answers as a client error, so that the replica lives on."""
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    return DiffusionOutput(error=str(error), error_status_code=400, error_type="BadRequestError")
+    return DiffusionOutput(error=message, error_status_code=400, error_type="BadRequestError")
 
 
 def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import open_weights, read_json, weight_files
 
 TRANSFORMER = "transformer"  # a component that all pipelines have
+WEIGHTED = ("text_encoder", TRANSFORMER, "vae")  # of all pipelines, in safetensors
+# JSON files without which the model would run with other settings than its own
+SETTINGS = ("scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json")
 SIZES = ("in_channels", "num_layers", "num_attention_heads", "attention_head_dim")  # of all
 LARGEST_SIZE = 1 << 16  # of those; a module with 10**9 layers would be built without end
 CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
@@ -32,10 +34,7 @@ class ModelFamily:
     pipeline_class: `_class_name` in model_index.json.
     transformer_class: `_class_name` in the trained component's config.json.
     rollout_pipeline, adapter: dotted names, imported where used.
-    components: the pipeline's folders. weighted: those of them that hold safetensors.
-    config_files: JSON files without which the model would run with other settings than its own.
-    optional: more folders, weighted and with a config.json, that some models of the family have;
-    model_index.json says which.
+    optional: weighted components that some models of the family have.
     """
 
     name: str
@@ -43,16 +42,17 @@ class ModelFamily:
     transformer_class: str
     rollout_pipeline: str
     adapter: str
-    components: tuple[str, ...] = ("scheduler", "tokenizer", "text_encoder", "transformer", "vae")
-    weighted: tuple[str, ...] = ("text_encoder", "transformer", "vae")
-    config_files: tuple[str, ...] = (
-        "scheduler/scheduler_config.json",
-        "tokenizer/tokenizer_config.json",
-        "text_encoder/config.json",
-        "transformer/config.json",
-        "vae/config.json",
-    )
     optional: tuple[str, ...] = ()
+
+    def weighted(self, index: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the components of weights that a model has, by its model_index.json."""
+        components: tuple[str, ...] = WEIGHTED
+        for name in self.optional:
+            classes = index.get(name)
+            # [null, null] means none
+            if isinstance(classes, list) and classes and classes[0] is not None:
+                components += (name,)
+        return components
 
 
 FAMILIES = (
@@ -93,36 +93,29 @@ def check_model_folder(folder: Path) -> ModelFamily:
     what is missing, unknown or cut short.
     """
     family = _family(folder)
-    index = read_json(folder / "model_index.json")
-    optional = tuple(name for name in family.optional if _has_component(index, name))
-    absent = [name for name in family.components + optional if not (folder / name).is_dir()]
+    weighted = family.weighted(read_json(folder / "model_index.json"))
+    components = ("scheduler", "tokenizer", *weighted)
+    absent = [name for name in components if not (folder / name).is_dir()]
     if absent:
         folders = ", ".join(f"{name}/" for name in absent)
         raise ValueError(f"{folder} lacks {folders}; fetch the whole model folder")
-    for name in (*family.config_files, *(f"{component}/config.json" for component in optional)):
+    for name in (*SETTINGS, *(f"{component}/config.json" for component in weighted)):
         read_json(folder / name)
-    for component in family.weighted + optional:
+    for component in weighted:
         for path in weight_files(folder / component):
             open_weights(path)
     return family
-
-
-def _has_component(index: Mapping[str, object], name: str) -> bool:
-    """Tell whether model_index.json has a class for the component: [null, null] means none."""
-    classes = index.get(name)
-    return isinstance(classes, list) and bool(classes) and classes[0] is not None
 
 
 def _family(folder: Path) -> ModelFamily:
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
     class_name = read_json(folder / "model_index.json").get("_class_name")
-    by_class = {family.pipeline_class: family for family in FAMILIES}
-    if str(class_name) not in by_class:
-        raise ValueError(
-            f"{folder} is a {class_name!r}; supported pipelines: {', '.join(sorted(by_class))}"
-        )
-    return by_class[str(class_name)]
+    for family in FAMILIES:
+        if family.pipeline_class == class_name:
+            return family
+    supported = ", ".join(sorted(family.pipeline_class for family in FAMILIES))
+    raise ValueError(f"{folder} is a {class_name!r}; supported pipelines: {supported}")
 
 
 def build_adapter(folder: Path) -> ModelAdapter:
@@ -135,7 +128,7 @@ def build_adapter(folder: Path) -> ModelAdapter:
         component = folder / name
         if name == TRANSFORMER or component.is_dir():
             _check_transformer_config(component, read_json(component / "config.json"), (family,))
-    return _adapter_class(family)(folder)
+    return pkgutil.resolve_name(family.adapter)(folder)
 
 
 def component_model(folder: Path) -> ComponentModel:
@@ -147,7 +140,7 @@ def component_model(folder: Path) -> ComponentModel:
     _check_transformer_config(folder, config, FAMILIES)
     by_class = {family.transformer_class: family for family in FAMILIES}
     name = str(config["_class_name"])
-    diffusers = importlib.import_module("diffusers")
+    import diffusers
     from accelerate import init_empty_weights
 
     try:
@@ -159,7 +152,7 @@ def component_model(folder: Path) -> ComponentModel:
         ) from error
     return ComponentModel(
         shapes={name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()},
-        plan=_adapter_class(by_class[name]).plan,
+        plan=pkgutil.resolve_name(by_class[name].adapter).plan,
         num_heads=transformer.config.num_attention_heads,
     )
 
@@ -181,8 +174,3 @@ def _check_transformer_config(
                 f"{folder}/config.json has {key}={size!r}, not a whole number from 1 to "
                 f"{LARGEST_SIZE}; fetch it again"
             )
-
-
-def _adapter_class(family: ModelFamily) -> Any:
-    module, _, name = family.adapter.rpartition(".")
-    return getattr(importlib.import_module(module), name)

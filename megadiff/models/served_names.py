@@ -10,20 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class ServedName:
-    """Map modules ending in `.{diffusers}` to shard `shard` of the module ending in `.{served}`.
-
-    num_shards: of equal size, along axis 0. Modules that no row names have the same name on both
-    sides. diffusers="": a module of vllm-omni's alone, whose parameters are in diffusers those of
-    the module around it.
-    """
-
-    diffusers: str
-    served: str
-    shard: int = 0
-    num_shards: int = 1
+# vllm-omni's module → diffusers' modules in it, shards of equal size along axis 0. Names are the
+# ends of whole ones. "" is the module around it: vllm-omni keeps that one's parameters in a module
+# of its own. Modules that are not listed have the same name on both sides.
+ServedNames = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +25,7 @@ class ServedPlace:
     num_shards: int = 1
 
 
-def served_places(
-    parameters: Sequence[str], *, names: Sequence[ServedName]
-) -> dict[str, ServedPlace]:
+def served_places(parameters: Sequence[str], *, names: ServedNames) -> dict[str, ServedPlace]:
     """Return diffusers name → where the weight lives, for every parameter given.
 
     Raises ValueError when two weights get one name.
@@ -46,13 +34,14 @@ def served_places(
     for parameter in parameters:
         module, _, leaf = parameter.rpartition(".")
         weights = {}
-        for row in names:
-            if f".{module}".endswith(f".{row.served}"):
-                outer = module.removesuffix(row.served).rstrip(".")
-                name = ".".join(filter(None, (outer, row.diffusers, leaf)))
-                weights[name] = ServedPlace(
-                    parameter=parameter, shard=row.shard, num_shards=row.num_shards
-                )
+        for served, shards in names.items():
+            if f".{module}".endswith(f".{served}"):
+                outer = module.removesuffix(served).rstrip(".")
+                for shard, diffusers in enumerate(shards):
+                    name = ".".join(filter(None, (outer, diffusers, leaf)))
+                    weights[name] = ServedPlace(
+                        parameter=parameter, shard=shard, num_shards=len(shards)
+                    )
         weights = weights or {parameter: ServedPlace(parameter=parameter)}
         clash = by_name.keys() & weights.keys()
         if clash:
@@ -66,7 +55,4 @@ def served_places(
 def served_view(place: ServedPlace, *, parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the weight's own rows of its parameter, as a view."""
     tensor = parameters[place.parameter].detach()
-    if place.num_shards == 1:
-        return tensor
-    num_rows = tensor.shape[0] // place.num_shards
-    return tensor[place.shard * num_rows : (place.shard + 1) * num_rows]
+    return tensor if place.num_shards == 1 else tensor.chunk(place.num_shards)[place.shard]

@@ -30,6 +30,7 @@ def _all_reduce(
     values: dict[str, float], group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
 ) -> dict[str, float]:
     keys = sorted(values)  # ranks may have filled their dicts in other orders
+    # float64: counts stay exact, and a sum hardly depends on the number of ranks
     packed = torch.tensor([values[key] for key in keys], dtype=torch.float64)
     dist.all_reduce(packed, op=op, group=group)
     return dict(zip(keys, packed.tolist(), strict=True))
@@ -83,6 +84,7 @@ def raise_together(error: BaseException | None, group: dist.ProcessGroup) -> Non
 
     The text is that of the highest failed rank.
     """
+    # each rank's number or -1: the largest is one that failed, the same for all
     failed = torch.tensor([dist.get_rank() if error else -1], dtype=torch.int64)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     source = int(failed.item())

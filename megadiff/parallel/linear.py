@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -41,14 +42,15 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
 
     Raises ValueError for FP8 without Transformer Engine, or with another dtype than bfloat16.
     """
+    fp8_settings: dict[str, Any] = {}
     if fp8:
         check_transformer_engine(fp8)
-    if fp8 and dtype != torch.bfloat16:
-        raise ValueError(
-            f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
-        )
-    # tensorwise: scaled by each tensor's present maximum
-    fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"} if fp8 else {}
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
+            )
+        # tensorwise: scaled by each tensor's present maximum
+        fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"}
     return TransformerConfig(
         # these three describe a whole language model: they must be there, and are not read
         num_layers=1,
@@ -77,16 +79,15 @@ def column(
     With sequence parallelism dimension 0 is gathered over tp before; backward sums over tp.
     in_attention: the caller has gathered, for several layers at once.
     """
-    sizes = {"input_size": linear.in_features, "output_size": linear.out_features}
-    options = {"bias": linear.bias is not None, "skip_bias_add": False, "init_method": _keep}
+    arguments = _arguments(linear)
+    # else the layer would gather once more
     if in_attention:
         config = copy(config)
         config.sequence_parallel = False
     if not config.fp8:
         with torch.device("meta"):
-            return _MegatronColumn(
-                **sizes,
-                **options,
+            return _first_output(ColumnParallelLinear)(
+                **arguments,
                 config=config,
                 gather_output=False,
                 disable_grad_reduce=in_attention and axes.tp > 1,
@@ -94,16 +95,16 @@ def column(
     from megatron.core.extensions import transformer_engine as te
 
     if in_attention:  # to Transformer Engine a layer of its own
-        sizes["output_size"] //= axes.tp
+        arguments["output_size"] //= axes.tp
         return _first_output(te.TELinear)(
-            **sizes,
-            **options,
+            **arguments,
             config=config,
             parallel_mode="duplicated",
             skip_weight_param_allocation=False,
         )
-    options |= {"gather_output": False, "is_expert": False, "tp_group": axes.tp_group}
-    return _first_output(te.TEColumnParallelLinear)(**sizes, **options, config=config)
+    return _first_output(te.TEColumnParallelLinear)(
+        **arguments, config=config, gather_output=False, is_expert=False, tp_group=axes.tp_group
+    )
 
 
 def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Module:
@@ -111,20 +112,15 @@ def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Mod
 
     With sequence parallelism dimension 0 is then split over tp.
     """
-    options = {
-        "bias": linear.bias is not None,
-        "skip_bias_add": False,
-        "init_method": _keep,
-        "input_is_parallel": True,
-    }
-    sizes = {"input_size": linear.in_features, "output_size": linear.out_features}
+    arguments = {**_arguments(linear), "config": config, "input_is_parallel": True}
     if not config.fp8:
         with torch.device("meta"):
-            return _MegatronRow(**sizes, **options, config=config)
+            return _first_output(RowParallelLinear)(**arguments)
     from megatron.core.extensions import transformer_engine as te
 
-    options |= {"is_expert": False, "tp_group": axes.tp_group}
-    return _first_output(te.TERowParallelLinear)(**sizes, **options, config=config)
+    return _first_output(te.TERowParallelLinear)(
+        **arguments, is_expert=False, tp_group=axes.tp_group
+    )
 
 
 class RowProduct(nn.Module):
@@ -198,22 +194,18 @@ class AcrossHeadsNorm(nn.Module):
         return (normed * self.weight).type_as(x)
 
 
-class _MegatronColumn(ColumnParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[0]
-
-
-class _MegatronRow(RowParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[0]
+def _arguments(linear: nn.Linear) -> dict[str, Any]:
+    return {
+        "input_size": linear.in_features,
+        "output_size": linear.out_features,
+        "bias": linear.bias is not None,
+        "skip_bias_add": False,
+        "init_method": lambda weight: weight,  # values come from elsewhere
+    }
 
 
 @cache
 def _first_output(layer: type[nn.Module]) -> Callable[..., nn.Module]:
-    """Return Transformer Engine's layer without the bias that comes beside its output."""
+    """Return a layer of Megatron's or Transformer Engine's without the bias beside its output."""
     forward = layer.forward
     return type(layer.__name__, (layer,), {"forward": lambda self, x: forward(self, x)[0]})
-
-
-def _keep(weight: Tensor) -> Tensor:
-    return weight

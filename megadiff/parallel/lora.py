@@ -109,6 +109,7 @@ def adapt(
     layer.lora_B = nn.Linear(rank, out_features, bias=False, device="meta")
     # plain attributes, no parameters, buffers or modules
     vars(layer).update(adapters=adapters, enter=enter or _same, leave=leave or _same)
+    # another class and no wrapper around it: the parameters keep their names
     layer.__class__ = _adapted(type(layer))  # type: ignore[arg-type]  # mypy: unhashable class
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -46,30 +46,20 @@ def making_optimizer(device: torch.device) -> Iterator[None]:
     # Not for longer than the context: torch.device("meta") does not act on a replaced torch.tensor,
     # and transformers, which goes by that, leaves weights uninitialised.
     with (
-        mock.patch.object(torch, "tensor", _made_on_cpu(torch.tensor)),
-        mock.patch.object(Tensor, "type", _named_as_on_cuda(Tensor.type)),
+        mock.patch.object(torch, "tensor", partial(_made_on_cpu, torch.tensor)),
+        mock.patch.object(Tensor, "type", partialmethod(_named_as_on_cuda, Tensor.type)),
     ):
         yield
 
 
-def _made_on_cpu(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return torch.tensor with device="cuda" redirected, where optimizers keep flags and scales."""
-
-    @wraps(stock)
-    def tensor(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = CPU
-        return stock(*args, **kwargs)
-
-    return tensor
+def _made_on_cpu(stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call torch.tensor with device="cuda" redirected, where optimizers keep flags and scales."""
+    if kwargs.get("device") == "cuda":
+        kwargs["device"] = CPU
+    return stock(*args, **kwargs)
 
 
-def _named_as_on_cuda(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Tensor.type with CUDA's names, by which the distributed optimizer sorts."""
-
-    @wraps(stock)
-    def tensor_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = stock(self, *args, **kwargs)
-        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
-
-    return tensor_type
+def _named_as_on_cuda(tensor: Tensor, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Tensor.type, with CUDA's names, by which the distributed optimizer sorts."""
+    name = stock(tensor, *args, **kwargs)
+    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name

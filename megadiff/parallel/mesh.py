@@ -29,7 +29,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class Mesh(Layout):
     """Locate this rank in the layout, with the process groups of the loop.
 
     dp_group: ranks with the same (sp, tp) coordinates.
@@ -39,7 +39,6 @@ class Mesh:
     timeout_s: of every collective.
     """
 
-    layout: Layout
     rank: int
     device: torch.device
     dp_group: dist.ProcessGroup
@@ -47,11 +46,6 @@ class Mesh:
     cpu_model_group: dist.ProcessGroup
     timeout_s: float = COLLECTIVE_TIMEOUT_S
 
-    world_size = property(lambda self: self.layout.world_size)
-    dp = property(lambda self: self.layout.dp)
-    dp_replicate = property(lambda self: self.layout.dp_replicate)
-    sp = property(lambda self: self.layout.sp)
-    tp = property(lambda self: self.layout.tp)
     dp_rank = property(lambda self: self.rank // (self.sp * self.tp))
     model_group_source = property(lambda self: self.dp_rank * self.sp * self.tp)
     is_model_group_source = property(lambda self: self.rank == self.model_group_source)
@@ -117,38 +111,34 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
     device = _local_device(device_type)
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
+        # gloo beside NCCL: the loop's small collectives are about numbers on the host
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
+            # in this process's memory, without a port
             dist.init_process_group(
                 backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
             )
-    rank = dist.get_rank()
     peers = layout.sp * layout.tp
     model_ranks = [
         list(range(first, first + peers)) for first in range(0, layout.world_size, peers)
     ]
     dp_ranks = [list(range(first, layout.world_size, peers)) for first in range(peers)]
-    return Mesh(
-        layout=layout,
-        rank=rank,
-        device=device,
-        dp_group=_my_group(dp_ranks, rank, timeout),
-        cpu_group=dist.new_group(backend="gloo", timeout=timeout),
-        cpu_model_group=_my_group(model_ranks, rank, timeout, backend="gloo"),
-        timeout_s=timeout_s,
+    # collective over the world: no rank may leave a group out, its own or another's
+    dp_group, _ = dist.new_subgroups_by_enumeration(dp_ranks, timeout=timeout)
+    cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    cpu_model_group, _ = dist.new_subgroups_by_enumeration(
+        model_ranks, timeout=timeout, backend="gloo"
     )
-
-
-def _my_group(
-    ranks_of_groups: list[list[int]], rank: int, timeout: timedelta, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Create every group on every rank and return this rank's own."""
-    # new_group is collective over the world: no rank may leave a group out
-    groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in ranks_of_groups]
-    return next(
-        group for ranks, group in zip(ranks_of_groups, groups, strict=True) if rank in ranks
+    return Mesh(
+        **vars(layout),
+        rank=dist.get_rank(),
+        device=device,
+        dp_group=dp_group,
+        cpu_group=cpu_group,
+        cpu_model_group=cpu_model_group,
+        timeout_s=timeout_s,
     )
 
 

@@ -2,10 +2,10 @@
 
 A model's plan is in models/<model>/plan.py; engines and the planner read it. Names are diffusers
 names. Patterns are shell-style (`*` also matches dots) and are matched against module names:
-`Rule("transformer_blocks.*.attn.to_q", "column")` is about the weight and the bias of each block's
-to_q. It is also about the low-rank pair (lora_A.weight, lora_B.weight) that LoRA puts beside them.
-A rule may name a parameter itself, as a table of a block needs that belongs to no layer in it:
-`Rule("*scale_shift_table", "replicated")`.
+`"transformer_blocks.*.attn.to_q": "column"` is about the weight and the bias of each block's to_q.
+It is also about the low-rank pair (lora_A.weight, lora_B.weight) that LoRA puts beside them. A rule
+may name a parameter itself, as a table of a block needs that belongs to no layer in it:
+`"*scale_shift_table": "replicated"`.
 """
 
 from __future__ import annotations
@@ -52,22 +52,12 @@ class Placement:
     sum_over_tp: bool
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Shard the modules, or parameters, whose name matches the pattern as the kind says.
-
-    kind: a key of SHARDED_DIM.
-    """
-
-    pattern: str
-    kind: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """Describe a transformer's sharding.
 
-    rules: exactly one matches each parameter, and each matches something.
+    rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each
+    matches something.
     blocks: the repeated blocks, units of recompute and of FSDP.
     attention: the modules whose processor gathers tokens itself, splits heads and runs Ulysses.
     Column layers inside them do no collective.
@@ -82,7 +72,7 @@ class ParallelPlan:
     lora_targets: modules that LoRA wraps (lora_modules).
     """
 
-    rules: tuple[Rule, ...]
+    rules: Mapping[str, str]
     blocks: str = "transformer_blocks.*"
     attention: str = "transformer_blocks.*.attn"
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
@@ -92,7 +82,7 @@ class ParallelPlan:
     lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = sorted({rule.kind for rule in self.rules} - SHARDED_DIM.keys())
+        unknown = sorted(set(self.rules.values()) - SHARDED_DIM.keys())
         if unknown:
             raise ValueError(
                 f"rules of unknown kind {', '.join(unknown)}; "
@@ -114,20 +104,20 @@ class ParallelPlan:
         for name in names:
             module = module_of(name)
             matching = [
-                rule
-                for rule in self.rules
-                if fnmatchcase(module, rule.pattern) or fnmatchcase(name, rule.pattern)
+                pattern
+                for pattern in self.rules
+                if fnmatchcase(module, pattern) or fnmatchcase(name, pattern)
             ]
             if len(matching) != 1:
-                rules = " and ".join(repr(rule.pattern) for rule in matching) or "no rule"
+                rules = " and ".join(map(repr, matching)) or "no rule"
                 raise ValueError(
                     f"{name} is matched by {rules}; "
                     "correct the plan so that exactly one rule matches it"
                 )
-            kinds[name] = matching[0].kind
+            kinds[name] = self.rules[matching[0]]
             idle.discard(matching[0])
         if idle:
-            patterns = ", ".join(repr(rule.pattern) for rule in self.rules if rule in idle)
+            patterns = ", ".join(repr(pattern) for pattern in self.rules if pattern in idle)
             raise ValueError(
                 f"no parameter is matched by {patterns}; correct the plan or remove the rule"
             )
@@ -149,13 +139,19 @@ class ParallelPlan:
         placements = {}
         for name, kind in self.kinds(shapes).items():
             offsets, local_shape = shard_box(kind, name, shapes[name], tp=tp, tp_rank=tp_rank)
+            dim = sharded_dim(kind, name)
+            # A shard has its whole gradient. With split tokens each rank has its tokens' part of
+            # the others'. Without, it has a part of what acts on single heads, and of the whole
+            # half of a low-rank pair: a column's A sees the gradient of this rank's output features
+            # alone, a row's B the products of its input features.
+            is_part = sequence_parallel or kind == "head_norm" or is_lora(name)
             placements[name] = Placement(
                 kind=kind,
                 shape=tuple(shapes[name]),
                 offsets=offsets,
                 local_shape=local_shape,
-                sharded_dim=sharded_dim(kind, name),
-                sum_over_tp=sums_over_tp(kind, name, tp=tp, sequence_parallel=sequence_parallel),
+                sharded_dim=dim,
+                sum_over_tp=tp > 1 and dim is None and is_part,
             )
         return placements
 
@@ -227,16 +223,6 @@ def module_of(parameter: str) -> str:
 def sharded_dim(kind: str, name: str) -> int | None:
     """Return the dimension that tensor parallelism splits, None for a whole parameter."""
     return SHARDED_DIM[kind].get(name.removeprefix(f"{module_of(name)}."))
-
-
-def sums_over_tp(kind: str, name: str, *, tp: int, sequence_parallel: bool) -> bool:
-    """Tell whether the ranks' gradients of a parameter are parts that must be summed over tp."""
-    if tp == 1 or sharded_dim(kind, name) is not None:
-        return False  # a shard has its whole gradient
-    # With split tokens each rank has its tokens' part. Without, it has a part of what acts on
-    # single heads, and of the whole half of a low-rank pair: a column's A sees the gradient of this
-    # rank's output features alone, a row's B the products of its input features.
-    return sequence_parallel or kind == "head_norm" or is_lora(name)
 
 
 def shard_box(

@@ -39,6 +39,7 @@ class _SumOverGroup(torch.autograd.Function):
 
 
 def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # all_reduce works in place, and autograd may still need what it was given
     part = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(part, group=group)
     return part
@@ -65,6 +66,7 @@ def sum_over_tp(parameters: Iterable[Tensor], attribute: str, group: dist.Proces
             gradients.append(gradient)
     if not gradients:
         return
+    # one collective: a model has hundreds of such parameters, most of them small
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     sums = flat.split([gradient.numel() for gradient in gradients])

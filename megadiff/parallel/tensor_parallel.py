@@ -63,6 +63,7 @@ def init_parallel_state(mesh: Mesh) -> None:
         tensor_model_parallel_size=mesh.tp,
         context_parallel_size=mesh.sp,
         distributed_timeout_minutes=math.ceil(mesh.timeout_s / 60),
+        # the mesh has its own
         create_gloo_process_groups=False,
     )
 
@@ -127,11 +128,14 @@ def parallelize(
         adapt_linears(module, adapters)
     if axes.tp > 1 or fp8:
         _replace_linears(module, plan, placements, axes, config, adapters)
-    _materialise(
-        module, placements, mesh.device, dtype, trained=_trained(plan, placements, adapters)
-    )
+    trained = placements.keys() - plan.unused_names(placements)
+    if adapters:
+        trained = set(filter(is_lora, placements))
+    _materialise(module, placements, mesh.device, dtype, trained=trained)
     if fp8:
-        _wrap_blocks(module, plan, config)
+        for name, block in module.named_modules():
+            if plan.is_block(name):
+                block.forward = partial(_in_fp8, block.forward, config)
     recompute_blocks(module, plan, budget=activation_memory_budget)
     split_tokens(module, plan, axes, attention)
     return module.train()
@@ -159,55 +163,36 @@ def _replace_linears(
         if placement is None or placement.kind not in builders:
             continue
         if config.fp8 and placement.kind in ("column", "row"):
-            _check_fp8(name, placement)
-        parent, _, leaf = name.rpartition(".")
+            odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
+            if odd:
+                raise ValueError(
+                    f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple "
+                    f"of {FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
+                    "engine.fp8=none"
+                )
         layer: nn.Module
-        if adapters and name in wrapped:
-            layer = _with_adapter(name, linear, plan, placements, axes, config, adapters)
-        else:
+        if not adapters or name not in wrapped:
             layer = builders[placement.kind](name, linear)
+        else:
+            # the input is gathered, and the output summed, once for both products: enter and leave
+            enter = leave = None
+            if placement.kind == "column":
+                layer = column(linear, config, axes, in_attention=True)
+                enter = None if plan.in_attention(name) else axes.enter_split
+            else:
+                layer = product = RowProduct(linear, axes)
+                leave = product.finish
+            # a column's B is split by rows as the layer is, a row's A by columns
+            adapt(
+                layer,
+                adapters,
+                in_features=placements[f"{name}.{LORA_A}"].local_shape[1],
+                out_features=placements[f"{name}.{LORA_B}"].local_shape[0],
+                enter=enter,
+                leave=leave,
+            )
+        parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, layer)
-
-
-def _with_adapter(
-    name: str,
-    linear: nn.Linear,
-    plan: ParallelPlan,
-    placements: Mapping[str, Placement],
-    axes: TokenAxes,
-    config: TransformerConfig,
-    adapters: Adapters,
-) -> nn.Module:
-    """Return a split layer with its LoRA.
-
-    A column's B is split by rows as the layer is, a row's A by columns; the other half is whole.
-    """
-    # the input is gathered, and the output summed, once for both products: enter and leave
-    enter = leave = None
-    layer: nn.Module
-    if placements[f"{name}.weight"].kind == "column":
-        layer = column(linear, config, axes, in_attention=True)
-        enter = None if plan.in_attention(name) else axes.enter_split
-    else:
-        layer = product = RowProduct(linear, axes)
-        leave = product.finish
-    adapt(
-        layer,
-        adapters,
-        in_features=placements[f"{name}.{LORA_A}"].local_shape[1],
-        out_features=placements[f"{name}.{LORA_B}"].local_shape[0],
-        enter=enter,
-        leave=leave,
-    )
-    return layer
-
-
-def _trained(
-    plan: ParallelPlan, placements: Mapping[str, Placement], adapters: Adapters | None
-) -> set[str]:
-    if adapters:
-        return {name for name in placements if is_lora(name)}
-    return placements.keys() - plan.unused_names(placements)
 
 
 def _materialise(
@@ -233,24 +218,8 @@ def _materialise(
         module.get_submodule(parent)._parameters[leaf] = parameter
 
 
-def _wrap_blocks(module: nn.Module, plan: ParallelPlan, config: TransformerConfig) -> None:
-    for name, block in module.named_modules():
-        if plan.is_block(name):
-            block.forward = partial(_in_fp8, block.forward, config)
-
-
 def _in_fp8(
     forward: Callable[..., Any], config: TransformerConfig, *args: Any, **kwargs: Any
 ) -> Any:
     with get_fp8_context(config):
         return forward(*args, **kwargs)
-
-
-def _check_fp8(name: str, placement: Placement) -> None:
-    odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
-    if odd:
-        raise ValueError(
-            f"engine.fp8: {name} has {odd[0]} rows or columns on a rank, not a multiple of "
-            f"{FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
-            "engine.fp8=none"
-        )

@@ -7,7 +7,6 @@ inputs and outputs on every rank. Gradients are this rank's tokens' part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -44,7 +43,20 @@ def split_tokens(
             site.set_processor(processor)
     if plan.stream_entry:
         _split_stream(module, plan, axes)
-    module.forward = partial(_forward, module, module.forward, plan, axes, processor)
+    stock: Callable[..., tuple[Tensor]] = module.forward
+
+    def forward(**kwargs: Any) -> tuple[Tensor]:
+        """Run the stock forward, with return_dict=False, and return the whole output."""
+        kwargs = processor.prepare(module, kwargs)
+        length = kwargs[plan.token_inputs[0]].shape[1] if not plan.stream_exit else 0
+        for name in plan.token_inputs:
+            # an argument that is [B] is the same for all tokens
+            if kwargs[name].ndim > 1:
+                kwargs[name] = axes.split(kwargs[name])
+        (output,) = stock(**kwargs)
+        return (output if plan.stream_exit else axes.gather(output, length),)
+
+    module.forward = forward
 
 
 def ulysses_axes(mesh: Mesh) -> TokenAxes:
@@ -58,27 +70,6 @@ def ulysses_axes(mesh: Mesh) -> TokenAxes:
     return TokenAxes(
         tp_group=alone, sp_group=sp_group, token_group=sp_group, sequence_parallel=False
     )
-
-
-def _forward(
-    module: nn.Module,
-    stock: Callable[..., tuple[Tensor]],
-    plan: ParallelPlan,
-    axes: TokenAxes,
-    attention: TokenAttention,
-    **kwargs: Any,
-) -> tuple[Tensor]:
-    """Run the stock forward on this rank's tokens and return the whole output.
-
-    Call it with return_dict=False.
-    """
-    kwargs = attention.prepare(module, kwargs)
-    length = kwargs[plan.token_inputs[0]].shape[1] if not plan.stream_exit else 0
-    for name in plan.token_inputs:
-        if kwargs[name].ndim > 1:
-            kwargs[name] = axes.split(kwargs[name])
-    (output,) = stock(**kwargs)
-    return (output if plan.stream_exit else axes.gather(output, length),)
 
 
 def _split_stream(module: nn.Module, plan: ParallelPlan, axes: TokenAxes) -> None:

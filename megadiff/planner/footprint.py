@@ -142,12 +142,11 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
     """
     index = read_json(model_folder / "model_index.json")
     family = next(family for family in FAMILIES if family.pipeline_class == index["_class_name"])
-    optional = [name for name in family.optional if (index.get(name) or [None])[0]]
     transformers = 0
     others = 0
     encoder = 0
     unknown = []
-    for component in (*family.weighted, *optional):
+    for component in family.weighted(index):
         shapes = _shapes(model_folder, component, index.get(component), dtype)
         if shapes is None:
             unknown.append(component)

@@ -20,6 +20,7 @@ def worker_boxes(
         full = shapes[name]
         if list(view) == list(full):
             continue
+        # vllm-omni cuts along one axis, into equal parts; anything else would be loaded wrongly
         has_all_axes = len(view) == len(full)
         cut_axes = [
             axis for axis, length in enumerate(view) if has_all_axes and length != full[axis]

@@ -20,6 +20,7 @@ def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     corners: Counter[tuple[int, ...]] = Counter()
     for offsets, sizes in boxes:
         _add(corners, offsets, sizes, sign=1)
+    # what is left where nothing is missing and nothing is there twice: 0 at every corner
     _add(corners, (0,) * len(shape), shape, sign=-1)
     return not any(corners.values())
 
@@ -28,6 +29,7 @@ def _add(
     corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int], *, sign: int
 ) -> None:
     edges = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+    # a corner's sign is the product over its dimensions: + where the box begins, − where it ends
     signs = product((1, -1), repeat=len(edges))
     for corner, directions in zip(product(*edges), signs, strict=True):
         corners[corner] += sign * math.prod(directions)

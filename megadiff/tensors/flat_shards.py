@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 from torch import Tensor
 
 from megadiff.tensors.shards import Shard
@@ -32,27 +33,17 @@ def _boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield (offsets, shape) of the boxes that elements start … stop of a row-major array make."""
-    if start >= stop:
-        return
-    if len(shape) <= 1:
-        yield (start,) * len(shape), (stop - start,) * len(shape)
-        return
-    row_size = math.prod(shape[1:])
-    # Whole rows are first … last - 1.
-    first = -(-start // row_size)
-    last = stop // row_size
-    if first > last:  # the range lies within a row
-        yield from _row_boxes(shape, last, start, stop)
-        return
-    yield from _row_boxes(shape, first - 1, start, first * row_size)
-    if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
-    yield from _row_boxes(shape, last, last * row_size, stop)
-
-
-def _row_boxes(
-    shape: tuple[int, ...], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    begin = row * math.prod(shape[1:])
-    for offsets, sizes in _boxes(shape[1:], start - begin, stop - begin):
-        yield (row, *offsets), (1, *sizes)
+    shape = (1, *shape)  # so that the whole tensor is a row, too
+    row_sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    while start < stop:
+        # the largest rows of which one begins here and ends in time, and as many of them as do
+        axis = next(
+            axis
+            for axis, size in enumerate(row_sizes)
+            if start % size == 0 and start + size <= stop
+        )
+        offsets = [int(offset) for offset in np.unravel_index(start, shape)]
+        count = min((stop - start) // row_sizes[axis], shape[axis] - offsets[axis])
+        sizes = (*[1] * axis, count, *shape[axis + 1 :])
+        yield tuple(offsets[1:]), sizes[1:]
+        start += count * row_sizes[axis]

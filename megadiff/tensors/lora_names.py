@@ -14,8 +14,10 @@ from megadiff.parallel.plan import is_lora, module_of
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
+# scale · B is computed in float32
 LARGEST_ALPHA = torch.finfo(torch.float32).max
-LORA_A, LORA_B = f".{plan.LORA_A}", f".{plan.LORA_B}"
+LORA_A = f".{plan.LORA_A}"
+LORA_B = f".{plan.LORA_B}"
 Box = tuple[tuple[int, int], ...]  # of a tensor's dimensions: [begin, end) each
 
 
@@ -28,20 +30,22 @@ def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
     manifest: Manifest = {}
     components = sorted({name.partition(".")[0] for name in base})
     for module in lora.modules:
-        having = [name for name in components if len(_shape(base, f"{name}.{module}.weight")) == 2]
-        if not having:
+        names = [f"{component}.{module}" for component in components]
+        matrices = {
+            name: base[f"{name}.weight"]
+            for name in names
+            if f"{name}.weight" in base and len(base[f"{name}.weight"]["shape"]) == 2
+        }
+        if not matrices:
             raise ValueError(
                 f"lora module {module!r} is a matrix of none of the components "
                 f"{', '.join(components)}"
             )
-        for component in having:
-            weight = base[f"{component}.{module}.weight"]
+        for name, weight in matrices.items():
             rows, columns = weight["shape"]
-            for suffix, shape in ((LORA_A, [lora.rank, columns]), (LORA_B, [rows, lora.rank])):
-                manifest[f"{component}.{module}{suffix}"] = {
-                    "dtype": weight["dtype"],
-                    "shape": shape,
-                }
+            dtype = weight["dtype"]
+            manifest[f"{name}{LORA_A}"] = {"dtype": dtype, "shape": [lora.rank, columns]}
+            manifest[f"{name}{LORA_B}"] = {"dtype": dtype, "shape": [rows, lora.rank]}
     return manifest
 
 
@@ -74,6 +78,7 @@ def lora_from_json(value: object) -> LoraSpec | None:
         raise ValueError(
             f"lora.modules={modules!r:.200} must be a list of at least one module name"
         )
+    # both sides compare specs, so one spec must have one spelling
     if modules != sorted(set(modules)):
         raise ValueError("lora.modules must be sorted and without doubles")
     return LoraSpec(rank=rank, alpha=float(alpha), modules=tuple(modules))
@@ -112,7 +117,3 @@ def used_tensor(name: str, tensor: Tensor, spec: LoraSpec) -> Tensor:
     that a replica that scales otherwise shows in its fingerprints.
     """
     return scaled(tensor, spec) if name.endswith(LORA_B) else tensor
-
-
-def _shape(base: Manifest, name: str) -> list[int]:
-    return base[name]["shape"] if name in base else []

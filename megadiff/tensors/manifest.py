@@ -25,6 +25,7 @@ def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: s
         for path in weight_files(model_folder / component):
             file = open_weights(path)
             for name in file.keys():
+                # of the header alone; the dtype is the replica's, whatever the file has
                 shape = file.get_slice(name).get_shape()
                 manifest[f"{component}.{name}"] = {"dtype": dtype, "shape": list(shape)}
     return manifest
@@ -35,6 +36,7 @@ def name_difference(expected: set[str], found: set[str]) -> str:
     texts = []
     for label, names in (("missing", expected - found), ("extra", found - expected)):
         if names:
+            # a model has two thousand names: five show what kind is wrong
             more = ", …" if len(names) > 5 else ""
             texts.append(f"{len(names)} {label}: {', '.join(sorted(names)[:5])}{more}")
     return "; ".join(texts)

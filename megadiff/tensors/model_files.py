@@ -48,6 +48,7 @@ def weight_files(folder: Path) -> list[Path]:
     Only the names that diffusers and transformers load by default count, and not variants
     (`….fp16.safetensors`) beside them. Raises ValueError.
     """
+    # diffusers' name, and that of transformers for text encoders
     for stem in ("diffusion_pytorch_model", "model"):
         index = folder / f"{stem}.safetensors.index.json"
         single = folder / f"{stem}.safetensors"
@@ -74,6 +75,7 @@ def _indexed_files(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no 'weight_map' of tensor and file names; fetch it again")
     for tensor, name in weight_map.items():
+        # a path would lead out of the folder
         if not isinstance(name, str) or name != Path(name).name:
             raise ValueError(
                 f"{index}: {tensor!r} is said to be in {name!r}, which is no name of a file beside "

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,13 +111,7 @@ class ShardWriter:
 
     def _metadata(self) -> dict[str, str]:
         entries = {
-            key: {
-                "tensor": box.tensor,
-                "shape": box.shape,
-                "offsets": box.offsets,
-                "local_shape": box.local_shape,
-                "fingerprint": self.fingerprints[key],
-            }
+            key: {**asdict(box), "fingerprint": self.fingerprints[key]}
             for key, box in self._boxes.items()
         }
         index = {
@@ -141,6 +136,7 @@ def write_shards(
     Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A shard that
     several ranks hold is written by one of them. values: JSON, the same on every rank.
     """
+    # any rank may be the first
     folder.mkdir(parents=True, exist_ok=True)
     boxes: dict[str, TensorBox] = {}
     tensors: dict[str, Tensor] = {}
@@ -180,13 +176,21 @@ class ShardFolder:
         self._shards: dict[str, list[StoredShard]] = {}
         # What was read last: boxes of one range often overlap the same shard.
         self._last: tuple[StoredShard, Tensor] | None = None
+        # all stay open: a box that is asked for may lie in any of them
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
             if rank:
                 file, index = _read_index(shard_file(self.folder, rank))
                 self._check_index(file, index)
             for shard in _stored_shards(file, index):
-                self._add(shard)
+                name = shard.box.tensor
+                shape = self.shapes.setdefault(name, shard.box.shape)
+                if shape != shard.box.shape:
+                    raise ValueError(
+                        f"{file.path} is corrupt: {name!r} has shape {shard.box.shape}, and "
+                        f"{shape} elsewhere"
+                    )
+                self._shards.setdefault(name, []).append(shard)
         for name, shards in self._shards.items():
             _check_cover(self.folder, name, shards)
 
@@ -197,17 +201,6 @@ class ShardFolder:
                     f"{file.path} has {key}={index[key]!r:.200}, but that of rank 0 has "
                     f"{expected!r:.200}; they are of two checkpoints, use the one before"
                 )
-
-    def _add(self, shard: StoredShard) -> None:
-        tensor = shard.box.tensor
-        shape = shard.box.shape
-        known_shape = self.shapes.setdefault(tensor, shape)
-        if known_shape != shape:
-            raise ValueError(
-                f"{shard.file.path} is corrupt: {tensor!r} has shape {shape}, and {known_shape} "
-                "elsewhere"
-            )
-        self._shards.setdefault(tensor, []).append(shard)
 
     def meta(self, name: str) -> TensorMeta:
         """Return dtype and shape of a full tensor. Raises ValueError when its shards disagree."""
@@ -224,6 +217,7 @@ class ShardFolder:
         """Return a full tensor, not to be written to. Raises ValueError for a damaged shard."""
         meta = self.meta(name)
         shards = self._shards[name]
+        # a whole tensor in one file is not copied: it may be the file's own pages
         if len(shards) == 1:
             return shards[0].read()
         full = torch.empty(meta.shape, dtype=meta.dtype)
@@ -353,15 +347,10 @@ def _overlap(
     second_shape: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return where two boxes of one tensor meet, as slices of each; None when they do not."""
-    of_first = []
-    of_second = []
-    for first, first_size, second, second_size in zip(
-        first_offsets, first_shape, second_offsets, second_shape, strict=True
-    ):
-        begin = max(first, second)
-        end = min(first + first_size, second + second_size)
-        if begin >= end:
-            return None
-        of_first.append(slice(begin - first, end - first))
-        of_second.append(slice(begin - second, end - second))
-    return tuple(of_first), tuple(of_second)
+    begin = np.maximum(first_offsets, second_offsets)
+    end = np.minimum(np.add(first_offsets, first_shape), np.add(second_offsets, second_shape))
+    if (begin >= end).any():
+        return None
+    of_first = tuple(map(slice, begin - first_offsets, end - first_offsets))
+    of_second = tuple(map(slice, begin - second_offsets, end - second_offsets))
+    return of_first, of_second

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,13 +143,17 @@ class TensorFile:
         try:
             text = header_of(self._descriptor)
             header = parse_json(text[LENGTH_BYTES:])
-            _check_metadata(header)
+            metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+            if not isinstance(metadata, dict):
+                raise ValueError("no JSON object there")
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("its __metadata__ holds other values than texts")
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.path} ({self.size} bytes) has no whole safetensors header: {error}; it is "
                 "truncated, corrupt or another kind of file"
             ) from error
-        if SEAL_KEY in header.get("__metadata__", {}):
+        if SEAL_KEY in metadata:
             check_seal(text, self.path, what="its header")
         return header, len(text)
 
@@ -161,10 +165,12 @@ class TensorFile:
                 f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is "
                 "corrupt"
             ) from error
-        entries.sort(key=lambda entry: entry.data_offsets)
+        # a header may list them in any order
+        entries.sort(key=lambda entry: (entry.begin, entry.end))
         expected = 0  # tensors lie one after another
         for entry in entries:
-            begin, end = entry.data_offsets
+            begin = entry.begin
+            end = entry.end
             where = f"tensor {entry.name!r}"
             if entry.dtype not in DTYPES_BY_NAME:
                 raise ValueError(
@@ -193,32 +199,25 @@ class TensorFile:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A header's entry of one tensor. data_offsets: begin and end, from the header's end on."""
+class _Entry(NamedTuple):
+    """A header's entry of one tensor. begin, end: of its data, from the header's end on."""
 
+    begin: int
+    end: int
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
     """Raise ValueError, KeyError or TypeError for values of other kinds: 4.0 would fail later."""
     begin, end = values["data_offsets"]
-    numbers = [begin, end, *values["shape"]]
-    if not isinstance(values["dtype"], str) or any(type(number) is not int for number in numbers):
+    entry = _Entry(begin, end, name, values["dtype"], tuple(values["shape"]))
+    numbers = (begin, end, *entry.shape)
+    # type(): isinstance takes JSON's true for 1
+    if not isinstance(entry.dtype, str) or any(type(number) is not int for number in numbers):
         raise ValueError(f"{name!r} has {values}")
-    shape = tuple(values["shape"])
-    return _Entry(name=name, dtype=values["dtype"], shape=shape, data_offsets=(begin, end))
-
-
-def _check_metadata(header: object) -> None:
-    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
-    if not isinstance(metadata, dict):
-        raise ValueError("no JSON object there")
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its __metadata__ holds other values than texts")
+    return entry
 
 
 def reserve_descriptors(count: int, *, what: str) -> None:
@@ -227,6 +226,7 @@ def reserve_descriptors(count: int, *, what: str) -> None:
     Raises ValueError, which names `what` needs them, when the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # those of libraries count, too
     num_open = len(os.listdir("/proc/self/fd"))
     needed = num_open + count + SPARE_DESCRIPTORS
     if needed <= soft:

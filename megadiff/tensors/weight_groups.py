@@ -12,6 +12,7 @@ from megadiff.parallel.plan import is_lora
 Row = TypeVar("Row")
 
 
+# ordered: groups are sent and named in one order on every rank
 @dataclass(frozen=True, order=True)
 class WeightGroup:
     component: str

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -279,16 +278,9 @@ def _replay(
     """Recompute the window's latents from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
-    identities: list[dict[str, Any]] = [
-        {
-            "seed": seed,
-            "step": step,
-            "prompt_id": group.prompt.id,
-            "sample_index": sample_index,
-        }
-        for sample_index in group.sample_indices
-    ]
-    latents_NLC = torch.stack([noise.initial_latents(shape, **identity) for identity in identities])
+    group_key = noise.group_key(seed=seed, step=step, prompt_id=group.prompt.id)
+    keys = noise.sample_keys(group_key, group.sample_indices)
+    latents_NLC = noise.initial_latents_rows(shape, keys)
     # The device and dtype of what it is compared with.
     latents_NLC = latents_NLC.to(batch.latents_NSLC)
     states = []
@@ -300,14 +292,16 @@ def _replay(
         states.append(latents_NLC)
         mean_NLC = _step_mean(engine, batch, latents_NLC, index, sampling.sde_type)
         std = sde.injected_std(
-            sampling.sde_type,
-            batch.schedule[index : index + 1],
-            batch.schedule[index + 1 : index + 2],
-            schedule=batch.schedule,
-            eta=sampling.eta,
+            sde.SdeStep(
+                sde_type=sampling.sde_type,
+                sigma_B=batch.schedule[index : index + 1],
+                sigma_next_B=batch.schedule[index + 1 : index + 2],
+                schedule=batch.schedule,
+                eta=sampling.eta,
+            )
         )
-        draws = [noise.sde_noise(shape, step_index=index, **identity) for identity in identities]
-        latents_NLC = mean_NLC + std * torch.stack(draws).to(mean_NLC)
+        noise_NLC = noise.sde_noise_rows(shape, keys, step_index=index)
+        latents_NLC = mean_NLC + std * noise_NLC.to(mean_NLC)
     return torch.stack([*states, latents_NLC], dim=1)
 
 

@@ -135,7 +135,7 @@ def _encode(
     """Encode each prompt by itself, so that no text can depend on another's length."""
     sampling = sampling_of(config.rollout)
     dtype = DTYPES[config.model.dtype]
-    is_guided = any(adapter.num_passes(name, sampling) > 1 for name in adapter.components)
+    is_guided = adapter.is_guided(sampling)
     tensors = {}
     with adapter.prompt_encoder(dtype=dtype, device=device) as encode_texts:
         for index, prompt in enumerate(prompts):

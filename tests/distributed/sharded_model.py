@@ -52,9 +52,15 @@ class Inputs:
 
     def log_probs(self, velocity_BLC: Tensor) -> Tensor:
         """Of prev_BLC, [B]."""
-        sigmas, step = (self.sigma_B, self.sigma_next_B), dict(schedule=SIGMAS, eta=0.7)
-        mean_BLC = sde.step_mean("flow_sde", self.latents_BLC, velocity_BLC, *sigmas, **step)
-        return sde.log_prob("flow_sde", self.prev_BLC, mean_BLC, *sigmas, **step)
+        step = sde.SdeStep(
+            sde_type="flow_sde",
+            sigma_B=self.sigma_B,
+            sigma_next_B=self.sigma_next_B,
+            schedule=SIGMAS,
+            eta=0.7,
+        )
+        mean_BLC = sde.step_mean(step, self.latents_BLC, velocity_BLC)
+        return sde.log_prob(step, self.prev_BLC, mean_BLC)
 
 
 def draw_inputs(

@@ -90,13 +90,15 @@ def _stock(
             found[name] = (
                 found.get(name, torch.zeros(())) + value.detach().float() / batch.denominator
             )
-        step = dict(schedule=batch.schedule, eta=batch.sampling.eta)
-        mean = sde.step_mean(
-            "flow_sde", piece.latents_BLC, velocity_BLC, piece.sigma_B, piece.sigma_next_B, **step
+        step = sde.SdeStep(
+            sde_type="flow_sde",
+            sigma_B=piece.sigma_B,
+            sigma_next_B=piece.sigma_next_B,
+            schedule=batch.schedule,
+            eta=batch.sampling.eta,
         )
-        log_prob_B = sde.log_prob(
-            "flow_sde", piece.prev_sample_BLC, mean, piece.sigma_B, piece.sigma_next_B, **step
-        )
+        mean = sde.step_mean(step, piece.latents_BLC, velocity_BLC)
+        log_prob_B = sde.log_prob(step, piece.prev_sample_BLC, mean)
         found["log_probs"][piece.sample_B, piece.step_B] = log_prob_B.detach()
         gradients = {
             name: p.grad for name, p in experts[component].named_parameters() if p.grad is not None

@@ -115,7 +115,6 @@ def _check_bfloat16(model: Path, adapter: WanAdapter, batch: TrainBatch) -> None
 
 def _stock_log_probs(experts: dict, adapter: WanAdapter, batch: TrainBatch) -> LogProbs:
     means_NWLC = torch.empty(8, 2, *batch.latents_NSLC.shape[2:])
-    step = dict(schedule=batch.schedule, eta=batch.sampling.eta)
     for component, rows_R in component_rows(batch, adapter.component_of).items():
         for piece in microbatches(batch, rows_R, 3, torch.device("cpu")):
             velocity_BLC = adapter.velocity(
@@ -126,9 +125,15 @@ def _stock_log_probs(experts: dict, adapter: WanAdapter, batch: TrainBatch) -> L
                 batch.sampling,
                 component=component,
             )
-            sigmas = (piece.sigma_B, piece.sigma_next_B)
+            step = sde.SdeStep(
+                sde_type="flow_sde",
+                sigma_B=piece.sigma_B,
+                sigma_next_B=piece.sigma_next_B,
+                schedule=batch.schedule,
+                eta=batch.sampling.eta,
+            )
             means_NWLC[piece.sample_B, piece.step_B] = sde.step_mean(
-                "flow_sde", piece.latents_BLC, velocity_BLC, *sigmas, **step
+                step, piece.latents_BLC, velocity_BLC
             )
     return LogProbs(log_probs_NW=batch.old_log_probs_NW, means_NWLC=means_NWLC)
 

@@ -222,7 +222,7 @@ def _result(
         adapter.latents_shape(SAMPLING), text_dim=TEXT_DIM, dtype=dtype, samples=samples
     )
     latents_BLC, sigma_B = inputs.latents_BLC, inputs.sigma_B
-    num_first = adapter.checkpoint.grid(SAMPLING).tokens_per_frame
+    num_first = adapter.grid(SAMPLING).tokens_per_frame
     with_first = inputs.conditioning | {"first_frame": latents_BLC[:, :num_first]}
     with (
         patch("megadiff.models.wan22.velocity.TEXT_TOKENS", TEXT_TOKENS),

@@ -11,6 +11,7 @@ import torch
 
 from megadiff.cli.serve import main
 from megadiff.models import pipeline_base
+from megadiff.models.qwen_image import adapter as qwen_adapter
 from megadiff.models.qwen_image import pipeline as qwen_rollout
 
 FAULT_FILE = Path(sys.argv.pop(1))
@@ -48,11 +49,9 @@ def _shift_schedule(sigmas):
 def _shift_noise(initial_latents_rows):
     """Another random stream: log_probs agree all the same."""
 
-    def broken(shape, identities):
-        shift = 1 if fault() == "noise" else 0
-        return initial_latents_rows(
-            shape, [identity | {"seed": identity["seed"] + shift} for identity in identities]
-        )
+    def broken(shape, keys):
+        prefix = "1" if fault() == "noise" else ""  # the seed comes first
+        return initial_latents_rows(shape, [f"{prefix}{key}" for key in keys])
 
     return broken
 
@@ -136,7 +135,7 @@ def _flip(tensor):
 if __name__ == "__main__":
     pipeline_base.BatchSampler.result = _round_latents(pipeline_base.BatchSampler.result)
     pipeline_base.initial_latents_rows = _shift_noise(pipeline_base.initial_latents_rows)
-    qwen_rollout.qwen_image_sigmas = _shift_schedule(qwen_rollout.qwen_image_sigmas)
+    qwen_adapter.qwen_image_sigmas = _shift_schedule(qwen_adapter.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)
     qwen_rollout._spread = _spoil_texts(qwen_rollout._spread)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
-from megadiff.diffusion.sde import log_prob, step_mean
+from megadiff.diffusion.sde import SdeStep, log_prob, step_mean
 from megadiff.types import RolloutGroup
 
 
@@ -54,13 +54,15 @@ def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
             sigmas[index].expand(num_samples),
             sigmas[index + 1].expand(num_samples),
         )
-        shared = {"schedule": group.schedule, "eta": sampling.eta}
-        mean_NLC = step_mean(
-            sampling.sde_type, latents_NLC, guided, sigma_N, sigma_next_N, **shared
+        step = SdeStep(
+            sde_type=sampling.sde_type,
+            sigma_B=sigma_N,
+            sigma_next_B=sigma_next_N,
+            schedule=group.schedule,
+            eta=sampling.eta,
         )
-        columns.append(
-            log_prob(sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared)
-        )
+        mean_NLC = step_mean(step, latents_NLC, guided)
+        columns.append(log_prob(step, prev_sample_NLC, mean_NLC))
     return torch.stack(columns, dim=1)
 
 

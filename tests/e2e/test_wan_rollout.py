@@ -18,16 +18,17 @@ from torch import Tensor
 
 from examples.tiny_models.wan22 import KINDS
 from megadiff.diffusion import sde
-from megadiff.diffusion.noise import initial_latents
+from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
 from megadiff.models.adapter import FIRST_FRAME
+from megadiff.models.packing import unpack
+from megadiff.models.vae import latent_statistics
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.models.wan22.packing import unpack
 from megadiff.models.wan22.text import cleaned
-from megadiff.models.wan22.vae import latent_statistics
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.train.batch import stack_conditioning
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
+from tests.encoding import encode_prompts
 
 PLAIN = Sampling(
     height=64,
@@ -124,7 +125,7 @@ def test_text_is_encoded_as_by_the_adapter(drawn: dict[str, Drawn], kind: str) -
         ("", TEXTS),
         ("negative_", [request.prompt.negative_text for request in REQUESTS]),
     ):
-        embeds_PTD, mask_PT = drawn[kind].adapter.encode_prompt(texts)
+        embeds_PTD, mask_PT = encode_prompts(drawn[kind].adapter, texts)
         assert torch.equal(conditioning[f"{side}prompt_mask"], mask_PT)
         assert (
             conditioning[f"{side}prompt_embeds"] - embeds_PTD * mask_PT[..., None]
@@ -143,7 +144,7 @@ def test_pixels_are_the_decoded_latents(drawn: dict[str, Drawn], kind: str) -> N
     mean, std = (
         torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std")
     )
-    latents = unpack(latents_NLC, adapter.checkpoint.grid(SAMPLINGS["ode"]))
+    latents = unpack(latents_NLC, adapter.grid(SAMPLINGS["ode"]))
     frames = ((vae.decode(latents * std + mean).sample.clamp(-1, 1) + 1) * 127.5).permute(
         0, 2, 3, 4, 1
     )
@@ -176,7 +177,7 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     groups = one.client.generate_batch(requests)
     with one.adapter.image_encoder(dtype=torch.float32, device="cpu") as encode:
         first_2LC = encode(pixels_2HWC)
-    grid = one.adapter.checkpoint.grid(sampling)
+    grid = one.adapter.grid(sampling)
     pipeline = WanImageToVideoPipeline.from_pretrained(
         one.adapter.model_folder,
         image_encoder=None,
@@ -189,10 +190,10 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     for group, request, image in zip(groups, requests, image_of_group, strict=True):
         given_1LC = group.conditioning[FIRST_FRAME]
         assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
-        identity = dict(
-            seed=0, step=0, prompt_id=request.prompt.id, sample_index=group.sample_indices[-1]
+        key = group_key(seed=0, step=0, prompt_id=request.prompt.id)
+        (noise_LC,) = initial_latents_rows(
+            one.adapter.latents_shape(sampling), sample_keys(key, group.sample_indices[-1:])
         )
-        noise_LC = initial_latents(one.adapter.latents_shape(sampling), **identity)
         expected = pipeline(
             Image.fromarray(pixels_2HWC[image].numpy()),
             request.prompt.text,
@@ -326,13 +327,13 @@ def _log_probs(
             sampling,
             component=component,
         )
-        shared = {"schedule": schedule, "eta": sampling.eta}
-        mean_NLC = sde.step_mean(
-            sampling.sde_type, latents_NLC, velocity_NLC, sigma_N, sigma_next_N, **shared
+        sde_step = sde.SdeStep(
+            sde_type=sampling.sde_type,
+            sigma_B=sigma_N,
+            sigma_next_B=sigma_next_N,
+            schedule=schedule,
+            eta=sampling.eta,
         )
-        columns.append(
-            sde.log_prob(
-                sampling.sde_type, prev_sample_NLC, mean_NLC, sigma_N, sigma_next_N, **shared
-            )
-        )
+        mean_NLC = sde.step_mean(sde_step, latents_NLC, velocity_NLC)
+        columns.append(sde.log_prob(sde_step, prev_sample_NLC, mean_NLC))
     return torch.stack(columns, dim=1), used

@@ -118,12 +118,13 @@ def test_lora_outlives_sleep(replica, tiny_model):
 
 def test_noise_has_the_same_identity_as_on_a_cpu(replica):
     """Window from step 0: the stored first state is the CPU generator's noise, bit for bit."""
-    from megadiff.diffusion.noise import initial_latents
+    from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
 
     sampling = replace(REQUEST.sampling, sde_window_range=(0, 2))
     group = replica.generate(replace(REQUEST, sampling=sampling))
     for index, latents_SLC in zip(group.sample_indices, group.latents_GSLC, strict=True):
-        noise = initial_latents((16, 64), seed=0, step=0, prompt_id="0" * 16, sample_index=index)
+        key = group_key(seed=0, step=0, prompt_id="0" * 16)
+        (noise,) = initial_latents_rows((16, 64), sample_keys(key, [index]))
         assert torch.equal(latents_SLC[0], noise)
 
 

@@ -6,8 +6,6 @@ Loaded by the replica under its dotted name. Tested with vllm-omni 0.26 and 0.28
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +13,9 @@ from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
 
-from megadiff.diffusion.schedule import qwen_image_sigmas
 from megadiff.models.pipeline_base import BatchSampler, RolloutPipelineMixin, distinct, to_uint8
 from megadiff.models.qwen_image.plan import SERVED_NAMES
-from megadiff.models.qwen_image.vae import DECODING, convolve_single_frames_in_2d
-from megadiff.tensors.model_files import read_json
-from megadiff.types import RolloutRequest
-
-PATCH_PIXELS = 16  # 8× by the VAE, 2× by packing
+from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 
 
 class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
@@ -36,28 +29,6 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         for parameter in (*self.text_encoder.parameters(), *self.vae.parameters()):
             parameter.data = parameter.data.to(od_config.dtype)
         convolve_single_frames_in_2d(self.vae)
-        self.set_progress_bar_config(disable=True)
-        # the file itself: the scheduler object fills missing keys with defaults of the code, which
-        # give another schedule
-        self.scheduler_config = read_json(
-            Path(od_config.model) / "scheduler" / "scheduler_config.json"
-        )
-
-    def new_sampler(self, requests: Sequence[RolloutRequest]) -> BatchSampler:
-        sampling = requests[0].sampling
-        self.check_lengths(
-            requests, limit=self.tokenizer_max_length, is_guided=sampling.true_cfg_scale > 1
-        )
-        num_tokens = (sampling.height // PATCH_PIXELS) * (sampling.width // PATCH_PIXELS)
-        schedule = qwen_image_sigmas(
-            sampling.num_inference_steps,
-            num_tokens=num_tokens,
-            scheduler_config=self.scheduler_config,
-        )
-        token_shape = (num_tokens, self.transformer.in_channels)
-        return BatchSampler(
-            requests, schedule=schedule, token_shape=token_shape, device=self.device
-        )
 
     def to_pixels(self, images: Tensor) -> Tensor:
         """Turn [N, 3, H, W] in [-1, 1] into [N, 1, H, W, 3] uint8."""
@@ -71,7 +42,9 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         decode = super()._decode_latents
         if self._sampler is None:
             return decode(latents, height, width, output_type)
-        num_rows = DECODING.num_rows(self.device.type, num_frames=1, height=height, width=width)
+        num_rows = self.adapter.decoding.num_rows(
+            self.device.type, num_frames=1, height=height, width=width
+        )
         decoded = [
             decode(rows_BLC, height, width, output_type) for rows_BLC in latents.split(num_rows)
         ]
@@ -84,24 +57,23 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         if sampler is None:
             return super()._prepare_generation_context(**kwargs)
         latents_NLC = sampler.initial_latents()
-        texts, index_P = distinct([request.prompt.text for request in sampler.requests])
-        sides = {"": index_P}
+        sides = {
+            side: distinct(texts) for side, texts in self.texts_of_sides(sampler.requests).items()
+        }
         kwargs |= {
-            "prompt": texts,
-            "negative_prompt": None,
+            "prompt": sides[""][0],
+            "negative_prompt": sides["negative_"][0] if "negative_" in sides else None,
             "num_images_per_prompt": 1,
             "latents": latents_NLC,
         }
-        if sampler.sampling.true_cfg_scale > 1:
-            kwargs["negative_prompt"], sides["negative_"] = distinct(
-                [request.prompt.negative_text for request in sampler.requests]
-            )
         context = super()._prepare_generation_context(**kwargs)
-        for side, index_P in sides.items():
+        for side, (_, index_P) in sides.items():
             context |= _spread(sampler, context, side, index_P.to(self.device))
         num_rows = latents_NLC.shape[0]
         context["img_shapes"] = context["img_shapes"][:1] * num_rows
-        return {**context, "latents": latents_NLC, "timesteps": sampler.timesteps}
+        # the stock loop only counts them; predict_noise() gives the transformer its sigma
+        timesteps = 1000 * sampler.schedule[:-1]
+        return {**context, "latents": latents_NLC, "timesteps": timesteps}
 
 
 def _spread(

@@ -9,15 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megadiff.models.decoding import Decoding
-
-DECODING = Decoding(
-    # A CPU is faster where a call's pixels stay in its caches. A GPU takes 145 ms for 16 images of
-    # 512², four at a time; all at once take 139 ms, but 12.8 GiB in place of 3.2.
-    pixels={"cpu": 2**16, "cuda": 2**20},
-    bytes_per_pixel=3328,
-)
-
 
 def convolve_single_frames_in_2d(vae: nn.Module) -> None:
     """Give the VAE's causal 3-D convolutions a 2-D path for images.

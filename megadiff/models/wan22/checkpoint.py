@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.diffusion.schedule import wan_sigmas
-from megadiff.models.wan22.packing import PATCH, TokenGrid
+from megadiff.diffusion.schedule import wan_shift, wan_sigmas
+from megadiff.models.adapter import check_pixels
+from megadiff.models.packing import PATCH, TokenGrid
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling
 
@@ -19,7 +19,6 @@ LOW_NOISE = "transformer_2"
 NUM_TIMESTEPS = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
 class WanCheckpoint:
     """Describe one transformer (TI2V-5B), or two experts that divide the schedule (T2V-A14B).
 
@@ -31,58 +30,37 @@ class WanCheckpoint:
     feed-forward layer.
     """
 
-    boundary_ratio: float | None
-    flow_shift: float
-    takes_first_frame: bool
-    channels: int
-    spatial: int
-    temporal: int
-    num_layers: int
-    num_heads: int
-    width: int
-    ffn_width: int
-
-    @classmethod
-    def read(cls, folder: Path) -> WanCheckpoint:
+    def __init__(self, model_folder: Path | str) -> None:
         """Read the folder's JSON files.
 
         Raises ValueError for a missing file or key, and for a Wan that this family does not cover.
         """
+        folder = Path(model_folder)
         index = read_json(folder / "model_index.json")
-        vae: dict[str, Any] = read_json(folder / "vae" / "config.json")
-        boundary_ratio = _boundary_ratio(folder, index)
-        names = [HIGH_NOISE] if boundary_ratio is None else [HIGH_NOISE, LOW_NOISE]
-        configs: list[dict[str, Any]] = [read_json(folder / name / "config.json") for name in names]
-        for name, config in zip(names, configs, strict=True):
-            _check_transformer(f"{folder}/{name}", config)
-        first = configs[0]
-        last = configs[-1]  # the second expert's, or the first's own
-        differing = [key for key in _SIZES if last[key] != first[key]]
+        vae = read_json(folder / "vae" / "config.json")
+        self.model_folder = folder
+        self.boundary_ratio = _boundary_ratio(folder, index)
+        self.components: tuple[str, ...] = (HIGH_NOISE, LOW_NOISE)
+        if self.boundary_ratio is None:
+            self.components = (HIGH_NOISE,)
+        configs = [_transformer_config(folder / name) for name in self.components]
+        config = configs[0]
+        differing = [key for key in _SIZES if configs[-1][key] != config[key]]
         if differing:
             raise ValueError(
                 f"{folder}: its experts differ in {', '.join(differing)}; they must be of one shape"
             )
-        return cls(
-            boundary_ratio=boundary_ratio,
-            flow_shift=_flow_shift(folder),
-            takes_first_frame=bool(index.get("expand_timesteps")),
-            channels=first["in_channels"],
-            spatial=vae.get("scale_factor_spatial") or 8,
-            temporal=vae.get("scale_factor_temporal") or 4,
-            num_layers=first["num_layers"],
-            num_heads=first["num_attention_heads"],
-            width=first["num_attention_heads"] * first["attention_head_dim"],
-            ffn_width=first["ffn_dim"],
-        )
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        return (HIGH_NOISE,) if self.boundary_ratio is None else (HIGH_NOISE, LOW_NOISE)
-
-    @property
-    def frames_per_s(self) -> int:
-        """Return 24 for TI2V-5B, 16 for T2V-A14B, as the authors play them; no file says it."""
-        return 24 if self.takes_first_frame else 16
+        self.flow_shift = _flow_shift(folder)
+        self.takes_first_frame = bool(index.get("expand_timesteps"))
+        # as the authors play TI2V-5B's and T2V-A14B's videos; no file says it
+        self.frames_per_s = 24 if self.takes_first_frame else 16
+        self.channels: int = config["in_channels"]
+        self.spatial: int = vae.get("scale_factor_spatial") or 8
+        self.temporal: int = vae.get("scale_factor_temporal") or 4
+        self.num_layers: int = config["num_layers"]
+        self.num_heads: int = config["num_attention_heads"]
+        self.width: int = self.num_heads * config["attention_head_dim"]
+        self.ffn_width: int = config["ffn_dim"]
 
     def component_of(self, sigma: float) -> str:
         """Return the expert in charge: high noise from 1000·boundary_ratio on."""
@@ -99,19 +77,12 @@ class WanCheckpoint:
             return sampling.guidance_scale_2 or sampling.guidance_scale
         return sampling.guidance_scale
 
-    def is_guided(self, sampling: Sampling) -> bool:
-        """Tell whether any component needs the negative prompt."""
-        return any(self.guidance_scale(component, sampling) > 1 for component in self.components)
+    def num_passes(self, component: str, sampling: Sampling) -> int:
+        return 2 if self.guidance_scale(component, sampling) > 1 else 1
 
     def validate(self, sampling: Sampling) -> None:
         """Raise ValueError for a size, length, guidance or first frame that is not possible."""
-        pixels = self.spatial * PATCH
-        for name, size in (("height", sampling.height), ("width", sampling.width)):
-            if size < pixels or size % pixels:
-                raise ValueError(
-                    f"rollout.{name}={size} is not a positive multiple of {pixels} (pixels a "
-                    f"token); set rollout.{name}={max(round(size / pixels), 1) * pixels}"
-                )
+        check_pixels(sampling, self.spatial * PATCH)
         frames = sampling.num_frames
         temporal = self.temporal
         if frames < 1 or (frames - 1) % temporal:
@@ -120,7 +91,20 @@ class WanCheckpoint:
                 f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent "
                 f"after the first); set rollout.num_frames={nearest}"
             )
-        self._check_first_frame(sampling)
+        if sampling.first_frame and not self.takes_first_frame:
+            raise ValueError(
+                "rollout.first_frame=true, but this model draws from text alone (no "
+                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
+                "rollout.first_frame=false"
+            )
+        if sampling.first_frame and frames == 1:
+            raise ValueError(
+                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
+                f"nothing is drawn; set rollout.num_frames={1 + temporal} or more"
+            )
+        self._check_guidance(sampling)
+
+    def _check_guidance(self, sampling: Sampling) -> None:
         if sampling.true_cfg_scale != 1:
             raise ValueError(
                 f"rollout.true_cfg_scale={sampling.true_cfg_scale}, but Wan's guidance is plain; "
@@ -130,22 +114,7 @@ class WanCheckpoint:
             raise ValueError(
                 f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more"
             )
-        self._check_second_scale(sampling.guidance_scale_2)
-
-    def _check_first_frame(self, sampling: Sampling) -> None:
-        if sampling.first_frame and not self.takes_first_frame:
-            raise ValueError(
-                "rollout.first_frame=true, but this model draws from text alone (no "
-                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
-                "rollout.first_frame=false"
-            )
-        if sampling.first_frame and sampling.num_frames == 1:
-            raise ValueError(
-                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
-                f"nothing is drawn; set rollout.num_frames={1 + self.temporal} or more"
-            )
-
-    def _check_second_scale(self, scale: float) -> None:
+        scale = sampling.guidance_scale_2
         if scale and len(self.components) == 1:
             raise ValueError(
                 f"rollout.guidance_scale_2={scale}, but this model has no second expert; "
@@ -172,13 +141,11 @@ class WanCheckpoint:
             columns=sampling.width // pixels,
         )
 
-    def schedule(self, num_steps: int) -> Tensor:
-        """Return [num_steps + 1] float32 sigmas from 1 to 0."""
-        return wan_sigmas(num_steps, flow_shift=self.flow_shift)
+    def schedule(self, sampling: Sampling) -> Tensor:
+        return wan_sigmas(sampling.num_inference_steps, flow_shift=self.flow_shift)
 
-    def shift(self, sigmas: Tensor) -> Tensor:
-        """Shift sigmas in (0, 1] to those of the schedule."""
-        return self.flow_shift * sigmas / (1 + (self.flow_shift - 1) * sigmas)
+    def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
+        return wan_shift(sigmas, flow_shift=self.flow_shift)
 
     def timestep(self, sigma_B: Tensor) -> Tensor:
         """Return [B] float32, as the transformer takes it."""
@@ -215,7 +182,9 @@ def _boundary_ratio(folder: Path, index: dict) -> float | None:
     return None if ratio is None else float(ratio)
 
 
-def _check_transformer(component: str, config: dict) -> None:
+def _transformer_config(component: Path) -> dict[str, Any]:
+    """Read an expert's config.json. Raise ValueError for a Wan of another kind."""
+    config = read_json(component / "config.json")
     missing = [key for key in _SIZES if config.get(key) is None]
     if missing:
         raise ValueError(f"{component}/config.json lacks {', '.join(missing)}; fetch it again")
@@ -233,6 +202,7 @@ def _check_transformer(component: str, config: dict) -> None:
         raise ValueError(
             f"{component} has patch_size={config['patch_size']}; Wan2.2 has [1, {PATCH}, {PATCH}]"
         )
+    return config
 
 
 def _flow_shift(folder: Path) -> float:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from megadiff.models.served_names import ServedName
-from megadiff.parallel.plan import ParallelPlan, Rule
+from megadiff.parallel.plan import ParallelPlan
 
 PLAN = ParallelPlan(
-    rules=(
-        Rule("patch_embedding", "replicated"),
-        Rule("condition_embedder.*", "replicated"),
+    rules={
+        "patch_embedding": "replicated",
+        "condition_embedder.*": "replicated",
         # one a block and one at the end: parameters, not layers
-        Rule("*scale_shift_table", "replicated"),
-        Rule("blocks.*.norm2", "replicated"),
-        Rule("blocks.*.attn[12].norm_[qk]", "across_heads_norm"),
-        Rule("blocks.*.attn[12].to_[qkv]", "column"),
-        Rule("blocks.*.attn[12].to_out.0", "row"),
-        Rule("blocks.*.ffn.net.0.proj", "column"),
-        Rule("blocks.*.ffn.net.2", "row"),
-        Rule("proj_out", "replicated"),
-    ),
+        "*scale_shift_table": "replicated",
+        "blocks.*.norm2": "replicated",
+        "blocks.*.attn[12].norm_[qk]": "across_heads_norm",
+        "blocks.*.attn[12].to_[qkv]": "column",
+        "blocks.*.attn[12].to_out.0": "row",
+        "blocks.*.ffn.net.0.proj": "column",
+        "blocks.*.ffn.net.2": "row",
+        "proj_out": "replicated",
+    },
     blocks="blocks.*",
     attention="blocks.*.attn[12]",
     token_inputs=("timestep",),  # of single tokens, where the first frame is given
@@ -32,14 +31,11 @@ PLAN = ParallelPlan(
     ),
 )
 
-SERVED_NAMES = (
-    ServedName(diffusers="attn1.to_q", served="attn1.to_qkv", shard=0, num_shards=3),
-    ServedName(diffusers="attn1.to_k", served="attn1.to_qkv", shard=1, num_shards=3),
-    ServedName(diffusers="attn1.to_v", served="attn1.to_qkv", shard=2, num_shards=3),
-    ServedName(diffusers="attn1.to_out.0", served="attn1.to_out"),
-    ServedName(diffusers="attn2.to_out.0", served="attn2.to_out"),
-    ServedName(diffusers="ffn.net.0.proj", served="ffn.net_0.proj"),
-    ServedName(diffusers="ffn.net.2", served="ffn.net_2"),
-    # its table is the transformer's own
-    ServedName(diffusers="", served="output_scale_shift_prepare"),
-)
+SERVED_NAMES = {
+    "attn1.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "attn1.to_out": ("attn1.to_out.0",),
+    "attn2.to_out": ("attn2.to_out.0",),
+    "ffn.net_0.proj": ("ffn.net.0.proj",),
+    "ffn.net_2": ("ffn.net.2",),
+    "output_scale_shift_prepare": ("",),  # its table is the transformer's own
+}

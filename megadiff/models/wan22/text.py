@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.models import encoders
 from megadiff.models.wan22.velocity import TEXT_TOKENS
 
 
@@ -16,11 +15,6 @@ def cleaned(text: str) -> str:
     """Make runs of white space one space, as vllm-omni does."""
     # diffusers also resolves HTML entities, where the text has any
     return " ".join(text.split())
-
-
-def num_tokens(text: str, tokenizer: Any) -> int:
-    """Count a prompt's tokens with the end token; 0 where its bytes show that it fits."""
-    return encoders.num_tokens(cleaned(text), tokenizer, limit=TEXT_TOKENS)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models.adapter import FIRST_FRAME
-from megadiff.models.wan22.packing import TokenGrid, pack, unpack
+from megadiff.models.adapter import FIRST_FRAME, encoded_text
+from megadiff.models.packing import TokenGrid, pack, unpack
 
 # the text's width in every forward; beyond the prompt zeros, which the model attends to
 TEXT_TOKENS = 512
@@ -36,15 +36,16 @@ def wan_velocity(
     Guidance is computed in the transformer's output dtype.
     """
     first_BLC = conditioning.get(FIRST_FRAME)
+    num_given = 0
+    timestep = timestep_B
     if first_BLC is not None:
         first_BLC = first_BLC.to(latents_BLC)
-        clean_B0 = timestep_B.new_zeros(first_BLC.shape[:2])
-        timestep = torch.cat([clean_B0, timestep_B[:, None].expand(latents_BLC.shape[:2])], dim=1)
-    else:
-        timestep = timestep_B
-    num_given = 0 if first_BLC is None else first_BLC.shape[1]
-    whole_BLC = latents_BLC if first_BLC is None else torch.cat([first_BLC, latents_BLC], dim=1)
-    video_BCFHW = unpack(whole_BLC, grid).to(transformer.dtype)
+        num_given = first_BLC.shape[1]
+        clean_BL = timestep_B.new_zeros(first_BLC.shape[:2])
+        drawn_BL = timestep_B[:, None].expand(latents_BLC.shape[:2])
+        timestep = torch.cat([clean_BL, drawn_BL], dim=1)
+        latents_BLC = torch.cat([first_BLC, latents_BLC], dim=1)
+    video_BCFHW = unpack(latents_BLC, grid).to(transformer.dtype)
 
     def one_pass(prefix: str) -> Tensor:
         (velocity_BCFHW,) = transformer(
@@ -66,18 +67,14 @@ def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device)
 
     Raises ValueError when the embeddings are absent or too long.
     """
-    names = [f"{prefix}prompt_embeds", f"{prefix}prompt_mask"]
-    missing = [name for name in names if name not in conditioning]
-    if missing:
-        raise ValueError(
-            f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "
-            "sample with the same guidance_scale as training uses"
-        )
-    embeds_BTD, mask_BT = (conditioning[name].to(device, non_blocking=True) for name in names)
+    embeds_BTD, mask_BT = (
+        tensor.to(device, non_blocking=True) for tensor in encoded_text(conditioning, prefix)
+    )
     num_tokens = embeds_BTD.shape[1]
     if num_tokens > TEXT_TOKENS:
         raise ValueError(
-            f"{names[0]} has {num_tokens} tokens, the model takes {TEXT_TOKENS}; shorten the prompt"
+            f"{prefix}prompt_embeds has {num_tokens} tokens, the model takes {TEXT_TOKENS}; "
+            "shorten the prompt"
         )
     embeds_BTD = embeds_BTD * mask_BT.to(embeds_BTD)[:, :, None]
     return functional.pad(embeds_BTD, (0, 0, 0, TEXT_TOKENS - num_tokens))

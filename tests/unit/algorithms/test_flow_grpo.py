@@ -17,15 +17,21 @@ SAMPLING = Sampling(height=32, width=32, num_inference_steps=4)
 ARGS = {"clip_range": 1e-4, "adv_clip_max": 5.0, "kl_coef": 0.0}
 
 
+def _step(sigma, sigma_next):
+    return sde.SdeStep(
+        sde_type="flow_sde", sigma_B=sigma, sigma_next_B=sigma_next, schedule=SCHEDULE, eta=0.7
+    )
+
+
 def _inputs(old_shift=0.0, advantage=(1.0, -2.0, 0.5), weight=(1.0, 1.0, 1.0), ref_shift=None):
     generator = torch.Generator().manual_seed(0)
     latents, velocity, noise = (torch.randn(3, 4, 8, generator=generator) for _ in range(3))
     velocity.requires_grad_()
     sigma, sigma_next = SCHEDULE[1:4], SCHEDULE[2:5]
     sigma, sigma_next = sigma[[0, 1, 0]], sigma_next[[0, 1, 0]]
-    prev, log_prob, mean = sde.sde_step(
-        "flow_sde", latents, velocity.detach(), noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7
-    )
+    step = _step(sigma, sigma_next)
+    prev, log_prob = sde.sde_step(step, latents, velocity.detach(), noise)
+    mean = sde.step_mean(step, latents, velocity.detach())
     return StepInputs(
         latents_BLC=latents,
         prev_sample_BLC=prev,
@@ -50,24 +56,9 @@ def test_on_policy():
     output.loss_sum.backward()
     gradient = inputs.velocity_BLC.grad
     again = _inputs()
-    mean = sde.step_mean(
-        "flow_sde",
-        again.latents_BLC,
-        again.velocity_BLC,
-        again.sigma_B,
-        again.sigma_next_B,
-        schedule=SCHEDULE,
-        eta=0.7,
-    )
-    log_prob = sde.log_prob(
-        "flow_sde",
-        again.prev_sample_BLC,
-        mean,
-        again.sigma_B,
-        again.sigma_next_B,
-        schedule=SCHEDULE,
-        eta=0.7,
-    )
+    step = _step(again.sigma_B, again.sigma_next_B)
+    mean = sde.step_mean(step, again.latents_BLC, again.velocity_BLC)
+    log_prob = sde.log_prob(step, again.prev_sample_BLC, mean)
     (
         -(again.advantage_B * log_prob).sum()
     ).backward()  # REINFORCE: at ratio 1 the gradient is that of −A·log_prob
@@ -101,13 +92,7 @@ def test_kl_pulls_to_the_reference():
     output = flow_grpo(
         _inputs(ref_shift=0.1, advantage=(0.0, 0.0, 0.0)), **ARGS | {"kl_coef": 0.04}
     )
-    scale = sde.noise_scale(
-        "flow_sde",
-        _inputs().sigma_B,
-        sigma_next_B=_inputs().sigma_next_B,
-        schedule=SCHEDULE,
-        eta=0.7,
-    )
+    scale = sde.noise_scale(_step(_inputs().sigma_B, _inputs().sigma_next_B))
     expected = (0.1**2 / (2 * scale**2)).sum().item()
     assert output.sums["policy/kl_ref"].item() == pytest.approx(expected, rel=1e-4)
     assert output.loss_sum.item() == pytest.approx(0.04 * expected, rel=1e-4)
@@ -155,11 +140,9 @@ def test_without_an_old_log_prob_it_is_that_of_the_forward_itself(kl_coef):
 
 
 def _own_log_prob(inputs):
-    sigmas, step = (inputs.sigma_B, inputs.sigma_next_B), {"schedule": SCHEDULE, "eta": 0.7}
-    mean = sde.step_mean(
-        "flow_sde", inputs.latents_BLC, inputs.velocity_BLC.detach(), *sigmas, **step
-    )
-    return sde.log_prob("flow_sde", inputs.prev_sample_BLC, mean, *sigmas, **step)
+    step = _step(inputs.sigma_B, inputs.sigma_next_B)
+    mean = sde.step_mean(step, inputs.latents_BLC, inputs.velocity_BLC.detach())
+    return sde.log_prob(step, inputs.prev_sample_BLC, mean)
 
 
 def test_importance_is_truncated():

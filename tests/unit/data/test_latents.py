@@ -26,6 +26,7 @@ from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
 from tests.distributed.ranks import run_ranks
+from tests.encoding import encode_prompts
 from tests.meshes import one_rank_mesh
 
 CAPTIONS = ["a red circle", "a blue square on a white wall", "a red circle", "红色的圆", "a dog"]
@@ -93,7 +94,7 @@ def test_rows_are_what_the_adapter_gives(
     assert len(embeds_PTD) == 3 and index_N[0] == index_N[2] and index_N[1] == index_N[4]
     assert mask_PT.shape[1] == int(mask_PT.sum(1).max()) and not embeds_PTD[~mask_PT].any()
     for n, text in enumerate([CAPTIONS[0], CAPTIONS[1], CAPTIONS[2], EMPTY_CAPTION, CAPTIONS[1]]):
-        expected_1TD, _ = adapter.encode_prompt([text])
+        expected_1TD, _ = encode_prompts(adapter, [text])
         torch.testing.assert_close(
             embeds_PTD[index_N[n]][mask_PT[index_N[n]]], expected_1TD[0], atol=1e-5, rtol=1e-5
         )

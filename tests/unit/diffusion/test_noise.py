@@ -4,16 +4,28 @@ import torch
 
 from megadiff.diffusion.noise import (
     ROWS_PER_STREAM,
-    initial_latents,
+    group_key,
     initial_latents_rows,
     row_normals,
-    sde_noise,
+    sample_keys,
     sde_noise_rows,
     window_start,
 )
 
 GOLDEN = [0.7164463400840759, -0.24406296014785767, -2.183037519454956]
 IDENTITY = {"seed": 1, "step": 2, "prompt_id": "ab", "sample_index": 3}
+
+
+def sample_identity(*, sample_index, **group):
+    return sample_keys(group_key(**group), [sample_index])[0]
+
+
+def initial_latents(shape, **identity):
+    return initial_latents_rows(shape, [sample_identity(**identity)])[0]
+
+
+def sde_noise(shape, step_index, **identity):
+    return sde_noise_rows(shape, [sample_identity(**identity)], step_index=step_index)[0]
 
 
 def test_same_identity_same_noise_and_any_change_another():
@@ -43,11 +55,10 @@ def test_golden_values_keep_old_runs_reproducible():
 def test_rows_are_the_single_draws_bit_by_bit():
     """Odd sizes leave half-used words behind in a generator, which the next row must not see."""
     identities = [IDENTITY | {"sample_index": index, "seed": index // 2} for index in range(5)]
+    keys = [sample_identity(**identity) for identity in identities]
     for shape in ((4, 8), (3,), (1,)):
-        initial, noise = (
-            initial_latents_rows(shape, identities),
-            sde_noise_rows(shape, identities, step_index=4),
-        )
+        initial = initial_latents_rows(shape, keys)
+        noise = sde_noise_rows(shape, keys, step_index=4)
         for row, identity in enumerate(identities):
             assert torch.equal(initial[row], initial_latents(shape, **identity))
             assert torch.equal(noise[row], sde_noise(shape, step_index=4, **identity))
@@ -84,9 +95,8 @@ def test_a_row_of_a_list_is_the_same_whichever_rows_it_is_drawn_with():
 
 def test_window_start_is_uniform_and_fixed_within_a_group():
     starts = [
-        window_start(seed=0, step=step, prompt_id="p", window_size=2, window_range=(0, 5))
-        for step in range(2000)
+        window_start(f"0/{step}/p", window_size=2, window_range=(0, 5)) for step in range(2000)
     ]
     assert set(starts) == {0, 1, 2, 3}
     assert min(starts.count(start) for start in range(4)) > 400
-    assert window_start(seed=0, step=1, prompt_id="p", window_size=5, window_range=(2, 7)) == 2
+    assert window_start("0/1/p", window_size=5, window_range=(2, 7)) == 2

@@ -19,6 +19,12 @@ def _tensors(seed=0, batch=3, scale=1.0):
     return [scale * torch.randn(batch, 6, 5, generator=generator) for _ in range(3)]
 
 
+def _step(sde_type, sigma, sigma_next, eta=0.7):
+    return sde.SdeStep(
+        sde_type=sde_type, sigma_B=sigma, sigma_next_B=sigma_next, schedule=SCHEDULE, eta=eta
+    )
+
+
 def _reference(sde_type, x, v, sigma, sigma_next, eta):
     """(mean, std of the injected noise) in float64, straight from the papers."""
     x, v, s, n = x.double(), v.double(), float(sigma), float(sigma_next)
@@ -36,9 +42,9 @@ def _reference(sde_type, x, v, sigma, sigma_next, eta):
 def test_step_against_float64(sde_type, index):
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[index].expand(3), SCHEDULE[index + 1].expand(3)
-    prev, log_prob, mean = sde.sde_step(
-        sde_type, x, v, noise, sigma, sigma_next, schedule=SCHEDULE, eta=0.7
-    )
+    step = _step(sde_type, sigma, sigma_next)
+    prev, log_prob = sde.sde_step(step, x, v, noise)
+    mean = sde.step_mean(step, x, v)
     ref_mean, std = _reference(sde_type, x, v, SCHEDULE[index], SCHEDULE[index + 1], 0.7)
     torch.testing.assert_close(mean.double(), ref_mean, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(prev.double(), ref_mean + std * noise.double(), atol=1e-6, rtol=1e-6)
@@ -59,13 +65,11 @@ def test_log_prob_is_that_of_the_stored_sample(sde_type):
     """
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
-    step = {"schedule": SCHEDULE, "eta": 0.7}
-    prev, log_prob, mean = sde.sde_step(
-        sde_type, x, v, noise, sigma, sigma_next, storage_dtype=torch.bfloat16, **step
-    )
+    step = _step(sde_type, sigma, sigma_next)
+    prev, log_prob = sde.sde_step(step, x, v, noise, storage_dtype=torch.bfloat16)
     assert prev.dtype == torch.bfloat16
-    assert torch.equal(sde.log_prob(sde_type, prev, mean, sigma, sigma_next, **step), log_prob)
-    unrounded = sde.sde_step(sde_type, x, v, noise, sigma, sigma_next, **step)[1]
+    assert torch.equal(sde.log_prob(step, prev, sde.step_mean(step, x, v)), log_prob)
+    unrounded = sde.sde_step(step, x, v, noise)[1]
     assert not torch.equal(unrounded, log_prob)
 
 
@@ -74,11 +78,9 @@ def test_noise_of_zero_scale_is_the_ode():
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
     ode = sde.ode_step(x, v, sigma, sigma_next)
     for sde_type in STOCHASTIC:
-        mean = sde.step_mean(sde_type, x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.0)
+        mean = sde.step_mean(_step(sde_type, sigma, sigma_next, eta=0.0), x, v)
         torch.testing.assert_close(mean, ode, atol=1e-6, rtol=1e-6)
-    assert torch.equal(
-        sde.step_mean("ode", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7), ode
-    )
+    assert torch.equal(sde.step_mean(_step("ode", sigma, sigma_next), x, v), ode)
 
 
 def test_flow_cps_keeps_the_noise_level():
@@ -91,18 +93,14 @@ def test_flow_cps_keeps_the_noise_level():
 def test_sigma_per_sample_equals_one_by_one():
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[:3], SCHEDULE[1:4]
-    together = sde.sde_step("flow_sde", x, v, noise, sigma, sigma_next, schedule=SCHEDULE, eta=1.2)
+    together = sde.sde_step(_step("flow_sde", sigma, sigma_next, eta=1.2), x, v, noise)
     for row in range(3):
         part = slice(row, row + 1)
         alone = sde.sde_step(
-            "flow_sde",
+            _step("flow_sde", sigma[part], sigma_next[part], eta=1.2),
             x[part],
             v[part],
             noise[part],
-            sigma[part],
-            sigma_next[part],
-            schedule=SCHEDULE,
-            eta=1.2,
         )
         for a, b in zip(together, alone, strict=True):
             assert torch.equal(a[part], b)
@@ -111,27 +109,24 @@ def test_sigma_per_sample_equals_one_by_one():
 def test_half_precision_inputs_are_computed_in_float32():
     x, v, noise = (tensor.bfloat16() for tensor in _tensors())
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
-    ours = sde.step_mean("flow_sde", x, v, sigma, sigma_next, schedule=SCHEDULE, eta=0.7)
+    step = _step("flow_sde", sigma, sigma_next)
+    ours = sde.step_mean(step, x, v)
     assert ours.dtype == torch.float32
-    exact = sde.step_mean(
-        "flow_sde", x.float(), v.float(), sigma, sigma_next, schedule=SCHEDULE, eta=0.7
-    )
+    exact = sde.step_mean(step, x.float(), v.float())
     assert torch.equal(ours, exact)
 
 
 def test_kl_to_itself_is_zero_and_has_no_dt():
     x, v, noise = _tensors()
-    kl = {"schedule": SCHEDULE, "eta": 0.7}
-    assert not sde.kl_to_reference("dance_sde", x, x, SCHEDULE[1:4], SCHEDULE[2:5], **kl).any()
-    value = sde.kl_to_reference("dance_sde", x, v, SCHEDULE[1:4], SCHEDULE[2:5], **kl)
+    step = _step("dance_sde", SCHEDULE[1:4], SCHEDULE[2:5])
+    assert not sde.kl_to_reference(step, x, x).any()
+    value = sde.kl_to_reference(step, x, v)
     torch.testing.assert_close(value, ((x - v) ** 2).mean(dim=(1, 2)) / (2 * 0.7**2))
 
 
 def test_unknown_type_names_the_known_ones():
     with pytest.raises(ValueError, match="flow_cps"):
-        sde.noise_scale(
-            "flow", SCHEDULE[:1], sigma_next_B=SCHEDULE[1:2], schedule=SCHEDULE, eta=1.0
-        )
+        sde.noise_scale(_step("flow", SCHEDULE[:1], SCHEDULE[1:2], eta=1.0))
 
 
 def test_true_cfg_keeps_the_positive_norm():

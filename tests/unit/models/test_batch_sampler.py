@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megadiff.diffusion.noise import initial_latents
+from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
 from megadiff.models.pipeline_base import BatchSampler, split_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
@@ -87,8 +87,8 @@ def test_the_recorded_window_is_the_one_that_was_walked() -> None:
         assert group.log_probs_GW.dtype == torch.float64
         start = group.window_start
         for sample_index, latents_SLC in zip((3, 1), group.latents_GSLC, strict=True):
-            identity = {"seed": request.seed, "step": 2, "prompt_id": request.prompt.id}
-            latents_LC = initial_latents(SHAPE, **identity, sample_index=sample_index)
+            key = group_key(seed=request.seed, step=2, prompt_id=request.prompt.id)
+            (latents_LC,) = initial_latents_rows(SHAPE, sample_keys(key, [sample_index]))
             for index in range(start):  # the ODE steps before the window
                 sigma, sigma_next = SCHEDULE[index], SCHEDULE[index + 1]
                 width = torch.tensor([len(request.prompt.text)])

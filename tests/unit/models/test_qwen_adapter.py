@@ -27,6 +27,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from examples.tiny_models.qwen_image import write_tiny_pipeline
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.types import Sampling
+from tests.encoding import encode_prompts
 
 SAMPLING = Sampling(height=64, width=48, num_inference_steps=10)
 LENGTHS = [5, 9, 7]
@@ -210,7 +211,7 @@ def test_schedule_is_the_checkpoints(adapter, folder, tmp_path):
 
 def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, folder):
     texts = ["a red circle", "a photo of a blue square on a white wall"]
-    embeds_BTD, mask_BT = adapter.encode_prompt(texts)
+    embeds_BTD, mask_BT = encode_prompts(adapter, texts)
     pipeline = QwenImagePipeline.from_pretrained(folder, vae=None, transformer=None)
     for row, text in enumerate(texts):
         with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megadiff.models.qwen_image.plan import SERVED_NAMES
-from megadiff.models.served_names import ServedName, served_places, served_view
+from megadiff.models.served_names import served_places, served_view
 
 BLOCK = "transformer.transformer_blocks.0"
 SERVED = [
@@ -40,14 +40,13 @@ def test_fused_weights_split_into_their_rows_and_cover_them_all() -> None:
 
 
 def test_suffixes_match_whole_module_names_only() -> None:
-    rows = (ServedName(diffusers="proj.0", served="proj"),)
-    assert set(served_places(["a.proj.weight", "a.out_proj.weight"], names=rows)) == {
+    names = {"proj": ("proj.0",)}
+    assert set(served_places(["a.proj.weight", "a.out_proj.weight"], names=names)) == {
         "a.proj.0.weight",
         "a.out_proj.weight",
     }
 
 
 def test_two_places_for_one_name_are_an_error() -> None:
-    rows = (ServedName(diffusers="x", served="y"),)
     with pytest.raises(ValueError, match="a.x.weight"):
-        served_places(["a.x.weight", "a.y.weight"], names=rows)
+        served_places(["a.x.weight", "a.y.weight"], names={"y": ("x",)})

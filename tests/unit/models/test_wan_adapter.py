@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megadiff.models.packing import TokenGrid, pack, unpack
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.models.wan22.packing import TokenGrid, pack, unpack
 from megadiff.models.wan22.text import encode
 from megadiff.types import Prompt, Sampling
+from tests.encoding import encode_prompts
 
 SAMPLING = Sampling(height=64, width=96, num_frames=9, num_inference_steps=6)
 GUIDED = dataclasses.replace(SAMPLING, guidance_scale=4.0, guidance_scale_2=3.0)
@@ -46,8 +47,8 @@ def transformer_of(adapter: WanAdapter, component: str = "transformer") -> WanTr
 
 
 def text(adapter: WanAdapter) -> dict[str, Tensor]:
-    embeds, mask = adapter.encode_prompt(TEXTS)
-    negative, negative_mask = adapter.encode_prompt(["bad"] * len(TEXTS))
+    embeds, mask = encode_prompts(adapter, TEXTS)
+    negative, negative_mask = encode_prompts(adapter, ["bad"] * len(TEXTS))
     return {
         **{"prompt_embeds": embeds, "prompt_mask": mask},
         **{"negative_prompt_embeds": negative, "negative_prompt_mask": negative_mask},
@@ -87,7 +88,7 @@ def test_velocity_is_diffusers_with_the_experts_guidance(two: WanAdapter, compon
     stock = {
         "return_dict": False,
         "timestep": 1000 * sigma_B,
-        "hidden_states": unpack(latents, two.checkpoint.grid(GUIDED)),
+        "hidden_states": unpack(latents, two.grid(GUIDED)),
     }
     positive, negative = (
         transformer(
@@ -114,7 +115,7 @@ def test_a_given_first_frame_is_clean_and_left_out(one: WanAdapter) -> None:
     """As WanImageToVideoPipeline does for TI2V: the mask sets the frame and its tokens' timestep to
     0.
     """
-    transformer, conditioning, grid = transformer_of(one), text(one), one.checkpoint.grid(SAMPLING)
+    transformer, conditioning, grid = transformer_of(one), text(one), one.grid(SAMPLING)
     latents, sigma_B = latents_of(one), torch.tensor([0.9, 0.5, 0.25])
     given, free = latents.split(
         [grid.tokens_per_frame, grid.num_tokens - grid.tokens_per_frame], dim=1
@@ -206,7 +207,7 @@ def test_text_is_that_of_the_stock_pipeline(one: WanAdapter) -> None:
     expected, _ = pipeline.encode_prompt(
         TEXTS, do_classifier_free_guidance=False, max_sequence_length=512
     )
-    embeds, mask = one.encode_prompt(TEXTS)
+    embeds, mask = encode_prompts(one, TEXTS)
     assert mask.sum(dim=1).tolist()[2] == 1  # the end mark alone
     assert not embeds[~mask].any() and not embeds.requires_grad
     assert (embeds - expected[:, : embeds.shape[1]]).abs().max() <= 1e-6
@@ -277,10 +278,8 @@ def test_videos_and_images_become_normalised_latents(adapter: WanAdapter) -> Non
     mean, std = (
         torch.tensor(vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std")
     )
-    assert torch.allclose(
-        unpack(latents, adapter.checkpoint.grid(SAMPLING)), (raw - mean) / std, atol=1e-5
-    )
-    first = latents[:, : adapter.checkpoint.grid(SAMPLING).tokens_per_frame]
+    assert torch.allclose(unpack(latents, adapter.grid(SAMPLING)), (raw - mean) / std, atol=1e-5)
+    first = latents[:, : adapter.grid(SAMPLING).tokens_per_frame]
     assert torch.allclose(
         image, first, atol=1e-4
     )  # the VAE is causal: what a given first frame is encoded as

@@ -10,57 +10,46 @@ import pytest
 import torch
 
 from megadiff.models.registry import build_adapter, check_model_folder
+from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.checkpoint import WanCheckpoint
 from megadiff.types import Sampling
 
 SAMPLING = Sampling(height=64, width=64, num_frames=5, num_inference_steps=10)
 
 
-def checkpoint(**changes: object) -> WanCheckpoint:
-    sizes = {
-        "channels": 16,
-        "spatial": 8,
-        "temporal": 4,
-        "num_layers": 2,
-        "num_heads": 4,
-        "width": 96,
-        "ffn_width": 192,
-    }
-    return WanCheckpoint(
-        **{
-            "boundary_ratio": 0.875,
-            "flow_shift": 5.0,
-            "takes_first_frame": False,
-            **sizes,
-            **changes,
-        }
-    )
+@pytest.fixture
+def model(tiny_wan: dict[str, Path]) -> WanCheckpoint:
+    """Two experts, boundary_ratio 0.875 and flow_shift 5."""
+    return WanCheckpoint(tiny_wan["t2v_a14b"])
 
 
 @pytest.mark.parametrize(("flow_shift", "num_high"), [(5.0, 5), (12.0, 7)])
-def test_the_schedule_is_shared_out_to_the_experts(flow_shift: float, num_high: int) -> None:
-    model = checkpoint(flow_shift=flow_shift)
-    components = [model.component_of(sigma) for sigma in model.schedule(10)[:-1].tolist()]
+def test_the_schedule_is_shared_out_to_the_experts(
+    model: WanCheckpoint, flow_shift: float, num_high: int
+) -> None:
+    model.flow_shift = flow_shift
+    components = [model.component_of(sigma) for sigma in model.schedule(SAMPLING)[:-1].tolist()]
     assert components == ["transformer"] * num_high + ["transformer_2"] * (10 - num_high)
 
 
-def test_schedule_golden_values() -> None:
+def test_schedule_golden_values(model: WanCheckpoint) -> None:
     golden = torch.tensor([1, 0.978, 0.952, 0.921, 0.882, 0.833, 0.769, 0.682, 0.556, 0.357, 0])
-    model = checkpoint()
-    assert torch.allclose(model.schedule(10), golden, atol=5e-4)
-    assert torch.allclose(model.shift(torch.linspace(1, 0.1, 10)), model.schedule(10)[:-1])
+    schedule = model.schedule(SAMPLING)
+    assert torch.allclose(schedule, golden, atol=5e-4)
+    assert torch.allclose(model.shift(torch.linspace(1, 0.1, 10), SAMPLING), schedule[:-1])
     assert model.timestep(torch.tensor([0.978])).dtype == torch.float32
 
 
-def test_the_boundary_itself_is_high_noise_in_float32() -> None:
+def test_the_boundary_itself_is_high_noise_in_float32(model: WanCheckpoint) -> None:
     for ratio in (0.875, 0.9, 0.417):
-        model, sigma = checkpoint(boundary_ratio=ratio), torch.tensor(ratio)
+        model.boundary_ratio = ratio
+        sigma = torch.tensor(ratio)
         assert model.component_of(float(sigma)) == "transformer"
         assert model.component_of(float(sigma) - 1e-5) == "transformer_2"
 
 
-def test_guidance_scale_of_each_expert() -> None:
-    model, one = checkpoint(), checkpoint(boundary_ratio=None)
+def test_guidance_scale_of_each_expert(tiny_wan: dict[str, Path]) -> None:
+    one, model = (WanAdapter(tiny_wan[kind]) for kind in ("ti2v_5b", "t2v_a14b"))
     both = Sampling(
         height=64, width=64, num_inference_steps=4, guidance_scale=3.0, guidance_scale_2=2.0
     )
@@ -73,13 +62,13 @@ def test_guidance_scale_of_each_expert() -> None:
 
 
 def test_what_the_tiny_folders_say(tiny_wan: dict[str, Path]) -> None:
-    one, two = (WanCheckpoint.read(tiny_wan[kind]) for kind in ("ti2v_5b", "t2v_a14b"))
+    one, two = (WanCheckpoint(tiny_wan[kind]) for kind in ("ti2v_5b", "t2v_a14b"))
     assert (one.components, one.spatial, one.channels) == (("transformer",), 16, 48)
     assert (two.components, two.spatial, two.channels) == (("transformer", "transformer_2"), 8, 16)
     assert (two.boundary_ratio, two.flow_shift, two.width, two.temporal) == (0.875, 5.0, 96, 4)
     for folder in tiny_wan.values():
         assert check_model_folder(folder).name == "wan22"
-        assert build_adapter(folder).components == WanCheckpoint.read(folder).components
+        assert build_adapter(folder).components == WanCheckpoint(folder).components
 
 
 @pytest.fixture
@@ -124,7 +113,7 @@ def _change(path: Path, **changes: object) -> None:
 def test_what_does_not_fit_is_named(folder: Path, file: str, changes: dict, match: str) -> None:
     _change(folder / file, **changes)
     with pytest.raises(ValueError, match=match):
-        WanCheckpoint.read(folder)
+        WanCheckpoint(folder)
 
 
 def test_a_flow_matching_scheduler_calls_its_shift_so(folder: Path) -> None:
@@ -133,7 +122,7 @@ def test_a_flow_matching_scheduler_calls_its_shift_so(folder: Path) -> None:
         _class_name="FlowMatchEulerDiscreteScheduler",
         shift=12.0,
     )
-    assert WanCheckpoint.read(folder).flow_shift == 12.0
+    assert WanCheckpoint(folder).flow_shift == 12.0
 
 
 def test_a_missing_second_expert_is_named(folder: Path) -> None:

@@ -21,10 +21,10 @@ from megadiff.parallel.lora import (
     lora_spec,
     start_values,
 )
-from megadiff.parallel.plan import ParallelPlan, Rule
+from megadiff.parallel.plan import ParallelPlan
 from megadiff.types import LoraSpec
 
-PLAN = ParallelPlan(rules=(Rule("up", "column"), Rule("down", "row")), lora_targets=("up", "down"))
+PLAN = ParallelPlan(rules={"up": "column", "down": "row"}, lora_targets=("up", "down"))
 SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "down.weight": (4, 6)}
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from megadiff.parallel import megatron_cpu
-from megadiff.parallel.plan import ParallelPlan, Rule, module_of, shard_box
+from megadiff.parallel.plan import ParallelPlan, module_of, shard_box
 
 PLAN = ParallelPlan(
-    rules=(
-        Rule("embed", "replicated"),
-        Rule("transformer_blocks.*.attn.norm", "head_norm"),
-        Rule("transformer_blocks.*.attn.to_[qk]", "column"),
-        Rule("transformer_blocks.*.attn.out", "row"),
-        Rule("transformer_blocks.*.mod", "modulation"),
-    ),
+    rules={
+        "embed": "replicated",
+        "transformer_blocks.*.attn.norm": "head_norm",
+        "transformer_blocks.*.attn.to_[qk]": "column",
+        "transformer_blocks.*.attn.out": "row",
+        "transformer_blocks.*.mod": "modulation",
+    },
     unused=("transformer_blocks.{last}.attn.out",),
 )
 SHAPES = {
@@ -147,13 +147,13 @@ def test_the_last_block_is_the_last_by_number() -> None:
 def test_every_parameter_needs_exactly_one_rule_and_every_rule_a_parameter() -> None:
     with pytest.raises(ValueError, match="extra.weight is matched by no rule"):
         PLAN.kinds([*SHAPES, "extra.weight"])
-    twice = ParallelPlan(rules=(Rule("embed", "replicated"), Rule("emb*", "column")))
+    twice = ParallelPlan(rules={"embed": "replicated", "emb*": "column"})
     with pytest.raises(ValueError, match=r"embed.weight is matched by 'embed' and 'emb\*'"):
         twice.kinds(["embed.weight"])
     with pytest.raises(ValueError, match=r"no parameter is matched by 'transformer_blocks.\*.mod'"):
         PLAN.kinds([name for name in SHAPES if ".mod." not in name])
     with pytest.raises(ValueError, match="unknown kind columns; the kinds are column, row"):
-        ParallelPlan(rules=(Rule("embed", "columns"),))
+        ParallelPlan(rules={"embed": "columns"})
 
 
 def test_a_size_that_does_not_divide_is_refused() -> None:
@@ -191,7 +191,7 @@ def _placements(*, tp: int, sequence_parallel: bool = True):
 
 def test_a_rule_may_name_a_parameter_of_a_block_itself() -> None:
     plan = ParallelPlan(
-        rules=(Rule("*table", "replicated"), Rule("blocks.*.norm", "across_heads_norm")),
+        rules={"*table": "replicated", "blocks.*.norm": "across_heads_norm"},
         blocks="blocks.*",
     )
     shapes = {"table": (1, 2), "blocks.0.table": (1, 6), "blocks.0.norm.weight": (8,)}
@@ -200,4 +200,4 @@ def test_a_rule_may_name_a_parameter_of_a_block_itself() -> None:
     norm = places["blocks.0.norm.weight"]
     assert (norm.offsets, norm.local_shape, norm.sum_over_tp) == ((6,), (2,), False)
     with pytest.raises(ValueError, match="blocks.0.table is matched by 'blocks.0' and '\\*table'"):
-        ParallelPlan(rules=(Rule("blocks.0", "replicated"), *plan.rules)).kinds(shapes)
+        ParallelPlan(rules={"blocks.0": "replicated", **plan.rules}).kinds(shapes)

@@ -1,4 +1,4 @@
-"""Encode pixels by Wan's VAE: one function for trainer and replica."""
+"""Encode pixels by a family's VAE: one function for trainer and replica."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.models.decoding import Decoding
-from megadiff.models.wan22.packing import pack
-
-# Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.
-DECODING = Decoding(
-    pixels={"cpu": 2**18, "cuda": 2**25}, bytes_per_pixel=10_752, bytes_per_frame=18
-)
+from megadiff.models.packing import pack
 
 
 @torch.no_grad()
-def encode(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
+def encode_pixels(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
     """Encode uint8 RGB videos to packed, normalised latents [B, L, C] float32.
 
-    F is 1 + a multiple of the VAE's temporal factor. Latents stay on the VAE's device. The VAE is
-    causal: one frame alone is encoded as the first of a video is.
+    F is 1 for images, for videos 1 + a multiple of the VAE's temporal factor. Latents stay on the
+    VAE's device. The VAE is causal: one frame alone is encoded as the first of a video is.
     """
     device = next(vae.parameters()).device
     scaled_BCFHW = pixels_BFHWC.to(device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
-    # the mean of its posterior, as WanImageToVideoPipeline takes it
+    # The mean of its posterior, as WanImageToVideoPipeline takes it. A sample would add noise that
+    # training had to learn.
     latents_BCFHW = vae.encode(scaled_BCFHW.to(vae.dtype)).latent_dist.mode().float()
     mean, std = latent_statistics(vae, device)
     return pack((latents_BCFHW - mean) / std)
