@@ -63,8 +63,8 @@ class PolicyState:
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
         """Enter updating.
 
-        Raises Refused when a group is left out that the replica does not hold (409), and for tensors
-        that this pipeline does not take (400).
+        Raises Refused when a group is left out that the replica does not hold (409), and for
+        tensors that this pipeline does not take (400).
         """
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
