@@ -38,7 +38,7 @@ from megadiff.observe.evaluation import (
     write_json,
 )
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.parallel.mesh import Layout, Mesh, init_mesh
 from megadiff.report.evaluation_page import PAGE_NAME, write_evaluation_page
 from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
@@ -92,14 +92,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> Evaluation:
     """Start a replica of the subject, evaluate it and write its record. config: how to sample."""
-    parallel = subject.config.parallel
-    layout = resolve_layout(
-        dp=parallel.dp,
-        sp=parallel.sp,
-        tp=parallel.tp,
-        dp_replicate=parallel.dp_replicate,
-        world_size=1,
-    )
+    # One process, as resolve() fixes the config's section parallel.
+    layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
     mesh = init_mesh(layout, subject.config.run.device)
     start_s = time.monotonic()
     with ExitStack() as stack:
