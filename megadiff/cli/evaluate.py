@@ -17,7 +17,8 @@ import json
 import logging
 import sys
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -37,7 +38,7 @@ from megadiff.observe.evaluation import (
     write_json,
 )
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.parallel.mesh import Layout, Mesh, init_mesh
 from megadiff.report.evaluation_page import PAGE_NAME, write_evaluation_page
 from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
@@ -76,24 +77,23 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    # Collectives fail together even on one rank, where the replica or a reward is at fault.
     except (AgreedError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    write = _json_text if options.json else _text
-    sys.stdout.write(write(subject.folder, evaluation, comparison))
+    record = subject.folder / RECORD_NAME
+    page = subject.folder / PAGE_NAME
+    if options.json:
+        sys.stdout.write(_json_text(record, page, evaluation, comparison))
+    else:
+        sys.stdout.write(f"{to_text(evaluation, comparison)}\n{record}\n{page}\n")
     return 0
 
 
 def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> Evaluation:
     """Start a replica of the subject, evaluate it and write its record. config: how to sample."""
-    parallel = subject.config.parallel
-    layout = resolve_layout(
-        dp=parallel.dp,
-        sp=parallel.sp,
-        tp=parallel.tp,
-        dp_replicate=parallel.dp_replicate,
-        world_size=1,
-    )
+    # One process, as resolve() fixes the config's section parallel.
+    layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
     mesh = init_mesh(layout, subject.config.run.device)
     start_s = time.monotonic()
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
             policy_version=step,
             mesh=mesh,
             model=str(subject.target),
-            on_samples=stack.enter_context(_SampleProgress(total, str(subject.target))),
+            on_samples=stack.enter_context(_sample_progress(total, str(subject.target))),
         )
     seconds = time.monotonic() - start_s
     logger.info(
@@ -142,46 +142,39 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     return progress.step
 
 
-def _text(folder: Path, evaluation: Evaluation, comparison: Comparison | None) -> str:
-    return f"{to_text(evaluation, comparison)}\n{folder / RECORD_NAME}\n{folder / PAGE_NAME}\n"
-
-
-def _json_text(folder: Path, evaluation: Evaluation, comparison: Comparison | None) -> str:
+def _json_text(
+    record: Path, page: Path, evaluation: Evaluation, comparison: Comparison | None
+) -> str:
     """Write the record without its samples, the comparison, and the paths of record and page."""
-    record = to_json(evaluation)
-    del record["samples"]
+    answer = to_json(evaluation)
+    # Thousands of rows, which stand in the record's file.
+    del answer["samples"]
     if comparison:
-        record["comparison"] = comparison_to_json(comparison)
-    record["record"] = str(folder / RECORD_NAME)
-    record["page"] = str(folder / PAGE_NAME)
-    return json.dumps(record) + "\n"
+        answer["comparison"] = comparison_to_json(comparison)
+    return json.dumps({**answer, "record": str(record), "page": str(page)}) + "\n"
 
 
-class _SampleProgress:
+@contextmanager
+def _sample_progress(total: int, name: str) -> Iterator[Callable[[int], None]]:
     """Count samples that arrived: in a bar on a terminal, else in a log line every PROGRESS_S."""
+    # disable=None: no bar where stderr is no terminal.
+    bar = tqdm(
+        total=total, desc=name, unit="sample", file=sys.stderr, disable=None, dynamic_ncols=True
+    )
+    num_done = 0
+    last_s = time.monotonic()
 
-    def __init__(self, total: int, name: str) -> None:
-        # disable=None: no bar where stderr is no terminal.
-        self._bar = tqdm(
-            total=total, desc=name, unit="sample", file=sys.stderr, disable=None, dynamic_ncols=True
-        )
-        self._name = name
-        self._total = total
-        self._count = 0
-        self._last_s = time.monotonic()
+    def add(count: int) -> None:
+        nonlocal num_done, last_s
+        num_done += count
+        bar.update(count)
+        # A disabled bar counts nothing itself.
+        if bar.disable and time.monotonic() - last_s > PROGRESS_S:
+            last_s = time.monotonic()
+            logger.info("%s: %d of %d samples", name, num_done, total)
 
-    def __enter__(self) -> _SampleProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def __call__(self, count: int) -> None:
-        self._count += count
-        self._bar.update(count)
-        if self._bar.disable and time.monotonic() - self._last_s > PROGRESS_S:
-            self._last_s = time.monotonic()
-            logger.info("%s: %d of %d samples", self._name, self._count, self._total)
+    with bar:
+        yield add
 
 
 def _folder(text: str) -> Path:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from difflib import get_close_matches
 from typing import NoReturn
 
 import megadiff
 from megadiff.cli.console import leave, show_crashes
+from megadiff.process.doors import near
 
 COMMANDS = {  # name → (module that has its main(), what it does)
     "train": ("megadiff.cli.train", "post-train a policy: CONFIG.yaml … key=value …"),
@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write(f"megadiff {megadiff.__version__}\n")
         return 0
     if command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = near(command, COMMANDS)
         sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
         return 2
     module, _ = COMMANDS[command]  # no other is imported: most take seconds

@@ -42,6 +42,7 @@ def spec_of(arguments: dict[str, Any]) -> ReplicaSpec:
         raise ValueError("no model; give a diffusers pipeline folder, or --spec FILE")
     if file is None:
         return ReplicaSpec(**given)
+    # Which of the two would count is not to be guessed.
     if given:
         flags = ", ".join("MODEL" if name == "model" else flag_of(name) for name in given)
         raise ValueError(f"--spec {file} has every setting; leave out {flags}, or --spec")
@@ -61,6 +62,7 @@ def read_token(file: Path | None) -> str | None:
         token = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--token-file {file} cannot be read: {error}") from None
+    # As ssh does with keys: any bit for group or others.
     if mode & 0o077:
         raise ValueError(
             f"--token-file {file} has mode {mode:04o}: others may read the token; chmod 600 {file}"

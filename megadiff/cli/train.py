@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.help_config:
         sys.stdout.write(keys_to_text())
         return 0
+    # torchrun's; the mesh, which knows it too, is built only when all is checked.
     rank = int(os.environ.get("RANK", "0"))
     log_to_stderr(rank)
     try:

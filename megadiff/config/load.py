@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+# Plain dicts: a node of OmegaConf raises for a key without a value.
 SCHEMA = _plain(OmegaConf.structured(Config))
 REWARD_SCHEMA = _plain(OmegaConf.structured(RewardConfig))
 
+# Not taken silently: a config that is read again should say what is meant today.
 RENAMED = {  # refused key → what to write instead
     "train.expert_balance": "train.component_weighting, with the same values",
     "rollout.expert_windows": "rollout.component_windows, with the same values",
@@ -81,19 +83,19 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
     OmegaConf refuses them too, but names no key.
     """
     for name, value in layer.items():
-        known = REWARD_SCHEMA if prefix == "reward." else schema.get(name)
+        expected = REWARD_SCHEMA if prefix == "reward." else schema.get(name)
         # An interpolation is a string until it is resolved, whatever it stands for.
         is_reference = isinstance(value, str) and value.startswith("${")
-        if not isinstance(known, (dict, list)) or value is None or is_reference:
+        if not isinstance(expected, (dict, list)) or value is None or is_reference:
             continue
-        if not isinstance(value, type(known)):
-            kind = "a mapping" if isinstance(known, dict) else "a list"
-            example = "{key: value}" if isinstance(known, dict) else "[a, b]"
+        if not isinstance(value, type(expected)):
+            kind = "a mapping" if isinstance(expected, dict) else "a list"
+            example = "{key: value}" if isinstance(expected, dict) else "[a, b]"
             raise ConfigError(
                 f"{source}: {prefix}{name} is {value!r}, must be {kind}; write it as {example}"
             )
-        if isinstance(known, dict) and isinstance(value, dict):
-            _check_kinds(source, known, value, f"{prefix}{name}.")
+        if isinstance(expected, dict) and isinstance(value, dict):
+            _check_kinds(source, expected, value, f"{prefix}{name}.")
         elif any(isinstance(item, (dict, list)) for item in value):
             raise ConfigError(f"{source}: {prefix}{name} is {value!r}, must be a flat list")
 
@@ -129,13 +131,11 @@ def _override(argument: str) -> DictConfig:
         raise ConfigError(f"{argument!r} is not valid: {error}") from error
 
 
-def all_keys(node: DictConfig | None = None, prefix: str = "") -> list[str]:
+def all_keys(schema: Mapping[str, Any] = SCHEMA, prefix: str = "") -> list[str]:
     """List every leaf key of the schema, e.g. `train.num_steps`."""
-    node = OmegaConf.structured(Config) if node is None else node
     keys: list[str] = []
-    for name in map(str, node):
-        child = None if OmegaConf.is_missing(node, name) else node[name]
-        if isinstance(child, DictConfig) and child:
+    for name, child in schema.items():
+        if isinstance(child, dict) and child:
             keys += all_keys(child, f"{prefix}{name}.")
         else:
             keys.append(f"{prefix}{name}")
@@ -151,9 +151,9 @@ def _advice(key: str) -> str:
     if key.startswith("reward."):
         # The schema has no reward by name: all_keys() ends at `reward`.
         keys = [f"{section}.{name}" for name in REWARD_SCHEMA]
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key, keys, n=1)
     # Else the right key in another section, else a section with a typo.
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
     sections = [other.rpartition(".")[0] for other in keys]
-    near = near or difflib.get_close_matches(key, sections, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(key, sections, n=1)
     return f"did you mean {near[0]}?" if near else "`megadiff train --help-config` lists every key"

@@ -21,24 +21,15 @@ def key(
     *,
     heading: str = "",
     choices: tuple[str, ...] = (),
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
+    **bounds: float,
 ) -> Any:
     """Declare one key. `default` is MISSING where the user must give a value.
 
     text: a sentence for the docs. heading: opens a group of keys there.
-    choices and bounds are rules for the value, or for each value of a list or mapping.
+    choices and bounds (above, at_least, below, at_most) are rules for the value, or for each value
+    of a list or mapping.
     """
-    bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
-    metadata = {
-        "text": text,
-        "heading": heading,
-        "choices": choices,
-        # Only those that are set: validate() and the docs go through what is here.
-        "bounds": {name: bound for name, bound in bounds.items() if bound is not None},
-    }
+    metadata = {"text": text, "heading": heading, "choices": choices, "bounds": bounds}
     if isinstance(default, list | dict):
         # A dataclass refuses a mutable default, which all its objects would share.
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -177,10 +168,12 @@ class RolloutConfig:
         "Stochastic steps are of this kind.",
         choices=("flow_sde", "dance_sde", "flow_cps"),
     )
+    # As in Flow-GRPO, arXiv 2505.05470.
     eta: float = key(0.7, "The noise of stochastic steps is scaled by this.", above=0, at_most=100)
     sde_window_size: int = key(
         2, "A sample has this many stochastic steps in a row, its window.", at_least=1
     )
+    # Early steps decide what is in an image; late ones only its details.
     sde_window_range: list[int] = key(
         [0, 5], "Windows lie within these steps, the second one excluded."
     )
@@ -209,6 +202,7 @@ class RolloutConfig:
         "Colocated replicas free their weights while the trainer works.",
         choices=("auto", "always", "never"),
     )
+    # A 20 B model takes minutes from a network disk.
     start_timeout_s: float = key(
         600.0, "A replica may take this many seconds to start.", above=0, at_most=10**6
     )

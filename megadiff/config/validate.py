@@ -25,6 +25,7 @@ BOUNDS = {  # name in the schema → (what breaks it, that comparison's sign, th
     "below": (operator.ge, ">=", "<"),
     "at_most": (operator.gt, ">", "<="),
 }
+# Refused and not ignored: a run would not be what its config says.
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, its value under another)
     "parallel.tp": ("megatron", 1),
     "engine.fp8": ("megatron", "none"),
@@ -122,6 +123,7 @@ def _check_rules(key: str, value: Any, rules: Mapping[str, Any]) -> None:
 def _check_rollout(config: Config) -> None:
     rollout = config.rollout
     window = rollout.sde_window_range
+    # Whether the numbers fit the steps is for diffusion/schedule.py to say.
     if len(window) != 2:
         raise ConfigError(
             f"rollout.sde_window_range={window} has {len(window)} numbers, not 2; write e.g. [0,5]"
@@ -131,6 +133,7 @@ def _check_rollout(config: Config) -> None:
             f"rollout.eta={rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°); "
             "set rollout.eta<=1"
         )
+    # FP8 products come out in bfloat16.
     if rollout.fp8 and config.model.dtype != "bfloat16":
         raise ConfigError(
             f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; "

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from megadiff.convert.convert import BACKENDS, TARGETS, Options, convert
+from megadiff.convert.convert import TARGETS, Options, convert
 from megadiff.convert.copying import Advance
 
-logger = logging.getLogger(__name__)
 DESCRIPTION = """Convert weights, tensor by tensor, in less than 1 GiB + 2 × the largest tensor.
 
 SRC   one of:
@@ -90,45 +91,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns 0, or 2 with the reason on stderr. SIGTERM unwinds and exits with 143.
     """
-    args = build_parser().parse_args(argv)
+    arguments = vars(build_parser().parse_args(argv))
+    src = arguments.pop("src")
+    dst = arguments.pop("dst")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # It unwinds, so that nothing half-written is left.
     handler_before = signal.signal(signal.SIGTERM, _stop)
     num_threads_before = torch.get_num_threads()
-    # Hashing is one thread's work; more would fight with the one that writes.
+    # Two threads convert, each for itself; more would fight with them.
     torch.set_num_threads(1)
+    # Tensors in huge pages: the kernel clears each new page, which in small ones takes as long as
+    # writing it. torch reads this when it first allocates on the CPU.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
-        written = convert(args.src, args.dst, _options(args), progress=_bar)
+        convert(src, dst, _options(**arguments), progress=_bar)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     finally:
         torch.set_num_threads(num_threads_before)
         signal.signal(signal.SIGTERM, handler_before)
-    gib = written.num_bytes / 2**30
-    logger.info("%.2f GiB in %.2f s, %.2f GiB/s", gib, written.seconds, gib / written.seconds)
-    sys.stdout.write(f"{args.dst}\n")
+    sys.stdout.write(f"{dst}\n")
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
-    for flag, target in (("tp", "megatron"), ("dp", "fsdp")):
-        given = getattr(args, flag)
-        if given is not None and args.to != target:
-            raise ValueError(f"--{flag} {given} is for --to {target}, not for --to {args.to}")
-        if given is None and args.to == target:
+def _options(*, to: str, tp: int | None, dp: int | None, **others: Any) -> Options:
+    for flag, num_ranks, target in (("tp", tp, "megatron"), ("dp", dp, "fsdp")):
+        if num_ranks is not None and to != target:
+            raise ValueError(f"--{flag} {num_ranks} is for --to {target}, not for --to {to}")
+        if num_ranks is None and to == target:
             raise ValueError(f"--to {target} needs --{flag} N, the number of ranks")
-    return Options(
-        to=args.to,
-        num_ranks=(args.tp or args.dp) if args.to in BACKENDS else 1,
-        dtype=args.dtype,
-        step=args.step,
-        base=args.base,
-        raw=args.raw,
-        verify=args.verify,
-        force=args.force,
-        sync=args.sync,
-    )
+    return Options(to=to, num_ranks=tp or dp or 1, **others)
 
 
 @contextmanager
@@ -141,6 +134,7 @@ def _bar(task: str, num_bytes: int) -> Iterator[Advance]:
 
 
 def _count(text: str) -> int:
+    # Not int(): it takes -1, which would be refused without a word on the flag.
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
     return int(text)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megadiff.convert.copying import Advance, Copier
 from megadiff.convert.jobs import CheckpointJob, Job, LoraJob, ModelJob
-from megadiff.convert.layouts import ShardLayout
 from megadiff.convert.model_folders import listed
 from megadiff.convert.sources import Source, check_base, open_source
 from megadiff.convert.stored_tensors import StoredTensors
@@ -53,23 +52,17 @@ class Options:
     sync: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """num_bytes: of the tensors. seconds: from the first read to the last write."""
-
-    num_bytes: int
-    seconds: float
-
-
-def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Written:
-    """Write dst, which appears whole or not at all. src is only read.
+def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> None:
+    """Write dst, which appears whole or not at all, and log the speed. src is only read.
 
     Raises ValueError for everything that a user can put right: what src is, what is wrong in it, a
     dst in the way, a disk that is full.
     """
     source = open_source(src, step=options.step, base=options.base, raw=options.raw)
+    # Before dst is looked at: a killed process may have left the old one beside it.
     clear_up(dst)
-    check_destination(dst, force=options.force, sources=[src, *source.read_from])
+    sources = [src, source.path, *([source.base.path] if source.base else [])]
+    check_destination(dst, force=options.force, sources=sources)
     job = _choose_job(source, options)
     # Before anything is written: a disk that fills up after an hour would waste it.
     check_space(dst, job.num_bytes + job.num_copied)
@@ -80,18 +73,20 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> Wr
                 copier = Copier(advance=advance, verify=options.verify)
                 job.write(folder, copier)
                 if options.sync:
-                    sync_tree(folder)
+                    sync_tree(folder)  # within the seconds that are told
             # Without the verification, which writes nothing.
             seconds = time.perf_counter() - start
             _warn_of_not_finite(src, copier.not_finite)
             if options.verify:
                 with progress("verify", job.num_bytes) as advance:
                     _verify(copier.fingerprints, job.read_back(folder), dst, advance=advance)
-    except OSError as error:
+    except OSError as error:  # most often a disk that others fill meanwhile
         raise ValueError(
             f"{dst} could not be written: {error}; what was there is as it was, and so is {src}"
         ) from error
-    return Written(num_bytes=job.num_bytes, seconds=seconds)
+    gib = job.num_bytes / 2**30
+    # From the first read to the last write.
+    logger.info("%.2f GiB in %.2f s, %.2f GiB/s", gib, seconds, gib / seconds)
 
 
 def _choose_job(source: Source, options: Options) -> Job:
@@ -102,10 +97,7 @@ def _choose_job(source: Source, options: Options) -> Job:
                 f"--dtype bfloat16: checkpoints (--to {to}) hold float32, of which engines make "
                 "what they use"
             )
-        layout = ShardLayout(backend=BACKENDS[to], num_ranks=options.num_ranks)
-        return CheckpointJob(source, layout)
-    if options.num_ranks != 1:
-        raise ValueError(f"--tp and --dp are of checkpoints; --to {to} has no layout")
+        return CheckpointJob(source, backend=BACKENDS[to], num_ranks=options.num_ranks)
     if to in ("peft", "merged") and not source.lora:
         raise ValueError(f"{source.path} holds whole weights and no LoRA; give --to diffusers")
     if to == "peft" or (to == "diffusers" and source.lora):

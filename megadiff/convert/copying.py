@@ -1,24 +1,27 @@
-"""Copy tensors into files, one at a time: one thread reads, casts, cuts and hashes, another writes.
+"""Copy tensors into files: each of two threads reads, cuts, hashes and writes a tensor at a time.
 
-Two tensors are in memory, or as many small ones as AHEAD_BYTES hold, however large the model is.
+Two tensors are in memory, and of each the part that is being written, however large the model is.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megadiff.convert.layouts import Box
 from megadiff.convert.stored_tensors import StoredTensor, StoredTensors
 from megadiff.tensors.fingerprint import fingerprint
-from megadiff.tensors.tensor_file import TensorWriter
+from megadiff.tensors.shards import TensorBox
+from megadiff.tensors.tensor_file import TensorMeta, TensorWriter
 
-AHEAD_BYTES = 64 << 20  # of tensors that are read before they are written
+# Two threads share all of the work, which one reader beside one writer would not: reading and
+# hashing take twice as long as writing. More of them would take more memory.
+NUM_THREADS = 2
 
 Advance = Callable[[int], object]  # is told the number of bytes read or written
 
@@ -32,7 +35,7 @@ class Slot:
 
     file: TensorWriter
     key: str
-    box: Box | None = None
+    box: TensorBox | None = None
     fingerprints: dict[str, str] | None = None
 
 
@@ -50,59 +53,57 @@ class Copier:
         self._verify = verify
 
     def copy(self, tensors: StoredTensors, slots: Mapping[str, Sequence[Slot]]) -> None:
-        """Write every tensor into its slots, in the order of `slots`.
+        """Write every tensor into its slots.
 
         Raises ValueError for a damaged source, and OSError when a file cannot be written.
         """
-        pending: deque[tuple[int, Future[list[tuple[Slot, Tensor]]]]] = deque()
-        bytes_ahead = 0
-        pool = ThreadPoolExecutor(1, "convert")
-        try:
-            for name, slots_of_tensor in slots.items():
-                future = pool.submit(self._prepare, name, tensors[name], slots_of_tensor)
-                num_bytes = tensors[name].meta.num_bytes
-                pending.append((num_bytes, future))
-                bytes_ahead += num_bytes
-                # The newest stays pending, so that it is read while older ones are written.
-                while len(pending) > 1 and bytes_ahead > AHEAD_BYTES:
-                    num_bytes, future = pending.popleft()
-                    bytes_ahead -= num_bytes
-                    self._write(future.result())
-            for _, future in pending:
-                self._write(future.result())
-        finally:
-            # After an error nobody takes what is queued: gigabytes need not be read for it.
-            pool.shutdown(cancel_futures=True)
+        with ThreadPoolExecutor(NUM_THREADS, "convert") as pool:
+            copies = [
+                pool.submit(self._copy, name, tensors[name], slots_of_tensor)
+                for name, slots_of_tensor in slots.items()
+            ]
+            try:
+                # In order, so that of several damaged tensors the first is named.
+                for copy in copies:
+                    self._advance(copy.result())
+            finally:
+                # After an error nobody wants what is queued: gigabytes need not be read for it.
+                pool.shutdown(cancel_futures=True)
 
-    def _prepare(
-        self, name: str, stored: StoredTensor, slots: Sequence[Slot]
-    ) -> list[tuple[Slot, Tensor]]:
+    def copy_to_file(
+        self,
+        path: Path,
+        tensors: StoredTensors,
+        metas: Mapping[str, TensorMeta],
+        *,
+        prefix: str,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Write a new file. metas: of its tensors, whose names in `tensors` begin with prefix."""
+        with closing(TensorWriter(path, metas, metadata=metadata)) as file:
+            slots = {f"{prefix}{key}": [Slot(file=file, key=key)] for key in metas}
+            self.copy(tensors, slots)
+
+    def _copy(self, name: str, stored: StoredTensor, slots: Sequence[Slot]) -> int:
+        """Return the number of bytes written."""
         tensor = stored.read()
         if not _is_finite(tensor):
             self.not_finite.add(name)
         # Of what was read and cast: reading DST back must give the same.
         if self._verify:
             self.fingerprints[name] = fingerprint(tensor)
-        parts = []
         for slot in slots:
-            part = _cut(tensor, slot.box)
+            part = _cut(tensor, slot.box) if slot.box else tensor
             if slot.fingerprints is not None:
                 slot.fingerprints[slot.key] = fingerprint(part)
-            parts.append((slot, part))
-        return parts
-
-    def _write(self, parts: Sequence[tuple[Slot, Tensor]]) -> None:
-        for slot, part in parts:
             slot.file.write(slot.key, part)
-            self._advance(part.nbytes)
+        return tensor.nbytes
 
 
-def _cut(tensor: Tensor, box: Box | None) -> Tensor:
-    if box is None:
-        return tensor
-    slices = [slice(begin, begin + size) for begin, size in zip(*box, strict=True)]
+def _cut(tensor: Tensor, box: TensorBox) -> Tensor:
+    ranges = zip(box.offsets, box.local_shape, strict=True)
     # The writer takes a tensor's bytes as they lie in memory.
-    return tensor[tuple(slices)].contiguous()
+    return tensor[tuple(slice(begin, begin + size) for begin, size in ranges)].contiguous()
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ import yaml
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.convert import lora_files
 from megadiff.convert.copying import Copier, Slot
-from megadiff.convert.layouts import Box, ShardLayout
+from megadiff.convert.layouts import LAYOUTS, Box
 from megadiff.convert.model_folders import (
     ModelFolder,
     file_tensors,
@@ -25,7 +25,7 @@ from megadiff.convert.model_folders import (
     write_index,
 )
 from megadiff.convert.other_files import OtherFiles
-from megadiff.convert.sources import Source, state_order
+from megadiff.convert.sources import Source, ordered_state
 from megadiff.convert.stored_tensors import (
     StoredTensor,
     StoredTensors,
@@ -37,12 +37,7 @@ from megadiff.convert.stored_tensors import (
     total_bytes,
 )
 from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
-from megadiff.tensors.tensor_file import (
-    TensorFile,
-    TensorWriter,
-    canonical_order,
-    reserve_descriptors,
-)
+from megadiff.tensors.tensor_file import TensorFile, canonical_order, reserve_descriptors
 from megadiff.types import DTYPES
 
 
@@ -65,13 +60,14 @@ class ModelJob:
     def __init__(self, source: Source, *, dtype: str) -> None:
         """dtype: `keep` is the base's, tensor by tensor. A LoRA of the source is merged."""
         self._base = _needed_base(source)
-        self._merged: dict[str, set[str]] = {}  # component → its tensors that a LoRA is added to
+        self._merged: set[str] = set()  # `<component>.<name>` of what a LoRA is added to
         self._tensors: dict[str, StoredTensors] = {}
         for name, component in self._base.components.items():
             tensors = dict(component.tensors)
             policy = source.policy.get(name, {})
             changed = merged(tensors, policy, scale=source.lora.scale) if source.lora else policy
-            self._merged[name] = set(changed) if source.lora else set()
+            if source.lora:
+                self._merged |= prefixed(f"{name}.", changed).keys()
             tensors |= changed
             self._tensors[name] = {
                 key: cast(stored, _chosen_dtype(dtype, component.tensors[key].meta.dtype))
@@ -83,32 +79,23 @@ class ModelJob:
 
     def write(self, folder: Path, copier: Copier) -> None:
         self._rest.copy_to(folder)
-        with ExitStack() as stack:
-            for name, component in self._base.components.items():
-                tensors = self._tensors[name]
-                files = file_tensors(component, tensors)
-                slots: dict[str, list[Slot]] = {}
-                for file, metas in files.items():
-                    metadata = component.opened[file].metadata
-                    writer = TensorWriter(folder / component.where / file, metas, metadata=metadata)
-                    stack.callback(writer.close)
-                    slots |= {f"{name}.{key}": [Slot(file=writer, key=key)] for key in metas}
-                copier.copy(prefixed(f"{name}.", tensors), slots)
-                # Only now: what is merged is not computed before it is copied.
-                self._check_merged(name, copier.not_finite)
-                write_index(component, folder / component.where, files)
-
-    def _check_merged(self, component: str, not_finite: set[str]) -> None:
-        """Raise ValueError when a tensor that LoRA was added to is not finite now."""
-        wrong = sorted(
-            name for name in self._merged[component] if f"{component}.{name}" in not_finite
-        )
-        if wrong:
-            raise ValueError(
-                f"{self._base.components[component].folder} with the LoRA added is NaN or infinite "
-                f"in {len(wrong)} tensors: {listed(wrong)}; the base or the LoRA holds such "
-                "values, or alpha is too large"
-            )
+        for name, component in self._base.components.items():
+            prefix = f"{name}."
+            target = folder / component.where
+            files = file_tensors(component, self._tensors[name])
+            tensors = prefixed(prefix, self._tensors[name])
+            for file, metas in files.items():
+                metadata = component.opened[file].metadata
+                copier.copy_to_file(target / file, tensors, metas, prefix=prefix, metadata=metadata)
+            write_index(component, target, files)
+            # Only now: what is merged is not computed before it is copied.
+            wrong = sorted(self._merged & copier.not_finite)
+            if wrong:
+                raise ValueError(
+                    f"{component.folder} with the LoRA added is NaN or infinite in {len(wrong)} "
+                    f"tensors: {listed(wrong)}; the base or the LoRA holds such values, or alpha "
+                    "is too large"
+                )
 
     def read_back(self, folder: Path) -> StoredTensors:
         _check_copies(self._rest, folder)
@@ -123,16 +110,17 @@ class CheckpointJob:
 
     num_copied = 0
 
-    def __init__(self, source: Source, layout: ShardLayout) -> None:
+    def __init__(self, source: Source, *, backend: str, num_ranks: int) -> None:
+        """backend: engine.backend. num_ranks: tp of megatron (at dp 1), dp of veomni."""
         self._source = source
-        self._layout = layout
+        self._backend = backend
         base = _needed_base(source)
         _check_lora_modules(source, base)
-        names = sorted(source.state, key=state_order(source))
         # Masters and moments are float32 whatever dtype the source's weights have.
-        self._tensors = {name: cast(source.state[name], torch.float32) for name in names}
-        self._boxes = _boxes(source, base, layout)
-        num_ranks = len(self._boxes)
+        self._tensors = {
+            name: cast(source.state[name], torch.float32) for name in ordered_state(source)
+        }
+        self._boxes = _boxes(source, base, backend, num_ranks)
         # All files are open at once, as each tensor is cut for all ranks when it is read.
         reserve_descriptors(num_ranks, what=f"a checkpoint of {num_ranks} ranks, a file each,")
         self.num_bytes = total_bytes(self._tensors)
@@ -156,11 +144,12 @@ class CheckpointJob:
                     slot = Slot(
                         file=writer.file,
                         key=name,
-                        box=(tensor_box.offsets, tensor_box.local_shape),
+                        box=tensor_box,
                         fingerprints=writer.fingerprints,
                     )
                     slots[name].append(slot)
             copier.copy(self._tensors, slots)
+            # Only now all fingerprints are known, which the headers hold.
             for writer in writers:
                 writer.close()
         config = yaml.safe_dump(self._config(), sort_keys=False)
@@ -188,10 +177,11 @@ class CheckpointJob:
 
     def _config(self) -> dict[str, object]:
         """Return the run's config with what is now another; of a diffusers source just that."""
-        tp = self._layout.num_ranks if self._layout.backend == "megatron" else 1
+        tp = len(self._boxes) if self._backend == "megatron" else 1
         changes: dict[str, dict[str, object]] = {
             "model": {"path": str(_needed_base(self._source).home.resolve())},
-            "engine": {"backend": self._layout.backend},
+            "engine": {"backend": self._backend},
+            # dp 0 takes what sp and tp leave of the ranks that start from it.
             "parallel": {"dp": 0, "dp_replicate": 1, "sp": 1, "tp": tp},
         }
         if self._source.lora:
@@ -218,26 +208,25 @@ class LoraJob:
         if with_peft:
             peft = (lora_files.PEFT_WEIGHTS, lora_files.PEFT_PREFIX, {"format": "pt"})
             self._formats.append(peft)
-        self._tensors = {
-            component: {
+        self._tensors: dict[str, StoredTensors] = {}
+        for component, tensors in source.policy.items():
+            self._tensors[component] = {
                 name: cast(stored, _chosen_dtype(dtype, stored.meta.dtype))
                 for name, stored in tensors.items()
             }
-            for component, tensors in source.policy.items()
-        }
         self.num_bytes = sum(map(total_bytes, self._tensors.values())) * len(self._formats)
 
     def write(self, folder: Path, copier: Copier) -> None:
         for component, lora_folder in self._folders(folder).items():
             lora_folder.mkdir(exist_ok=True)
             for file, prefix, metadata in self._formats:
-                tensors = prefixed(prefix, self._tensors[component])
-                metas = canonical_order({name: stored.meta for name, stored in tensors.items()})
-                with ExitStack() as stack:
-                    writer = TensorWriter(lora_folder / file, metas, metadata=metadata)
-                    stack.callback(writer.close)
-                    slots = {f"{component}/{name}": [Slot(file=writer, key=name)] for name in metas}
-                    copier.copy(prefixed(f"{component}/", tensors), slots)
+                named = prefixed(prefix, self._tensors[component])
+                # As peft and diffusers order them, so that a file that they wrote comes back.
+                metas = canonical_order({name: stored.meta for name, stored in named.items()})
+                tensors = prefixed(f"{component}/", named)
+                copier.copy_to_file(
+                    lora_folder / file, tensors, metas, prefix=f"{component}/", metadata=metadata
+                )
             if self._with_peft:
                 config = lora_files.peft_config(self._lora, base=self._base_path(component))
                 text = json.dumps(config, indent=2) + "\n"
@@ -255,6 +244,7 @@ class LoraJob:
         """Return component → the folder that its LoRA goes to."""
         policy = self._source.policy
         components = self._source.base.components if self._source.base else policy
+        # A model of one component needs no folder to say which it is.
         if list(components) == list(policy) and len(policy) == 1:
             return {component: folder for component in policy}
         return {component: folder / component for component in policy}
@@ -274,16 +264,19 @@ def _needed_base(source: Source) -> ModelFolder:
     return source.base
 
 
-def _boxes(source: Source, base: ModelFolder, layout: ShardLayout) -> list[dict[str, Box]]:
+def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> list[dict[str, Box]]:
     """Return for each rank: parameter (`transformer.<name>`) → its box."""
     ranks: list[dict[str, Box]] = []
     for component, tensors in source.policy.items():
         model = base.components[component].model
-        trained = {name: stored.meta.shape for name, stored in tensors.items()}
-        boxes = layout.boxes({**model.shapes, **trained}, model.plan, num_heads=model.num_heads)
+        # The plan wants all parameters: a LoRA is cut as the weight that it changes.
+        shapes = {**model.shapes, **{name: stored.meta.shape for name, stored in tensors.items()}}
+        boxes = LAYOUTS[backend](shapes, model.plan, model.num_heads, num_ranks)
+        # Only now: a number of ranks that is refused may be one that memory does not hold.
         ranks = ranks or [{} for _ in boxes]
-        for rank, boxes_of_rank in enumerate(boxes):
-            ranks[rank] |= {f"{component}.{name}": box for name, box in boxes_of_rank.items()}
+        for boxes_of_all, boxes_of_component in zip(ranks, boxes, strict=True):
+            for name, box in boxes_of_component.items():
+                boxes_of_all[f"{component}.{name}"] = box
     return ranks
 
 

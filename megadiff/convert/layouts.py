@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from megadiff.parallel.mesh import check_heads
 from megadiff.parallel.plan import ParallelPlan
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, local shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardLayout:
-    """A layout of the converter. backend: engine.backend.
-
-    num_ranks: tp of megatron (at dp 1), dp of veomni.
-    """
-
-    backend: str
-    num_ranks: int
-
-    def boxes(
-        self, shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, *, num_heads: int
-    ) -> list[dict[str, Box]]:
-        """Return for each rank: parameter → its box. shapes: of all parameters, LoRA's too.
-
-        Raises ValueError for a size that tensor parallelism does not divide.
-        """
-        return LAYOUTS[self.backend](shapes, plan, num_heads, self.num_ranks)
 
 
 def _tensor_parallel(
@@ -74,4 +53,7 @@ def _rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
     return (begin, *(0 for _ in rest)), (end - begin, *rest)
 
 
+# By engine.backend. Each returns for every rank: parameter → its box. shapes: of all parameters,
+# LoRA's too. num_ranks: tp of megatron (at dp 1), dp of veomni. Raises ValueError for a number of
+# ranks that the model cannot be cut for.
 LAYOUTS = {"megatron": _tensor_parallel, "veomni": _fully_sharded}

@@ -24,7 +24,7 @@ from megadiff.types import LoraSpec
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
-PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."  # peft wraps a model twice
 # Whichever component: diffusers loads a file into one transformer, asking for this name.
 DIFFUSERS_PREFIX = "transformer."
 METADATA_KEY = "lora_adapter_metadata"  # diffusers': JSON, keys with the component in front
@@ -36,6 +36,8 @@ NEUTRAL = {
     "fan_in_fan_out": False,
     "modules_to_save": None,
     "layer_replication": None,
+    "rank_pattern": None,
+    "alpha_pattern": None,
 }
 
 
@@ -51,6 +53,7 @@ class LoraFile:
 def has_loras(path: Path) -> bool:
     """Tell whether path is a LoRA: one file, a folder of one, or of a folder for each component."""
     if path.is_file():
+        # In every library's spelling: one that cannot be read is better refused as a LoRA.
         return any(
             re.search(r"\.(lora_|lora\.)(A|B|up|down)\b", name) for name in TensorFile(path).tensors
         )
@@ -102,6 +105,7 @@ def _is_lora_folder(path: Path) -> bool:
 
 def _component_folders(path: Path) -> list[Path]:
     """Return the folders of a LoRA for several components. A model's own folder is none."""
+    # A pipeline's components may have a LoRA's file beside their weights.
     if any((path / name).is_file() for name in ("model_index.json", "config.json")):
         return []
     return [
@@ -187,6 +191,7 @@ def _lora(
         elif meta.dtype not in FLOATS or len(meta.shape) != 2:
             problems.append(f"{key} is {meta.dtype} {meta.shape}, not a matrix of floats")
         tensors[name] = from_file(file, key)
+    # All problems are told at once, so the pairs are looked at though names were wrong.
     modules = sorted({name.rsplit(".", 2)[0] for name in tensors})
     for module in modules:
         for suffix in (LORA_A, LORA_B):
@@ -220,12 +225,9 @@ def _one_rank(tensors: StoredTensors, modules: list[str], path: Path) -> int:
 
 def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
     odd = [
-        f"{key}={config[key]!r}"
+        f"{key}={config[key]!r:.80}"
         for key, value in NEUTRAL.items()
         if config.get(key, value) not in (value, [], {})
-    ]
-    odd += [
-        f"{key}={config[key]!r:.80}" for key in ("rank_pattern", "alpha_pattern") if config.get(key)
     ]
     if odd:
         raise ValueError(

@@ -23,6 +23,7 @@ from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
 
 COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+# In older formats, too: left beside new weights, a library could load the old ones.
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -39,11 +40,10 @@ NUM_NAMED = 8  # problems that one message lists
 class Component:
     """A trained component of a model. folder: with its config.json. files: its weights.
 
-    name: its folder's in a pipeline. where: its path within a folder like the model's.
+    where: its path within a folder like the model's.
     is_single_file: it came as one file without a folder around it.
     """
 
-    name: str
     folder: Path
     where: Path
     files: tuple[Path, ...]
@@ -61,6 +61,7 @@ class Component:
         Raises ValueError for one that is not whole.
         """
         if self.is_single_file:
+            # diffusers finds it under this name only.
             return {WEIGHTS_NAME: TensorFile(self.files[0])}
         return {path.name: TensorFile(path) for path in self.files}
 
@@ -108,7 +109,6 @@ def open_model(path: Path) -> ModelFolder:
         check_model_folder(path)
         components = {
             name: Component(
-                name=name,
                 folder=path / name,
                 where=Path(name),
                 files=tuple(weight_files(path / name)),
@@ -118,7 +118,7 @@ def open_model(path: Path) -> ModelFolder:
         return ModelFolder(path=path, home=path, components=components)
     if (path / "config.json").is_file():
         files = tuple(weight_files(path))
-        component = Component(name=COMPONENT, folder=path, where=Path(), files=files)
+        component = Component(folder=path, where=Path(), files=files)
         return ModelFolder(path=path, home=path, components={COMPONENT: component})
     raise ValueError(
         f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a "
@@ -135,9 +135,7 @@ def open_single_file(path: Path, *, base: Path | None) -> ModelFolder:
             f"{folder} holds no config.json, which says what {path.name} must hold; name a model "
             "folder with --base"
         )
-    component = Component(
-        name=COMPONENT, folder=folder, where=Path(), files=(path,), is_single_file=True
-    )
+    component = Component(folder=folder, where=Path(), files=(path,), is_single_file=True)
     return ModelFolder(path=path, home=home, components={COMPONENT: component})
 
 
@@ -188,6 +186,7 @@ def file_tensors(base: Component, tensors: StoredTensors) -> dict[str, dict[str,
     files = {}
     for name, file in base.opened.items():
         metas = {key: tensors[key].meta for key in file.tensors}
+        # Other dtypes would lie unaligned in the base's order.
         files[name] = metas if metas == file.tensors else canonical_order(metas)
     return files
 
@@ -216,10 +215,10 @@ def write_index(
     base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]
 ) -> None:
     """Write a component's index, where the base has one, with the tensors' size now."""
-    path = _index_file(base)
-    if path is None:
+    indices = sorted(base.folder.glob("*.safetensors.index.json"))
+    if base.is_single_file or not indices:
         return
-    index = read_json(path)
+    index = read_json(indices[0])
     total_size = 0
     weight_map = {}
     for file, metas in files.items():
@@ -229,13 +228,7 @@ def write_index(
     index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
     index["weight_map"] = weight_map
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it
-    (folder / path.name).write_text(text, encoding="utf-8")
-
-
-def _index_file(base: Component) -> Path | None:
-    if base.is_single_file:
-        return None
-    return next(iter(sorted(base.folder.glob("*.safetensors.index.json"))), None)
+    (folder / indices[0].name).write_text(text, encoding="utf-8")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -68,18 +68,16 @@ def other_files(root: Path, *, is_left_out: Callable[[Path], bool]) -> OtherFile
 
 def _walk(root: Path) -> Iterator[Path]:
     """Yield all entries, each folder before what it holds; links to folders are not entered."""
-    pending = [root]
-    while pending:
-        folder = pending.pop()
-        try:
-            # Sorted, so that two runs name the same first problem.
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError as error:
-            raise ValueError(f"{folder} cannot be read: {error.strerror}; fix that") from error
-        for entry in entries:
-            yield Path(entry.path)
-            if entry.is_dir(follow_symlinks=False):
-                pending.append(Path(entry.path))
+
+    def refuse(error: OSError) -> None:
+        # os.walk() alone would leave such a folder out, and the copy would lack it.
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}; fix that") from error
+
+    for folder, subfolders, files in os.walk(root, onerror=refuse):
+        # Sorted, so that two runs name the same first problem.
+        subfolders.sort()
+        for name in sorted(subfolders + files):
+            yield Path(folder, name)
 
 
 def _check_link(link: Path, allowed: list[Path]) -> None:

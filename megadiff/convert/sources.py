@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -50,13 +50,10 @@ class Source:
     lora: LoraSpec | None
     policy: Mapping[str, StoredTensors]
     state: StoredTensors
-    values: Mapping[str, object]
+    # No component has made an optimizer step: a run begins with fresh moments.
+    values: Mapping[str, object] = field(default_factory=lambda: {"optimizer_steps": {}})
     progress: Progress = field(default_factory=Progress)
     config: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def read_from(self) -> list[Path]:
-        return [self.path, *([self.base.path] if self.base else [])]
 
 
 def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -> Source:
@@ -68,11 +65,13 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     is_run = (path / "checkpoints").is_dir()
+    # An option that would go unused is refused: it asks for something else than what is done.
     if step is not None and not is_run:
         raise ValueError(
             f"--step {step} chooses among the checkpoints of a run, but {path} is no run's folder "
             "(checkpoints/)"
         )
+    # A file of shards alone is a checkpoint that lacks the rest, which the message then says.
     if is_run or is_checkpoint(path) or shard_file(path, 0).is_file():
         folder = chosen_checkpoint(path, step=step) if is_run else path
         return _open_checkpoint(folder, base=base, raw=raw)
@@ -105,7 +104,6 @@ def _open_model(model: ModelFolder) -> Source:
         lora=None,
         policy=policy,
         state=_trained(policy),
-        values={"optimizer_steps": {}},
     )
 
 
@@ -114,13 +112,17 @@ def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
     spec = next(iter(loras.values())).spec
     policy = {name: lora.tensors for name, lora in loras.items()}
     if base:
-        _check_components(path, policy, base)
+        unknown = [name for name in policy if name not in base.components]
+        if unknown:
+            raise ValueError(
+                f"{path} is of {', '.join(unknown)}, but {base.path} has "
+                f"{', '.join(base.components)}; give --base the model that it was trained from"
+            )
         for name, lora in loras.items():
             component = base.components[name]
             problems = lora_misfits(lora, component.model.shapes)
             if problems:
                 raise ValueError(f"{lora.path} does not fit {component.folder}: {listed(problems)}")
-    # No component has made an optimizer step: a run begins with fresh moments.
     values = {"optimizer_steps": {}, "lora": asdict(spec)}
     return Source(
         path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values
@@ -194,15 +196,6 @@ def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
     return state
 
 
-def _check_components(path: Path, policy: Mapping[str, StoredTensors], base: ModelFolder) -> None:
-    unknown = [name for name in policy if name not in base.components]
-    if unknown:
-        raise ValueError(
-            f"{path} is of {', '.join(unknown)}, but {base.path} has "
-            f"{', '.join(base.components)}; give --base the model that it was trained from"
-        )
-
-
 def _check_state(
     state: StoredTensors,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
@@ -224,11 +217,12 @@ def _check_state(
         tensors_by_kind.setdefault(kind, {})[parameter] = stored
     problems = []
     for kind, tensors in tensors_by_kind.items():
-        whole_components: set[str] = set()
+        whole_components: set[str] = set()  # with a tensor of this kind for each parameter
         if kind == TRAINED:
             whole_components = set(shapes)
         elif kind == AVERAGED:
             whole_components = set(map(_component, tensors))
+        # Moments may lack: a parameter that never had a gradient has none.
         wanted = {
             name: shape
             for name, shape in all_shapes.items()
@@ -248,8 +242,8 @@ def _component(parameter: str) -> str:
     return parameter.partition(".")[0]
 
 
-def state_order(source: Source) -> Callable[[str], tuple[int, int, str]]:
-    """Return a sort key that puts a checkpoint's names in the engines' order.
+def ordered_state(source: Source) -> list[str]:
+    """Return the names of a checkpoint's tensors in the engines' order.
 
     Weights come first, then averages, then moments, each in the model's order.
     """
@@ -265,4 +259,4 @@ def state_order(source: Source) -> Callable[[str], tuple[int, int, str]]:
         rank = kinds.index(kind) if kind in kinds else len(kinds)
         return rank, order[parameter], kind
 
-    return key
+    return sorted(source.state, key=key)

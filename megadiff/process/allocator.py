@@ -36,6 +36,7 @@ def fixed_segments() -> Iterator[None]:
     if _GROWING not in settings:
         yield
         return
+    # The whole setting: torch takes what is left out for its default.
     torch._C._accelerator_setAllocatorSettings(settings.replace(_GROWING, _FIXED))
     try:
         yield

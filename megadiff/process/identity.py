@@ -14,6 +14,7 @@ def host_name() -> str:
 
     They share its memory, unless containers part them.
     """
+    # Two machines may have one name, so the boot's id goes with it.
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 

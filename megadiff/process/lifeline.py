@@ -67,6 +67,7 @@ def kill_children(*, session: int | None = None) -> None:
     multiprocessing's resource tracker is spared: it cleans up after them and ends by itself.
     """
     for child in psutil.Process().children(recursive=True):
+        # The others die whatever happens with one: nobody would find them later.
         try:
             if session is not None and os.getsid(child.pid) != session:
                 continue

@@ -7,6 +7,7 @@ way. A process that was killed leaves them. The next one clears up, as their loc
 from __future__ import annotations
 
 import fcntl
+import glob
 import logging
 import os
 import shutil
@@ -53,6 +54,7 @@ def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
     """
     dst = dst.resolve()
     dst.parent.mkdir(parents=True, exist_ok=True)
+    # Beside dst, as a rename stays within a filesystem.
     aside = _beside(dst, WRITING)
     aside.mkdir()
     lock = _locked(aside)
@@ -92,6 +94,7 @@ def clear_up(dst: Path) -> None:
             replaced.rename(dst)
     for aside in dst.parent.glob(_pattern(dst, WRITING)):
         lock = _locked(aside)
+        # No lock: another process is writing there.
         if lock is not None:
             shutil.rmtree(aside, ignore_errors=True)
             os.close(lock)
@@ -122,8 +125,7 @@ def _beside(dst: Path, state: str) -> Path:
 
 
 def _pattern(dst: Path, state: str) -> str:
-    name = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in dst.name)
-    return f".{name}.{state}-*"
+    return f".{glob.escape(dst.name)}.{state}-*"
 
 
 def _locked(folder: Path) -> int | None:

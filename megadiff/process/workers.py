@@ -25,6 +25,7 @@ def worker_pool(num_workers: int) -> ProcessPoolExecutor:
 
 def share_of_cores(most: int) -> int:
     """Return this rank's part of the cores that the node's ranks use together, 1 to `most`."""
+    # Not cpu_count(): a container or a batch system may give fewer than the machine has.
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, cores))
 

@@ -40,6 +40,7 @@ class _WrongAnswer(Exception):
 
 def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> list[float]:
     """Read the answer. Raises _WrongAnswer, or what the answer itself raises: it is user code."""
+    # Arrays and tensors, on any device, become lists of Python numbers.
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     if (
         not isinstance(answer, Sequence)

@@ -105,6 +105,7 @@ def _check_args(
 ) -> None:
     """Raise ValueError with the argument that the constructor does not take or still needs."""
     try:
+        # Before it is called: a TypeError from within a constructor is another mistake.
         inspect.signature(reward_class).bind(**args)
     except TypeError as error:
         parameters = list(inspect.signature(reward_class).parameters)

@@ -50,6 +50,7 @@ class FrameReward(Reward):
         self.frames = frames
         self.reduce = reduce
         self.inner = build_reward(reward, RewardConfig(type=reward, args=dict(args or {})))
+        # So that a reward that compares a group still gets the whole group.
         self.samples_per_call = self.inner.samples_per_call
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:

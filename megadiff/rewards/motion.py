@@ -86,6 +86,7 @@ def _pair_error(frame: np.ndarray, following: np.ndarray) -> float:
     target_HW2 = (optical_flow(frame, following) + grid_HW2).astype(np.float32)
     is_beyond_start = (target_HW2 >= 0).all(axis=-1)
     is_before_end = (target_HW2 <= (width - 1, height - 1)).all(axis=-1)
+    # What flows in from outside of the picture has no predecessor to be compared with.
     is_inside = is_beyond_start & is_before_end
     moved_back = cv2.remap(  # type: ignore[call-overload]  # it does take None
         following, target_HW2, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -23,13 +24,14 @@ logger = logging.getLogger(__name__)
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
 CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
+MAX_WORKERS = 16
 
 
 @dataclass(eq=False, kw_only=True)
 class _Call:
     """Make one score() call, on samples of group number `group` from index `first` on.
 
-    started_s: monotonic, None while it is queued. future: (checked values, seconds).
+    started_s: monotonic, infinity while it is queued. future: (checked values, seconds).
     """
 
     reward: Reward
@@ -37,7 +39,7 @@ class _Call:
     samples: Sequence[RewardSample]
     group: int
     first: int
-    started_s: float | None = None
+    started_s: float = math.inf
     future: Future[tuple[list[float], float]] = field(default_factory=Future)
 
     def run(self) -> None:
@@ -70,7 +72,7 @@ class Scorer:
         timeout_s: float = 300.0,
     ) -> None:
         _check_names_and_weights(configs)
-        num_workers = default_num_workers() if num_workers is None else num_workers
+        num_workers = share_of_cores(MAX_WORKERS) if num_workers is None else num_workers
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}, must be at least 1")
         self.rewards = build_rewards(configs)
@@ -169,30 +171,25 @@ class Scorer:
         pending = {call.future for call in self._calls}
         while pending:
             self._raise_first_failure()  # its own text, and not that it took long
-            now = time.monotonic()
-            running = [
-                (call, call.started_s)
-                for call in self._calls
-                if call.future in pending and call.started_s is not None
-            ]
-            for call, started_s in running:
-                if now - started_s >= self.timeout_s:
-                    who = f"reward {call.reward.name!r} on {samples_text(call.samples)}"
-                    raise RewardError(
-                        f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
-                    )
-            # A queued call cannot be overdue before timeout_s from now: nothing is missed.
-            remaining_s = min(
-                (started_s + self.timeout_s - now for _, started_s in running),
-                default=self.timeout_s,
+            oldest = min(
+                (call for call in self._calls if call.future in pending),
+                key=lambda call: call.started_s,
             )
-            pending = wait(pending, timeout=remaining_s, return_when=FIRST_EXCEPTION).not_done
+            remaining_s = oldest.started_s + self.timeout_s - time.monotonic()
+            if remaining_s <= 0:
+                who = f"reward {oldest.reward.name!r} on {samples_text(oldest.samples)}"
+                raise RewardError(
+                    f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
+                )
+            # A queued call cannot be overdue before timeout_s from now: nothing is missed.
+            timeout_s = min(remaining_s, self.timeout_s)
+            pending = wait(pending, timeout=timeout_s, return_when=FIRST_EXCEPTION).not_done
         self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
         """Raise the first failure, if there is one, and log the user's own traceback once."""
         for call in self._calls:
-            error = _failure(call)
+            error = call.future.exception() if call.future.done() else None
             if error is None:
                 continue
             self.reset()
@@ -234,10 +231,6 @@ class Scorer:
         )
 
 
-def _failure(call: _Call) -> BaseException | None:
-    return call.future.exception() if call.future.done() else None
-
-
 def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
     if TOTAL in configs:
         raise ValueError(
@@ -249,8 +242,3 @@ def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
                 f"reward.{name}.weight={config.weight}, must be finite in float32 "
                 f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
             )
-
-
-def default_num_workers() -> int:
-    """Return this rank's part of the cores that the process may use, 1 to 16."""
-    return share_of_cores(16)

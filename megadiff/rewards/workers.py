@@ -53,6 +53,7 @@ class Workers:
         for _ in self._threads:
             self._queue.put(None)
         _join(self._threads, wait_s / 2)
+        # Interrupted last: a call that ends by itself can give back what it holds.
         alive = [thread for thread in self._threads if thread.is_alive()]
         for thread in alive:
             _interrupt(thread)

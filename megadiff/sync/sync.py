@@ -13,6 +13,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -57,6 +59,7 @@ class WeightSource(Protocol):
     def mark_pushed(self) -> None: ...
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Push weights to all replicas: a rank sends a bucket while it gathers the next one.
 
@@ -68,26 +71,17 @@ class WeightSync:
     replicas), `fingerprint` and `commit`.
     """
 
-    def __init__(
-        self,
-        engine: WeightSource,
-        transport: Transport,
-        manifest: Manifest,
-        *,
-        boxes: WorkerBoxes,
-        bucket_bytes: int,
-        cpu_group: dist.ProcessGroup,
-    ) -> None:
-        self.engine = engine
-        self.transport = transport
-        self.manifest = manifest
-        self.boxes = boxes
-        self.bucket_bytes = bucket_bytes
-        self.cpu_group = cpu_group
-        self.version: int | None = None
-        self.seconds: dict[str, float] = {}
-        self._num_bytes = 0
-        self._sent: SentFingerprints | None = None  # None while replicas may hold anything
+    engine: WeightSource
+    transport: Transport
+    manifest: Manifest
+    boxes: WorkerBoxes
+    bucket_bytes: int
+    cpu_group: dist.ProcessGroup
+    version: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    _num_bytes: int = field(init=False, default=0)
+    # None while replicas may hold anything.
+    _sent: SentFingerprints | None = field(init=False, default=None)
 
     def push(self, version: int) -> dict[str, float]:
         """Bring every replica to this version of the weights, unless it is there. Collective.
@@ -122,11 +116,12 @@ class WeightSync:
         groups = all_groups
         sent = SentFingerprints(self.boxes, lora=lora)
         if earlier:
-            is_lora = lora is not None
-            groups = all_groups & {WeightGroup(name, is_lora) for name in self.engine.changed}
+            changed = {WeightGroup(name, lora is not None) for name in self.engine.changed}
+            groups = all_groups & changed
             sent.add_earlier(earlier, all_groups - groups)
         self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
         error = self._send(version, sent, rows_of_weight_groups(whole, groups))
+        # Only together: a rank that raised alone would leave the others in their next collective.
         raise_together(error, self.cpu_group)
         self.engine.mark_pushed()
         self._sent = sent
@@ -142,24 +137,18 @@ class WeightSync:
             # To the end, even after an error: the other ranks are in the same collectives.
             for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
-                if error or not self.transport.targets:
-                    continue
-                sending = thread.submit(self.transport.send, bucket)
-                with self._timer("fingerprint"):  # while the bucket travels
-                    sent.add(bucket)
+                if not error and self.transport.targets:
+                    sending = thread.submit(self.transport.send, bucket)
+                    with self._timer("fingerprint"):  # while the bucket travels
+                        sent.add(bucket)
             error = error or self._outcome(sending, "send")
-            if not error and self.transport.targets:
-                difference = name_difference(set(manifest), sent.new_names)
-                if difference:
-                    error = SyncError(
-                        f"the trainer's tensors are not those of the model folder: {difference}"
-                    )
-            if not error:
-                commit = thread.submit(
-                    self.transport.commit,
-                    version,
-                    lambda target, answer: sent.check(target.name, version, answer),
+            difference = name_difference(set(manifest), sent.new_names)
+            if not error and self.transport.targets and difference:
+                error = SyncError(
+                    f"the trainer's tensors are not those of the model folder: {difference}"
                 )
+            if not error:
+                commit = thread.submit(self.transport.commit, version, sent.check)
                 error = self._outcome(commit, "commit")
         except BaseException as failure:
             error = failure
@@ -174,7 +163,14 @@ class WeightSync:
         return error
 
     def _gathered(self, manifest: Manifest) -> Iterator[Bucket]:
-        buckets = self._buckets(manifest)
+        # Sorted, as every rank must gather in the same order.
+        groups = sorted(names_by_weight_group(manifest))
+        base = [group.component for group in groups if not group.is_lora]
+        lora = [group.component for group in groups if group.is_lora]
+        buckets = chain(
+            self.engine.named_weights(self.bucket_bytes, base) if base else (),
+            self.engine.named_lora(self.bucket_bytes, lora) if lora else (),
+        )
         while True:
             with self._timer("gather"):
                 bucket = next(buckets, None)
@@ -183,16 +179,6 @@ class WeightSync:
             yield bucket
             # Or a third one would live while the next is gathered.
             del bucket
-
-    def _buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        # Sorted, as every rank must gather in the same order.
-        groups = sorted(names_by_weight_group(manifest))
-        base = [group.component for group in groups if not group.is_lora]
-        lora = [group.component for group in groups if group.is_lora]
-        if base:
-            yield from self.engine.named_weights(self.bucket_bytes, base)
-        if lora:
-            yield from self.engine.named_lora(self.bucket_bytes, lora)
 
     def _outcome(self, future: Future[None], stage: str) -> BaseException | None:
         with self._timer(stage):
@@ -217,23 +203,20 @@ class SentFingerprints:
     def __init__(self, boxes: WorkerBoxes, *, lora: LoraSpec | None) -> None:
         self.boxes = boxes
         self.lora = lora
-        self.lora_rank = lora.rank if lora else 0
         self.num_bytes = 0
         self.new_names: set[str] = set()
         self._digits: dict[tuple[str, Box | None], str] = {}
 
     def add(self, bucket: Bucket) -> None:
         """Fingerprint a bucket of this push."""
-        workers = [boxes for replica in self.boxes.values() for boxes in replica]
+        workers = list(chain.from_iterable(self.boxes.values()))
         cuts: dict[Box | None, dict[str, Tensor]] = {}
         for name, tensor in bucket:
             self.new_names.add(name)
             self.num_bytes += tensor.nbytes
             # Most workers have the same box of a tensor, which is hashed once.
-            for box in {worker_box(name, boxes, lora_rank=self.lora_rank) for boxes in workers}:
-                cut = tensor
-                if box is not None:
-                    cut = tensor[tuple(slice(begin, end) for begin, end in box)]
+            for box in {self._box(name, boxes) for boxes in workers}:
+                cut = tensor[tuple(slice(begin, end) for begin, end in box or ())]
                 used = used_tensor(name, cut, self.lora) if self.lora else cut
                 cuts.setdefault(box, {})[name] = used
         for box, tensors in cuts.items():
@@ -259,16 +242,16 @@ class SentFingerprints:
             where = f"{replica} at version {version}"
             if len(workers) > 1:
                 where += f" (worker {index} of {len(workers)})"
-            expected = {
-                name: self._digits[name, worker_box(name, boxes, lora_rank=self.lora_rank)]
-                for name in names
-            }
+            expected = {name: self._digits[name, self._box(name, boxes)] for name in names}
             _check_fingerprints(where, expected, row["fingerprints"])
             difference = name_difference(lora_modules(names), set(row["bound_modules"]))
             if difference:
                 raise SyncError(
                     f"{where} has LoRA bound to other modules than were sent: {difference}"
                 )
+
+    def _box(self, name: str, boxes: Mapping[str, Box]) -> Box | None:
+        return worker_box(name, boxes, lora_rank=self.lora.rank if self.lora else 0)
 
 
 def _check_fingerprints(where: str, expected: Mapping[str, str], actual: Mapping[str, str]) -> None:

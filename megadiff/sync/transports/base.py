@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from megadiff.sync.bucket import Bucket, BucketBody
@@ -62,11 +62,11 @@ class Transport(ABC):
     def send(self, bucket: Bucket) -> None:
         """Bring a bucket to every target; afterwards its tensors are the caller's again."""
 
-    def commit(
-        self, version: int, check: Callable[[PushTarget, list[dict[str, Any]]], None]
-    ) -> None:
-        """Close the push; check(target, answer) raises when a target holds something else."""
-        self.wait(self.start(lambda target: check(target, target.weights_commit(version))))
+    def commit(self, version: int, check: Callable[[str, int, list[dict[str, Any]]], None]) -> None:
+        """Close the push; check(name, version, answer) raises when a target holds another."""
+        self.wait(
+            self.start(lambda target: check(target.name, version, target.weights_commit(version)))
+        )
 
     def end(self, error: BaseException | None) -> None:  # noqa: B027, most have nothing to give back
         """Give back what a push took. It is called after a failed one, too."""
@@ -115,10 +115,5 @@ class HttpTransport(Transport):
 
 def first_done(futures: Sequence[Future[Any]]) -> bool:
     """Wait until all are done or one has failed; True when one has failed."""
-    pending = set(futures)
-    while True:
-        if any(future.done() and future.exception() for future in futures):
-            return True
-        if not pending:
-            return False
-        _, pending = wait(pending, return_when=FIRST_COMPLETED)
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    return any(future.exception() for future in done)

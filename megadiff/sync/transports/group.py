@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ class GroupTransport(Transport):
         for target, count in zip(targets, num_workers, strict=True):
             self.first_ranks[target.name] = self.world_size
             self.world_size += count
-        self._id = ""
         self._group: dist.ProcessGroup | None = None
         self._given_up = threading.Event()  # those that joined wait for no others
         self._description: dict[str, Any] = {}
@@ -67,7 +67,8 @@ class GroupTransport(Transport):
     def send(self, bucket: Bucket) -> None:
         assert self._group is not None, "begin() builds the group"
         manifest = bucket_manifest(bucket)
-        source = {"transport": self.name, "group": self._id, "tensors": manifest}
+        group_id = self._description["group"]
+        source = {"transport": self.name, "group": group_id, "tensors": manifest}
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             flat = self._laid_out(bucket, flat_bytes(manifest))
             requests = self.start(lambda target: target.weights_bucket(source))
@@ -90,27 +91,22 @@ class GroupTransport(Transport):
         if self._group is not None:
             abandon(self._group, self._transfers)
         self._group = None
-        self._id = ""
 
     def _build(self) -> Future[dist.ProcessGroup]:
         """Open a store and build a group on it, in the background, until every worker joined."""
         address = own_address([target.url for target in self.targets])
         # The system chooses a free port, and the store takes over this very socket.
         listener = socket.create_server((address, 0), family=address_family(address))
-        self._id = uuid.uuid4().hex
         self._description = {
-            "group": self._id,
+            "group": uuid.uuid4().hex,
             "address": address,
             "port": listener.getsockname()[1],
             "world_size": self.world_size,
         }
-        given_up = threading.Event()
-        self._given_up = given_up
-        return in_background(
-            lambda: new_group(
-                self._description, 0, self.device, listener=listener, given_up=given_up
-            )
-        )
+        # A new one: the group before may have been given up, and its thread still looks.
+        self._given_up = threading.Event()
+        build = partial(new_group, listener=listener, given_up=self._given_up)
+        return in_background(partial(build, self._description, 0, self.device))
 
     def description(self, target: PushTarget) -> dict[str, Any]:
         rank = self.first_ranks[target.name]

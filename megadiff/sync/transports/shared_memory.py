@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megadiff.sync.bucket import Bucket
@@ -85,19 +85,15 @@ def locate(name: object) -> Path:
     return path
 
 
-def sweep() -> list[str]:
-    """Remove the buckets of processes that are gone. Returns their names."""
-    removed = []
+def sweep() -> None:
+    """Remove the buckets of processes that are gone."""
     for path in FOLDER.glob(f"{PREFIX}*"):
         # Other containers' files stay: their process ids mean nothing here.
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) == _namespace() and not Path(f"/proc/{match[2]}").exists():
-            try:
+            # Another user's are theirs to remove.
+            with suppress(PermissionError):
                 path.unlink(missing_ok=True)
-            except PermissionError:
-                continue  # another user's: theirs to remove
-            removed.append(path.name)
-    return removed
 
 
 def _namespace() -> int:

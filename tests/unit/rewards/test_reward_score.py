@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megadiff.config.schema import RewardConfig
+from megadiff.process.workers import share_of_cores
 from megadiff.rewards.base import Reward, RewardError, RewardSample
-from megadiff.rewards.score import Scorer, default_num_workers
+from megadiff.rewards.score import MAX_WORKERS, Scorer
 from megadiff.types import RolloutGroup
 
 MakeGroup = Callable[..., RolloutGroup]
@@ -258,6 +259,6 @@ def test_refused_configs(configs: dict[str, RewardConfig], message: str) -> None
 def test_workers_are_a_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert default_num_workers() == 4
+    assert share_of_cores(MAX_WORKERS) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "128")
-    assert default_num_workers() == 1
+    assert share_of_cores(MAX_WORKERS) == 1

@@ -79,7 +79,7 @@ def push(transport, version=1, buckets=BUCKETS, manifest=MANIFEST, lora=None) ->
         transport.begin(version, manifest, lora)
         for bucket in buckets:
             transport.send(bucket)
-        transport.commit(version, lambda target, answer: None)
+        transport.commit(version, lambda *answer: None)
     except Exception as failure:
         error = failure
         raise
@@ -312,7 +312,7 @@ def test_a_group_is_kept_until_it_breaks():
     groups = []
     for version in (1, 2):
         push(transport, version)
-        groups.append(transport._id)
+        groups.append(transport._description["group"])
         assert_held(targets[0])
         assert_held(targets[1])
     assert groups[0] == groups[1]
@@ -322,7 +322,7 @@ def test_a_group_is_kept_until_it_breaks():
     assert time.monotonic() - start < 5
     targets[1].number = 10
     push(transport, 4)
-    assert transport._id not in groups
+    assert transport._description["group"] not in groups
     assert_held(targets[1])
     transport.close()
 
@@ -370,7 +370,7 @@ def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limi
     target = Target()
     transport = in_group(target)
     transport.begin(1, MANIFEST, None)
-    source = {"transport": "nccl", "group": transport._id, "tensors": MANIFEST}
+    source = {"transport": "nccl", "group": transport._description["group"], "tensors": MANIFEST}
     with pytest.raises(RuntimeError, match="did not come whole from the trainer"):
         target.weights_bucket(source)
     with pytest.raises(ValueError, match="not in group"):
