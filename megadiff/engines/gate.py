@@ -10,6 +10,10 @@ from contextlib import contextmanager
 import torch
 
 
+class GateEndedError(RuntimeError):
+    """Say that a rescue saves the weights: they change no more in this process."""
+
+
 class StepGate:
     """Count optimizer steps, and let a second thread hold them up.
 
@@ -38,12 +42,13 @@ class StepGate:
             self.num_steps += 1
 
     @contextmanager
-    def change(self, *, tears: bool = True) -> Iterator[None]:
+    def change(self, *, tears: bool = True, waits: bool = True) -> Iterator[None]:
         """Enclose what moves or exchanges masters and moments but is no step.
 
-        tears: whether they are of no use when it breaks off.
+        tears: whether they are of no use when it breaks off. waits: for good where a rescue has
+        ended the gate; else raises GateEndedError there.
         """
-        with self._change(lambda: True, tears=tears):
+        with self._change(lambda: True, tears=tears, waits=waits):
             yield
 
     def close(self, limit: int | None = None, *, timeout_s: float = 10.0) -> int:
@@ -68,6 +73,7 @@ class StepGate:
         """Hold up every change from now on. Raises TimeoutError as close() does."""
         with self._condition:
             self._is_over = True
+            self._condition.notify_all()  # to those that do not wait for good
             self._await_idle(timeout_s)
 
     @contextmanager
@@ -88,11 +94,15 @@ class StepGate:
             stream.synchronize()
 
     @contextmanager
-    def _change(self, may_begin: Callable[[], bool], *, tears: bool = True) -> Iterator[None]:
+    def _change(
+        self, may_begin: Callable[[], bool], *, tears: bool = True, waits: bool = True
+    ) -> Iterator[None]:
         with self._condition:
             self._condition.wait_for(
-                lambda: self._busy_thread is None and not self._is_over and may_begin()
+                lambda: not waits if self._is_over else self._busy_thread is None and may_begin()
             )
+            if self._is_over:
+                raise GateEndedError("a rescue has ended the gate")
             self._busy_thread = threading.get_ident()
         try:
             yield

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from megadiff.config.schema import Config
-from megadiff.engines.gate import StepGate
+from megadiff.engines.gate import GateEndedError, StepGate
 from megadiff.engines.gathering import local
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import AVERAGED, TRAINED, Shard, ShardFolder
@@ -179,14 +179,14 @@ class ComponentState(ABC):
         self._is_offloaded = False
         self._are_masters_back = False
 
-    def _bring_masters_back(self) -> None:
+    def _bring_masters_back(self, *, waits: bool = True) -> None:
         """Bring back the master weights only; AdamW's moments stay on the host until an update."""
         masters = [key for key in self._on_host.keys() if key.startswith(f"{TRAINED}/")]
-        self._bring_back(masters)
+        self._bring_back(masters, waits=waits)
         self._are_masters_back |= bool(masters)
 
-    def _bring_back(self, keys: Sequence[str]) -> None:
-        with self.gate.change(tears=False):
+    def _bring_back(self, keys: Sequence[str], *, waits: bool = True) -> None:
+        with self.gate.change(tears=False, waits=waits):
             self._on_host.bring_back(keys)
 
     def _offloadable(self) -> dict[str, Tensor]:
@@ -208,12 +208,17 @@ class ComponentState(ABC):
         self._swap(others)
         try:
             yield
-        finally:
-            self._swap(others)
+        except BaseException:
+            # a rescue that has ended the gate puts the policy back itself; to wait here for a
+            # gate that opens no more would hold the error until the process is killed
+            with suppress(GateEndedError):
+                self._swap(others, waits=False)
+            raise
+        self._swap(others)
 
-    def _swap(self, others: Mapping[str, Tensor]) -> None:
-        self._bring_masters_back()
-        with self.gate.change():
+    def _swap(self, others: Mapping[str, Tensor], *, waits: bool = True) -> None:
+        self._bring_masters_back(waits=waits)
+        with self.gate.change(waits=waits):
             self._exchange(others)
             self._exchanged = None if self._exchanged is others else others
         self._masters_changed()
