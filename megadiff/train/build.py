@@ -41,12 +41,7 @@ from megadiff.train.check import eval_prompts
 from megadiff.train.evaluate import eval_metrics, evaluate, spread
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
-from megadiff.train.replicas import (
-    RunReplicas,
-    connect,
-    launch,
-    weights_folder,
-)
+from megadiff.train.replicas import RunReplicas, connect, launch, weights_folder
 from megadiff.train.rescue import Rescue
 from megadiff.train.run import RunParts
 from megadiff.train.sampling import sft_sampling

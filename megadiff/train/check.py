@@ -22,9 +22,7 @@ from megadiff.rollout.limits import Limits
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import groups_in_a_call, spread
 from megadiff.train.probe import own_size
-from megadiff.train.replicas import (
-    check_placement,
-)
+from megadiff.train.replicas import check_placement
 from megadiff.train.sampling import sampling_of
 from megadiff.types import Prompt, Sampling
 
@@ -73,8 +71,9 @@ def check(
         scorer = stack.enter_context(closing(Scorer(config.reward)))
         scorer.validate(asked)  # held-out prompts too: an evaluation may be hours away
     _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
-    data = prompts if on_policy else open_images(config.data.images, seed=config.seed)
-    return layout, adapter, data, scorer
+    if on_policy:
+        return layout, adapter, prompts, scorer
+    return layout, adapter, open_images(config.data.images, seed=config.seed), scorer
 
 
 def _checked_adapter(
