@@ -16,7 +16,7 @@ from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
 from megadiff.data.images import ImageSource
-from megadiff.data.latents import LatentDataset, encode_dataset
+from megadiff.data.latents import encode_dataset
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
@@ -107,9 +107,22 @@ def build_sft_run(
     # Replicas start while data are encoded and the engine loads.
     processes = launch(config, mesh, run_folder(config)) if config.eval.every else []
     stack.callback(stop_all, processes)
-    dataset = _encoded(config, mesh, adapter, source)
-    engine = build_engine(config, mesh, adapter)
     sampling = sft_sampling(config.rollout)
+    num_tokens, _ = adapter.latents_shape(sampling)
+    dataset = encode_dataset(
+        source,
+        adapter,
+        folder=Path(config.run.dir) / "cache",  # of all runs: images are encoded once
+        height=sampling.height,
+        width=sampling.width,
+        max_chars=config.data.max_prompt_chars,
+        dtype=DTYPES[config.model.dtype],
+        device=mesh.device,
+        mesh=mesh,
+        batch=max(1, ENCODE_BATCH_TOKENS // num_tokens),
+    )
+    # after that: VAE and text encoder need the memory that the engine takes
+    engine = build_engine(config, mesh, adapter)
     batches = FlowBatches(
         dataset,
         images_per_step=config.train.prompts_per_step,
@@ -133,26 +146,6 @@ def build_sft_run(
         replicas.rest()
     parts = build_parts(engine, checkpoints, progress, evaluation, stack)
     return SftRun(**vars(parts), batches=batches)
-
-
-def _encoded(
-    config: Config, mesh: Mesh, adapter: ModelAdapter, source: ImageSource
-) -> LatentDataset:
-    """Return the data as latents and embeddings, from run.dir/cache where they are there."""
-    sampling = sft_sampling(config.rollout)
-    num_tokens, _ = adapter.latents_shape(sampling)
-    return encode_dataset(
-        source,
-        adapter,
-        folder=Path(config.run.dir) / "cache",
-        height=sampling.height,
-        width=sampling.width,
-        max_chars=config.data.max_prompt_chars,
-        dtype=DTYPES[config.model.dtype],
-        device=mesh.device,
-        mesh=mesh,
-        batch=max(1, ENCODE_BATCH_TOKENS // num_tokens),
-    )
 
 
 def resume(engine: Engine, data: PromptSampler | FlowBatches) -> tuple[Checkpoints, Progress]:

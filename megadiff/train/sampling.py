@@ -33,8 +33,13 @@ def sampling_of(config: RolloutConfig) -> Sampling:
 
 def sft_sampling(config: RolloutConfig) -> Sampling:
     """Return the sampling of a supervised run's forwards: images without guidance."""
-    unguided = {"true_cfg_scale": 1.0, "guidance_scale": 1.0, "guidance_scale_2": 0.0}
-    return replace(sampling_of(config), num_frames=1, **unguided)
+    return replace(
+        sampling_of(config),
+        num_frames=1,
+        true_cfg_scale=1.0,
+        guidance_scale=1.0,
+        guidance_scale_2=0.0,
+    )
 
 
 def group_requests(
