@@ -158,20 +158,19 @@ def step_work(
     for each step of the window. Replicas of their own are counted with rollout.num_replicas.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
-    work = {"perf/tflop_rollout": 0.0, "perf/tflop_train": 0.0}
+    work = {"rollout": 0.0, "train": 0.0}
     for group in groups:
         num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
         forward = adapter.flops(group.sampling, num_text_tokens) * len(group.sample_indices) / 1e12
-        work["perf/tflop_rollout"] += forward * group.sampling.num_inference_steps
-        work["perf/tflop_train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
-    work = all_reduce_sums(work, mesh.cpu_group)
+        work["rollout"] += forward * group.sampling.num_inference_steps
+        work["train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
-    num_rollout_devices = mesh.world_size
+    num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}
     if config.rollout.mode == "separate":
-        num_rollout_devices = config.rollout.num_replicas * config.rollout.tp
+        num_devices["rollout"] = config.rollout.num_replicas * config.rollout.tp
     return {
-        "perf/tflop_rollout": work["perf/tflop_rollout"] / num_copies / num_rollout_devices,
-        "perf/tflop_train": work["perf/tflop_train"] / num_copies / mesh.world_size,
+        f"perf/tflop_{stage}": tflop / num_copies / num_devices[stage]
+        for stage, tflop in all_reduce_sums(work, mesh.cpu_group).items()
     }
 
 

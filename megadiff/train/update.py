@@ -66,7 +66,7 @@ def update(
         try:
             stats.append(engine.update(with_denominator(part, mesh), algorithm.loss))
         except NonFiniteError as error:
-            step_over(error, groups, rewards, config=config, mesh=mesh, progress=progress)
+            step_over(error, groups, rewards, engine=engine, progress=progress)
     figures = mean_of_dicts(stats)
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
@@ -87,18 +87,18 @@ def step_over(
     groups: Sequence[RolloutGroup],
     rewards: Rewards,
     *,
-    config: Config,
-    mesh: Mesh,
+    engine: Engine,
     progress: Progress,
 ) -> None:
     """Count a batch whose update was given up. Collective; the error came on every rank.
 
     Raises NonFiniteError with the largest rewards' prompts when optim.skip_nonfinite are used up.
     """
+    mesh = engine.mesh
     ranks = gather_json(_largest_rewards(groups, rewards), mesh.cpu_group)
     largest = sorted((row for rows in ranks for row in rows), reverse=True)[:SHOWN_PROMPTS]
     shown = "; ".join(dict.fromkeys(f"{text} {value:.4g}" for _, value, text in largest))
-    limit = config.optim.skip_nonfinite
+    limit = engine.config.optim.skip_nonfinite
     text = f"step {progress.step + 1}: {error}. Largest rewards: {shown}"
     if progress.skipped >= limit:
         raise NonFiniteError(
