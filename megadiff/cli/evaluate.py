@@ -46,7 +46,7 @@ from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_sync, run_folder
-from megadiff.train.evaluate import Plan, eval_sampling, evaluate
+from megadiff.train.evaluate import Plan, evaluate
 
 logger = logging.getLogger(__name__)
 COMPARISON_NAME = "comparison.json"
@@ -108,9 +108,7 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
             fleet,
             scorer,
             plan,
-            sampling=eval_sampling(config),
-            seed=config.seed,
-            batch_size=config.rollout.batch_size,
+            config,
             policy_version=step,
             mesh=mesh,
             model=str(subject.target),
@@ -137,7 +135,7 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     base = base_weights(config, subject.adapter, mesh)
     progress = Checkpoints(folder, config, mesh, base=base).load(engine, lambda _: None)
     with engine.averaged():
-        sync = build_sync(config, mesh, subject.adapter, engine, fleet)
+        sync = build_sync(engine, fleet)
         replicas.RunReplicas(fleet, sync, config, mesh).wake(progress.step)
     return progress.step
 

@@ -15,9 +15,9 @@ from megadiff.config.schema import Config, RewardConfig
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
-from megadiff.train.build import read_prompts, run_folder
+from megadiff.train.build import run_folder
+from megadiff.train.check import check_call, read_prompts
 from megadiff.train.evaluate import Plan, eval_sampling, groups_in_a_call, spread
-from megadiff.train.sampling import check_call
 from megadiff.types import Sampling
 
 # In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
@@ -79,9 +79,7 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
     adapter = _checked_adapter(config)
     prompts = read_prompts(config, config.eval.prompts)
     plan = spread(prompts, config.eval.num_samples)
-    sampling = eval_sampling(config)
-    num_groups = groups_in_a_call(plan, sampling, batch_size=config.rollout.batch_size)
-    check_call(sampling, num_groups, what="the evaluation")
+    check_call(eval_sampling(config), groups_in_a_call(plan, config), what="the evaluation")
     adapter.check_prompts(prompts)
     folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))
     return Subject(target=target, config=config, adapter=adapter, folder=folder), plan

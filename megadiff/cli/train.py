@@ -30,8 +30,8 @@ from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh, world_size_from_env
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
-from megadiff.train.build import build_run, check, collective_timeout_s, run_folder
-from megadiff.train.build_sft import build_sft_run
+from megadiff.train.build import build_run, build_sft_run, collective_timeout_s, run_folder
+from megadiff.train.check import check
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
 from megadiff.train.rescue import Rescue

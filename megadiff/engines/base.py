@@ -9,17 +9,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megadiff.config.schema import Config
 from megadiff.engines.gate import StepGate
-from megadiff.types import (
-    FlowBatch,
-    FlowInputs,
-    LogProbs,
-    LoraSpec,
-    LossOutput,
-    StepInputs,
-    TrainBatch,
-)
+from megadiff.engines.microbatch import Batch
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.mesh import Mesh
+from megadiff.types import FlowInputs, LogProbs, LoraSpec, LossOutput, StepInputs, TrainBatch
 
+Buckets = Iterator[list[tuple[str, Tensor]]]  # of tensors by name
 Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
 
 
@@ -31,11 +28,17 @@ class Engine(Protocol):
     """Own the policy's weights and optimizer on this rank.
 
     Every method is collective: all ranks call it, in the same order.
+    config, mesh, adapter: what it was built from.
+    gate: counts optimizer steps and can hold them up.
     lora: what is trained beside frozen weights; None where all weights are trained.
     changed: components that an update has changed since mark_pushed(), all of them at the start;
-    the same on every rank. gate: counts optimizer steps and can hold them up.
+    the same on every rank.
     """
 
+    # not the loop's to pass along: an engine cannot train by another config than it was built from
+    config: Config
+    mesh: Mesh
+    adapter: ModelAdapter
     gate: StepGate
 
     @property
@@ -47,17 +50,16 @@ class Engine(Protocol):
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """Compute log_prob of each stored window step of the current policy, without gradient."""
 
-    def update(self, batch: TrainBatch | FlowBatch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """Make one optimizer step over the whole batch.
 
         Returns global figures: `optim/grad_norm` (before clipping), `optim/lr`, and the loss's own
-        sums, each divided by batch.denominator. The gradient is the same for every (dp, sp, tp) of
-        the same global batch.
+        sums, each divided by batch.denominator. The gradient is the same for every layout.
         """
 
     def named_weights(
         self, bucket_bytes: int, components: Collection[str] | None = None
-    ) -> Iterator[list[tuple[str, Tensor]]]:
+    ) -> Buckets:
         """Give full tensors under diffusers names with the component in front (`transformer.…`).
 
         They are in the rollout dtype, in buckets of at most bucket_bytes (one tensor may be
@@ -65,13 +67,11 @@ class Engine(Protocol):
         the frozen weights without it. components: whose to give; None gives all.
         """
 
+    def named_lora(self, bucket_bytes: int, components: Collection[str] | None = None) -> Buckets:
+        """Give `transformer.<module>.lora_{A,B}.weight` likewise, unscaled; none without LoRA."""
+
     def mark_pushed(self) -> None:
         """Note that replicas hold all weights as they are now: empty `changed`."""
-
-    def named_lora(
-        self, bucket_bytes: int, components: Collection[str] | None = None
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Give `transformer.<module>.lora_{A,B}.weight` likewise, unscaled; none without LoRA."""
 
     def reference(self) -> AbstractContextManager[None]:
         """Let log_probs() answer for the reference policy within the context.

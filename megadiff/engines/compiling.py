@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
+from torch.utils._pytree import tree_leaves
 
 from megadiff.models.adapter import STREAMS
 from megadiff.parallel.plan import ParallelPlan
@@ -60,19 +61,11 @@ def _mark(arguments: dict[str, Any]) -> None:
     text_length = arguments[TEXT].shape[1]
     # torch would take a length for the image stream's size where the two are equal
     lengths = {text_length, text_length + image_shape[1]}.difference(image_shape)
-    for tensor in _tensors(value for name, value in arguments.items() if name != IMAGE):
+    for tensor in tree_leaves([value for name, value in arguments.items() if name != IMAGE]):
+        if not isinstance(tensor, Tensor):
+            continue
         # the last dimension of all but masks is one of features, whatever its size
         sizes = tensor.shape if tensor.dtype == torch.bool else tensor.shape[:-1]
         for dim, size in enumerate(sizes):
             if size in lengths:
                 maybe_mark_dynamic(tensor, dim)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())

@@ -13,19 +13,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Loss
+from megadiff.engines.base import Buckets, Loss
 from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
-from megadiff.engines.microbatch import (
-    Batch,
-    ComponentRows,
-    component_rows,
-    num_microbatches,
-    row_weights,
-)
+from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, num_microbatches
 from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
@@ -89,11 +82,13 @@ class ComponentsEngine:
         """
         rows = self._component_rows(batch)
         shared_denominator = (batch.denominator or 1.0) * self._trained_fraction(rows)
+        # before the steps, which move the warm-up on
         rates = {component: self.members[component].learning_rate for component in self._trained}
         steps: dict[str, Step] = {}
         for component in self._trained:
             member = self.members[component]
             num_pairs = rows[component].num_pairs
+            # AdamW's moments would move it, and decay would, without any gradient
             if len(self.members) > 1 and not num_pairs:
                 continue
             self._offload_idle()
@@ -109,19 +104,19 @@ class ComponentsEngine:
 
     def named_weights(
         self, bucket_bytes: int, components: Collection[str] | None = None
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        self._offload_idle()
-        for component, member in self.members.items():
-            if components is None or component in components:
-                yield from member.named_weights(bucket_bytes)
+    ) -> Buckets:
+        return self._buckets(bucket_bytes, components, lora=False)
 
-    def named_lora(
-        self, bucket_bytes: int, components: Collection[str] | None = None
-    ) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_lora(self, bucket_bytes: int, components: Collection[str] | None = None) -> Buckets:
+        return self._buckets(bucket_bytes, components, lora=True)
+
+    def _buckets(
+        self, bucket_bytes: int, components: Collection[str] | None, *, lora: bool
+    ) -> Buckets:
         self._offload_idle()
         for component, member in self.members.items():
             if components is None or component in components:
-                yield from member.named_lora(bucket_bytes)
+                yield from member.buckets(bucket_bytes, lora=lora)
 
     def mark_pushed(self) -> None:
         self.changed.clear()
@@ -135,7 +130,7 @@ class ComponentsEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        averaging = {name for name, member in self.members.items() if member.keeps_average}
+        averaging = set(self.members if self.config.algorithm.ema_decay else ())
         with ExitStack() as stack:
             for member in self.members.values():
                 stack.enter_context(member.averaged())
@@ -188,7 +183,10 @@ class ComponentsEngine:
 
     def _component_rows(self, batch: Batch) -> dict[str, ComponentRows]:
         """Return every component's rows of the batch. Collective."""
-        weights_R = row_weights(batch).double()
+        # a sample's rows, one for each step of its window, follow each other
+        weights_R = batch.weights_N.repeat_interleave(
+            batch.num_rows // len(batch.weights_N)
+        ).double()
         size = self.config.train.microbatch_size
         rows = dict.fromkeys(self.members, torch.empty(0, dtype=torch.int64))
         rows |= component_rows(batch, self.adapter.component_of)
@@ -196,6 +194,7 @@ class ComponentsEngine:
             name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()
         }
         pairs = {name: float(weights_R[rows_R].sum()) for name, rows_R in rows.items()}
+        # of unequal numbers all ranks make the most: they must join the same collectives
         counts = all_reduce_max(counts, self.mesh.cpu_group)
         pairs = all_reduce_sums(pairs, self.mesh.cpu_group)
         num_peers = self.mesh.sp * self.mesh.tp  # which have the same rows

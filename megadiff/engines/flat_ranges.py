@@ -42,12 +42,10 @@ def flat_ranges(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, F
     A parameter that lies in other ranks' ranges alone is left out.
     """
     masters: dict[nn.Parameter, Tensor] = {}
-    for model_groups, master_groups in (
-        (distributed.model_fp32_groups, distributed.shard_fp32_groups),
-        (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
-    ):
-        for model_group, master_group in zip(model_groups, master_groups, strict=True):
-            masters |= zip(model_group, master_group, strict=True)
+    model_groups = [*distributed.model_fp32_groups, *distributed.model_float16_groups]
+    master_groups = [*distributed.shard_fp32_groups, *distributed.shard_fp32_from_float16_groups]
+    for model_group, master_group in zip(model_groups, master_groups, strict=True):
+        masters |= zip(model_group, master_group, strict=True)
     ranges = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -56,6 +54,7 @@ def flat_ranges(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, F
                 whole = replace(whole, master=whole.master.to("cpu", torch.float32))
             ranges[name] = whole
         elif parameter in masters:
+            # a flat range ignores rows, so it may begin in the middle of one
             flat = parameter.detach().view(-1)
             start = distributed._get_model_param_range_map(parameter)["param"].start
             master = masters[parameter]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+class GateEndedError(RuntimeError):
+    """Say that a rescue saves the weights: they change no more in this process."""
 
 
 class StepGate:
@@ -26,25 +30,51 @@ class StepGate:
         self._device = device
         self._limit: int | None = None
         self._is_over = False
-        self._busy_thread: int | None = None
+        self._is_busy = False
         self._condition = threading.Condition(threading.Lock())
         self._changed: torch.cuda.Event | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enclose one optimizer step; waits while the gate is closed."""
-        with self._change(lambda: self._limit is None or self.num_steps < self._limit):
+        with self.change(is_step=True):
             yield
             self.num_steps += 1
 
     @contextmanager
-    def change(self, *, tears: bool = True) -> Iterator[None]:
-        """Enclose what moves or exchanges masters and moments but is no step.
+    def change(
+        self, *, is_step: bool = False, tears: bool = True, waits: bool = True
+    ) -> Iterator[None]:
+        """Enclose what moves or exchanges masters and moments.
 
-        tears: whether they are of no use when it breaks off.
+        tears: whether they are of no use when it breaks off. waits: for good where a rescue has
+        ended the gate; else raises GateEndedError there.
         """
-        with self._change(lambda: True, tears=tears):
+
+        def may_begin() -> bool:
+            if self._is_over:
+                return not waits
+            is_held = is_step and self._limit is not None and self.num_steps >= self._limit
+            return not self._is_busy and not is_held
+
+        with self._condition:
+            self._condition.wait_for(may_begin)
+            if self._is_over:
+                raise GateEndedError("a rescue has ended the gate")
+            self._is_busy = True
+        try:
             yield
+        except BaseException:
+            self.is_torn = self.is_torn or tears
+            raise
+        finally:
+            if self._device.type == "cuda":
+                # the change is still queued: a rescue's stream waits for it, and for no more
+                self._changed = torch.cuda.Event()
+                self._changed.record()
+            with self._condition:
+                self._is_busy = False
+                self._condition.notify_all()
 
     def close(self, limit: int | None = None, *, timeout_s: float = 10.0) -> int:
         """Let no step begin beyond `limit`, by default the present count. Returns the count.
@@ -52,7 +82,7 @@ class StepGate:
         Raises TimeoutError when a change that is on does not end.
         """
         with self._condition:
-            self._limit = -1
+            self._limit = -1  # none may slip in while one that is on ends
             self._await_idle(timeout_s)
             self._limit = self.num_steps if limit is None else limit
             self._condition.notify_all()
@@ -68,6 +98,7 @@ class StepGate:
         """Hold up every change from now on. Raises TimeoutError as close() does."""
         with self._condition:
             self._is_over = True
+            self._condition.notify_all()  # to those that do not wait for good
             self._await_idle(timeout_s)
 
     @contextmanager
@@ -79,7 +110,7 @@ class StepGate:
         if self._device.type != "cuda":
             yield
             return
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self._device)  # a thread begins on device 0
         stream = torch.cuda.Stream()
         if self._changed is not None:
             stream.wait_event(self._changed)
@@ -87,28 +118,8 @@ class StepGate:
             yield
             stream.synchronize()
 
-    @contextmanager
-    def _change(self, may_begin: Callable[[], bool], *, tears: bool = True) -> Iterator[None]:
-        with self._condition:
-            self._condition.wait_for(
-                lambda: self._busy_thread is None and not self._is_over and may_begin()
-            )
-            self._busy_thread = threading.get_ident()
-        try:
-            yield
-        except BaseException:
-            self.is_torn = self.is_torn or tears
-            raise
-        finally:
-            if self._device.type == "cuda":
-                self._changed = torch.cuda.Event()
-                self._changed.record()
-            with self._condition:
-                self._busy_thread = None
-                self._condition.notify_all()
-
     def _await_idle(self, timeout_s: float) -> None:
         began = time.monotonic()
-        if not self._condition.wait_for(lambda: self._busy_thread is None, timeout_s):
+        if not self._condition.wait_for(lambda: not self._is_busy, timeout_s):
             seconds = time.monotonic() - began
             raise TimeoutError(f"weights were being changed for more than {seconds:.0f} s")

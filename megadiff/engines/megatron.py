@@ -24,7 +24,7 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Loss, NonFiniteError
 from megadiff.engines.flat_ranges import flat_ranges, placement_of, whole_range
 from megadiff.engines.gathering import gather_flat
-from megadiff.engines.lora import build_adapters, fill_start
+from megadiff.engines.lora import build_adapters, is_frozen, read_start
 from megadiff.engines.microbatch import Batch, ComponentRows
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine, Step
@@ -32,8 +32,8 @@ from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters, lora_parameters
-from megadiff.parallel.mesh import Mesh, check_heads
-from megadiff.parallel.plan import Placement, is_lora
+from megadiff.parallel.mesh import Mesh
+from megadiff.parallel.plan import Placement
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
@@ -48,23 +48,8 @@ class MegatronEngine(ShardedEngine):
     In float32 they are the weights' own memory, in bfloat16 they lie beside it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        adapter: ModelAdapter,
-        *,
-        component: str,
-        frozen: bool = False,
-        keep_reference: bool = False,
-        average_decay: float = 0.0,
-    ) -> None:
-        """Build the sharded module and load the component of model.path, each rank its own shards.
-
-        The last three arguments are as in ComponentState.
-        """
-        check_installed(config)
-        _check(mesh, adapter)
+    def __init__(self, config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> None:
+        """Build the sharded module and load the component of model.path, each rank its shards."""
         _prepare_import()
         from megatron.core import parallel_state
 
@@ -82,7 +67,7 @@ class MegatronEngine(ShardedEngine):
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())
         self._is_outdated = False  # the weights, behind the masters
-        self._is_frozen = frozen
+        frozen = is_frozen(config, component)
         self._is_mixed = config.engine.dtype != "float32" and not frozen
         if frozen:
             transformer.requires_grad_(False)
@@ -99,7 +84,10 @@ class MegatronEngine(ShardedEngine):
             self._ranges = flat_ranges(self._distributed, trained)
             optimizer = self._distributed.optimizer
         if self._is_mixed:
-            self._read_masters(source, seed=config.seed)
+            # again in float32: so far they are copies of the rounded weights
+            for name, flat_range in self._ranges.items():
+                shards = self._shards(name, flat_range.master.detach())
+                read_start(source, name, shards, seed=config.seed)
         super().__init__(
             config,
             mesh,
@@ -114,9 +102,6 @@ class MegatronEngine(ShardedEngine):
             },
             masters={name: flat_range.master.detach() for name, flat_range in self._ranges.items()},
             adapters=adapters,
-            frozen=frozen,
-            keep_reference=keep_reference,
-            average_decay=average_decay,
         )
 
     def load(self, source: ShardFolder) -> None:
@@ -177,21 +162,19 @@ class MegatronEngine(ShardedEngine):
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Gather the weights in use: under bfloat16 the rounded ones, whatever dtype is asked."""
-        parameters = {name: self._parameters[name].detach() for name in names}
-        split_names = [
-            name
-            for name in names
-            if self.mesh.tp > 1 and placement_of(self._parameters[name]).sharded_dim is not None
-        ]
+        weights = {name: self._parameters[name].detach() for name in names}
+        placements = {name: placement_of(self._parameters[name]) for name in names}
         gathered: dict[str, Tensor] = {}
-        if split_names:
-            # cast before the gather, which then moves fewer bytes
-            flat = [parameters[name].reshape(-1) for name in split_names]
-            gathered = dict(zip(split_names, gather_flat(flat, dtype, self._tp_group), strict=True))
+        if self.mesh.tp > 1:
+            split = [name for name in names if placements[name].sharded_dim is not None]
+            if split:
+                # cast before the gather, which then moves fewer bytes
+                flat = [weights[name].reshape(-1) for name in split]
+                gathered |= zip(split, gather_flat(flat, dtype, self._tp_group), strict=True)
         return [
-            _joined(gathered[name], placement_of(self._parameters[name]))
+            _joined(gathered[name], placements[name])
             if name in gathered
-            else parameters[name].to(dtype, copy=True)
+            else weights[name].to(dtype, copy=True)
             for name in names
         ]
 
@@ -214,7 +197,7 @@ class MegatronEngine(ShardedEngine):
         )
 
     def _masters_changed(self) -> None:
-        self._is_outdated = not self._is_frozen  # a frozen component's masters are the weights
+        self._is_outdated = not self.is_frozen  # a frozen component's masters are the weights
 
     def _offloadable(self) -> dict[str, Tensor]:
         if not self._is_mixed:
@@ -239,16 +222,6 @@ class MegatronEngine(ShardedEngine):
         self._ddp.start_param_sync()
         self._is_outdated = False
 
-    def _read_masters(self, source: SourceFolder, *, seed: int) -> None:
-        """Read the masters again in float32; so far they are copies of the rounded weights."""
-        for name, flat_range in self._ranges.items():
-            shards = self._shards(name, flat_range.master.detach())
-            if is_lora(name):
-                fill_start(name, shards, seed=seed)
-                continue
-            for shard in shards:
-                source.read_into(name, shard)
-
 
 def _joined(flat_TN: Tensor, placement: Placement) -> Tensor:
     """Join what each tp rank has to the whole tensor."""
@@ -272,16 +245,6 @@ def check_installed(config: Config) -> None:
     from megadiff.parallel.linear import check_transformer_engine
 
     check_transformer_engine(config.engine.fp8)
-
-
-def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
-    if mesh.dp_replicate > 1:
-        raise ValueError(
-            f"parallel.dp_replicate={mesh.dp_replicate}: this engine holds whole weights on every "
-            "dp rank and splits the optimizer over all of them; set parallel.dp_replicate=1, or "
-            "engine.backend=veomni"
-        )
-    check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
 
 
 def _prepare_import() -> None:
@@ -318,10 +281,7 @@ def _build_transformer(
     for name, parameter in transformer.named_parameters():
         placement = placement_of(parameter)
         shard = Shard(local=parameter.detach(), offsets=placement.offsets, shape=placement.shape)
-        if is_lora(name):
-            fill_start(name, [shard], seed=config.seed)
-        else:
-            source.read_into(name, shard)
+        read_start(source, name, [shard], seed=config.seed)
     if config.model.float32_streams:
         adapter.keep_streams_in_float32(transformer, DTYPES[config.engine.dtype])
     return transformer

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -79,6 +78,7 @@ def padded_microbatches(
     """
     for microbatch in microbatches(batch, rows.rows_R, size, device):
         yield microbatch, True
+    # one row is enough for a filler: collectives do not depend on the number of rows
     for _ in range(rows.num_microbatches - num_microbatches(len(rows.rows_R), size)):
         (filler,) = microbatches(batch, torch.zeros(1, dtype=torch.int64), 1, device)
         yield filler, False
@@ -87,127 +87,82 @@ def padded_microbatches(
 def component_rows(batch: Batch, component_of: Callable[[float], str]) -> dict[str, Tensor]:
     """Return component → its rows [R] int64, rising, on the CPU.
 
-    Components without rows are left out.
+    A row belongs by the sigma at which its velocity is taken. Components without rows are left out.
     """
+    if isinstance(batch, FlowBatch):
+        sigma_R = batch.sigma_N
+    else:
+        index_NW = batch.window_start_N.cpu()[:, None] + torch.arange(batch.num_window_steps)
+        sigma_R = batch.schedule[index_NW.flatten()]
     rows: dict[str, list[int]] = {}
-    for row, component in enumerate(_components(batch, component_of)):
-        rows.setdefault(component, []).append(row)
+    for row, sigma in enumerate(sigma_R.tolist()):
+        rows.setdefault(component_of(sigma), []).append(row)
     return {component: torch.tensor(rows_R) for component, rows_R in rows.items()}
 
 
-@singledispatch
-def _components(batch: Batch, component_of: Callable[[float], str]) -> list[str]:
-    """Name each row's component, by the sigma at which its velocity is taken."""
-    raise TypeError(f"a {type(batch).__name__} is no batch")
-
-
-@_components.register
-def _(batch: TrainBatch, component_of: Callable[[float], str]) -> list[str]:
-    by_step = [component_of(sigma) for sigma in batch.schedule[:-1].tolist()]
-    index_NW = batch.window_start_N.cpu()[:, None] + torch.arange(batch.num_window_steps)
-    return [by_step[index] for index in index_NW.flatten().tolist()]
-
-
-@_components.register
-def _(batch: FlowBatch, component_of: Callable[[float], str]) -> list[str]:
-    return [component_of(sigma) for sigma in batch.sigma_N.tolist()]
-
-
-@singledispatch
-def row_weights(batch: Batch) -> Tensor:
-    """Return the weight of each row of a batch, [R]."""
-    raise TypeError(f"a {type(batch).__name__} is no batch")
-
-
-@row_weights.register
-def _(batch: TrainBatch) -> Tensor:
-    return batch.weights_N.repeat_interleave(batch.num_window_steps)
-
-
-@row_weights.register
-def _(batch: FlowBatch) -> Tensor:
-    return batch.weights_N
-
-
-@singledispatch
 def microbatches(
     batch: Batch, rows_R: Tensor, size: int, device: torch.device
-) -> Iterator[Microbatch] | Iterator[FlowMicrobatch]:
+) -> Iterator[Microbatch | FlowMicrobatch]:
     """Yield these rows of the batch, `size` in a microbatch; the last may be smaller."""
-    raise TypeError(f"a {type(batch).__name__} is no batch")
-
-
-@microbatches.register
-def _(batch: TrainBatch, rows_R: Tensor, size: int, device: torch.device) -> Iterator[Microbatch]:
-    num_steps = batch.num_window_steps
-    for row_B in _chunks(rows_R, size):
-        # a sample's steps follow each other, so a text is seldom padded for another prompt's
-        sample_B = row_B // num_steps
-        step_B = row_B % num_steps
-        index_B = batch.window_start_N.cpu()[sample_B] + step_B
-        group_B = batch.group_index_N.cpu()[sample_B]
-        yield Microbatch(
-            sample_B=sample_B,
-            step_B=step_B,
-            latents_BLC=_on(device, batch.latents_NSLC[sample_B, step_B]),
-            prev_sample_BLC=_on(device, batch.latents_NSLC[sample_B, step_B + 1]),
-            sigma_B=_on(device, batch.schedule[index_B]),
-            sigma_next_B=_on(device, batch.schedule[index_B + 1]),
-            conditioning=_conditioning(batch, group_B, device),
-        )
-
-
-@microbatches.register
-def _(
-    batch: FlowBatch, rows_R: Tensor, size: int, device: torch.device
-) -> Iterator[FlowMicrobatch]:
-    for row_B in _chunks(rows_R, size):
-        first = int(row_B[0])
-        last = int(row_B[-1])
-        # a slice is a view; an index would copy the rows on the CPU
-        rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
-        latents_BLC = _on(device, batch.latents_NLC[rows])
-        noise_BLC = _on(device, batch.noise_NLC[rows])
-        sigma_B = _on(device, batch.sigma_N[rows])
-        yield FlowMicrobatch(
-            latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
-            target_BLC=noise_BLC - latents_BLC,
-            sigma_B=sigma_B,
-            weight_B=_on(device, batch.weights_N[rows]),
-            conditioning=_conditioning(batch, batch.group_index_N[rows], device),
-        )
-
-
-def _chunks(rows_R: Tensor, size: int) -> tuple[Tensor, ...]:
     # torch splits an empty tensor into one empty chunk
-    return rows_R.split(size) if len(rows_R) else ()
+    for row_B in rows_R.split(size) if len(rows_R) else ():
+        if isinstance(batch, FlowBatch):
+            yield _flow_microbatch(batch, row_B, device)
+        else:
+            yield _step_microbatch(batch, row_B, device)
 
 
-@singledispatch
+def _step_microbatch(batch: TrainBatch, row_B: Tensor, device: torch.device) -> Microbatch:
+    # a sample's steps follow each other, so a text is seldom padded for another prompt's
+    sample_B = row_B // batch.num_window_steps
+    step_B = row_B % batch.num_window_steps
+    index_B = batch.window_start_N.cpu()[sample_B] + step_B
+    return Microbatch(
+        sample_B=sample_B,
+        step_B=step_B,
+        latents_BLC=_on(device, batch.latents_NSLC[sample_B, step_B]),
+        prev_sample_BLC=_on(device, batch.latents_NSLC[sample_B, step_B + 1]),
+        sigma_B=_on(device, batch.schedule[index_B]),
+        sigma_next_B=_on(device, batch.schedule[index_B + 1]),
+        conditioning=_conditioning(batch, batch.group_index_N.cpu()[sample_B], device),
+    )
+
+
+def _flow_microbatch(batch: FlowBatch, row_B: Tensor, device: torch.device) -> FlowMicrobatch:
+    first = int(row_B[0])
+    last = int(row_B[-1])
+    # a slice is a view; an index would copy the rows on the CPU
+    rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
+    latents_BLC = _on(device, batch.latents_NLC[rows])
+    noise_BLC = _on(device, batch.noise_NLC[rows])
+    sigma_B = _on(device, batch.sigma_N[rows])
+    return FlowMicrobatch(
+        latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
+        target_BLC=noise_BLC - latents_BLC,
+        sigma_B=sigma_B,
+        weight_B=_on(device, batch.weights_N[rows]),
+        conditioning=_conditioning(batch, batch.group_index_N[rows], device),
+    )
+
+
 def loss_inputs(
     batch: Batch, microbatch: Microbatch | FlowMicrobatch, velocity_BLC: Tensor
 ) -> StepInputs | FlowInputs:
     """Return the record that a loss sees."""
-    raise TypeError(f"a {type(batch).__name__} is no batch")
-
-
-@loss_inputs.register
-def _(batch: FlowBatch, microbatch: FlowMicrobatch, velocity_BLC: Tensor) -> FlowInputs:
-    return FlowInputs(
-        velocity_BLC=velocity_BLC,
-        target_BLC=microbatch.target_BLC,
-        sigma_B=microbatch.sigma_B,
-        weight_B=microbatch.weight_B,
-    )
-
-
-@loss_inputs.register
-def _(batch: TrainBatch, microbatch: Microbatch, velocity_BLC: Tensor) -> StepInputs:
+    if isinstance(microbatch, FlowMicrobatch):
+        return FlowInputs(
+            velocity_BLC=velocity_BLC,
+            target_BLC=microbatch.target_BLC,
+            sigma_B=microbatch.sigma_B,
+            weight_B=microbatch.weight_B,
+        )
+    assert isinstance(batch, TrainBatch), "its microbatches are no FlowMicrobatch"
     device = velocity_BLC.device
     sample_B = microbatch.sample_B
+    step_B = microbatch.step_B
 
     def rows_of(value_NW: Tensor | None) -> Tensor | None:
-        return None if value_NW is None else _moved(device, value_NW[sample_B, microbatch.step_B])
+        return None if value_NW is None else _moved(device, value_NW[sample_B, step_B])
 
     return StepInputs(
         latents_BLC=microbatch.latents_BLC,

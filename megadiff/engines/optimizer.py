@@ -16,6 +16,7 @@ def build_adamw(optim: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim
     It is torch's on every device and for every engine: checkpoints hold its state.
     """
     parameters = list(parameters)
+    # decay pulls towards 0, but a norm's scale belongs near 1
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megadiff.config.schema import Config
 from megadiff.diffusion import sde
-from megadiff.engines.base import Loss, NonFiniteError
+from megadiff.engines.base import Buckets, Loss, NonFiniteError
 from megadiff.engines.gathering import GATHERED_AT_ONCE, runs
 from megadiff.engines.microbatch import (
     Batch,
@@ -65,15 +65,13 @@ class ShardedEngine(ComponentState):
         *,
         transformer: nn.Module,
         adapters: Adapters | None,
-        keep_reference: bool,
         **state: Any,
     ) -> None:
         """Take over a component. state: the other arguments of ComponentState.
 
         adapters: LoRA. Then optimized and masters are of its tensors alone, and all else is frozen.
-        keep_reference: hold the weights of step 0, which reference() needs where there is no LoRA.
         """
-        super().__init__(config, mesh, keep_reference=keep_reference and not adapters, **state)
+        super().__init__(config, mesh, **state)
         self.adapter = adapter
         self.transformer = transformer
         self._adapters = adapters
@@ -106,12 +104,12 @@ class ShardedEngine(ComponentState):
     def log_probs(self, batch: TrainBatch, rows: ComponentRows, into: LogProbs) -> None:
         """Fill in the log_probs of the component's rows, without gradient."""
         sampling = batch.sampling
-        size = self.config.train.microbatch_size
         with torch.no_grad(), self._in_use():
+            size = self.config.train.microbatch_size
             for microbatch, counts in padded_microbatches(batch, rows, size, self.mesh.device):
                 assert isinstance(microbatch, Microbatch)
                 velocity_BLC = self._velocity(batch, microbatch)
-                if not counts:
+                if not counts:  # a filler has joined the collectives, which was its use
                     continue
                 step = sde.SdeStep(
                     sde_type=sampling.sde_type,
@@ -135,6 +133,7 @@ class ShardedEngine(ComponentState):
             with self._in_use():
                 sums = self._backward(batch, loss, rows, self.gradient_scale / denominator)
                 grad_norm = self._clip_gradients(self.config.optim.max_grad_norm, sums)
+                # every time: a resumed optimizer does not know the warm-up
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
                 with self.gate.step():
@@ -146,21 +145,14 @@ class ShardedEngine(ComponentState):
         self._masters_changed()
         return Step(sums=sums, grad_norm=grad_norm)
 
-    def named_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Give this component's full weights in buckets, as engines.base.Engine says."""
-        return self._buckets([name for name in self._names() if not is_lora(name)], bucket_bytes)
-
-    def named_lora(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        return self._buckets([name for name in self._names() if is_lora(name)], bucket_bytes)
-
-    def _names(self) -> list[str]:
-        return [name for name, _ in self.transformer.named_parameters()]
-
-    def _buckets(
-        self, names: Iterable[str], bucket_bytes: int
-    ) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(self, bucket_bytes: int, *, lora: bool) -> Buckets:
+        """Give LoRA's full tensors, or else the weights, as engines.base.Engine says."""
         dtype = DTYPES[self.config.model.dtype]
-        num_bytes = {name: math.prod(self._full_shape(name)) * dtype.itemsize for name in names}
+        num_bytes = {
+            name: math.prod(self._full_shape(name)) * dtype.itemsize
+            for name, _ in self.transformer.named_parameters()
+            if is_lora(name) == lora
+        }
         with self._in_use():
             for bucket_names in runs(num_bytes, bucket_bytes):
                 # a new list: the bucket before must not stay alive through it
@@ -180,8 +172,7 @@ class ShardedEngine(ComponentState):
             return
         if self._reference is None:
             raise ValueError(
-                "this engine keeps no reference weights; build it with keep_reference=True "
-                "(kl_coef > 0)"
+                "this engine keeps no reference weights; build it with algorithm.kl_coef > 0"
             )
         with self._swapped(self._reference):
             yield
@@ -203,8 +194,8 @@ class ShardedEngine(ComponentState):
 
         A filler's gradient is zero, whatever its loss is, which need not be finite.
         """
-        size = self.config.train.microbatch_size
         totals: dict[str, Tensor] = {}
+        size = self.config.train.microbatch_size
         microbatches = padded_microbatches(batch, rows, size, self.mesh.device)
         for index, (microbatch, counts) in enumerate(microbatches):
             with self._microbatch(last=index == rows.num_microbatches - 1):
@@ -224,11 +215,11 @@ class ShardedEngine(ComponentState):
         # each shard counts on its first holder only
         counted = [gradient for name, gradient in gradients.items() if self._is_first_holder(name)]
         squared = torch.zeros((), device=self.mesh.device)
-        if counted:
-            squared += torch.nn.utils.get_total_norm(counted).float().square()
+        squared += torch.nn.utils.get_total_norm(counted).float().square()
         for name, value in sums.items():
             if name.startswith("loss/"):
                 squared += 0 * value.float()  # nan where one rank's loss is not finite
+        # over all ranks: each shard was counted once, and a nan reaches everybody
         dist.all_reduce(squared)
         norm = squared.sqrt()
         if not torch.isfinite(norm):

@@ -6,53 +6,42 @@ All of it can be saved and loaded under another layout. What idles can be moved 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from megadiff.config.schema import Config
-from megadiff.engines.gate import StepGate
+from megadiff.engines.gate import GateEndedError, StepGate
 from megadiff.engines.gathering import local
+from megadiff.engines.lora import is_frozen
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import AVERAGED, TRAINED, Shard, ShardFolder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class HostCopies:
-    """Hold the values of tensors whose memory on the accelerator was freed. key: any name.
+class HostCopies(dict[str, tuple[Tensor, Tensor]]):
+    """Map any name to a tensor whose memory on the accelerator was freed, and to its values.
 
     Tensors are emptied in place, so whoever refers to one sees it come back.
     """
 
-    def __init__(self) -> None:
-        self._copies: dict[str, tuple[Tensor, Tensor]] = {}  # the emptied tensor and its values
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._copies
-
-    def keys(self) -> list[str]:
-        return [*self._copies]
-
     def current(self, key: str, tensor: Tensor) -> Tensor:
         """Return where the tensor's values are now: its copy on the host, or itself."""
-        return self._copies[key][1] if key in self._copies else tensor
+        return self[key][1] if key in self else tensor
 
     def put_away(self, key: str, tensor: Tensor) -> None:
-        self._copies[key] = (tensor, tensor.to("cpu", copy=True))
+        self[key] = (tensor, tensor.to("cpu", copy=True))
         tensor.untyped_storage().resize_(0)
 
     def bring_back(self, keys: Iterable[str]) -> None:
         for key in keys:
-            tensor, copy = self._copies[key]
+            tensor, copy = self[key]
             tensor.untyped_storage().resize_(copy.untyped_storage().nbytes())
             tensor.copy_(copy)
-            del self._copies[key]  # not before: there may be no memory for it
-
-    def clear(self) -> None:
-        self._copies.clear()
+            del self[key]  # not before: there may be no memory for it
 
 
 class ComponentState(ABC):
@@ -67,18 +56,13 @@ class ComponentState(ABC):
         optimizer: torch.optim.AdamW,
         optimized: Mapping[str, Tensor],
         masters: Mapping[str, Tensor],
-        frozen: bool,
-        keep_reference: bool,
-        average_decay: float,
     ) -> None:
         """Take over a component's tensors. Names are the component's own (diffusers).
 
         optimized: name → the tensor that the optimizer holds for the parameter on this rank.
-        masters: name → this rank's shard of the float32 weights, also of never trained ones.
-        frozen: no update will come. Then masters are the weights themselves, in engine.dtype, and
-        stand for reference and average as well.
-        keep_reference: hold a copy of the masters as they are now on the CPU.
-        average_decay: of the running average of the weights, sharded as they are; 0 keeps none.
+        masters: name → this rank's shard of the float32 weights, also of never trained ones. Of a
+        frozen component they are the weights themselves, in engine.dtype, and stand for reference
+        and average as well.
         """
         self.config = config
         self.mesh = mesh
@@ -91,17 +75,18 @@ class ComponentState(ABC):
         self._can_offload = mesh.device.type != "cpu"
         self._is_offloaded = False
         self._on_host = HostCopies()  # keys are names in a checkpoint
-        self._are_masters_back = False  # alone of what was offloaded
         self._exchanged: Mapping[str, Tensor] | None = None  # what changed places with the masters
+        self.is_frozen = is_frozen(config, component)
         self._reference: dict[str, Tensor] | None = None
-        if keep_reference:
-            initial = {} if frozen else self._masters
+        # with LoRA the reference is the frozen weights
+        if config.algorithm.kl_coef > 0 and not config.lora.rank:
+            initial = {} if self.is_frozen else self._masters
             self._reference = {name: shard.to("cpu", copy=True) for name, shard in initial.items()}
-        self._average_decay = average_decay
-        self._average: dict[str, Tensor] = {}
-        if average_decay:
+        self._average: dict[str, Tensor] = {}  # sharded as the masters are
+        if config.algorithm.ema_decay:
             self._average = {
-                name: shard if frozen else shard.clone() for name, shard in self._masters.items()
+                name: shard if self.is_frozen else shard.clone()
+                for name, shard in self._masters.items()
             }
 
     @abstractmethod
@@ -115,10 +100,6 @@ class ComponentState(ABC):
     @abstractmethod
     def _masters_changed(self) -> None:
         """Note that masters were written to. Not collective: an error's way out calls it too."""
-
-    @property
-    def keeps_average(self) -> bool:
-        return bool(self._average)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -142,8 +123,14 @@ class ComponentState(ABC):
         Raises ValueError that names the torn file and tensor. Without collectives: a rank that
         finds a torn file leaves no other waiting.
         """
-        self._check_average(source)
-        self._bring_masters_back()
+        has_average = any(name.startswith(f"{AVERAGED}/") for name in source.shapes)
+        if has_average != bool(self._average):  # it would be lost, or made up
+            raise ValueError(
+                f"{source.folder} has {'' if has_average else 'no '}averaged weights, but "
+                f"algorithm.ema_decay={self.config.algorithm.ema_decay}; set it as it was, or "
+                "start a new run"
+            )
+        self._bring_back(f"{TRAINED}/")
         self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
         self._create_moments(source)
         for key, name, tensor in self._state():
@@ -151,54 +138,45 @@ class ComponentState(ABC):
                 continue  # an untrained weight is its own average, whatever the checkpoint's was
             values = self._on_host.current(key, tensor)
             # checkpoints are float32; a frozen component's weights are in engine.dtype
-            if values.dtype == torch.float32:
-                float_values = values
-            else:
-                float_values = torch.empty_like(values, dtype=torch.float32)
+            float_values = values.float()
             for shard in self._shards(name, float_values):
                 source.read_into(key, shard)
-            if float_values is not values:
-                values.copy_(float_values)
+            values.copy_(float_values)  # does nothing where they are one tensor
         self._masters_changed()
 
     def offload(self) -> None:
         """Move what only an update needs off the accelerator; does nothing on a CPU or twice."""
-        if not self._can_offload or (self._is_offloaded and not self._are_masters_back):
+        if not self._can_offload:
             return
+        idle = [item for item in self._offloadable().items() if item[0] not in self._on_host]
+        if self._is_offloaded and not idle:
+            return  # empty_cache() waits for the GPU
         self._is_offloaded = True
-        self._are_masters_back = False
         with self.gate.change(tears=False):
-            for key, tensor in self._offloadable().items():
-                if key not in self._on_host:
-                    self._on_host.put_away(key, tensor)
+            for key, tensor in idle:
+                self._on_host.put_away(key, tensor)
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Undo offload()."""
-        self._bring_back(self._on_host.keys())
+        self._bring_back()
         self._is_offloaded = False
-        self._are_masters_back = False
 
-    def _bring_masters_back(self) -> None:
-        """Bring back the master weights only; AdamW's moments stay on the host until an update."""
-        masters = [key for key in self._on_host.keys() if key.startswith(f"{TRAINED}/")]
-        self._bring_back(masters)
-        self._are_masters_back |= bool(masters)
-
-    def _bring_back(self, keys: Sequence[str]) -> None:
-        with self.gate.change(tears=False):
-            self._on_host.bring_back(keys)
+    def _bring_back(self, prefix: str = "", *, waits: bool = True) -> None:
+        """Bring back what is called so in a checkpoint."""
+        with self.gate.change(tears=False, waits=waits):
+            self._on_host.bring_back([key for key in self._on_host if key.startswith(prefix)])
 
     def _offloadable(self) -> dict[str, Tensor]:
         """Return name in a checkpoint → tensor with its own storage that only an update needs."""
-        return {
-            self._moment_key(kind, name): moment for (kind, name), moment in self._moments().items()
-        }
+        return {key: moment for key, _, moment in self._moments()}
 
     def _update_average(self) -> None:
         if self._average:
             # rises to its value as (1 + n) / (10 + n), so that the start is soon forgotten
-            decay = min(self._average_decay, (1 + self.num_updates) / (10 + self.num_updates))
+            decay = min(
+                self.config.algorithm.ema_decay, (1 + self.num_updates) / (10 + self.num_updates)
+            )
             torch._foreach_lerp_(
                 list(self._average.values()), list(self._masters.values()), 1 - decay
             )
@@ -208,18 +186,25 @@ class ComponentState(ABC):
         self._swap(others)
         try:
             yield
-        finally:
-            self._swap(others)
+        except BaseException:
+            # a rescue that has ended the gate puts the policy back itself; to wait here for a
+            # gate that opens no more would hold the error until the process is killed
+            with suppress(GateEndedError):
+                self._swap(others, waits=False)
+            raise
+        self._swap(others)
 
-    def _swap(self, others: Mapping[str, Tensor]) -> None:
-        self._bring_masters_back()
-        with self.gate.change():
+    def _swap(self, others: Mapping[str, Tensor], *, waits: bool = True) -> None:
+        # AdamW's moments stay on the host until an update
+        self._bring_back(f"{TRAINED}/", waits=waits)
+        with self.gate.change(waits=waits):
             self._exchange(others)
             self._exchanged = None if self._exchanged is others else others
         self._masters_changed()
 
     def _exchange(self, others: Mapping[str, Tensor]) -> None:
         """Exchange masters and other shards (on any device) in place, one tensor at a time."""
+        # one at a time: a second copy of all masters may not fit
         for name, other in others.items():
             key = f"{TRAINED}/{self.component}.{name}"
             master = self._on_host.current(key, self._masters[name])
@@ -233,33 +218,22 @@ class ComponentState(ABC):
             self._exchange(self._exchanged)
             self._exchanged = None
 
-    def _moments(self) -> dict[tuple[str, str], Tensor]:
-        """Return (kind, name) → AdamW's moment. An unused branch never gets one."""
-        moments: dict[tuple[str, str], Tensor] = {}
+    def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield what _state() does of AdamW's moments. An unused branch never gets one."""
         for name, tensor in self._optimized.items():
-            state = self.optimizer.state.get(tensor)
-            if state:
-                moments |= {(kind, name): local(state[kind]) for kind in MOMENTS}
-        return moments
+            if state := self.optimizer.state.get(tensor):
+                for kind in MOMENTS:
+                    yield self._moment_key(kind, name), name, local(state[kind])
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (name in a checkpoint, parameter's name, this rank's values) of all it holds."""
         for kind, tensors in ((TRAINED, self._masters), (AVERAGED, self._average)):
             for name, values in tensors.items():
                 yield f"{kind}/{self.component}.{name}", name, values
-        for (kind, name), values in self._moments().items():
-            yield self._moment_key(kind, name), name, values
+        yield from self._moments()
 
     def _moment_key(self, kind: str, name: str) -> str:
         return f"optim/{kind}/{self.component}.{name}"
-
-    def _check_average(self, source: ShardFolder) -> None:
-        has_average = any(name.startswith(f"{AVERAGED}/") for name in source.shapes)
-        if has_average != bool(self._average):  # it would be lost, or made up
-            raise ValueError(
-                f"{source.folder} has {'' if has_average else 'no '}averaged weights, but "
-                f"algorithm.ema_decay={self._average_decay}; set it as it was, or start a new run"
-            )
 
     def _create_moments(self, source: ShardFolder) -> None:
         """Create empty moments where the checkpoint has some, on the host if the rest is there."""
@@ -268,9 +242,7 @@ class ComponentState(ABC):
         for name, tensor in self._optimized.items():
             if self._moment_key(MOMENTS[0], name) in source.shapes:
                 moments = {kind: torch.zeros_like(tensor.detach()) for kind in MOMENTS}
-                step = torch.tensor(
-                    float(self.num_updates), dtype=torch.float32, device=self.mesh.device
-                )
+                step = torch.tensor(float(self.num_updates), device=self.mesh.device)
                 self.optimizer.state[tensor] = {"step": step, **moments}
                 for kind, moment in moments.items() if self._is_offloaded else ():
                     self._on_host.put_away(self._moment_key(kind, name), local(moment))

@@ -31,14 +31,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
 from megadiff.engines.gathering import gather_rows, local
-from megadiff.engines.lora import build_adapters, fill_start
+from megadiff.engines.lora import build_adapters, is_frozen, read_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import STREAMS, ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
-from megadiff.parallel.mesh import Mesh, check_heads
+from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
 from megadiff.tensors.shards import Shard
@@ -75,32 +75,22 @@ class VeOmniEngine(ShardedEngine):
     in engine.dtype.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        adapter: ModelAdapter,
-        *,
-        component: str,
-        frozen: bool = False,
-        keep_reference: bool = False,
-        average_decay: float = 0.0,
-    ) -> None:
-        """Build the sharded module and load the component of model.path, each rank its own shards.
-
-        The last three arguments are as in ComponentState.
-        """
-        check_installed(config)
-        _check(mesh, adapter)
-        transformer, adapters = _build_transformer(config, mesh, adapter, component, frozen=frozen)
+    def __init__(self, config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> None:
+        """Build the sharded module and load the component of model.path, each rank its shards."""
+        transformer, adapters = _build_transformer(config, mesh, adapter, component)
         self._parameters: dict[str, DTensor] = dict(
             transformer.named_parameters()  # type: ignore[arg-type]  # FSDP2 makes DTensors of them
         )
-        _load_source(self._parameters, adapter.model_folder / component, seed=config.seed)
-        masters = self._parameters
-        if adapters:
-            masters = {name: p for name, p in self._parameters.items() if is_lora(name)}
-        trained = {} if frozen else masters
+        low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
+        source = SourceFolder(adapter.model_folder / component)
+        source.check_names(
+            {name: tuple(p.shape) for name, p in self._parameters.items() if name not in low_rank}
+        )
+        for name, parameter in self._parameters.items():
+            shard = _shard(parameter, local(parameter))
+            read_start(source, name, [shard], seed=config.seed)
+        masters = low_rank or self._parameters
+        trained = {} if is_frozen(config, component) else masters
         self._fsdp_modules = [
             module for module in transformer.modules() if isinstance(module, FSDPModule)
         ]
@@ -117,9 +107,6 @@ class VeOmniEngine(ShardedEngine):
             optimized=trained,
             masters={name: local(parameter.detach()) for name, parameter in masters.items()},
             adapters=adapters,
-            frozen=frozen,
-            keep_reference=keep_reference,
-            average_decay=average_decay,
         )
 
     @contextmanager
@@ -204,39 +191,23 @@ def _row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
 
     None where the parameters are sharded in different ways, or one rank has all rows.
     """
-    mesh = parameters[0].device_mesh
-    placements = parameters[0].placements
+    layouts = {(parameter.device_mesh, parameter.placements) for parameter in parameters}
+    mesh, placements = layouts.pop()
     dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
-    alike = all(
-        parameter.device_mesh == mesh and parameter.placements == placements
-        for parameter in parameters
-    )
     if (
-        not alike
-        or len(dims) != 1
-        or not placements[dims[0]].is_shard(0)
-        or mesh.size(dims[0]) == 1
+        not layouts
+        and len(dims) == 1
+        and placements[dims[0]].is_shard(0)
+        and mesh.size(dims[0]) > 1
     ):
-        return None
-    return mesh.get_group(dims[0])
+        return mesh.get_group(dims[0])
+    return None
 
 
 def check_installed(config: Config) -> None:
-    """Raises ValueError, before anything is started, for another VeOmni."""
+    """Raises ValueError, before anything is started, for another VeOmni, or a GPU not meant."""
     check_version("veomni", tested=TESTED_VERSIONS)
-
-
-def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
-    if not adapter.veomni_splits_tokens:
-        # megadiff.parallel splits tokens by its collectives
-        check_version("megatron-core", tested=MEGATRON_VERSIONS)
-    if mesh.tp > 1:
-        raise ValueError(
-            f"parallel.tp={mesh.tp}: VeOmni accepts a tensor-parallel size for diffusion "
-            "transformers and ignores it; set parallel.tp=1, or engine.backend=megatron"
-        )
-    check_heads(adapter.num_heads, sp=mesh.sp, tp=mesh.tp)
-    if mesh.device.type == "cpu" and torch.cuda.is_available():
+    if config.run.device == "cpu" and torch.cuda.is_available():
         raise ValueError(
             "run.device=cpu, but VeOmni takes the GPU that it sees; "
             "set CUDA_VISIBLE_DEVICES= as well"
@@ -244,28 +215,17 @@ def _check(mesh: Mesh, adapter: ModelAdapter) -> None:
 
 
 def _build_transformer(
-    config: Config, mesh: Mesh, adapter: ModelAdapter, component: str, *, frozen: bool
+    config: Config, mesh: Mesh, adapter: ModelAdapter, component: str
 ) -> tuple[nn.Module, Adapters | None]:
     """Build the module under FSDP2 with uninitialised weights: float32 masters, engine.dtype math.
 
     The plan's blocks are the units that FSDP2 gathers. The module's forward pads and masks lengths
     that sp does not divide. A world of one takes the same path.
     """
-    _prepare_import(mesh)
+    _prepare_library(mesh)
     from veomni.arguments import MixedPrecisionConfig
-    from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
     from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
 
-    state = init_parallel_state(
-        dp_size=mesh.dp,
-        dp_replicate_size=mesh.dp_replicate,
-        dp_shard_size=mesh.dp // mesh.dp_replicate,
-        ulysses_size=mesh.sp,
-        dp_mode="fsdp2",
-        device_type=mesh.device.type,
-        name=None,
-    )
-    set_parallel_state(state)
     plan = adapter.plan
     is_veomnis = adapter.veomni_splits_tokens
     dtype = DTYPES[config.engine.dtype]
@@ -274,6 +234,7 @@ def _build_transformer(
     else:
         model = adapter.empty_transformer(component)
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
+    frozen = is_frozen(config, component)
     if adapters or frozen:
         model.requires_grad_(not frozen)
         for parameter in model.parameters():
@@ -334,6 +295,7 @@ def _veomni_module(folder: Path) -> nn.Module:
 
 def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: torch.dtype) -> None:
     """Split tokens over sp, and cast the streams, which FSDP2 would do only with the timesteps."""
+    check_version("megatron-core", tested=MEGATRON_VERSIONS)  # whose collectives split them
     from megadiff.parallel.tokens import split_tokens
 
     split_tokens(model, adapter.plan, _axes(mesh), adapter.attention)
@@ -355,24 +317,24 @@ def _axes(mesh: Mesh) -> TokenAxes:
     return ulysses_axes(mesh)
 
 
-def _prepare_import(mesh: Mesh) -> None:
+def _prepare_library(mesh: Mesh) -> None:
+    """Import VeOmni without its notes, and tell it the layout."""
     os.environ.setdefault("VEOMNI_VERBOSITY", "ERROR")  # read once, at import
     if mesh.device.type == "cpu" and not hasattr(torch.cpu, "empty_cache"):
         # VeOmni calls it on whatever device it finds
         torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # that is why
+    from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
 
-
-def _load_source(parameters: dict[str, DTensor], folder: Path, *, seed: int) -> None:
-    source = SourceFolder(folder)
-    source.check_names(
-        {name: tuple(p.shape) for name, p in parameters.items() if not is_lora(name)}
+    state = init_parallel_state(
+        dp_size=mesh.dp,
+        dp_replicate_size=mesh.dp_replicate,
+        dp_shard_size=mesh.dp // mesh.dp_replicate,
+        ulysses_size=mesh.sp,
+        dp_mode="fsdp2",
+        device_type=mesh.device.type,
+        name=None,
     )
-    for name, parameter in parameters.items():
-        shard = _shard(parameter, local(parameter))
-        if is_lora(name):
-            fill_start(name, [shard], seed=seed)
-        else:
-            source.read_into(name, shard)
+    set_parallel_state(state)
 
 
 def unsharded_bytes(*, num_elements: int, num_trained: int, itemsize: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megadiff.types import RolloutGroup, TrainBatch
 
@@ -49,34 +50,27 @@ def stack_conditioning(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     """
     stacked = {}
     for name in rows[0]:
-        tensors = [row[name] for row in rows]
-        width = max(tensor.shape[1] for tensor in tensors)
-        stacked[name] = torch.cat([_pad_tokens(tensor, width) for tensor in tensors])
+        tensors = [row[name].squeeze(0) for row in rows]
+        stacked[name] = pad_sequence(tensors, batch_first=True)
     return stacked
-
-
-def _pad_tokens(tensor: Tensor, width: int) -> Tensor:
-    # F.pad takes (before, after) pairs from the last dimension on; tokens are the second one
-    after_tokens = [0, 0] * (tensor.ndim - 2)
-    return F.pad(tensor, (*after_tokens, 0, width - tensor.shape[1]))
-
-
-def select(batch: TrainBatch, index_N: Tensor) -> TrainBatch:
-    """Return the samples of index_N, int64. Conditioning and denominator stay."""
-    rows = {
-        name: value[index_N]
-        for name, value in vars(batch).items()
-        if isinstance(value, Tensor) and name.rpartition("_")[2].startswith("N")
-    }
-    return replace(batch, **rows)  # type: ignore[arg-type]  # they are fields of tensors alone
 
 
 def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> list[TrainBatch]:
     """Return the batches of num_updates updates, each with equally many samples of every group.
 
     The split is by sample index, so that an update has the same samples under every layout.
-    group_size must be divisible by num_updates.
+    group_size must be divisible by num_updates. Conditioning and denominator stay.
     """
+    # told by their letters, so that a column that is added later is split as well
+    columns = {
+        name: value
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and name.rpartition("_")[2].startswith("N")
+    }
     # [groups, updates, samples of a group in an update]
     index_PUG = torch.arange(batch.num_samples).view(-1, num_updates, group_size // num_updates)
-    return [select(batch, index_PG.reshape(-1)) for index_PG in index_PUG.unbind(1)]
+    parts = []
+    for index_PG in index_PUG.unbind(1):
+        rows: dict[str, Any] = {name: value[index_PG.flatten()] for name, value in columns.items()}
+        parts.append(replace(batch, **rows))
+    return parts

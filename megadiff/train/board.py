@@ -12,6 +12,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -67,7 +68,7 @@ class Board:
 
     def __init__(self, folder: Path, *, rank: int, world_size: int) -> None:
         self.folder = folder
-        self.world_size = world_size
+        self._files = [folder / f"rank_{rank:05d}.json" for rank in range(world_size)]
         self.own_state = RankState(rank=rank, host=process_home(), pid=os.getpid())
 
     def lay_out(self) -> None:
@@ -75,21 +76,21 @@ class Board:
         for old in self.folder.parent.glob(f"{FOLDER}*"):
             shutil.rmtree(old, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        for name in (ALARM, *(_name(rank) for rank in range(self.world_size))):
-            _overwrite(self.folder / name, {})
+        for path in (self.folder / ALARM, *self._files):
+            _overwrite(path, {})
 
     def say(self, **changes: object) -> None:
         """Change this rank's state and show it to the others."""
         self.own_state = replace(self.own_state, **changes)  # type: ignore[arg-type]  # its fields
-        _overwrite(self.folder / _name(self.own_state.rank), asdict(self.own_state))
+        _overwrite(self._files[self.own_state.rank], asdict(self.own_state))
 
     def states(self) -> list[RankState]:
         """Read what every rank says; one that is being written counts as running."""
-        states = []
-        for rank in range(self.world_size):
-            row = _read(self.folder / _name(rank))
-            states.append(RankState(**row) if row else RankState(rank=rank, host="?"))
-        return states
+        # a host that is none counts as alive
+        return [
+            RankState(**(_read(path) or {"rank": rank, "host": "?"}))
+            for rank, path in enumerate(self._files)
+        ]
 
     def raise_alarm(self, reason: str) -> None:
         """Tell all ranks that the run ends; the first reason stays."""
@@ -98,7 +99,7 @@ class Board:
 
     def alarm(self) -> str:
         """Return why the run ends, '' as long as it goes on."""
-        return str((_read(self.folder / ALARM) or {}).get("reason", ""))
+        return str(_read(self.folder / ALARM).get("reason", ""))
 
     def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
         """Return all states once a rank (None: every one) has come to the phase, or is gone.
@@ -112,11 +113,7 @@ class Board:
             waiting = [state for state in awaited if not state.has_come(phase)]
             if not any(state.is_alive() for state in waiting) or time.monotonic() > deadline:
                 return states
-            time.sleep(POLL_S * max(1.0, self.world_size / 8))  # each rank reads all ranks' files
-
-
-def _name(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
+            time.sleep(POLL_S * max(1.0, len(states) / 8))  # each rank reads all ranks' files
 
 
 def _overwrite(path: Path, row: dict[str, object]) -> None:
@@ -128,9 +125,9 @@ def _overwrite(path: Path, row: dict[str, object]) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path) -> dict | None:
+def _read(path: Path) -> dict[str, Any]:
     try:
         row = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
-    return row if isinstance(row, dict) else None
+        row = None
+    return row if isinstance(row, dict) else {}

@@ -1,12 +1,8 @@
-"""Build the parts of a run from its config.
-
-What the user can get wrong is found before anything heavy starts.
-"""
+"""Build the parts of a run from its config, which check() has passed."""
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -18,22 +14,20 @@ from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
 from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
-from megadiff.config.validate import validate
-from megadiff.data.images import ImageSource, open_images
-from megadiff.data.prompts import load_prompts
+from megadiff.data.flow import FlowBatches
+from megadiff.data.images import ImageSource
+from megadiff.data.latents import encode_dataset
 from megadiff.data.sampler import PromptSampler
-from megadiff.diffusion.schedule import check_window
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
-from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
-from megadiff.observe.trackers import Trackers, build_trackers, check_trackers
+from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.parallel.collectives import agreed, broadcast_json, gather_json
-from megadiff.parallel.mesh import Layout, Mesh, check_heads, resolve_layout
+from megadiff.parallel.mesh import Mesh
 from megadiff.process.identity import device_name, host_name
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
@@ -43,119 +37,20 @@ from megadiff.sync.transports.choose import build_transport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.train.board import FOLDER, Board
-from megadiff.train.components import check_components
-from megadiff.train.evaluate import eval_metrics, eval_sampling, evaluate, groups_in_a_call, spread
+from megadiff.train.check import eval_prompts
+from megadiff.train.evaluate import eval_metrics, evaluate, spread
 from megadiff.train.loop import Run
-from megadiff.train.probe import own_size
 from megadiff.train.record import Recorder, used_bytes
-from megadiff.train.replicas import (
-    RunReplicas,
-    check_placement,
-    connect,
-    launch,
-    weights_folder,
-)
+from megadiff.train.replicas import RunReplicas, connect, launch, weights_folder
 from megadiff.train.rescue import Rescue
-from megadiff.train.sampling import check_call, first_frame_size, sampling_of
-from megadiff.types import Progress, Prompt, Sampling
+from megadiff.train.run import RunParts
+from megadiff.train.sampling import sft_sampling
+from megadiff.train.sft import SftRun
+from megadiff.types import DTYPES, Progress, Prompt
 
 logger = logging.getLogger(__name__)
-
-
-def check(
-    config: Config, *, world_size: int, stack: ExitStack
-) -> tuple[Layout, ModelAdapter, list[Prompt] | ImageSource, Scorer | None]:
-    """Check all that needs neither a process group nor a GPU. Raises ValueError (ConfigError).
-
-    The third value is what the run trains on: prompts, or for supervised training captioned images.
-    The scorer, None without rewards, has them constructed once for the run. `stack` closes it.
-    """
-    parallel = config.parallel
-    layout = resolve_layout(
-        dp=parallel.dp,
-        sp=parallel.sp,
-        tp=parallel.tp,
-        dp_replicate=parallel.dp_replicate,
-        world_size=world_size,
-    )
-    validate(config, dp=layout.dp)
-    check_trackers(config.track)
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
-        raise ValueError(
-            f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
-        )
-    check_placement(config, world_size=world_size)
-    sampling = sampling_of(config.rollout)
-    on_policy = build_algorithm(config.algorithm).on_policy
-    if on_policy:
-        check_window(
-            sampling.num_inference_steps,
-            window_size=sampling.sde_window_size,
-            window_range=sampling.sde_window_range,
-        )
-    model = Path(config.model.path)
-    try:
-        check_model_folder(model)
-    except ValueError as error:
-        raise ValueError(f"model.path={config.model.path}: {error}") from error
-    adapter = build_adapter(model)
-    adapter.validate(sampling)
-    if config.model.float32_streams:
-        adapter.check_float32_streams()
-    for warning in check_components(config, adapter, on_policy=on_policy):
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning("%s", warning)
-    check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
-    if adapter.num_heads % config.rollout.tp:
-        raise ValueError(
-            f"rollout.tp={config.rollout.tp} does not divide the model's {adapter.num_heads} "
-            f"attention heads; set rollout.tp to a divisor of {adapter.num_heads}"
-        )
-    prompts = read_prompts(config, config.data.prompts) if on_policy else []
-    asked = [*prompts, *eval_prompts(config)]
-    adapter.check_prompts(asked)
-    scorer = None
-    if config.reward:
-        scorer = stack.enter_context(closing(Scorer(config.reward)))
-        scorer.validate(asked)
-    _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
-    if not on_policy:
-        return layout, adapter, open_images(config.data.images, seed=config.seed), scorer
-    return layout, adapter, prompts, scorer
-
-
-def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool) -> None:
-    """Raise ValueError where a call would bring more first frames than a replica takes."""
-    batch_size = config.rollout.batch_size
-    rank_groups = config.train.prompts_per_step // dp
-    if on_policy:
-        call_groups = min(rank_groups, batch_size // config.algorithm.group_size)
-        check_call(sampling, call_groups, what="a step")
-    if on_policy and config.parity.mode != "off":
-        check_call(sampling, min(rank_groups, own_size(config)[0]), what="the parity gate")
-    plan = spread(eval_prompts(config), config.eval.num_samples) if config.eval.every else []
-    for rank in range(min(dp, len(plan))):
-        most = groups_in_a_call(plan[rank::dp], eval_sampling(config), batch_size=batch_size)
-        check_call(sampling, most, what="an evaluation")
-
-
-def read_prompts(config: Config, path: str) -> list[Prompt]:
-    """Load prompts by the config's limits and, where it asks for first frames, their size."""
-    size = first_frame_size(sampling_of(config.rollout))
-    return load_prompts(path, max_chars=config.data.max_prompt_chars, first_frame_size=size)
-
-
-def eval_prompts(config: Config) -> list[Prompt]:
-    """Return the prompts of eval.prompts, none where eval.every is 0.
-
-    Raises ValueError when eval.num_samples cannot cover their tasks.
-    """
-    if not config.eval.every:
-        return []
-    prompts = read_prompts(config, config.eval.prompts)
-    spread(prompts, config.eval.num_samples)
-    return prompts
+Evaluate = Callable[[int], dict[str, float]]  # a step → its eval/* metrics; collective
+ENCODE_BATCH_TOKENS = 16_384  # a pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
 def run_folder(config: Config) -> Path:
@@ -178,8 +73,7 @@ def build_run(
     stack: ExitStack,
 ) -> Run:
     """Build an RL run. Collective. What it starts is stopped when `stack` closes."""
-    folder = run_folder(config)
-    processes = launch(config, mesh, folder)  # they load while the engine does
+    processes = launch(config, mesh, run_folder(config))  # they load while the engine does
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
@@ -193,73 +87,129 @@ def build_run(
         shuffle=config.data.shuffle,
         source=config.data.prompts,
     )
-    checkpoints = Checkpoints(folder, config, mesh, base=base_weights(config, adapter, mesh))
-    load_data = partial(sampler.load_state, accept_changes=config.checkpoint.accept_changes)
-    progress = checkpoints.load(engine, load_data)
-    replicas = build_replicas(config, mesh, adapter, engine, processes, stack)
+    checkpoints, progress = resume(engine, sampler)
+    replicas = build_replicas(engine, processes, stack)
+    # rest_after: the next step samples from the version that was evaluated
+    evaluation = build_evaluation(engine, replicas, scorer, rest_after=False)
+    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
+    return Run(**vars(parts), replicas=replicas, scorer=scorer, prompts=sampler)
+
+
+def build_sft_run(
+    config: Config,
+    mesh: Mesh,
+    adapter: ModelAdapter,
+    source: ImageSource,
+    scorer: Scorer | None,
+    stack: ExitStack,
+) -> SftRun:
+    """Build a supervised run. Collective. What it starts is stopped when `stack` closes."""
+    # Replicas start while data are encoded and the engine loads.
+    processes = launch(config, mesh, run_folder(config)) if config.eval.every else []
+    stack.callback(stop_all, processes)
+    sampling = sft_sampling(config.rollout)
+    num_tokens, _ = adapter.latents_shape(sampling)
+    dataset = encode_dataset(
+        source,
+        adapter,
+        folder=Path(config.run.dir) / "cache",  # of all runs: images are encoded once
+        height=sampling.height,
+        width=sampling.width,
+        max_chars=config.data.max_prompt_chars,
+        dtype=DTYPES[config.model.dtype],
+        device=mesh.device,
+        mesh=mesh,
+        batch=max(1, ENCODE_BATCH_TOKENS // num_tokens),
+    )
+    # after that: VAE and text encoder need the memory that the engine takes
+    engine = build_engine(config, mesh, adapter)
+    batches = FlowBatches(
+        dataset,
+        images_per_step=config.train.prompts_per_step,
+        draws_per_image=config.algorithm.group_size,
+        caption_drop=config.algorithm.caption_drop,
+        sampling=sampling,
+        shift=partial(adapter.shift, sampling=sampling),
+        dp=mesh.dp,
+        dp_rank=mesh.dp_rank,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        source=config.data.images,
+    )
+    stack.callback(batches.close)
+    checkpoints, progress = resume(engine, batches)
     evaluation = None
     if config.eval.every:
-        # The next step samples from the version that was evaluated.
-        evaluation = build_evaluation(
-            config, mesh, adapter, engine, replicas, scorer, rest_after=False
-        )
-    recorder = build_recorder(config, mesh, evaluation, progress.step, stack)
-    return Run(
-        config=config,
-        mesh=mesh,
-        adapter=adapter,
-        algorithm=build_algorithm(config.algorithm),
+        replicas = build_replicas(engine, processes, stack)
+        assert scorer, "validate() refuses an evaluation without a reward"
+        evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
+        replicas.rest()
+    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
+    return SftRun(**vars(parts), batches=batches)
+
+
+def resume(engine: Engine, data: PromptSampler | FlowBatches) -> tuple[Checkpoints, Progress]:
+    """Continue engine and data from the newest checkpoint, where there is one. Collective."""
+    config = engine.config
+    base = base_weights(config, engine.adapter, engine.mesh)
+    checkpoints = Checkpoints(run_folder(config), config, engine.mesh, base=base)
+    load_data = partial(data.load_state, accept_changes=config.checkpoint.accept_changes)
+    return checkpoints, checkpoints.load(engine, load_data)
+
+
+def build_parts(
+    engine: Engine,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    evaluation: Evaluate | None,
+    stack: ExitStack,
+) -> RunParts:
+    """Build what records and rescues the run from where `progress` is. Collective."""
+    recorder = _build_recorder(engine, evaluation, progress.step, stack)
+    return RunParts(
         engine=engine,
-        replicas=replicas,
-        scorer=scorer,
-        prompts=sampler,
+        algorithm=build_algorithm(engine.config.algorithm),
         checkpoints=checkpoints,
         recorder=recorder,
-        rescue=build_rescue(folder, mesh, engine, checkpoints, recorder, progress),
+        rescue=_build_rescue(engine, checkpoints, recorder, progress),
         progress=progress,
     )
 
 
 def build_replicas(
-    config: Config,
-    mesh: Mesh,
-    adapter: ModelAdapter,
-    engine: Engine,
-    processes: Sequence[ReplicaProcess],
-    stack: ExitStack,
+    engine: Engine, processes: Sequence[ReplicaProcess], stack: ExitStack
 ) -> RunReplicas:
     """Wait for the run's replicas and make the sync to them. Collective.
 
     Raises AgreedError for replicas that end, differ from the run, or that no transport can serve.
     """
-    fleet = stack.enter_context(connect(config, mesh, run_folder(config), processes))
-    sync = stack.enter_context(closing(build_sync(config, mesh, adapter, engine, fleet)))
-    return RunReplicas(fleet, sync, config, mesh)
+    config = engine.config
+    fleet = stack.enter_context(connect(config, engine.mesh, run_folder(config), processes))
+    sync = stack.enter_context(closing(build_sync(engine, fleet)))
+    return RunReplicas(fleet, sync, config, engine.mesh)
 
 
-def build_rescue(
-    folder: Path,
-    mesh: Mesh,
-    engine: Engine,
-    checkpoints: Checkpoints,
-    recorder: Recorder,
-    progress: Progress,
+def _build_rescue(
+    engine: Engine, checkpoints: Checkpoints, recorder: Recorder, progress: Progress
 ) -> Rescue:
     """Lay out what the ranks tell each other by. Collective; it does not listen yet."""
+    mesh = engine.mesh
     attempt = broadcast_json(secrets.token_hex(4), source=0, group=mesh.cpu_group)
-    board = Board(folder / f"{FOLDER}{attempt}", rank=mesh.rank, world_size=mesh.world_size)
+    folder = run_folder(engine.config) / f"{FOLDER}{attempt}"
+    # each attempt has a folder of its own: ranks left over from another write elsewhere
+    board = Board(folder, rank=mesh.rank, world_size=mesh.world_size)
     agreed(board.lay_out, mesh.cpu_group, here=mesh.rank == 0)
-    recorded = recorder.recorded_step if mesh.rank == 0 else None
-    return Rescue(engine, checkpoints, board, progress, recorded=recorded)
+    return Rescue(engine, checkpoints, board, progress, recorded=lambda: recorder.recorded_step)
 
 
-def build_sync(
-    config: Config, mesh: Mesh, adapter: ModelAdapter, engine: Engine, fleet: Fleet
-) -> WeightSync:
+def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
     """Return the weight sync from this engine to all replicas. Collective.
 
     Raises AgreedError for devices that the transport cannot serve.
     """
+    config = engine.config
+    mesh = engine.mesh
+    adapter = engine.adapter
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
     targets = fleet.weight_targets()
     first_workers = agreed(
@@ -267,6 +217,7 @@ def build_sync(
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
+    # every rank needs to know which GPU each worker is on: a transport may send from any rank
     workers = broadcast_json(first_workers, source=0, group=mesh.cpu_group)
     ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
     transport = agreed(
@@ -294,22 +245,16 @@ def build_sync(
     )
 
 
-def build_recorder(
-    config: Config,
-    mesh: Mesh,
-    evaluation: Callable[[int], dict[str, float]] | None,
-    step: int,
-    stack: ExitStack,
+def _build_recorder(
+    engine: Engine, evaluation: Evaluate | None, step: int, stack: ExitStack
 ) -> Recorder:
     """Return what records the run from step `step` on. Collective.
 
     Rank 0 writes the run's folder, the others nowhere. All watch their GPU's memory.
     """
-    recording = agreed(
-        lambda: _recording(config, run_folder(config), step, stack),
-        mesh.cpu_group,
-        here=mesh.rank == 0,
-    )
+    config = engine.config
+    mesh = engine.mesh
+    recording = agreed(lambda: _recording(config, step, stack), mesh.cpu_group, here=mesh.rank == 0)
     trackers, bar = recording if recording else (Trackers(()), None)
     timers = Timers()
     memory = None
@@ -318,9 +263,8 @@ def build_recorder(
     return Recorder(trackers, bar, config, mesh, evaluation, timers=timers, memory=memory)
 
 
-def _recording(
-    config: Config, folder: Path, step: int, stack: ExitStack
-) -> tuple[Trackers, ProgressBar]:
+def _recording(config: Config, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:
+    folder = run_folder(config)
     save_config(config, folder / "config.yaml")
     trackers = build_trackers(config.track, folder, to_dict(config), resume_step=step)
     bar = ProgressBar(config.train.num_steps, start_step=step)
@@ -328,41 +272,38 @@ def _recording(
 
 
 def build_evaluation(
-    config: Config,
-    mesh: Mesh,
-    adapter: ModelAdapter,
-    engine: Engine,
-    replicas: RunReplicas,
-    scorer: Scorer,
-    *,
-    rest_after: bool,
-) -> Callable[[int], dict[str, float]]:
-    """Return what evaluates the weights after a step: step → eval/* metrics. It is collective.
+    engine: Engine, replicas: RunReplicas, scorer: Scorer, *, rest_after: bool
+) -> Evaluate | None:
+    """Return what evaluates the weights after a step, None where eval.every is 0.
 
     Where there is a running average of the weights, that is evaluated. The record is in the run's
     evaluations/. rest_after: whether the trainer needs the GPUs as soon as that is written.
     """
+    config = engine.config
+    mesh = engine.mesh
+    if not config.eval.every:
+        return None
     plan = spread(eval_prompts(config), config.eval.num_samples)
     folder = run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
+        # only while it is sent: the policy is back in the engine when samples are drawn
         with engine.averaged():
             replicas.wake(step)
         outcome = evaluate(
             replicas.fleet,
             scorer,
             plan,
-            sampling=eval_sampling(config),
-            seed=config.seed,
-            batch_size=config.rollout.batch_size,
+            config,
             policy_version=step,
             mesh=mesh,
             model=str(folder),
         )
         target = evaluation_folder(folder, step)
+        frames_per_s = engine.adapter.frames_per_s
         agreed(
             lambda: write_evaluation(
-                target, outcome.evaluation, outcome.images, frames_per_s=adapter.frames_per_s
+                target, outcome.evaluation, outcome.images, frames_per_s=frames_per_s
             ),
             mesh.cpu_group,
             here=mesh.rank == 0,

@@ -20,15 +20,6 @@ def component_steps(adapter: ModelAdapter, sampling: Sampling) -> dict[str, list
     return steps
 
 
-def window_pairs(adapter: ModelAdapter, sampling: Sampling) -> dict[str, int]:
-    """Count each component's (window start, step of the window) pairs over all possible starts."""
-    low, high = sampling.sde_window_range
-    size = sampling.sde_window_size
-    covered = [start + offset for start in range(low, high - size + 1) for offset in range(size)]
-    steps = component_steps(adapter, sampling)
-    return {name: sum(map(covered.count, steps[name])) for name in steps}
-
-
 def trained_components(config: Config, adapter: ModelAdapter) -> list[str]:
     """Return train.components in the model's order, all where it is empty."""
     chosen = config.train.components or adapter.components
@@ -57,6 +48,7 @@ def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
                 f"rollout.sde_window_size={sampling.sde_window_size}; "
                 f"{_proposal(adapter, sampling, component)}, or component_windows=any"
             )
+        # sigmas fall, so a component's steps follow each other
         samplings.append(replace(sampling, sde_window_range=(within[0], within[-1] + 1)))
     return samplings
 
@@ -83,44 +75,50 @@ def check_components(config: Config, adapter: ModelAdapter, *, on_policy: bool) 
             f"optim.component_lr={negative} is not positive; "
             "to leave a component out set train.components"
         )
+    # supervised sigmas are drawn from the whole schedule, which reaches every component
     return _unreached(config, adapter) if on_policy else []
 
 
 def describe_components(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:
     """Return component → its steps and pairs and whether it is trained, as JSON."""
-    steps = component_steps(adapter, sampling_of(config.rollout))
     trained = trained_components(config, adapter)
-    pairs = _pairs(config, adapter)
+    pairs = window_pairs(config, adapter)
     return {
-        name: {"steps": steps[name], "pairs": pairs[name], "trained": name in trained}
-        for name in steps
+        name: {"steps": steps, "pairs": pairs[name], "trained": name in trained}
+        for name, steps in component_steps(adapter, sampling_of(config.rollout)).items()
     }
 
 
-def _pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
-    """Count each component's pairs over the samplings that steps take in turn."""
-    totals = dict.fromkeys(adapter.components, 0)
+def window_pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
+    """Count each component's (window start, step of the window) pairs over all possible starts.
+
+    Those are the starts of all samplings that steps take in turn.
+    """
+    covered: list[int] = []
     for sampling in step_samplings(config, adapter):
-        for name, num_pairs in window_pairs(adapter, sampling).items():
-            totals[name] += num_pairs
-    return totals
+        low, high = sampling.sde_window_range
+        size = sampling.sde_window_size
+        # a window begins anywhere in the range with equal chance, so inner steps count more
+        for start in range(low, high - size + 1):
+            covered += range(start, start + size)
+    steps = component_steps(adapter, sampling_of(config.rollout))
+    return {name: sum(map(covered.count, steps[name])) for name in steps}
 
 
 def _unreached(config: Config, adapter: ModelAdapter) -> list[str]:
     sampling = sampling_of(config.rollout)
     trained = trained_components(config, adapter)
-    pairs = _pairs(config, adapter)
+    pairs = window_pairs(config, adapter)
     steps = component_steps(adapter, sampling)
-    low, high = sampling.sde_window_range
+    window_range = "rollout.sde_window_range=[{},{}]".format(*sampling.sde_window_range)
     reached = [component for component in trained if pairs[component]]
     if sampling.sde_window_size and not reached:
         raise ValueError(
-            f"rollout.sde_window_range=[{low},{high}] reaches none of "
-            f"train.components={trained}; "
+            f"{window_range} reaches none of train.components={trained}; "
             f"{_proposal(adapter, sampling, trained[0])}"
         )
     return [
-        f"ONLY {', '.join(reached)} LEARNS: no window of rollout.sde_window_range=[{low},{high}] "
+        f"ONLY {', '.join(reached)} LEARNS: no window of {window_range} "
         f"reaches {component}, which has steps {_span(steps[component])} of "
         f"rollout.num_inference_steps={sampling.num_inference_steps}; "
         f"{_proposal(adapter, sampling, component)} to train both, or "
@@ -138,6 +136,7 @@ def _proposal(adapter: ModelAdapter, sampling: Sampling, component: str) -> str:
     size = max(sampling.sde_window_size, 1)
     if not steps or steps[0] >= last:
         return f"raise rollout.num_inference_steps, with which {component} gets a stochastic step,"
+    # a window over the border has steps of both components
     border = steps[0] if steps[0] > low else steps[-1] + 1
     return f"set rollout.sde_window_range=[{max(0, border - size)},{min(last, border + size)}]"
 

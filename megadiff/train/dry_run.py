@@ -35,6 +35,7 @@ def describe(
     rows_per_sample = sampling.sde_window_size if on_policy else 1
     update_rows = samples // layout.dp // train.updates_per_step * rows_per_sample
     return {
+        # float32 has six digits
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
         "sde_window_size": sampling.sde_window_size,
         "sde_window_range": list(sampling.sde_window_range),
@@ -56,6 +57,7 @@ def to_text(plan: dict[str, Any], *, as_json: bool) -> str:
     """Return one JSON object, or text with the stochastic window marked in the schedule."""
     if as_json:
         return json.dumps(plan) + "\n"
+    # the schedule as a table, since a window's place in it is what a user gets wrong
     low, high = plan["sde_window_range"]
     lines = ["step  sigma     sigma_next  (* = may be stochastic)"]
     sigmas: list[float] = plan["sigmas"]

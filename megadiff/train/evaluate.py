@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import chain, cycle, groupby, islice, zip_longest
 from statistics import fmean
 
 import numpy as np
@@ -18,11 +18,12 @@ from megadiff.config.schema import Config
 from megadiff.observe import diversity
 from megadiff.observe.evaluation import EvaluatedSample, Evaluation, Identity, image_name
 from megadiff.observe.samples import picture_suffix
+from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.train.sampling import for_replica, sampling_of
+from megadiff.train.sampling import fetch_and_score, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
@@ -63,26 +64,20 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
             f"{num_samples} samples < {len(by_task)} tasks of the prompts ({', '.join(by_task)}); "
             f"every task needs one: set --num-samples or eval.num_samples to {len(by_task)} or more"
         )
-    plan: Plan = []
-    for task_prompts, count in zip(by_task.values(), _split(num_samples, len(by_task))):
-        for prompt, prompt_count in zip(task_prompts, _split(count, len(task_prompts))):
-            if prompt_count:
-                plan.append((prompt, range(prompt_count)))
-    return plan
+    # dealt like cards: to the tasks in turn, and within a task to its prompts in turn
+    turns = {task: cycle(task_prompts) for task, task_prompts in by_task.items()}
+    counts = Counter(next(turns[task]).id for task in islice(cycle(by_task), num_samples))
+    return [
+        (prompt, range(counts[prompt.id]))
+        for prompt in chain.from_iterable(by_task.values())
+        if counts[prompt.id]
+    ]
 
 
-def _split(total: int, parts: int) -> list[int]:
-    """Split a number into equal parts; the first ones take the remainder."""
-    quotient, remainder = divmod(total, parts)
-    return [quotient + (index < remainder) for index in range(parts)]
-
-
-def groups_in_a_call(plan: Plan, sampling: Sampling, *, batch_size: int) -> int:
+def groups_in_a_call(plan: Plan, config: Config) -> int:
     """Return the most groups that an evaluation can ask for in one call."""
-    template = RolloutRequest(
-        prompt=plan[0][0], sampling=sampling, sample_indices=(), seed=0, step=EVAL_STEP
-    )
-    chunks = _chunks(_requests(plan, batch_size=batch_size, template=template))
+    batch_size = config.rollout.batch_size
+    chunks = _chunks(_requests(plan, config))
     return max(min(len(chunk), batch_size // len(chunk[0].sample_indices)) for chunk in chunks)
 
 
@@ -97,15 +92,13 @@ def pictured(plan: Plan, count: int = NUM_IMAGES) -> set[Identity]:
 
     Tasks take turns; within a task, first samples of different prompts come first.
     """
-    by_task: dict[str, list[tuple[int, int, Identity]]] = {}
-    for position, (prompt, indices) in enumerate(plan):
-        ranked = by_task.setdefault(task_of(prompt), [])
-        ranked += [(index, position, (prompt.id, index)) for index in indices[:count]]
-    turns = []
-    for task_number, ranked in enumerate(by_task.values()):
-        for turn, (_, _, identity) in enumerate(sorted(ranked)[:count]):
-            turns.append((turn, task_number, identity))
-    return {identity for _, _, identity in sorted(turns)[:count]}
+    by_task: dict[str, list[Identity]] = {}
+    for index in range(count):
+        for prompt, indices in plan:
+            if index in indices:
+                by_task.setdefault(task_of(prompt), []).append((prompt.id, index))
+    turns = chain.from_iterable(zip_longest(*by_task.values()))
+    return set(islice(filter(None, turns), count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +113,8 @@ def evaluate(
     fleet: Fleet,
     scorer: Scorer,
     plan: Plan,
+    config: Config,
     *,
-    sampling: Sampling,
-    seed: int,
-    batch_size: int,
     policy_version: int | None,
     mesh: Mesh,
     model: str,
@@ -132,22 +123,11 @@ def evaluate(
     """Sample and score the plan; all ranks return the same outcome. Collective.
 
     Data-parallel ranks divide the prompts.
-    sampling: see eval_sampling. batch_size: most samples of one prompt in a request.
-    model: its name in the record. on_samples: called with the number of samples that arrived.
+    config: says how samples are drawn. model: its name in the record. on_samples: called with the
+    number of samples that arrived.
     Raises AgreedError when a replica or reward fails.
     """
-    requests = _requests(
-        plan[mesh.dp_rank :: mesh.dp],
-        batch_size=batch_size,
-        template=RolloutRequest(
-            prompt=plan[0][0],
-            sampling=sampling,
-            sample_indices=(),
-            seed=seed,
-            step=EVAL_STEP,
-            policy_version=policy_version,
-        ),
-    )
+    requests = _requests(plan[mesh.dp_rank :: mesh.dp], config, policy_version=policy_version)
     wanted = pictured(plan)
     scored = agreed(
         lambda: _sample_and_score(fleet, scorer, requests, wanted, on_samples=on_samples),
@@ -155,11 +135,14 @@ def evaluate(
         here=mesh.is_model_group_source,
     )
     scored = _gather(scored, mesh=mesh)
-    order = {identity: position for position, identity in enumerate(_identities(plan))}
+    identities = [(prompt.id, index) for prompt, indices in plan for index in indices]
+    # in the plan's order, whatever rank drew a sample
+    order = {identity: position for position, identity in enumerate(identities)}
+    sampling = eval_sampling(config)
     evaluation = Evaluation(
         model=model,
         step=policy_version or 0,
-        seed=seed,
+        seed=config.seed,
         num_inference_steps=sampling.num_inference_steps,
         true_cfg_scale=sampling.true_cfg_scale,
         guidance_scale=sampling.guidance_scale,
@@ -193,17 +176,25 @@ class _Scored:
     images: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _identities(plan: Plan) -> Iterator[Identity]:
-    return ((prompt.id, index) for prompt, indices in plan for index in indices)
-
-
-def _requests(plan: Plan, *, batch_size: int, template: RolloutRequest) -> list[RolloutRequest]:
+def _requests(
+    plan: Plan, config: Config, *, policy_version: int | None = None
+) -> list[RolloutRequest]:
     """Return requests of at most batch_size samples, longest first: groups of one size together."""
+    sampling = eval_sampling(config)
+    size = config.rollout.batch_size
     requests = [
-        replace(template, prompt=prompt, sample_indices=tuple(indices[first : first + batch_size]))
+        RolloutRequest(
+            prompt=prompt,
+            sampling=sampling,
+            sample_indices=tuple(indices[first : first + size]),
+            seed=config.seed,
+            step=EVAL_STEP,
+            policy_version=policy_version,
+        )
         for prompt, indices in plan
-        for first in range(0, len(indices), batch_size)
+        for first in range(0, len(indices), size)
     ]
+    # a sort is stable, so samples of one prompt stay in order
     return sorted(requests, key=lambda request: -len(request.sample_indices))
 
 
@@ -218,19 +209,19 @@ def _sample_and_score(
     scored = _Scored()
     pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
     missing = Counter(request.prompt.id for request in requests)
-    scorer.reset()  # drops what a failed step left behind
     for chunk in _chunks(requests):
-        groups = []
-        for index, group in fleet.generate([for_replica(request) for request in chunk]):
-            groups.append(replace(group, prompt=chunk[index].prompt))
-            scorer.submit(groups[-1])
-            on_samples(len(group.sample_indices))
-        for group, rewards_G in zip(groups, _by_sample(scorer.collect()), strict=True):
+        groups, rewards = fetch_and_score(
+            fleet, scorer, chunk, timers=Timers(), on_samples=on_samples
+        )
+        for index, group in enumerate(groups):
+            prompt_id = group.prompt.id
+            rewards_G = {name: value[index] for name, value in rewards.items() if name != TOTAL}
             _add(scored, group, rewards_G, wanted)
-            pending.setdefault(group.prompt.id, []).append(group)
-            missing[group.prompt.id] -= 1
-            if not missing[group.prompt.id]:
-                scored.figures[group.prompt.id] = _figures(pending.pop(group.prompt.id))
+            pending.setdefault(prompt_id, []).append(group)
+            missing[prompt_id] -= 1
+            # as soon as it can be, since groups hold pixels
+            if not missing[prompt_id]:
+                scored.figures[prompt_id] = _figures(pending.pop(prompt_id))
     return scored
 
 
@@ -244,35 +235,28 @@ def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]
         yield from (run[first : first + count] for first in range(0, len(run), count))
 
 
-def _by_sample(scores: dict[str, Tensor]) -> list[list[dict[str, float]]]:
-    """Turn reward → [P, G] into P lists of G samples' rewards, without the total."""
-    names = [name for name in scores if name != TOTAL]
-    scores_PGR = torch.stack([scores[name] for name in names], dim=-1).tolist()
-    return [[dict(zip(names, values, strict=True)) for values in group] for group in scores_PGR]
-
-
 def _add(
-    scored: _Scored, group: RolloutGroup, rewards_G: list[dict[str, float]], wanted: set[Identity]
+    scored: _Scored, group: RolloutGroup, rewards_G: Mapping[str, Tensor], wanted: set[Identity]
 ) -> None:
     prompt = group.prompt
-    rows = zip(group.sample_indices, group.pixels_GFHWC, rewards_G, strict=True)
-    for sample_index, pixels_FHWC, rewards in rows:
-        is_wanted = (prompt.id, sample_index) in wanted
-        suffix = picture_suffix(pixels_FHWC)
-        file = image_name(prompt.id, sample_index, suffix=suffix) if is_wanted else None
+    for row, (index, pixels_FHWC) in enumerate(
+        zip(group.sample_indices, group.pixels_GFHWC, strict=True)
+    ):
+        file = None
+        if (prompt.id, index) in wanted:
+            file = image_name(prompt.id, index, suffix=picture_suffix(pixels_FHWC))
+            # Not a view, which would keep the pixels of its whole group
+            scored.images[file] = pixels_FHWC.clone()
         scored.samples.append(
             EvaluatedSample(
                 prompt_id=prompt.id,
-                sample_index=sample_index,
+                sample_index=index,
                 caption=prompt.text,
                 task=task_of(prompt),
-                rewards=rewards,
+                rewards={name: value_G[row].item() for name, value_G in rewards_G.items()},
                 file=file,
             )
         )
-        if file:
-            # Not a view, which would keep the pixels of its whole group
-            scored.images[file] = pixels_FHWC.clone()
 
 
 def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
@@ -291,6 +275,7 @@ def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
         "latent_spread": diversity.latent_spread(clean_latents),
         "saturation": diversity.saturation(small),
     }
+    # JSON has no nan
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 

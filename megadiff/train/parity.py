@@ -6,6 +6,7 @@ compares every group of both.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -19,14 +20,13 @@ from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together
-from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.batch import to_train_batch
 from megadiff.train.components import component_steps
 from megadiff.train.probe import Call
 from megadiff.train.replicas import RunReplicas
-from megadiff.train.sampling import for_replica, sampling_of, share
-from megadiff.types import LOG_PROB_ROUNDING, RolloutGroup, RolloutRequest, Sampling, TrainBatch
+from megadiff.train.sampling import broadcast_groups, for_replica, group_requests, sampling_of
+from megadiff.types import LOG_PROB_ROUNDING, PromptBatch, RolloutGroup, Sampling, TrainBatch
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
@@ -42,14 +42,7 @@ class ParityError(RuntimeError):
 
 
 def check(
-    engine: Engine,
-    adapter: ModelAdapter,
-    replicas: RunReplicas,
-    calls: Sequence[Call],
-    *,
-    config: Config,
-    mesh: Mesh,
-    step: int,
+    engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step: int
 ) -> dict[str, float]:
     """Recompute the calls of every replica and component, group by group. Collective.
 
@@ -63,29 +56,29 @@ def check(
     """
     if not calls:
         return {}
+    config = engine.config
+    mesh = engine.mesh
     fleet = replicas.fleet
-    samplings = component_samplings(adapter, sampling_of(config.rollout))
+    num_replicas = len(fleet.replicas)
+    samplings = component_samplings(engine.adapter, sampling_of(config.rollout))
     gaps: dict[str, float] = {}
     problem = ""
-    for turn in range(math.ceil(len(fleet.replicas) / mesh.dp)):
-        replica = (mesh.dp_rank + turn * mesh.dp) % len(fleet.replicas)
-        for component, sampling in samplings.items():
-            for call in calls:
-                groups = _sample(
-                    fleet, replica, call, sampling, config=config, mesh=mesh, step=step
-                )
-                replicas.trim()
-                rows = _gaps(engine, adapter, groups, call, seed=config.seed, step=step)
-                for index, row in enumerate(rows):
-                    if not problem and (text := verdict(row, config)):
-                        problem = f"{text} in {_whose(groups[index], index, len(groups))}"
-                    if len(samplings) > 1 and LOG_PROB_GAP in row:
-                        row[f"{LOG_PROB_GAP}/{component}"] = row[LOG_PROB_GAP]
-                    gaps |= {key: max(gap, gaps.get(key, 0.0)) for key, gap in row.items()}
+    turns = range(mesh.dp_rank, mesh.dp_rank + num_replicas, mesh.dp)
+    for turn, (component, sampling), call in itertools.product(turns, samplings.items(), calls):
+        # every rank makes equally many calls: some replicas may answer twice
+        groups = _sample(fleet, turn % num_replicas, call, sampling, engine=engine, step=step)
+        replicas.trim()  # the trainer's forwards need what sampling took
+        for index, row in enumerate(_gaps(engine, groups, call, step=step)):
+            if not problem and (text := verdict(row, config)):
+                problem = f"{text} in {_whose(groups[index], index, len(groups))}"
+            if len(samplings) > 1 and LOG_PROB_GAP in row:
+                row[f"{LOG_PROB_GAP}/{component}"] = row[LOG_PROB_GAP]
+            gaps |= {key: max(gap, gaps.get(key, 0.0)) for key, gap in row.items()}
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     summary = "  ".join(f"{key} {gap:.2e}" for key, gap in gaps.items())
     num_groups = sum(len(call.prompts) for call in calls)
-    logger.info("parity with %d replicas, %d groups: %s", len(fleet.replicas), num_groups, summary)
+    logger.info("parity with %d replicas, %d groups: %s", num_replicas, num_groups, summary)
+    # not where the gap was found: the other ranks would wait in the next replica's call
     if problem and config.parity.mode == "warn":
         logger.warning("parity.mode=warn, training goes on: %s", problem)
     elif config.parity.mode != "warn":
@@ -154,7 +147,7 @@ def verdict(gaps: dict[str, float], config: Config) -> str:
     different = "rollout and trainer do not compute the same policy"
     rounding, coarsest = _rounding(config)
     beyond_rounding = (max(rounding, half), f"more than {coarsest} rounds: {different}")
-    usual = beyond_rounding
+    usual = beyond_rounding  # the trainer's own log_probs may be taken instead
     if config.algorithm.old_log_prob == "rollout":
         usual = (half, f"half of algorithm.clip_range: {different}")
     limits = {
@@ -198,43 +191,26 @@ def _whose(group: RolloutGroup, index: int, count: int) -> str:
 
 
 def _sample(
-    fleet: Fleet,
-    replica: int,
-    call: Call,
-    sampling: Sampling,
-    *,
-    config: Config,
-    mesh: Mesh,
-    step: int,
+    fleet: Fleet, replica: int, call: Call, sampling: Sampling, *, engine: Engine, step: int
 ) -> list[RolloutGroup]:
     """Draw the groups in one call of the replica; on every rank of the model group."""
-    requests = [
-        RolloutRequest(
-            prompt=prompt,
-            sampling=sampling,
-            sample_indices=tuple(range(call.num_samples)),
-            seed=config.seed,
-            step=step,
-            policy_version=step,
-        )
-        for prompt in call.prompts
-    ]
+    requests = group_requests(
+        PromptBatch(prompts=tuple(call.prompts), repeats=(0,) * len(call.prompts)),
+        sampling,
+        group_size=call.num_samples,
+        seed=engine.config.seed,
+        step=step,
+    )
     groups = agreed(
         lambda: fleet.generate_on(replica, list(map(for_replica, requests))),
-        mesh.cpu_group,
-        here=mesh.is_model_group_source,
+        engine.mesh.cpu_group,
+        here=engine.mesh.is_model_group_source,
     )
-    return share(groups or [], len(requests), mesh=mesh)
+    return broadcast_groups(groups or [], len(requests), mesh=engine.mesh)
 
 
 def _gaps(
-    engine: Engine,
-    adapter: ModelAdapter,
-    groups: Sequence[RolloutGroup],
-    call: Call,
-    *,
-    seed: int,
-    step: int,
+    engine: Engine, groups: Sequence[RolloutGroup], call: Call, *, step: int
 ) -> list[dict[str, float]]:
     """Compare each group with what the trainer computes. Returns a dict of gaps for each.
 
@@ -249,10 +225,12 @@ def _gaps(
     ):
         batch = _batch([group])
         alone_GW = _log_prob_gaps(engine, batch)
-        replayed_NSLC = _replay(engine, batch, group, seed=seed, step=step)
+        replayed_NSLC = _replay(engine, batch, group, step=step)
         rows.append(
             {
-                "parity/schedule_gap_max": _gap(adapter.schedule(group.sampling), group.schedule),
+                "parity/schedule_gap_max": _gap(
+                    engine.adapter.schedule(group.sampling), group.schedule
+                ),
                 "parity/embedding_gap_max": _conditioning_gap(conditioning, group),
                 "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
                 log_prob_key: max(_largest(alone_GW), _largest(mixed_GW)),
@@ -272,37 +250,32 @@ def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:
     return engine.log_probs(batch).log_probs_NW.double().cpu() - batch.old_log_probs_NW
 
 
-def _replay(
-    engine: Engine, batch: TrainBatch, group: RolloutGroup, *, seed: int, step: int
-) -> Tensor:
+def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int) -> Tensor:
     """Recompute the window's latents from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
-    group_key = noise.group_key(seed=seed, step=step, prompt_id=group.prompt.id)
-    keys = noise.sample_keys(group_key, group.sample_indices)
-    latents_NLC = noise.initial_latents_rows(shape, keys)
-    # The device and dtype of what it is compared with.
-    latents_NLC = latents_NLC.to(batch.latents_NSLC)
-    states = []
     sampling = batch.sampling
-    for index in range(start + batch.num_window_steps):
-        if index < start:  # before the window steps are deterministic
-            latents_NLC = _step_mean(engine, batch, latents_NLC, index, "ode")
-            continue
-        states.append(latents_NLC)
-        mean_NLC = _step_mean(engine, batch, latents_NLC, index, sampling.sde_type)
-        std = sde.injected_std(
-            sde.SdeStep(
-                sde_type=sampling.sde_type,
-                sigma_B=batch.schedule[index : index + 1],
-                sigma_next_B=batch.schedule[index + 1 : index + 2],
-                schedule=batch.schedule,
-                eta=sampling.eta,
-            )
+    schedule = batch.schedule
+    group_key = noise.group_key(seed=engine.config.seed, step=step, prompt_id=group.prompt.id)
+    keys = noise.sample_keys(group_key, group.sample_indices)
+    # The device and dtype of what it is compared with.
+    latents_NLC = noise.initial_latents_rows(shape, keys).to(batch.latents_NSLC)
+    for index in range(start):  # before the window steps are deterministic
+        latents_NLC = _step_mean(engine, batch, latents_NLC, index, "ode")
+    states = [latents_NLC]
+    for index in range(start, start + batch.num_window_steps):
+        mean_NLC = _step_mean(engine, batch, states[-1], index, sampling.sde_type)
+        sigma_B, sigma_next_B = schedule[index : index + 2].split(1)
+        sde_step = sde.SdeStep(
+            sde_type=sampling.sde_type,
+            sigma_B=sigma_B,
+            sigma_next_B=sigma_next_B,
+            schedule=schedule,
+            eta=sampling.eta,
         )
         noise_NLC = noise.sde_noise_rows(shape, keys, step_index=index)
-        latents_NLC = mean_NLC + std * noise_NLC.to(mean_NLC)
-    return torch.stack([*states, latents_NLC], dim=1)
+        states.append(mean_NLC + sde.injected_std(sde_step) * noise_NLC.to(mean_NLC))
+    return torch.stack(states, dim=1)
 
 
 def _step_mean(

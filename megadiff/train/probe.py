@@ -8,7 +8,7 @@ round more than training does, which is no reason to refuse the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -81,6 +81,7 @@ def unlike_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     A model that is given a first frame gets those of the step's prompts in turn, so that images
     differ too where the step's do.
     """
+    # columns stay here: they may be no JSON, and only rewards read them
     chosen = [replace(prompts[0], fields={})]
     for index, (text, negative_text) in enumerate(TEXTS[: count - 1], start=1):
         image = prompts[index % len(prompts)].image
@@ -103,29 +104,31 @@ def prepare(
     num_unlike, num_unlike_samples = unlike_size(config)
     usual = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
     rows = [asdict(prompt) for prompt in usual + unlike_prompts(prompts, num_unlike)]
+    # the ranks' prompts differ, but every replica is asked for the same ones
     rows = broadcast_json(rows, source=0, group=mesh.cpu_group)
     chosen = [Prompt(**row) for row in rows]
+    # on one rank alone: a text encoder takes gigabytes
     payload = agreed(
         lambda: _encode(adapter, chosen, config=config, device=mesh.device),
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
-    tensors = load(broadcast_bytes(payload, source=0, group=mesh.cpu_group))
-    conditioning = [_of_prompt(tensors, index) for index in range(len(chosen))]
+    conditioning: list[dict[str, Tensor]] = [{} for _ in chosen]
+    for key, tensor in load(broadcast_bytes(payload, source=0, group=mesh.cpu_group)).items():
+        index, _, name = key.partition(".")
+        conditioning[int(index)][name] = tensor
     first = len(chosen) - num_unlike
     return [
         Call(
-            prompts=chosen[:first],
-            num_samples=num_own_samples,
-            conditioning=conditioning[:first],
-            is_unlike=False,
-        ),
-        Call(
-            prompts=chosen[first:],
-            num_samples=num_unlike_samples,
-            conditioning=conditioning[first:],
-            is_unlike=True,
-        ),
+            prompts=chosen[rows_of_call],
+            num_samples=num_samples,
+            conditioning=conditioning[rows_of_call],
+            is_unlike=is_unlike,
+        )
+        for rows_of_call, num_samples, is_unlike in (
+            (slice(first), num_own_samples, False),
+            (slice(first, None), num_unlike_samples, True),
+        )
     ]
 
 
@@ -139,6 +142,7 @@ def _encode(
     tensors = {}
     with adapter.prompt_encoder(dtype=dtype, device=device) as encode_texts:
         for index, prompt in enumerate(prompts):
+            # replicas send negative embeddings only where guidance uses them
             texts = {"": prompt.text}
             if is_guided:
                 texts["negative_"] = prompt.negative_text
@@ -152,12 +156,3 @@ def _encode(
                 pixels = torch.tensor(first_frame_of(prompt, sampling))
                 tensors[f"{index}.{FIRST_FRAME}"] = encode_images(pixels[None]).cpu()
     return save({name: tensor.contiguous() for name, tensor in tensors.items()})
-
-
-def _of_prompt(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    prefix = f"{index}."
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 # saved when samples are due
 SAMPLE_PROMPTS = 8
 SAMPLES_PER_PROMPT = 2
+DIVERSITY_SUMS = (
+    "pixel_spread saturation clipped_share count colour_entropy_bit open_count motion".split()
+)
 
 
 class Recorder:
@@ -58,16 +61,12 @@ class Recorder:
         self.evaluate = evaluate
         self.timers = timers
         self.memory = memory
-        self._recorded_step = 0
+        self.recorded_step = 0  # the last one whose metrics this rank has written
         self._peak_tflops = peak_tflops(mesh.device)
 
     def is_due(self, every: int, step: int) -> bool:
         """Say whether step is a multiple of `every` (0: never) or the last of the run."""
         return step == self.config.train.num_steps or bool(every and step % every == 0)
-
-    def recorded_step(self) -> int:
-        """Return the last step whose metrics this rank has written."""
-        return self._recorded_step
 
     def start(self, step: int) -> None:
         """Log the figures of the untrained policy as step 0, before a run that evaluates.
@@ -116,8 +115,17 @@ class Recorder:
             raise failure
 
     def _memory(self) -> dict[str, float]:
-        """Return the peaks of the fullest rank, without phases that no rank has seen."""
-        peaks = memory_metrics(self.mesh.device) | (self.memory.pop() if self.memory else {})
+        """Return the fullest rank's peaks since the last call, without phases that none has seen.
+
+        On CPU that is the process's resident set, over its whole life.
+        """
+        device = self.mesh.device
+        if device.type == "cuda":
+            peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        peaks = {"memory/peak_gib": peak_gib} | (self.memory.pop() if self.memory else {})
         peaks = all_reduce_max(peaks, self.mesh.cpu_group)
         return {key: peak for key, peak in peaks.items() if peak}
 
@@ -134,7 +142,7 @@ class Recorder:
         self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None
     ) -> None:
         self.trackers.log(step, metrics)
-        self._recorded_step = step
+        self.recorded_step = step
         if samples and (step == 1 or self.is_due(self.config.sample_every, step)):
             self.trackers.images(step, samples())
         if self.progress_bar:
@@ -150,24 +158,21 @@ def step_work(
     for each step of the window. Rollout's is left out where all replicas were started elsewhere.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
-    work = {"perf/tflop_rollout": 0.0, "perf/tflop_train": 0.0}
+    work = {"rollout": 0.0, "train": 0.0}
     for group in groups:
         num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
         forward = adapter.flops(group.sampling, num_text_tokens) * len(group.sample_indices) / 1e12
-        work["perf/tflop_rollout"] += forward * group.sampling.num_inference_steps
-        work["perf/tflop_train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
-    work = all_reduce_sums(work, mesh.cpu_group)
+        work["rollout"] += forward * group.sampling.num_inference_steps
+        work["train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
-    work = {key: tflop / num_copies for key, tflop in work.items()}
-    num_rollout_devices = mesh.world_size
+    num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}
     if config.rollout.mode == "separate":
-        num_rollout_devices = config.rollout.num_replicas * config.rollout.tp
-    if not num_rollout_devices:  # replicas that others started: nobody said on how many devices
-        del work["perf/tflop_rollout"]
-    else:
-        work["perf/tflop_rollout"] /= num_rollout_devices
-    work["perf/tflop_train"] /= mesh.world_size
-    return work
+        num_devices["rollout"] = config.rollout.num_replicas * config.rollout.tp
+    return {
+        f"perf/tflop_{stage}": tflop / num_copies / num_devices[stage]
+        for stage, tflop in all_reduce_sums(work, mesh.cpu_group).items()
+        if num_devices[stage]  # 0: replicas that others started, on nobody knows how many
+    }
 
 
 def rollout_metrics(
@@ -186,15 +191,12 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
 
     Of the total: its std, the mean std within groups, and the share of groups without signal.
     """
+    # float64: a variance is the difference of two large sums
     total_PG = rewards[TOTAL].double()
     group_std_P = total_PG.std(dim=1, correction=0)
-    sums = {
-        f"reward/{name}": float(value.double().sum())
-        for name, value in rewards.items()
-        if name != TOTAL
-    }
+    sums = {f"reward/{name}": float(value.double().sum()) for name, value in rewards.items()}
+    sums["reward/mean"] = sums.pop(f"reward/{TOTAL}")
     sums |= {
-        "reward/mean": float(total_PG.sum()),
         "squares": float((total_PG**2).sum()),
         "count": float(total_PG.numel()),
         "groups": float(total_PG.shape[0]),
@@ -220,16 +222,8 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float
     Collective. Of videos the middle frame is looked at, and how much they move. Diversity of colour
     is that of prompts that name none, and missing without one.
     """
-    keys = (
-        "pixel_spread",
-        "saturation",
-        "clipped_share",
-        "count",
-        "colour_entropy_bit",
-        "open_count",
-        "motion",
-    )
-    sums = dict.fromkeys(keys, 0.0)
+    # all of them on every rank, also on one without groups: the all-reduce takes equal keys
+    sums = dict.fromkeys(DIVERSITY_SUMS, 0.0)
     for group in groups:
         frames_GHWC = group.middle_frames_GHWC
         small = diversity.thumbnails(frames_GHWC)  # shrunk once for three of four figures
@@ -258,18 +252,6 @@ def _has_videos(group: RolloutGroup) -> bool:
     return group.pixels_GFHWC.shape[1] > 1
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return this rank's peak memory since the last call: allocated on the GPU.
-
-    On CPU it is the process's resident set, over its whole life.
-    """
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return {"memory/peak_gib": peak / 2**30}
-    return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-
-
 def used_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU's memory that all processes use."""
     free, total = torch.cuda.mem_get_info(device)
@@ -284,6 +266,7 @@ def sample_records(
     So the same prompts come again.
     """
     records = []
+    # by text, since the order of prompts changes from step to step
     order = sorted(range(len(groups)), key=lambda index: groups[index].prompt.text)
     for index in order[:SAMPLE_PROMPTS]:
         group = groups[index]

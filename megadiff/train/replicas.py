@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -126,9 +127,9 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     is_colocated = rollout.mode == "colocated"
     registry = registry_folder(folder) if is_colocated else Path(rollout.registry)
     here = mesh.rank == 0
-    first_access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
+    access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
     # Every rank gets rank 0's token: a run may have drawn its own, which no environment holds.
-    access = broadcast_json(first_access, source=0, group=mesh.cpu_group)
+    access = broadcast_json(access, source=0, group=mesh.cpu_group)
 
     def announcements() -> list[dict[str, Any]]:
         healthy = wait_until_announced(
@@ -143,20 +144,17 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
         return healthy
 
     announced = agreed(announcements, mesh.cpu_group, here=here)
-    replicas = broadcast_json(announced, source=0, group=mesh.cpu_group)
-    clients = []
-    for replica in replicas:
-        clients.append(
-            ReplicaClient(
-                replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
-            )
+    clients = [
+        ReplicaClient(
+            replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
         )
-    logs = {client.name: log_file(folder, client.name) for client in clients}
+        for replica in broadcast_json(announced, source=0, group=mesh.cpu_group)
+    ]
     return Fleet(
         clients,
         batch_size=rollout.batch_size,
         processes=processes,
-        logs=logs if is_colocated else {},
+        logs={client.name: log_file(folder, client.name) for client in clients if is_colocated},
         rank=mesh.dp_rank,
         num_ranks=mesh.dp,
         holds_replicas=here and not is_colocated,  # colocated ones end with their run
@@ -195,17 +193,14 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
 
     That would show as a parity gap without a cause. replica: its name, url and health.
     """
-    wanted = {
-        "rollout.fp8": config.rollout.fp8,
-        "model.float32_streams": config.model.float32_streams,
-    }
     who = f"{replica['name']} at {replica['url']}"
     arithmetic = replica["health"].get("arithmetic")
     if not isinstance(arithmetic, dict):
         raise ValueError(
             f"{who} does not say how it computes; start it with this version of megadiff"
         )
-    for key, value in wanted.items():
+    for key in ("rollout.fp8", "model.float32_streams"):
+        value = attrgetter(key)(config)
         switch = key.partition(".")[2]
         if arithmetic.get(switch) is not value:
             flag = f"{'with' if value else 'without'} {flag_of(switch)}"
@@ -230,7 +225,7 @@ def log_file(folder: Path, name: str) -> Path:
 
 def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
     registry = registry_folder(folder)
-    shutil.rmtree(registry, ignore_errors=True)
+    shutil.rmtree(registry, ignore_errors=True)  # dead replicas of an earlier start
     if config.sync.transport == "disk":
         # Else replicas would load an older state before they get this one.
         clear(weights_folder(config, folder))
@@ -239,18 +234,16 @@ def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
     num_threads = _num_threads(config, count)
     # Without a token anybody on this host could put the replicas to sleep, or push to them.
     token = environment_token() or write_token(registry)
-    processes = []
-    for index in range(count):
-        spec = replica_spec(config, mesh, folder, name=f"replica_{index}")
-        process = ReplicaProcess(
-            spec,
-            log=log_file(folder, spec.name),
+    return [
+        ReplicaProcess(
+            replica_spec(config, mesh, folder, name=f"replica_{index}"),
+            log=log_file(folder, f"replica_{index}"),
             num_threads=num_threads,
             gpus=gpus[index],
             token=token,
         )
-        processes.append(process)
-    return processes
+        for index in range(count)
+    ]
 
 
 def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> ReplicaSpec:

@@ -9,6 +9,7 @@ exception and no signal handler reaches it. So nothing here is collective. Ranks
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -48,7 +49,7 @@ class Rescue:
     """Watches over one attempt of a run, from start() to stop(), on every rank.
 
     finish_step() is called by the loop. failed() is called by the main thread with its error.
-    recorded: returns the last step whose metrics are written; where given, they are waited for.
+    recorded: returns the last step whose metrics are written; rank 0 waits for the newest one's.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Rescue:
         board: Board,
         progress: Progress,
         *,
-        recorded: Callable[[], int] | None = None,
+        recorded: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self.engine = engine
         self.checkpoints = checkpoints
@@ -83,9 +84,7 @@ class Rescue:
         self.board.say()
         # The handler itself may never run: see above. C code writes the signal's number here.
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, self._on_signal)
+        _handle_signals(self._on_signal)
         os.register_at_fork(after_in_child=_forget_signals)
         self._thread.start()
 
@@ -95,9 +94,7 @@ class Rescue:
         self._wake()
         self._thread.join(timeout=1.0)
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, _end_now)
+        _handle_signals(_end_now)
         if self.is_leaving or self._main_failed.is_set():
             closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
             closing.daemon = True
@@ -115,17 +112,18 @@ class Rescue:
         """Save what is whole, after the main thread's error; returns when that is done."""
         if self.is_leaving or not self._thread.is_alive():
             return
-        self._reason = self._reason or f"{type(error).__name__}: {error}"
         self._main_failed.set()
-        self._wake()
-        self._thread.join()
+        self._end(f"{type(error).__name__}: {error}")
 
     def launcher_gone(self) -> None:
         """Save what is whole, as torchrun was killed; returns when the process should be gone."""
-        self._reason = self._reason or "the launcher (torchrun) is gone"
+        self._end("the launcher (torchrun) is gone")
+        time.sleep(LEAVE_S)
+
+    def _end(self, reason: str) -> None:
+        self._reason = self._reason or reason
         self._wake()
         self._thread.join()
-        time.sleep(LEAVE_S)
 
     def _wake(self) -> None:
         try:
@@ -204,10 +202,14 @@ class Rescue:
             problem = self._save(first)
         if not is_new and first.has_come("settled"):
             problem = ""  # whoever is missing takes nothing along that is not on disk
-        if self.board.own_state.rank == _speaker(states):
+        # the first rank that is there tells the outcome for all
+        present = [state.rank for state in states if state.has_come("settled")] or [0]
+        if self.board.own_state.rank == present[0]:
             logger.error("%s: %s", reason, _outcome(self.checkpoints, first, problem))
         if self.board.own_state.rank == 0:
-            self._wait_for_metrics()
+            step = self._settled_at.progress.step
+            if step > self._first_step:  # its row must not be missing later
+                self._wait_until(lambda: self.recorded() >= step, LEAVE_S)
             self.board.say(phase="done")
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
         if first.has_come("settled"):
@@ -285,17 +287,6 @@ class Rescue:
                 return f"{type(error).__name__}: {error}"
         return ""
 
-    def _wait_for_metrics(self) -> None:
-        """Let the main thread write the finished step's row, so that none is missing later."""
-        step = self._settled_at.progress.step
-        if self.recorded is None or step == self._first_step:
-            return
-        deadline = time.monotonic() + LEAVE_S
-        while self.recorded() < step and time.monotonic() < deadline:
-            if self._main_failed.is_set():
-                return
-            time.sleep(0.02)
-
     def _leave(self) -> None:
         """Make the main thread unwind, which stops replicas; end the process if it cannot."""
         self.is_leaving = True
@@ -312,18 +303,17 @@ class Rescue:
             self._read_signals()
 
 
-def _speaker(states: list[RankState]) -> int:
-    """Return the first rank that is there, which tells the outcome for all."""
-    return next((state.rank for state in states if state.has_come("settled")), 0)
-
-
 def _forget_signals() -> None:
     """Let a forked child, such as a reward's, end by its own signals and not tell this process."""
     with suppress(ValueError):  # not of a main thread
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        _handle_signals(signal.SIG_DFL)
+
+
+def _handle_signals(handler: Callable[[int, object], None] | signal.Handlers) -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, handler)
 
 
 def _end_now(number: int, frame: object) -> None:

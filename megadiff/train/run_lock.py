@@ -57,6 +57,7 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
     for one that is dead, ending or elsewhere.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # "a+" keeps the holder's words
     file = stack.enter_context((folder / LOCK).open("a+", encoding="utf-8"))
     deadline = time.monotonic() + wait_s
     has_warned = False
@@ -69,6 +70,7 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
             logger.warning("%s, which may be ending or gone; waiting %.0f s for it", who, wait_s)
             has_warned = True
         time.sleep(RETRY_S)
+    # after the lock: until then the words are another holder's
     file.seek(0)
     file.truncate()
     json.dump(asdict(Holder.this_process()), file)

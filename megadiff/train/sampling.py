@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.rollout.limits import Limits
 from megadiff.rollout.wire import decode_groups, encode_groups
 from megadiff.types import Prompt, PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
@@ -25,22 +24,11 @@ Rewards = dict[str, Tensor]  # reward name, and "total" → [P, G] float32
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
-    """Return how every group of the run is sampled."""
-    return Sampling(
-        height=config.height,
-        width=config.width,
-        num_frames=config.num_frames,
-        first_frame=config.first_frame,
-        num_inference_steps=config.num_inference_steps,
-        true_cfg_scale=config.true_cfg_scale,
-        guidance_scale=config.guidance_scale,
-        guidance_scale_2=config.guidance_scale_2,
-        sde_type=config.sde_type,
-        eta=config.eta,
-        sde_window_size=config.sde_window_size,
-        # validate() has refused a range of more or fewer than two numbers
-        sde_window_range=tuple(config.sde_window_range),  # type: ignore[arg-type]  # see above
-    )
+    """Return how every group of the run is sampled: by the keys that Sampling has as well."""
+    names = {field.name for field in fields(Sampling)} & vars(config).keys()
+    keys = {name: getattr(config, name) for name in names}
+    low, high = config.sde_window_range  # validate() has refused a range of other than two numbers
+    return Sampling(**keys | {"sde_window_range": (low, high)})
 
 
 def sft_sampling(config: RolloutConfig) -> Sampling:
@@ -55,15 +43,9 @@ def sft_sampling(config: RolloutConfig) -> Sampling:
 
 
 def group_requests(
-    batch: PromptBatch,
-    *,
-    sampling: Sampling,
-    group_size: int,
-    seed: int,
-    step: int,
-    policy_version: int | None,
+    batch: PromptBatch, sampling: Sampling, *, group_size: int, seed: int, step: int
 ) -> list[RolloutRequest]:
-    """Return one request for each prompt group.
+    """Return one request for each prompt group, of the policy after `step` steps.
 
     Groups of one prompt differ in their sample indices, from which the noise follows.
     """
@@ -74,7 +56,7 @@ def group_requests(
             sample_indices=tuple(range(repeat * group_size, (repeat + 1) * group_size)),
             seed=seed,
             step=step,
-            policy_version=policy_version,
+            policy_version=step,
         )
         for prompt, repeat in zip(batch.prompts, batch.repeats, strict=True)
     ]
@@ -94,17 +76,27 @@ def sample_and_score(
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
     with timers("sample"), waiting:
         fetched = agreed(
-            lambda: _fetch_and_score(fleet, scorer, requests, timers=timers),
+            lambda: fetch_and_score(fleet, scorer, requests, timers=timers),
             mesh.cpu_group,
             here=mesh.is_model_group_source,
         )
     groups, rewards = fetched or ([], {})
-    return share(groups, len(requests), mesh=mesh), share_rewards(rewards, mesh=mesh)
+    groups = broadcast_groups(groups, len(requests), mesh=mesh)
+    # JSON carries a float exactly: peers get the same bits
+    scores = {name: value.tolist() for name, value in rewards.items()}
+    scores = broadcast_json(scores, source=mesh.model_group_source, group=mesh.cpu_model_group)
+    return groups, {name: torch.tensor(value) for name, value in scores.items()}
 
 
-def _fetch_and_score(
-    fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, timers: Timers
+def fetch_and_score(
+    fleet: Fleet,
+    scorer: Scorer,
+    requests: Sequence[RolloutRequest],
+    *,
+    timers: Timers,
+    on_samples: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[RolloutGroup], Rewards]:
+    """Return the requests' groups and rewards. on_samples: called with each group's size."""
     if not requests:
         return [], {}
     arrived: dict[int, RolloutGroup] = {}
@@ -113,6 +105,7 @@ def _fetch_and_score(
         for index, group in fleet.generate([for_replica(request) for request in requests]):
             arrived[index] = replace(group, prompt=requests[index].prompt)
             scorer.submit(arrived[index])
+            on_samples(len(group.sample_indices))
     with timers("reward"):
         scored = scorer.collect()
     order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
@@ -133,33 +126,13 @@ def for_replica(request: RolloutRequest) -> RolloutRequest:
     return replace(request, prompt=prompt, first_frame=first_frame)
 
 
-def first_frame_size(sampling: Sampling) -> tuple[int, int] | None:
-    """Return the prompts' image size (height, width), None where the model is given no image."""
-    return (sampling.height, sampling.width) if sampling.first_frame else None
-
-
-def check_call(sampling: Sampling, num_groups: int, *, what: str) -> None:
-    """Check the number of groups in a call against what a replica takes. what: makes the call.
-
-    Raises ValueError when their first frames are too many.
-    """
-    limits = Limits()
-    most = max(1, limits.num_first_frames(height=sampling.height, width=sampling.width))
-    if sampling.first_frame and num_groups > most:
-        raise ValueError(
-            f"rollout.batch_size makes {what} ask for {num_groups} groups in a call, each with a "
-            f"first frame of {sampling.width}x{sampling.height}; a replica takes {most} of them "
-            f"({limits.json_bytes >> 20} MiB): set rollout.batch_size<={most}"
-        )
-
-
 def first_frame_of(prompt: Prompt, sampling: Sampling) -> np.ndarray:
     """Read uint8 [H, W, 3]. Raises ValueError as read_first_frame does."""
     where = f"prompt {prompt.id} ({prompt.text[:60]!r})"
     return read_first_frame(prompt.image, height=sampling.height, width=sampling.width, where=where)
 
 
-def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
+def broadcast_groups(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
     """Return the groups of the model group's first rank on all its peers. Collective.
 
     Peers get no columns of prompts, and of a video the middle frame: all that they read.
@@ -179,16 +152,5 @@ def share(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[Rollout
         payload = broadcast_bytes(
             payload, source=mesh.model_group_source, group=mesh.cpu_model_group
         )
-        if not mesh.is_model_group_source:
-            received += decode_groups(payload)
-    return groups if mesh.is_model_group_source else received
-
-
-def share_rewards(rewards: Rewards, *, mesh: Mesh) -> Rewards:
-    """Return the rewards of the model group's first rank on all its peers, bit for bit.
-
-    JSON carries a float exactly.
-    """
-    plain = {name: value.tolist() for name, value in rewards.items()}
-    received = broadcast_json(plain, source=mesh.model_group_source, group=mesh.cpu_model_group)
-    return {name: torch.tensor(value) for name, value in received.items()}
+        received += [groups[index]] if mesh.is_model_group_source else decode_groups(payload)
+    return received

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadiff.algorithms import Algorithm
-from megadiff.checkpoint.checkpoints import Checkpoints
-from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
-from megadiff.engines.base import Engine, NonFiniteError
+from megadiff.engines.base import NonFiniteError
 from megadiff.parallel.collectives import agreed
-from megadiff.parallel.mesh import Mesh
-from megadiff.train.record import Recorder
-from megadiff.train.rescue import Rescue
-from megadiff.types import Progress
+from megadiff.train.run import RunParts
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftRun:
-    """The parts of a supervised run, built by `megadiff.train.build_sft`."""
+class SftRun(RunParts):
+    """Add the samples' order."""
 
-    config: Config
-    mesh: Mesh
-    algorithm: Algorithm
-    engine: Engine
     batches: FlowBatches
-    checkpoints: Checkpoints
-    recorder: Recorder
-    rescue: Rescue
-    progress: Progress
 
 
 def train_sft(run: SftRun) -> None:
@@ -36,21 +22,23 @@ def train_sft(run: SftRun) -> None:
 
     When it raises, run.progress tells how far it came.
     """
-    config = run.config
+    engine = run.engine
+    config = engine.config
     progress = run.progress
     timers = run.recorder.timers
     run.recorder.start(progress.step)
     while progress.step < config.train.num_steps:
         with timers("step"):
             with timers("data"):
-                batch = agreed(lambda: next(run.batches), run.mesh.cpu_group)
+                # an image that cannot be read on one rank would leave the others in the update
+                batch = agreed(lambda: next(run.batches), engine.mesh.cpu_group)
             with timers("train"):
                 try:
-                    stats = run.engine.update(batch, run.algorithm.loss)
-                except NonFiniteError as error:
+                    stats = engine.update(batch, run.algorithm.loss)
+                except NonFiniteError as error:  # no batch is stepped over: the data stay the same
                     number = progress.step + 1
                     raise NonFiniteError(f"step {number}: {error}; lower optim.lr") from error
             run.rescue.finish_step(progress, run.batches.state())
-        run.recorder.step(progress.step, stats)
+        run.recorder.step(progress.step, stats)  # behind finish_step: a rescue waits for the row
         if run.recorder.is_due(config.checkpoint.every, progress.step):
-            run.checkpoints.save(run.engine, progress)
+            run.checkpoints.save(engine, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -30,19 +31,18 @@ def update(
     groups: list[RolloutGroup],
     rewards: Rewards,
     *,
-    config: Config,
-    mesh: Mesh,
-    recompute: bool,
     progress: Progress,
 ) -> dict[str, float]:
     """Take train.updates_per_step optimizer steps. Collective.
 
     Returns the engine's figures, averaged over them.
-    recompute: old log_probs are this engine's, from before the first of them, and not those of the
-    replicas, which drew the samples.
-    progress: its skipped counts batches that are stepped over, at most optim.skip_nonfinite.
+    progress: recomputes says whose the old log_probs are: this engine's, from before the first of
+    them, or those of the replicas, which drew the samples. skipped counts batches that are stepped
+    over, at most optim.skip_nonfinite.
     Raises NonFiniteError that names the step, and the prompts with the largest rewards.
     """
+    config = engine.config
+    mesh = engine.mesh
     advantages_PG, weights_P = group_advantages(
         rewards[TOTAL],
         kind=config.algorithm.advantage,
@@ -59,14 +59,14 @@ def update(
         batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step
     )
     del batch  # parts are copies, and two of all latents need not stay
-    if recompute:
+    if progress.recomputes:
         parts = with_own_log_probs(engine, parts)
     stats = []
     for part in parts:
         try:
             stats.append(engine.update(with_denominator(part, mesh), algorithm.loss))
         except NonFiniteError as error:
-            step_over(error, groups, rewards, config=config, mesh=mesh, progress=progress)
+            step_over(error, groups, rewards, engine=engine, progress=progress)
     figures = mean_of_dicts(stats)
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
@@ -75,10 +75,10 @@ def update(
 
 def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each key over the rows that have it."""
-    values: dict[str, list[float]] = {}
+    values = defaultdict(list)
     for row in rows:
         for key, value in row.items():
-            values.setdefault(key, []).append(value)
+            values[key].append(value)
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
@@ -87,18 +87,18 @@ def step_over(
     groups: Sequence[RolloutGroup],
     rewards: Rewards,
     *,
-    config: Config,
-    mesh: Mesh,
+    engine: Engine,
     progress: Progress,
 ) -> None:
     """Count a batch whose update was given up. Collective; the error came on every rank.
 
     Raises NonFiniteError with the largest rewards' prompts when optim.skip_nonfinite are used up.
     """
-    rows = gather_json(_largest_rewards(groups, rewards), mesh.cpu_group)
-    largest = sorted((row for rank_rows in rows for row in rank_rows), reverse=True)[:SHOWN_PROMPTS]
+    mesh = engine.mesh
+    ranks = gather_json(_largest_rewards(groups, rewards), mesh.cpu_group)
+    largest = sorted((row for rows in ranks for row in rows), reverse=True)[:SHOWN_PROMPTS]
     shown = "; ".join(dict.fromkeys(f"{text} {value:.4g}" for _, value, text in largest))
-    limit = config.optim.skip_nonfinite
+    limit = engine.config.optim.skip_nonfinite
     text = f"step {progress.step + 1}: {error}. Largest rewards: {shown}"
     if progress.skipped >= limit:
         raise NonFiniteError(
@@ -117,10 +117,8 @@ def _largest_rewards(
 ) -> list[tuple[float, float, str]]:
     """Return (magnitude, value, "reward 'name' of prompt 'text'") of this rank's largest."""
     rows = []
-    for name, values_PG in rewards.items():
-        if name == TOTAL:
-            continue
-        for group, values_G in zip(groups, values_PG.double(), strict=True):
+    for name in rewards.keys() - {TOTAL}:
+        for group, values_G in zip(groups, rewards[name].double(), strict=True):
             value = values_G[values_G.abs().argmax()].item()
             rows.append((abs(value), value, f"{name!r} of prompt {group.prompt.text[:60]!r}"))
     return sorted(rows, reverse=True)[:SHOWN_PROMPTS]
@@ -149,15 +147,16 @@ def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBat
 
     The replicas' then weigh the policy gradient.
     """
-    own = [
-        replace(part, old_log_probs_NW=None, rollout_log_probs_NW=part.old_log_probs_NW)
-        for part in parts
-    ]
-    # The first update trains the very policy that is asked for: its forwards answer themselves.
-    # The others take one more forward in the microbatches of their update, to round alike.
-    return own[:1] + [
-        replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW) for part in own[1:]
-    ]
+    recomputed = []
+    for index, part in enumerate(parts):
+        # The first update trains the very policy that is asked for: its forwards answer themselves.
+        # The others take one more forward in the microbatches of their update, to round alike.
+        replicas_NW = part.old_log_probs_NW
+        part = replace(part, old_log_probs_NW=None, rollout_log_probs_NW=replicas_NW)
+        if index:
+            part = replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW)
+        recomputed.append(part)
+    return recomputed
 
 
 def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

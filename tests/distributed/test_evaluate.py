@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.schema import Config, RewardConfig, RolloutConfig
 from megadiff.observe.evaluation import to_json
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.rewards.score import Scorer
 from megadiff.train.evaluate import evaluate, spread
-from megadiff.types import Prompt, Sampling
+from megadiff.types import Prompt
 from tests.distributed.ranks import run_ranks
 from tests.stub_fleet import StubFleet
 
 PROMPTS = [
     Prompt(text=f"a red wall {n}", id=f"{n:016x}", fields={"task": "ab"[n % 2]}) for n in range(5)
 ]
-SAMPLING = Sampling(height=8, width=8, num_inference_steps=4, sde_type="ode", sde_window_size=0)
+ROLLOUT = RolloutConfig(height=8, width=8, num_inference_steps=4, batch_size=2)
 
 
 def _worker(out: str, world_size: int, sp: int) -> None:
@@ -33,9 +33,7 @@ def _worker(out: str, world_size: int, sp: int) -> None:
             StubFleet(),
             scorer,
             spread(PROMPTS, 23),
-            sampling=SAMPLING,
-            seed=3,
-            batch_size=2,
+            Config(seed=3, rollout=ROLLOUT),
             policy_version=4,
             mesh=mesh,
             model="stub",

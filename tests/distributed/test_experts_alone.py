@@ -87,9 +87,7 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
 
 
 def _all_moments_rest(engine: ComponentsEngine) -> bool:
-    moments = [
-        moment for member in engine.members.values() for moment in member._moments().values()
-    ]
+    moments = [moment for member in engine.members.values() for _, _, moment in member._moments()]
     return bool(moments) and all(moment.untyped_storage().nbytes() == 0 for moment in moments)
 
 

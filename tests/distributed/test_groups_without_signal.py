@@ -112,10 +112,7 @@ def _update(
         build_algorithm(engine.config.algorithm),
         groups,
         {"total": rewards_PG},
-        config=engine.config,
-        mesh=engine.mesh,
-        recompute=True,
-        progress=Progress(),
+        progress=Progress(recomputes=True),
     )
 
 

@@ -18,12 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megadiff.config.schema import Config
-from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.components import ComponentsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from tests.distributed.engines import (
     LOSS,
@@ -31,7 +28,6 @@ from tests.distributed.engines import (
     build,
     differing,
     gradient_shards,
-    layout_of,
     mine,
     only,
     stock_backward,
@@ -352,38 +348,6 @@ def _buffer_bytes(engine: ComponentsEngine) -> list[int]:
     return sorted(
         {parameter.main_grad.untyped_storage().nbytes() for parameter in _with_main_grad(engine)}
     )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"tp": 3, "sp": 1},
-            r"parallel.sp\*parallel.tp = 1\*3 = 3 does not divide the model's 4 attention heads",
-        ),
-        (
-            {"tp": 2, "sp": 4},
-            r"parallel.sp\*parallel.tp = 4\*2 = 8 does not divide the model's 4 attention heads",
-        ),
-        (
-            {"tp": 1, "sp": 1, "dp": 2, "dp_replicate": 2},
-            "parallel.dp_replicate=2.*set parallel.dp_replicate=1",
-        ),
-    ],
-)
-def test_refusals(sizes, message, tiny_model):
-    run_ranks(_refusal_worker, 1, tiny_model, sizes, message)
-
-
-def _refusal_worker(tiny_model: Path, sizes: dict[str, int], message: str) -> None:
-    config, mesh = Config(), init_mesh(layout_of({}), "cpu")
-    config.engine.backend = "megatron"
-    layout = resolve_layout(
-        **{"dp": 1, "dp_replicate": 1, **sizes},
-        world_size=sizes.get("dp", 1) * sizes["sp"] * sizes["tp"],
-    )
-    with pytest.raises(ValueError, match=message):
-        build_engine(config, replace(mesh, layout=layout), QwenImageAdapter(tiny_model))
 
 
 def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:

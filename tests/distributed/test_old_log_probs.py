@@ -109,10 +109,7 @@ def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[st
             build_algorithm(config.algorithm),
             groups,
             {"total": REWARDS_PG},
-            config=config,
-            mesh=engine.mesh,
-            recompute=True,
-            progress=Progress(),
+            progress=Progress(recomputes=True),
         )
     fillers = (
         len(engine.members) - 1

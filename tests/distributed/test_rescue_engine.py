@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,19 +35,29 @@ def _stop_inside(model: Path, out: Path) -> None:
         engine = _engine(model)
         trained = _weights(engine)
         inside = threading.Event()
+        stopped = threading.Event()
         context = getattr(engine, name)()
-        threading.Thread(target=_stay_inside, args=(context, inside), daemon=True).start()
+        thread = threading.Thread(target=_stay_inside, args=(context, inside, stopped), daemon=True)
+        thread.start()
         assert inside.wait(STOP_S)
         assert _differing(trained, _weights(engine)), name
         checkpoints, rescue = _run(engine, out / name)
         rescue.rescue("SIGTERM")
         assert not _differing(trained, _load(checkpoints, model)), name
+        # the way out does not wait at a gate that stays closed: LEAVE_S would end the process
+        stopped.set()
+        thread.join(STOP_S)
+        assert not thread.is_alive(), name
+        assert not _differing(trained, _weights(engine)), name
 
 
-def _stay_inside(context: AbstractContextManager[None], inside: threading.Event) -> None:
-    with context:
+def _stay_inside(
+    context: AbstractContextManager[None], inside: threading.Event, stopped: threading.Event
+) -> None:
+    with pytest.raises(SystemExit), context:
         inside.set()
-        threading.Event().wait()  # for good: a rescue lets no exchange begin any more
+        assert stopped.wait(STOP_S)
+        raise SystemExit(143)  # as a rescue's signal does, once it has saved
 
 
 def test_a_stop_in_the_middle_of_a_periodic_save(tiny_model: Path, tmp_path: Path) -> None:

@@ -22,13 +22,11 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.compiling import VARIANTS
 from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.microbatch import microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.parallel.mesh import resolve_layout
 from tests.distributed.engines import LOSS, SAMPLING, build, mine, only, train_batch
 from tests.distributed.ranks import run_ranks
 
@@ -295,16 +293,8 @@ def _precision_worker(tiny_model: Path, stock: Path) -> None:
 
     unweighted = replace(batch, weights_N=torch.zeros(8), denominator=0.0)
     assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
-    with pytest.raises(ValueError, match="keep_reference"), engine.reference():
+    with pytest.raises(ValueError, match="kl_coef > 0"), engine.reference():
         pass
-    refusals = {
-        "parallel.tp=2": {"sp": 1, "tp": 2},
-        "= 3 does not divide the model's 4 att": {"sp": 3, "tp": 1},
-    }
-    for message, sizes in refusals.items():
-        layout = resolve_layout(dp=1, dp_replicate=1, **sizes, world_size=sizes["sp"] * sizes["tp"])
-        with pytest.raises(ValueError, match=message):
-            build_engine(engine.config, replace(engine.mesh, layout=layout), engine.adapter)
 
 
 def _save_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:

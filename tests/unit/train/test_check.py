@@ -14,7 +14,7 @@ import megadiff
 from megadiff.cli.main import main
 from megadiff.config.load import load_config
 from megadiff.rewards.base import Reward
-from megadiff.train.build import check
+from megadiff.train.check import check
 
 HERE = "test_check"
 
@@ -94,9 +94,22 @@ def test_the_console_script_finds_a_reward_in_the_current_folder(
         ("track=[tensorbord]", "track has unknown tensorbord; the trackers are jsonl, tensorboard"),
         ("checkpoint.resume=gone", "checkpoint.resume=gone is no folder"),
         ("checkpoint.resume=''", "checkpoint.resume= is no folder"),
+        (
+            "parallel.tp=3 engine.backend=megatron",
+            r"parallel.sp\*parallel.tp = 1\*3 = 3 does not divide the model's 4 attention heads",
+        ),
+        ("parallel.sp=8", r"8\*1 = 8 does not divide the model's 4 attention heads"),
+        ("parallel.tp=2", "parallel.tp=2 with engine.backend=veomni, .* set parallel.tp=1"),
+        (
+            "engine.backend=megatron parallel.dp_replicate=2 parallel.dp=2",
+            "parallel.dp_replicate=2 .* set parallel.dp_replicate=1",
+        ),
         ("model.path=gone", "model.path=gone: model folder gone does not exist"),
     ],
 )
 def test_what_only_the_run_refused(arguments: list[str], override: str, words: str) -> None:
+    config = load_config([*arguments, *override.split()])
+    axes = config.parallel
+    world_size = max(axes.dp, 1) * axes.sp * axes.tp
     with pytest.raises(ValueError, match=words), ExitStack() as stack:
-        check(load_config([*arguments, override]), world_size=1, stack=stack)
+        check(config, world_size=world_size, stack=stack)

@@ -51,7 +51,7 @@ def test_a_window_that_misses_a_component_is_said_with_the_range_that_does_not(p
     )
     proposed = _config(sde_window_range=[3, 7])
     assert check_components(proposed, pair, on_policy=True) == []
-    assert window_pairs(pair, sampling_of(proposed.rollout)) == {HIGH: 3, LOW: 3}
+    assert window_pairs(proposed, pair) == {HIGH: 3, LOW: 3}
     late = check_components(_config(sde_window_range=[6, 9]), pair, on_policy=True)
     assert "ONLY transformer_2 LEARNS" in late[0] and "sde_window_range=[3,7]" in late[0]
 

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.schema import Config, RewardConfig, RolloutConfig
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.color import closeness
 from megadiff.rewards.score import Scorer
@@ -18,8 +18,12 @@ from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.meshes import one_rank_mesh
 from tests.stub_fleet import StubFleet
 
-SAMPLING = Sampling(height=8, width=8, num_inference_steps=4, sde_type="ode", sde_window_size=0)
 COLORS = ("red", "green", "blue", "yellow", "white", "black")
+
+
+def config_of(seed: int, batch_size: int) -> Config:
+    rollout = RolloutConfig(height=8, width=8, num_inference_steps=4, batch_size=batch_size)
+    return Config(seed=seed, rollout=rollout)
 
 
 def prompt(text: str, task: str | None = None) -> Prompt:
@@ -128,9 +132,7 @@ def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
             fleet,
             scorer,
             plan,
-            sampling=SAMPLING,
-            seed=seed,
-            batch_size=batch_size,
+            config_of(seed, batch_size),
             policy_version=version,
             mesh=mesh,
             model="stub",

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megadiff.config.schema import Config
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.wire import requests_to_json
+from megadiff.train.check import check_call
 from megadiff.train.evaluate import groups_in_a_call, spread
-from megadiff.train.sampling import check_call, first_frame_size, for_replica
+from megadiff.train.sampling import for_replica
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 SAMPLING = Sampling(height=16, width=32, num_frames=5, first_frame=True, num_inference_steps=4)
@@ -34,13 +36,12 @@ def test_pixels_travel_and_the_path_stays(tmp_path: Path) -> None:
         "",
         {},
     )
-    assert first_frame_size(SAMPLING) == (16, 32)
 
 
 def test_without_first_frames_nothing_is_read(tmp_path: Path) -> None:
     plain = replace(SAMPLING, first_frame=False)
     sent = for_replica(replace(request_of(tmp_path / "gone.png"), sampling=plain))
-    assert sent.first_frame == b"" and first_frame_size(plain) is None
+    assert sent.first_frame == b""
 
 
 @pytest.mark.parametrize(("side", "most"), [((704, 1280), 18), ((480, 832), 40)])
@@ -71,7 +72,12 @@ def test_a_call_holds_as_many_first_frames_as_a_replica_takes(
 def test_how_many_groups_an_evaluation_asks_for_at_once(num_samples: int, expected: int) -> None:
     """Seven prompts in calls of up to eight samples."""
     prompts = [Prompt(text=str(number), id=f"{number:016d}") for number in range(7)]
-    assert groups_in_a_call(spread(prompts, num_samples), SAMPLING, batch_size=8) == expected
+    config = Config()
+    config.rollout.height = 16
+    config.rollout.width = 32
+    config.rollout.num_frames = 5
+    config.rollout.batch_size = 8
+    assert groups_in_a_call(spread(prompts, num_samples), config) == expected
 
 
 def test_a_file_that_changed_since_the_start_is_named(tmp_path: Path) -> None:
