@@ -175,17 +175,6 @@ def step_work(
     }
 
 
-def rollout_metrics(
-    groups: list[RolloutGroup], rewards: Rewards, *, step: int, mesh: Mesh
-) -> dict[str, float]:
-    """Return rewards, diversity and staleness of what step `step` (from 1) sampled. Collective."""
-    return {
-        **reward_metrics(rewards, mesh),
-        **diversity_metrics(groups, mesh),
-        "rollout/staleness": float(step - 1 - min(group.policy_version for group in groups)),
-    }
-
-
 def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
     """Return the global mean of every reward, and how the total spreads. Collective.
 

@@ -63,7 +63,6 @@ def metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
         "loss/policy": 1e-4 * (noise[6] - 0.5),
         "optim/grad_norm": 0.4 + 0.2 * noise[7],
         "parity/log_prob_gap_max": 4e-7 + 2e-7 * noise[0],
-        "rollout/staleness": 0.0,
         "perf/samples_per_s": 30 + 4 * noise[1],
         "memory/peak_gib": 1.2,
         "time/rollout_s": 1.1 + 0.3 * noise[2],
