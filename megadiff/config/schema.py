@@ -196,7 +196,6 @@ class RolloutConfig:
     fp8: bool = key(
         False, "Multiply matrices in FP8; this wants compile and algorithm.old_log_prob=auto."
     )
-    vae_tiling: bool = key(False, "Decode in tiles, which needs less memory.")
     tp: int = key(1, "This many GPUs share the weights of a replica.", at_least=1, at_most=1024)
     sleep: str = key(
         "auto",

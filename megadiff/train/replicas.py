@@ -260,7 +260,6 @@ def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> Repl
         tp=config.rollout.tp,
         parent_pid=os.getpid(),
         compile=config.rollout.compile,
-        vae_tiling=config.rollout.vae_tiling,
         fp8=config.rollout.fp8,
         fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
         float32_streams=config.model.float32_streams,
