@@ -47,7 +47,6 @@ class ReplicaSpec:
         False,
     )
     float32_streams: bool = _flag("as the run's model.float32_streams", False)
-    vae_tiling: bool = _flag("decode in tiles: less memory, seams at their borders", False)
 
     def to_json(self) -> str:
         """Return what read_spec() reads."""

@@ -72,7 +72,6 @@ def build_engine(
         model=str(spec.model),
         dtype=spec.dtype,
         enforce_eager=not spec.compile,
-        vae_use_tiling=spec.vae_tiling,
         # An engine step runs one request: a call's groups already fill the batch, and their
         # result then cannot depend on what else is running.
         max_num_seqs=1,
