@@ -51,13 +51,13 @@ def launcher_pid() -> int | None:
 def _starts_ranks(parent: psutil.Process) -> bool:
     """Say whether it may be torchrun, and not the process that adopts orphans."""
     try:
-        if "python" in Path(parent.cmdline()[0]).name:
+        if "python" in Path(parent.exe()).name:
             return True
         # A script that torchrun runs, and that starts this process, has its variables.
         return "TORCHELASTIC_RUN_ID" in parent.environ()
     except psutil.AccessDenied:  # another user's, as with sudo; or init
         return parent.pid != 1
-    except (psutil.NoSuchProcess, IndexError):  # it ends just now
+    except psutil.NoSuchProcess:  # it ends just now
         return False
 
 

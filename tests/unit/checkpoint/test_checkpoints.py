@@ -22,6 +22,8 @@ from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import Progress
 from tests.meshes import one_rank_mesh
 
+ROOT = Path(__file__).parents[3]
+
 
 class SmallEngine:
     """One tensor whose value is the step, in the engines' own file format."""
@@ -149,7 +151,7 @@ def test_killed_at_any_moment_of_a_write(tmp_path):
     it gets through.
     """
     subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], check=True
+        [sys.executable, "-m", __name__, str(tmp_path)], check=True, cwd=ROOT
     )  # forks from a process without threads
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(folders) > 10
