@@ -33,6 +33,7 @@ def group_advantages(
     weights_P = (group_std_P1[:, 0] > ZERO_STD).float()
     if kind == "none":
         return centred_PG.float(), weights_P
+
     std = group_std_P1
     if kind == "global":
         moments = [float(rewards_PG.numel()), rewards_PG.sum(), (rewards_PG**2).sum()]

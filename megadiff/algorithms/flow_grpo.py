@@ -28,31 +28,38 @@ def flow_grpo(
         schedule=inputs.schedule,
         eta=inputs.sampling.eta,
     )
+
     mean_BLC = sde.step_mean(step, inputs.latents_BLC, inputs.velocity_BLC)
     log_prob_B = sde.log_prob(step, inputs.prev_sample_BLC, mean_BLC)
     old_log_prob_B = log_prob_B.detach() if inputs.old_log_prob_B is None else inputs.old_log_prob_B
     log_ratio_B = log_prob_B - old_log_prob_B
     ratio_B = torch.exp(log_ratio_B)
+
     advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
     # the larger loss: clipping may never make a step look better than it is
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * clipped_B)
+
     sums = {
         "policy/clip_fraction": (ratio_B - 1).abs() > clip_range,
         # the k2 estimator; k1 is as noisy as it is large here
         "policy/kl_old": 0.5 * log_ratio_B**2,
         "policy/ratio_mean": ratio_B,
     }
+
     if inputs.rollout_log_prob_B is not None:
         importance_B = importance_weights(old_log_prob_B, inputs.rollout_log_prob_B)
         loss_B = loss_B * importance_B
         sums["policy/importance_mean"] = importance_B
+
     if kl_coef:
         assert inputs.ref_mean_BLC is not None
         kl_B = sde.kl_to_reference(step, mean_BLC, inputs.ref_mean_BLC)
         loss_B = loss_B + kl_coef * kl_B
         sums["policy/kl_ref"] = kl_B
+
     sums["loss/policy"] = loss_B
+    # sums, not means: the engine divides by the batch's global denominator
     weighted = {name: (value_B.detach() * inputs.weight_B).sum() for name, value_B in sums.items()}
     return LossOutput(loss_sum=(loss_B * inputs.weight_B).sum(), sums=weighted)
 

@@ -25,6 +25,7 @@ def tensor_fingerprints(
     """
     opened = {path: TensorFile(path) for paths in files.values() for path in paths}
     total = sum(meta.num_bytes for file in opened.values() for meta in file.tensors.values())
+
     fingerprints: dict[str, str] = {}
     before = 0
     for component, paths in files.items():

@@ -74,6 +74,7 @@ class Checkpoints:
         group = self.mesh.cpu_group
         is_first = self.mesh.rank == 0
         self._aside.add(aside)
+
         try:
             agreed(lambda: _fresh_folder(aside), group, here=is_first)
             agreed(lambda: engine.save(aside), group)
@@ -85,6 +86,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {target} could not be written, earlier ones are whole: {error}"
             ) from error
+
         self.saved_step = progress.step
         return target
 
@@ -122,6 +124,7 @@ class Checkpoints:
                     "checkpoint %s does not load (%s); trying the one before", folder, error
                 )
                 continue
+
             agreed(lambda: self._check_base(folder, progress), group)  # noqa: B023 (called at once)
             agreed(lambda: load_prompts(progress.prompts), group)  # noqa: B023 (likewise)
             # With accept_changes it goes on over this base, which later checkpoints then name.
@@ -129,6 +132,7 @@ class Checkpoints:
             self.saved_step = progress.step
             logger.info("resumed from %s (step %d)", folder, progress.step)
             return progress
+
         if problems:
             raise AgreedError(
                 f"no checkpoint of {self.folder} loads: {'; '.join(problems)}; restore one, or set "
@@ -147,6 +151,7 @@ class Checkpoints:
             logger.warning("%s does not say over which base it was trained", folder)
         if not theirs or not ours or theirs["fingerprint"] == ours["fingerprint"]:
             return
+
         problem = (
             f"{folder} was trained over the weights of {theirs['path']} (fingerprint "
             f"{theirs['fingerprint']}), but model.path={ours['path']} holds others (fingerprint "
@@ -190,22 +195,28 @@ class Checkpoints:
                 f"rank 0 does not see what ranks {absent} wrote; run.dir must be on a filesystem "
                 "that all nodes share"
             )
+
         # Last, as it holds digests of all other files.
         (aside / PROGRESS).write_bytes(progress_record(aside, progress))
+        # On the disk before the rename: else a power cut could leave the name without its content.
         sync_entry(aside / CONFIG)
         sync_entry(aside / PROGRESS)
         sync_entry(aside)
         self._put_away_other_history(progress.step)
+
         # A rename is atomic: a checkpoint has its name only when all of it is on the disk.
         aside.rename(target)
         sync_entry(self.folder)
+
         pointer = self.folder / f"{ASIDE}{LATEST}"
         pointer.write_text(target.name, encoding="utf-8")
         sync_entry(pointer)
         # Before old ones go: if this is killed, `latest` never names one that is gone.
         pointer.rename(self.folder / LATEST)
+
         for old in whole_looking(self.folder)[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)
+        # A rescue's thread may be writing now, and its folder is not torn.
         for torn in set(self.folder.glob(f"{ASIDE}step_*")) - self._aside:
             shutil.rmtree(torn, ignore_errors=True)
 
@@ -247,6 +258,7 @@ class Checkpoints:
                 f"{pointer} is corrupt, it holds {name!r:.100}; remove it to go on from the "
                 f"newest, {newest}"
             )
+
         was_given_up = any(self.folder.glob(f"{GIVEN_UP}{name}_*"))  # killed before `latest` moved
         if was_given_up or any(folder.name >= name for folder in folders):
             return
@@ -265,11 +277,13 @@ def base_weights(config: Config, adapter: ModelAdapter, mesh: Mesh) -> dict[str,
     """
     if not config.lora.rank and not config.algorithm.kl_coef:
         return {}
+
     files = {name: weight_files(adapter.model_folder / name) for name in adapter.components}
     digits = agreed(
         lambda: tensor_fingerprints(files, rank=mesh.rank, world_size=mesh.world_size),
         mesh.cpu_group,
     )
+
     return {
         "path": str(adapter.model_folder.resolve()),
         "fingerprint": base_fingerprint(gather_json(digits, mesh.cpu_group)),

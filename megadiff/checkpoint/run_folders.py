@@ -46,6 +46,7 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
     folders = whole_looking(run / "checkpoints")
     if not folders:
         raise ValueError(f"{run}/checkpoints holds no checkpoint (step_…)")
+
     # names sort by step
     if step is None:
         return folders[-1]
@@ -82,6 +83,7 @@ def read_progress(folder: Path) -> Progress:
     record = folder / PROGRESS
     if not record.is_file():
         raise ValueError(f"{record} is missing")
+
     try:
         text = record.read_bytes()
         saved = parse_json(text)
@@ -99,6 +101,7 @@ def read_progress(folder: Path) -> Progress:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{record} is corrupt: {error!r}") from error
+
     for name, size in sizes.items():
         path = folder / name
         size_now = path.stat().st_size if path.is_file() else None
@@ -147,6 +150,7 @@ def model_path(checkpoint: Path) -> Path:
             f"{checkpoint / CONFIG} names no model.path ({error}); name the model folder with "
             "--base"
         ) from error
+
     if not path.is_dir():
         raise ValueError(
             f"{checkpoint} was trained from {path}, which is not there; name the model folder with "

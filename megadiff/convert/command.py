@@ -45,9 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=FORMATS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
     parser.add_argument("src", type=Path, metavar="SRC")
     parser.add_argument("dst", type=Path, metavar="DST")
     parser.add_argument("--to", choices=TARGETS, default="diffusers", help="by default diffusers")
+
     parser.add_argument("--tp", type=_count, help="megatron: tensor-parallel ranks")
     parser.add_argument("--dp", type=_count, help="fsdp: data-parallel ranks")
     parser.add_argument(
@@ -58,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         help="the model folder of a LoRA or checkpoint; by default the run's model.path",
     )
+
     parser.add_argument(
         "--dtype",
         choices=("keep", "float32", "bfloat16"),
@@ -94,15 +97,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(build_parser().parse_args(argv))
     src = arguments.pop("src")
     dst = arguments.pop("dst")
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # It unwinds, so that nothing half-written is left.
     handler_before = signal.signal(signal.SIGTERM, _stop)
     num_threads_before = torch.get_num_threads()
+
     # Two threads convert, each for itself; more would fight with them.
     torch.set_num_threads(1)
     # Tensors in huge pages: the kernel clears each new page, which in small ones takes as long as
     # writing it. torch reads this when it first allocates on the CPU.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
     try:
         convert(src, dst, _options(**arguments), progress=_bar)
     except ValueError as error:
@@ -111,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         torch.set_num_threads(num_threads_before)
         signal.signal(signal.SIGTERM, handler_before)
+
     sys.stdout.write(f"{dst}\n")
     return 0
 

@@ -59,6 +59,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
     dst in the way, a disk that is full.
     """
     source = open_source(src, step=options.step, base=options.base, raw=options.raw)
+
     # Before dst is looked at: a killed process may have left the old one beside it.
     clear_up(dst)
     sources = [src, source.path, *([source.base.path] if source.base else [])]
@@ -66,6 +67,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
     job = _choose_job(source, options)
     # Before anything is written: a disk that fills up after an hour would waste it.
     check_space(dst, job.num_bytes + job.num_copied)
+
     try:
         with whole_folder(dst, force=options.force) as folder:
             start = time.perf_counter()
@@ -84,6 +86,7 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
         raise ValueError(
             f"{dst} could not be written: {error}; what was there is as it was, and so is {src}"
         ) from error
+
     gib = job.num_bytes / 2**30
     # From the first read to the last write.
     logger.info("%.2f GiB in %.2f s, %.2f GiB/s", gib, seconds, gib / seconds)
@@ -98,10 +101,12 @@ def _choose_job(source: Source, options: Options) -> Job:
                 "what they use"
             )
         return CheckpointJob(source, backend=BACKENDS[to], num_ranks=options.num_ranks)
+
     if to in ("peft", "merged") and not source.lora:
         raise ValueError(f"{source.path} holds whole weights and no LoRA; give --to diffusers")
     if to == "peft" or (to == "diffusers" and source.lora):
         return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
+
     # A LoRA over other weights would give a model that nobody trained.
     if to == "merged":
         check_base(source, is_named=options.base is not None)
@@ -127,6 +132,7 @@ def _verify(
         tensor = stored.read()
         actual[name] = fingerprint(tensor)
         advance(tensor.nbytes)
+
     # Both ways: a tensor too many is as wrong as one that is missing.
     names = expected.keys() | actual.keys()
     wrong = sorted(name for name in names if expected.get(name) != actual.get(name))

@@ -92,6 +92,7 @@ class Copier:
         # Of what was read and cast: reading DST back must give the same.
         if self._verify:
             self.fingerprints[name] = fingerprint(tensor)
+
         for slot in slots:
             part = _cut(tensor, slot.box) if slot.box else tensor
             if slot.fingerprints is not None:

@@ -62,6 +62,7 @@ class ModelJob:
         self._base = _needed_base(source)
         self._merged: set[str] = set()  # `<component>.<name>` of what a LoRA is added to
         self._tensors: dict[str, StoredTensors] = {}
+
         for name, component in self._base.components.items():
             tensors = dict(component.tensors)
             policy = source.policy.get(name, {})
@@ -73,6 +74,7 @@ class ModelJob:
                 key: cast(stored, _chosen_dtype(dtype, component.tensors[key].meta.dtype))
                 for key, stored in tensors.items()
             }
+
         self.num_bytes = sum(map(total_bytes, self._tensors.values()))
         self._rest = rest_of(self._base)
         self.num_copied = self._rest.num_bytes
@@ -88,6 +90,7 @@ class ModelJob:
                 metadata = component.opened[file].metadata
                 copier.copy_to_file(target / file, tensors, metas, prefix=prefix, metadata=metadata)
             write_index(component, target, files)
+
             # Only now: what is merged is not computed before it is copied.
             wrong = sorted(self._merged & copier.not_finite)
             if wrong:
@@ -116,6 +119,7 @@ class CheckpointJob:
         self._backend = backend
         base = _needed_base(source)
         _check_lora_modules(source, base)
+
         # Masters and moments are float32 whatever dtype the source's weights have.
         self._tensors = {
             name: cast(source.state[name], torch.float32) for name in ordered_state(source)
@@ -128,6 +132,7 @@ class CheckpointJob:
     def write(self, folder: Path, copier: Copier) -> None:
         slots: dict[str, list[Slot]] = {name: [] for name in self._tensors}
         writers = []
+
         with ExitStack() as stack:
             for rank, boxes in enumerate(self._boxes):
                 tensor_boxes = self._tensor_boxes(boxes)
@@ -148,10 +153,12 @@ class CheckpointJob:
                         fingerprints=writer.fingerprints,
                     )
                     slots[name].append(slot)
+
             copier.copy(self._tensors, slots)
             # Only now all fingerprints are known, which the headers hold.
             for writer in writers:
                 writer.close()
+
         config = yaml.safe_dump(self._config(), sort_keys=False)
         (folder / CONFIG).write_text(config, encoding="utf-8")
         # Last: it holds digests of the files beside it.
@@ -162,6 +169,7 @@ class CheckpointJob:
         tensor_boxes = {}
         for name, stored in self._tensors.items():
             parameter = name.rpartition("/")[2]
+            # what tensor parallelism leaves whole has a box on the first rank only
             if parameter in boxes:
                 offsets, local_shape = boxes[parameter]
                 tensor_boxes[name] = TensorBox(
@@ -202,12 +210,14 @@ class LoraJob:
         self._source = source
         self._lora = source.lora
         self._with_peft = with_peft
+
         metadata = lora_files.diffusers_metadata(self._lora)
         # File, prefix of its tensors' names, metadata.
         self._formats = [(lora_files.DIFFUSERS_WEIGHTS, lora_files.DIFFUSERS_PREFIX, metadata)]
         if with_peft:
             peft = (lora_files.PEFT_WEIGHTS, lora_files.PEFT_PREFIX, {"format": "pt"})
             self._formats.append(peft)
+
         self._tensors: dict[str, StoredTensors] = {}
         for component, tensors in source.policy.items():
             self._tensors[component] = {
@@ -227,6 +237,7 @@ class LoraJob:
                 copier.copy_to_file(
                     lora_folder / file, tensors, metas, prefix=f"{component}/", metadata=metadata
                 )
+
             if self._with_peft:
                 config = lora_files.peft_config(self._lora, base=self._base_path(component))
                 text = json.dumps(config, indent=2) + "\n"
@@ -288,12 +299,14 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
     """Raise ValueError unless the LoRA is of the modules that engines wrap, in all components."""
     if not source.lora:
         return
+
     absent = [name for name in base.components if name not in source.policy]
     if absent:
         raise ValueError(
             f"{source.path} has no LoRA of {', '.join(absent)}, and a checkpoint holds those of "
             "all components; --to merged takes it as it is"
         )
+
     modules = set(source.lora.modules)
     for component in base.components.values():
         wrapped = set(component.model.plan.lora_modules(component.model.shapes))

@@ -15,6 +15,7 @@ def _tensor_parallel(
 ) -> list[dict[str, Box]]:
     """Return the plan's shards; what is whole on every rank is the first rank's to write."""
     check_heads(num_heads, sp=1, tp=num_ranks)
+
     ranks = []
     for rank in range(num_ranks):
         placements = plan.placements(shapes, tp=num_ranks, tp_rank=rank, sequence_parallel=True)
@@ -38,6 +39,7 @@ def _fully_sharded(
             f"--dp {num_ranks}: the model's tensors have at most {most_rows} rows, and "
             f"{num_ranks - most_rows} ranks would hold none; give --dp {most_rows} or less"
         )
+
     ranks = []
     for rank in range(num_ranks):
         ranks.append({name: _rows(shape, rank, num_ranks) for name, shape in shapes.items()})

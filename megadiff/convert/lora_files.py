@@ -70,6 +70,7 @@ def open_loras(path: Path, *, base: ModelFolder | None) -> dict[str, LoraFile]:
     """
     if path.is_file() or _is_lora_folder(path):
         return {_component_of_one(path, base): _open_lora(path)}
+
     loras = {folder.name: _open_lora(folder) for folder in _component_folders(path)}
     first = next(iter(loras))
     wanted = loras[first].spec
@@ -123,6 +124,7 @@ def _open_lora(path: Path) -> LoraFile:
             )
         config = read_json(config_file)
         return _lora(TensorFile(weights), PEFT_PREFIX, config=config, config_file=config_file)
+
     file = TensorFile(path if path.is_file() else path / DIFFUSERS_WEIGHTS)
     said = _diffusers_config(file)
     return _lora(file, DIFFUSERS_PREFIX, config=said, config_file=file.path)
@@ -161,6 +163,7 @@ def lora_misfits(lora: LoraFile, shapes: Mapping[str, tuple[int, ...]]) -> list[
     """List the pairs that do not fit the model's weights. shapes: of its parameters."""
     problems = []
     for module in lora.spec.modules:
+        # rows of B, columns of A: the shape of their product
         shape = (
             lora.tensors[f"{module}.{LORA_B}"].meta.shape[0],
             lora.tensors[f"{module}.{LORA_A}"].meta.shape[1],
@@ -184,6 +187,7 @@ def _lora(
 ) -> LoraFile:
     tensors: dict[str, StoredTensor] = {}
     problems = []
+
     for key, meta in file.tensors.items():
         name = key.removeprefix(prefix)
         if not key.startswith(prefix) or not name.endswith((f".{LORA_A}", f".{LORA_B}")):
@@ -191,16 +195,19 @@ def _lora(
         elif meta.dtype not in FLOATS or len(meta.shape) != 2:
             problems.append(f"{key} is {meta.dtype} {meta.shape}, not a matrix of floats")
         tensors[name] = from_file(file, key)
+
     # All problems are told at once, so the pairs are looked at though names were wrong.
     modules = sorted({name.rsplit(".", 2)[0] for name in tensors})
     for module in modules:
         for suffix in (LORA_A, LORA_B):
             if f"{module}.{suffix}" not in tensors:
                 problems.append(f"{module}.{suffix} is missing")
+
     if problems or not modules:
         raise ValueError(
             f"{file.path} is no LoRA that can be read: {listed(problems) or 'it holds no tensor'}"
         )
+
     rank = _one_rank(tensors, modules, file.path)
     # Without a word on alpha diffusers scales by 1: alpha = rank.
     alpha = _alpha(config, rank, config_file) if config is not None else float(rank)
@@ -214,6 +221,7 @@ def _one_rank(tensors: StoredTensors, modules: list[str], path: Path) -> int:
         for suffix, dim in ((LORA_A, 0), (LORA_B, 1)):
             name = f"{module}.{suffix}"
             ranks.setdefault(tensors[name].meta.shape[dim], name)
+
     if len(ranks) > 1:
         raise ValueError(
             f"{path} has several ranks: "
@@ -234,6 +242,7 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
             f"{path}: {', '.join(odd)} is more than A and B of one rank and alpha, which is all "
             "megadiff takes"
         )
+
     rank_said = config.get("r", rank)
     if rank_said != rank:
         raise ValueError(
@@ -242,6 +251,7 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
     alpha = config.get("lora_alpha")
     if not is_alpha(alpha):
         raise ValueError(f"{path}: lora_alpha={alpha!r:.80} is no positive number")
+
     use_rslora = config.get("use_rslora", False)
     # A text such as "false" would count as true.
     if type(use_rslora) is not bool:

@@ -78,12 +78,14 @@ class Component:
                 if name in tensors:
                     problems.append(f"{file.path}: {name} is in {tensors[name].path.name} as well")
                 tensors[name] = from_file(file, name)
+
         problems += misfits(tensors, self.model.shapes, dtypes=FLOATS)
         if problems:
             weights = self.files[0] if len(self.files) == 1 else self.files[0].parent
             raise ValueError(
                 f"{weights} does not fit {self.folder}/config.json: {listed(problems)}"
             )
+
         # Files may hold them in any order; checkpoints have the model's.
         return {name: tensors[name] for name in self.model.shapes}
 
@@ -116,10 +118,12 @@ def open_model(path: Path) -> ModelFolder:
             for name in build_adapter(path).components
         }
         return ModelFolder(path=path, home=path, components=components)
+
     if (path / "config.json").is_file():
         files = tuple(weight_files(path))
         component = Component(folder=path, where=Path(), files=files)
         return ModelFolder(path=path, home=path, components={COMPONENT: component})
+
     raise ValueError(
         f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a "
         "component's (config.json)"
@@ -199,9 +203,11 @@ def rest_of(base: ModelFolder) -> OtherFiles:
     single = next(
         (component for component in base.components.values() if component.is_single_file), None
     )
+
     # The folder around a single file may hold anything.
     if single:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
+
     weighted = {component.where for component in base.components.values()}
 
     def is_weight(path: Path) -> bool:
@@ -219,12 +225,14 @@ def write_index(
     if base.is_single_file or not indices:
         return
     index = read_json(indices[0])
+
     total_size = 0
     weight_map = {}
     for file, metas in files.items():
         for name, meta in metas.items():
             total_size += meta.num_bytes
             weight_map[name] = file
+
     index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
     index["weight_map"] = weight_map
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it

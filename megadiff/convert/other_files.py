@@ -45,6 +45,7 @@ def other_files(root: Path, *, is_left_out: Callable[[Path], bool]) -> OtherFile
     # SRC itself may be a link, and targets are compared as what they resolve to.
     real_root = root.resolve()
     allowed = [real_root, *_blobs(real_root)]
+
     files: list[Path] = []
     folders: list[Path] = []
     for path in _walk(real_root):
@@ -87,12 +88,14 @@ def _check_link(link: Path, allowed: list[Path]) -> None:
         raise ValueError(
             f"{link} is a link to nothing; restore what it leads to, or remove it"
         ) from error
+
     if target.is_dir():
         # It may lead to a folder above itself, or double with each such link beside it.
         raise ValueError(
             f"{link} is a link to the folder {target}, and links to folders are not followed; put "
             "a copy in its place (cp -rL), or remove it"
         )
+
     if not any(target.is_relative_to(folder) for folder in allowed):
         raise ValueError(
             f"{link} is a link to {target}, outside of what is converted; put the file itself "

@@ -64,6 +64,7 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
+
     is_run = (path / "checkpoints").is_dir()
     # An option that would go unused is refused: it asks for something else than what is done.
     if step is not None and not is_run:
@@ -71,12 +72,15 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
             f"--step {step} chooses among the checkpoints of a run, but {path} is no run's folder "
             "(checkpoints/)"
         )
+
     # A file of shards alone is a checkpoint that lacks the rest, which the message then says.
     if is_run or is_checkpoint(path) or shard_file(path, 0).is_file():
         folder = chosen_checkpoint(path, step=step) if is_run else path
         return _open_checkpoint(folder, base=base, raw=raw)
+
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
+
     # Before a model: a LoRA is a single file, or lies in a folder, as well.
     if has_loras(path):
         return _open_lora(path, base=open_model(base) if base else None)
@@ -88,6 +92,7 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
                 f"--base {base} is for weights without a model around them; {path} is a whole model"
             )
         return _open_model(open_model(path))
+
     raise ValueError(
         f"{path} is nothing that can be converted. Looked for: a run (checkpoints/step_…), a "
         "checkpoint (progress.json), a pipeline (model_index.json), a component (config.json), a "
@@ -123,6 +128,7 @@ def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
             problems = lora_misfits(lora, component.model.shapes)
             if problems:
                 raise ValueError(f"{lora.path} does not fit {component.folder}: {listed(problems)}")
+
     values = {"optimizer_steps": {}, "lora": asdict(spec)}
     return Source(
         path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values
@@ -135,6 +141,7 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
     model = open_model(base or model_path(folder))
     spec = lora_from_json(shards.values.get("lora"))
     state = from_checkpoint(shards)
+
     shapes = _trained_shapes(model, spec)
     _check_state(state, shapes, folder=folder, base=model)
     policy = {}
@@ -144,6 +151,7 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
         is_averaged = not raw and any(name.startswith(average) for name in state)
         prefix = average if is_averaged else f"{TRAINED}/{component}."
         policy[component] = {name: state[f"{prefix}{name}"] for name in shapes_of_component}
+
     return Source(
         path=folder,
         base=model,
@@ -174,11 +182,13 @@ def check_base(source: Source, *, is_named: bool) -> None:
     theirs = source.progress.base
     if not theirs or not source.base:
         return
+
     files = {name: component.files for name, component in source.base.components.items()}
     # Reads all weights, and so comes after the cheap reasons to return.
     ours = base_fingerprint([tensor_fingerprints(files)])
     if ours == theirs["fingerprint"]:
         return
+
     problem = (
         f"{source.path} was trained over the weights of {theirs['path']} (fingerprint "
         f"{theirs['fingerprint']}), but {source.base.path} holds others (fingerprint {ours})"
@@ -211,10 +221,12 @@ def _check_state(
     all_shapes: dict[str, tuple[int, ...]] = {}
     for component, shapes_of_component in shapes.items():
         all_shapes |= {f"{component}.{name}": shape for name, shape in shapes_of_component.items()}
+
     tensors_by_kind: dict[str, dict[str, StoredTensor]] = {TRAINED: {}}
     for name, stored in state.items():
         kind, _, parameter = name.rpartition("/")
         tensors_by_kind.setdefault(kind, {})[parameter] = stored
+
     problems = []
     for kind, tensors in tensors_by_kind.items():
         whole_components: set[str] = set()  # with a tensor of this kind for each parameter
@@ -230,6 +242,7 @@ def _check_state(
         }
         of_kind = misfits(tensors, wanted, dtypes=(torch.float32,))
         problems += [f"{kind}: {problem}" for problem in of_kind]
+
     if problems:
         configs = [f"{component.folder}/config.json" for component in base.components.values()]
         raise ValueError(

@@ -84,6 +84,7 @@ def _normal_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
     bits = np.random.Philox(key=0)
     generator = np.random.Generator(bits)
     start = bits.state
+
     for row, key in zip(rows, keys, strict=True):
         # The same two little-endian words as those of the integer in _generator().
         start["state"]["key"] = np.frombuffer(_digest(key), dtype="<u8")

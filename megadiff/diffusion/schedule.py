@@ -25,6 +25,7 @@ def qwen_image_sigmas(
     """
     _check_num_steps(num_steps)
     (terminal,) = _require(scheduler_config, "shift_terminal")
+
     sigmas = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
     sigmas = qwen_image_shift(sigmas, num_tokens=num_tokens, scheduler_config=scheduler_config)
     # stretch so that the last sigma before 0 is `shift_terminal`; one step alone stays at sigma 1
@@ -47,6 +48,7 @@ def qwen_image_shift(
         raise ValueError(
             "scheduler_config.json has use_dynamic_shifting=false; Qwen-Image's schedule needs true"
         )
+
     # mu is linear in the number of tokens, through (base_len, base_shift), (max_len, max_shift).
     slope = (max_shift - base_shift) / (max_len - base_len)
     exp_mu = math.exp(num_tokens * slope + base_shift - base_len * slope)
@@ -84,6 +86,7 @@ def check_window(num_steps: int, *, window_size: int, window_range: tuple[int, i
             f"rollout.sde_window_range=[{low}, {high}]; "
             f"set rollout.sde_window_size<={high - low} or widen the range"
         )
+
     # The SDE ends in noise; the step to sigma 0 must leave none.
     if window_size and high > num_steps - 1:
         raise ValueError(

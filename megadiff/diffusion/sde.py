@@ -93,11 +93,13 @@ def step_mean(step: SdeStep, latents_BLC: Tensor, velocity_BLC: Tensor) -> Tenso
     sigma = _spread(step.sigma_B, latents_BLC)
     sigma_next = _spread(step.sigma_next_B, latents_BLC)
     scale = _spread(noise_scale(step), latents_BLC)
+
     if step.sde_type == "flow_cps":
         clean_BLC = latents_BLC - sigma * velocity_BLC
         noise_BLC = latents_BLC + (1 - sigma) * velocity_BLC
         # What the noise scale adds anew is taken from the old noise: the total stays sigma_next.
         return (1 - sigma_next) * clean_BLC + torch.sqrt(sigma_next**2 - scale**2) * noise_BLC
+
     # The drift makes up for the noise: every s(sigma) has the marginals of the ODE.
     dt = sigma_next - sigma
     drift = scale**2 / (2 * sigma)

@@ -82,6 +82,7 @@ class ModelAdapter(Protocol):
         from accelerate import init_empty_weights
 
         stock = getattr(diffusers, self.transformer_class)
+        # include_buffers is false by default: buffers that no file holds get their values here
         with init_empty_weights():
             return stock.from_config(stock.load_config(self.model_folder / component))
 
@@ -118,11 +119,13 @@ class ModelAdapter(Protocol):
         long = [text for text in texts if len(text.encode()) + 2 > self.max_prompt_tokens]
         if not long:
             return
+
         import transformers
 
         tokenizer = getattr(transformers, self.tokenizer_class).from_pretrained(
             self.model_folder / "tokenizer"
         )
+
         for text in long:
             count = self.num_prompt_tokens(text, tokenizer)
             if count > self.max_prompt_tokens:

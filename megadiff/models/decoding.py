@@ -39,6 +39,8 @@ class Decoding:
         self, rows: int, *, num_frames: int, height: int, width: int, itemsize: int
     ) -> int:
         """Estimate the bytes beside the decoder's weights while a GPU decodes this many samples."""
+        # more samples than a call decodes come in several calls, one after another
         rows = min(rows, self.num_rows("cuda", num_frames=num_frames, height=height, width=width))
         per_pixel = self.bytes_per_pixel + self.bytes_per_frame * num_frames
+        # both figures are for bfloat16, of 2 bytes a number
         return rows * height * width * per_pixel * itemsize // 2

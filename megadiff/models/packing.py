@@ -39,6 +39,7 @@ def pack(latents_BCFHW: Tensor) -> Tensor:
 
 def unpack(latents_BLC: Tensor, grid: TokenGrid) -> Tensor:
     """Unpack to [B, C, F, 2h, 2w]; L = grid.num_tokens."""
+    # [B, F, h, w, C, 2, 2]
     patches = latents_BLC.unflatten(2, (-1, PATCH, PATCH)).unflatten(
         1, (grid.frames, grid.rows, grid.columns)
     )

@@ -78,6 +78,7 @@ class BatchSampler:
         self.window_size = self.sampling.sde_window_size
         if self.sampling.sde_type == "ode":
             self.window_size = 0
+
         groups = [
             group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
             for request in requests
@@ -91,11 +92,13 @@ class BatchSampler:
             ]
         # on the CPU: which rows a step records is known without waiting for the GPU
         self.window_starts_P = torch.tensor(starts)
+
         self.sample_keys: list[str] = []
         for group, request in zip(groups, requests, strict=True):
             self.sample_keys += sample_keys(group, request.sample_indices)
         self.step_index = 0
         self.conditioning: dict[str, Tensor] = {}
+
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
         self._starts_N = self.per_row(self.window_starts_P)
@@ -129,8 +132,10 @@ class BatchSampler:
         index = self.step_index
         sigma = self.schedule[index]
         sigma_next = self.schedule[index + 1]
+
         # every row takes the ODE step; stochastic rows are overwritten
         next_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next).to(self.storage_dtype)
+
         rows_B, offset_B = self._rows_in_window(self.window_size)
         if len(rows_B):
             keys = [self.sample_keys[row] for row in rows_B.tolist()]
@@ -153,6 +158,7 @@ class BatchSampler:
             next_NLC[rows_B] = prev_sample_BLC
             offset_B = offset_B.to(self.device, non_blocking=True)
             self._log_probs_NW[rows_B, offset_B] = log_prob_B
+
         self.step_index += 1
         if self.step_index == self.num_steps:
             self._record_states(next_NLC)  # without a window it "starts" at T
@@ -243,6 +249,7 @@ class RolloutPipelineMixin:
             token_shape=self.adapter.latents_shape(requests[0].sampling),
             device=self.device,
         )
+
         output = self.draw(req)
         result = self._sampler.result(self.to_pixels(output.output))
         # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
@@ -315,6 +322,7 @@ def rollout_requests(batch: Any) -> tuple[RolloutRequest, ...]:
         for requests in values
         if isinstance(requests, tuple) and isinstance(requests[0], RolloutRequest)
     ]
+
     if ours and len(values) > 1:
         raise ValueError(
             f"{len(values)} requests in one engine step; a replica runs with max_num_seqs=1"

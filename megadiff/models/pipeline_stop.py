@@ -33,6 +33,7 @@ def check_stop(path: str | None, *, size: int, first_rank: int, group: Any) -> N
     """
     if path is None:
         return
+
     is_stopped = torch.tensor([int(os.path.exists(path))])
     if size > 1:
         dist.broadcast(is_stopped, src=first_rank, group=group)

@@ -95,12 +95,16 @@ def check_model_folder(folder: Path) -> ModelFamily:
     family = _family(folder)
     weighted = family.weighted(read_json(folder / "model_index.json"))
     components = ("scheduler", "tokenizer", *weighted)
+
     absent = [name for name in components if not (folder / name).is_dir()]
     if absent:
         folders = ", ".join(f"{name}/" for name in absent)
         raise ValueError(f"{folder} lacks {folders}; fetch the whole model folder")
+
     for name in (*SETTINGS, *(f"{component}/config.json" for component in weighted)):
         read_json(folder / name)
+
+    # opening reads a file's header, and compares it with the file's size
     for component in weighted:
         for path in weight_files(folder / component):
             open_weights(path)
@@ -140,6 +144,7 @@ def component_model(folder: Path) -> ComponentModel:
     _check_transformer_config(folder, config, FAMILIES)
     by_class = {family.transformer_class: family for family in FAMILIES}
     name = str(config["_class_name"])
+
     import diffusers
     from accelerate import init_empty_weights
 
@@ -150,6 +155,7 @@ def component_model(folder: Path) -> ComponentModel:
         raise ValueError(
             f"{folder}/config.json makes no {name}: {error!r}; fetch it again"
         ) from error
+
     return ComponentModel(
         shapes={name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()},
         plan=pkgutil.resolve_name(by_class[name].adapter).plan,
@@ -167,8 +173,10 @@ def _check_transformer_config(
         raise ValueError(
             f"{folder} is a {class_name!r}; supported components: {', '.join(classes)}"
         )
+
     for key in SIZES:
         size = config.get(key)
+        # type(): isinstance takes JSON's true for 1
         if type(size) is not int or not 0 < size <= LARGEST_SIZE:
             raise ValueError(
                 f"{folder}/config.json has {key}={size!r}, not a whole number from 1 to "

@@ -35,6 +35,7 @@ def served_places(parameters: Sequence[str], *, names: ServedNames) -> dict[str,
         module, _, leaf = parameter.rpartition(".")
         weights = {}
         for served, shards in names.items():
+            # with a dot in front, so that a name matches from a module's beginning on
             if f".{module}".endswith(f".{served}"):
                 outer = module.removesuffix(served).rstrip(".")
                 for shard, diffusers in enumerate(shards):
@@ -42,6 +43,8 @@ def served_places(parameters: Sequence[str], *, names: ServedNames) -> dict[str,
                     weights[name] = ServedPlace(
                         parameter=parameter, shard=shard, num_shards=len(shards)
                     )
+
+        # not packed: one name on both sides
         weights = weights or {parameter: ServedPlace(parameter=parameter)}
         clash = by_name.keys() & weights.keys()
         if clash:

@@ -127,8 +127,11 @@ class TokenAxes:
         in_chunks = [self._in_chunks(stream).transpose(0, 1) for stream in streams_BSHD]
         if self.sp == 1:
             return [chunks.flatten(0, 1).flatten(2) for chunks in in_chunks]
+
+        # [sp, N, tokens, H, D]: the chunks of each sp rank, with those of its tp peers
         by_tokens = torch.cat(in_chunks, dim=2).flatten(0, 1).unflatten(0, (self.sp, -1))
         chunk_NSHD = all_to_all(self.sp_group, by_tokens.contiguous()).movedim(0, 2).flatten(2, 3)
+
         chunk_sizes = [chunks.shape[2] for chunks in in_chunks]
         streams_NSC = chunk_NSHD.flatten(2).split(chunk_sizes, dim=1)
         return [stream_NSC.contiguous() for stream_NSC in streams_NSC]

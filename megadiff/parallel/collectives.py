@@ -44,6 +44,8 @@ def broadcast_bytes(payload: bytes | None, *, source: int, group: dist.ProcessGr
     if dist.get_world_size(group) == 1:
         assert payload is not None
         return payload
+
+    # the length first: only the source knows it
     size = torch.tensor([len(payload or b"")], dtype=torch.int64)
     dist.broadcast(size, src=source, group=group)
     buffer = torch.empty(int(size.item()), dtype=torch.uint8)
@@ -64,11 +66,13 @@ def gather_json(value: object, group: dist.ProcessGroup) -> list[Any]:
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
+
     # all_gather takes tensors of one size
     longest = max(int(size) for size in sizes)
     bodies = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     padded = torch.nn.functional.pad(payload, (0, longest - len(payload)))
     dist.all_gather(bodies, padded, group=group)
+
     return [
         json.loads(body[: int(size)].numpy().tobytes())
         for body, size in zip(bodies, sizes, strict=True)
@@ -90,6 +94,7 @@ def raise_together(error: BaseException | None, group: dist.ProcessGroup) -> Non
     source = int(failed.item())
     if source < 0:
         return
+
     text = broadcast_json(f"{type(error).__name__}: {error}", source=source, group=group)
     where = f"rank {source}: " if dist.get_world_size(group) > 1 else ""
     raise AgreedError(f"{where}{text}") from error

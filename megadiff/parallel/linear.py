@@ -51,6 +51,7 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
             )
         # tensorwise: scaled by each tensor's present maximum
         fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"}
+
     return TransformerConfig(
         # these three describe a whole language model: they must be there, and are not read
         num_layers=1,
@@ -84,6 +85,7 @@ def column(
     if in_attention:
         config = copy(config)
         config.sequence_parallel = False
+
     if not config.fp8:
         with torch.device("meta"):
             return _first_output(ColumnParallelLinear)(
@@ -92,6 +94,7 @@ def column(
                 gather_output=False,
                 disable_grad_reduce=in_attention and axes.tp > 1,
             )
+
     from megatron.core.extensions import transformer_engine as te
 
     if in_attention:  # to Transformer Engine a layer of its own
@@ -102,6 +105,7 @@ def column(
             parallel_mode="duplicated",
             skip_weight_param_allocation=False,
         )
+
     return _first_output(te.TEColumnParallelLinear)(
         **arguments, config=config, gather_output=False, is_expert=False, tp_group=axes.tp_group
     )
@@ -116,6 +120,7 @@ def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Mod
     if not config.fp8:
         with torch.device("meta"):
             return _first_output(RowParallelLinear)(**arguments)
+
     from megatron.core.extensions import transformer_engine as te
 
     return _first_output(te.TERowParallelLinear)(
@@ -135,6 +140,7 @@ class RowProduct(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(linear.out_features, linear.in_features // axes.tp, device="meta")
         )
+        # whole on every rank, as finish() adds it once, after the sum
         self.bias = None
         if linear.bias is not None:
             self.bias = nn.Parameter(torch.empty(linear.out_features, device="meta"))

@@ -70,6 +70,7 @@ def lora_shapes(
     pairs: dict[str, tuple[int, int]] = {}
     if spec is None:
         return pairs
+
     wrapped = set(spec.modules)
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")

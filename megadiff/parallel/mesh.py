@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megadiff.process.allocator import grow_segments
 
+# where the caller names none; a run's follows from its config (train/build.py)
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
@@ -63,11 +64,13 @@ def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: 
         raise ValueError(
             f"parallel.dp={dp} < 0; set it to 0 (what the world leaves) or to a positive size"
         )
+
     if world_size % (sp * tp):
         raise ValueError(
             f"world_size={world_size} is not a multiple of sp*tp = {sp}*{tp} = {sp * tp}; "
             f"start a multiple of {sp * tp} processes or lower parallel.sp / parallel.tp"
         )
+
     dp = dp or world_size // (sp * tp)
     if dp * sp * tp != world_size:
         raise ValueError(
@@ -79,6 +82,7 @@ def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: 
             f"parallel.dp={dp} is not a multiple of parallel.dp_replicate={dp_replicate}; "
             f"set parallel.dp_replicate to a divisor of {dp}"
         )
+
     return Layout(world_size=world_size, dp=dp, dp_replicate=dp_replicate, sp=sp, tp=tp)
 
 
@@ -110,6 +114,7 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _local_device(device_type)
     timeout = timedelta(seconds=timeout_s)
+
     if not dist.is_initialized():
         # gloo beside NCCL: the loop's small collectives are about numbers on the host
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -120,17 +125,20 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
             dist.init_process_group(
                 backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
             )
+
     peers = layout.sp * layout.tp
     model_ranks = [
         list(range(first, first + peers)) for first in range(0, layout.world_size, peers)
     ]
     dp_ranks = [list(range(first, layout.world_size, peers)) for first in range(peers)]
+
     # collective over the world: no rank may leave a group out, its own or another's
     dp_group, _ = dist.new_subgroups_by_enumeration(dp_ranks, timeout=timeout)
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     cpu_model_group, _ = dist.new_subgroups_by_enumeration(
         model_ranks, timeout=timeout, backend="gloo"
     )
+
     return Mesh(
         **vars(layout),
         rank=dist.get_rank(),
@@ -149,6 +157,7 @@ def _local_device(device_type: str) -> torch.device:
         return torch.device("cpu")
     if device_type != "cuda":
         raise ValueError(f"run.device={device_type!r} is not one of auto, cpu, cuda")
+
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -156,5 +165,7 @@ def _local_device(device_type: str) -> torch.device:
             f"local rank {local_rank} has no GPU: {count} visible; start at most {count} processes "
             "on this node (one process per GPU) or set run.device=cpu"
         )
+
+    # libraries that say plain "cuda" then mean this GPU
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -101,6 +101,7 @@ class ParallelPlan:
         """
         kinds: dict[str, str] = {}
         idle = set(self.rules)
+
         for name in names:
             module = module_of(name)
             matching = [
@@ -116,6 +117,7 @@ class ParallelPlan:
                 )
             kinds[name] = self.rules[matching[0]]
             idle.discard(matching[0])
+
         if idle:
             patterns = ", ".join(repr(pattern) for pattern in self.rules if pattern in idle)
             raise ValueError(
@@ -140,6 +142,7 @@ class ParallelPlan:
         for name, kind in self.kinds(shapes).items():
             offsets, local_shape = shard_box(kind, name, shapes[name], tp=tp, tp_rank=tp_rank)
             dim = sharded_dim(kind, name)
+
             # A shard has its whole gradient. With split tokens each rank has its tokens' part of
             # the others'. Without, it has a part of what acts on single heads, and of the whole
             # half of a low-rank pair: a column's A sees the gradient of this rank's output features
@@ -179,6 +182,7 @@ class ParallelPlan:
         """
         kinds = self.kinds(name for name in names if not is_lora(name))
         unused = self.unused_names(kinds)
+
         modules: set[str] = set()
         for pattern in self.lora_targets:
             matched = {name for name in kinds if fnmatchcase(module_of(name), pattern)}
@@ -235,6 +239,7 @@ def shard_box(
     offsets = [0] * len(shape)
     local_shape = list(shape)
     dim = sharded_dim(kind, name)
+
     if dim is not None:
         if shape[dim] % tp:
             raise ValueError(

@@ -58,6 +58,7 @@ def sum_over_tp(parameters: Iterable[Tensor], attribute: str, group: dist.Proces
     """
     if group.size() == 1:
         return
+
     gradients = []
     for parameter in parameters:
         gradient = getattr(parameter, attribute, None)
@@ -66,6 +67,7 @@ def sum_over_tp(parameters: Iterable[Tensor], attribute: str, group: dist.Proces
             gradients.append(gradient)
     if not gradients:
         return
+
     # one collective: a model has hundreds of such parameters, most of them small
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)

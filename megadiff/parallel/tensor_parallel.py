@@ -48,6 +48,7 @@ def init_parallel_state(mesh: Mesh) -> None:
     """
     if mesh.device.type == "cpu":
         megatron_cpu.apply(mesh.device)
+
     if parallel_state.model_parallel_is_initialized():
         made = {
             "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -59,9 +60,11 @@ def init_parallel_state(mesh: Mesh) -> None:
                 "use another process"
             )
         return
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         context_parallel_size=mesh.sp,
+        # megatron-core takes whole minutes
         distributed_timeout_minutes=math.ceil(mesh.timeout_s / 60),
         # the mesh has its own
         create_gloo_process_groups=False,
@@ -75,6 +78,7 @@ def token_axes(mesh: Mesh, *, sequence_parallel: bool, fp8: bool = False) -> Tok
     token_group = sp_group
     if sequence_parallel:
         token_group = parallel_state.get_tensor_and_context_parallel_group()
+
     return TokenAxes(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         sp_group=sp_group,
@@ -123,19 +127,24 @@ def parallelize(
         tp_rank=axes.tp_group.rank(),
         sequence_parallel=axes.sequence_parallel,
     )
+
     config = layer_config(axes, dtype=dtype, fp8=fp8)
+    # without tp the layer stays the stock one, and LoRA is put beside it
     if adapters and axes.tp == 1:
         adapt_linears(module, adapters)
     if axes.tp > 1 or fp8:
         _replace_linears(module, plan, placements, axes, config, adapters)
+
     trained = placements.keys() - plan.unused_names(placements)
     if adapters:
         trained = set(filter(is_lora, placements))
     _materialise(module, placements, mesh.device, dtype, trained=trained)
+
     if fp8:
         for name, block in module.named_modules():
             if plan.is_block(name):
                 block.forward = partial(_in_fp8, block.forward, config)
+
     recompute_blocks(module, plan, budget=activation_memory_budget)
     split_tokens(module, plan, axes, attention)
     return module.train()
@@ -157,11 +166,14 @@ def _replace_linears(
         "modulation": lambda name, linear: ModulationLinear(linear, axes),
         "across_heads_norm": lambda name, norm: AcrossHeadsNorm(norm, axes),
     }
+
     wrapped = set(adapters.spec.modules) if adapters else set()
+    # a list, as layers are replaced on the way
     for name, linear in list(module.named_modules()):
         placement = placements.get(f"{name}.weight")
         if placement is None or placement.kind not in builders:
             continue
+
         if config.fp8 and placement.kind in ("column", "row"):
             odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
             if odd:
@@ -170,6 +182,7 @@ def _replace_linears(
                     f"of {FP8_MULTIPLE}, which FP8 matrix products need; lower parallel.tp or set "
                     "engine.fp8=none"
                 )
+
         layer: nn.Module
         if not adapters or name not in wrapped:
             layer = builders[placement.kind](name, linear)
@@ -191,6 +204,7 @@ def _replace_linears(
                 enter=enter,
                 leave=leave,
             )
+
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, layer)
 
@@ -207,6 +221,8 @@ def _materialise(
     # buffers have their values already
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
+
+    # a list, as parameters are replaced on the way
     for name, empty in list(module.named_parameters()):
         placement = placements[name]
         assert tuple(empty.shape) == placement.local_shape, (name, tuple(empty.shape), placement)
@@ -214,6 +230,7 @@ def _materialise(
             torch.empty(empty.shape, dtype=dtype, device=device), requires_grad=name in trained
         )
         parameter.placement = placement  # type: ignore[attr-defined]  # torch knows no such name
+
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = parameter
 

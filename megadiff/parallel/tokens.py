@@ -36,11 +36,13 @@ def split_tokens(
             "replaces it for the whole process when it builds its own class of the model: use "
             "another process"
         )
+
     processor = attention(axes)
     for name, site in module.named_modules():
         if plan.is_attention(name):
             check_heads(site.heads, sp=axes.sp, tp=axes.tp)
             site.set_processor(processor)
+
     if plan.stream_entry:
         _split_stream(module, plan, axes)
     stock: Callable[..., tuple[Tensor]] = module.forward
@@ -48,6 +50,7 @@ def split_tokens(
     def forward(**kwargs: Any) -> tuple[Tensor]:
         """Run the stock forward, with return_dict=False, and return the whole output."""
         kwargs = processor.prepare(module, kwargs)
+        # the gathered stream is padded; its own length tells where to cut
         length = kwargs[plan.token_inputs[0]].shape[1] if not plan.stream_exit else 0
         for name in plan.token_inputs:
             # an argument that is [B] is the same for all tokens

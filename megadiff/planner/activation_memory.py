@@ -28,10 +28,12 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     split = _split_tokens(model, placing, work)
     gathered = split * (placing.layout.tp if placing.sequence_parallel else 1)
     mlp_width = model.adapter.mlp_ratio * model.adapter.width / placing.layout.tp
+
     numbers = BACKWARD if training else FORWARD
     token_bytes = numbers * _saved(model, work).norm_itemsize + work.itemsize
     at_work: float = token_bytes * model.adapter.width * split
     at_work += MLP_TENSORS * work.itemsize * mlp_width * gathered
+
     if not training:
         return round(at_work)
     # a recomputed block saves all of its own for a while
@@ -49,6 +51,7 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     # Ulysses' exchanges cut a block into several graphs, so there whole blocks are chosen
     if not work.compiled or placing.layout.sp > 1:
         num_whole = len(kept_blocks(model.num_blocks, work.budget))
+
     outside = _row_bytes(_saved(model, work).outside, model, placing, work)
     # checkpoint() keeps a block's input, which is the stream
     inputs = work.stream_itemsize * model.adapter.width * _split_tokens(model, placing, work)
@@ -57,6 +60,7 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
         # and the modulations of each token, which are an input of all blocks
         modulation = MODULATIONS * work.itemsize * model.adapter.width
         recomputed += modulation * _split_tokens(model, placing, work)
+
     whole = num_whole * _block_bytes(model, placing, work)
     return work.passes * round(outside + recomputed + whole)
 

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+
     text = json.dumps(to_json(plan)) if options.json else to_text(plan, config, gpu=options.gpu)
     sys.stdout.write(f"{text}\n")
     return 0 if plan.pick else 1
@@ -62,10 +63,12 @@ def _machine(options: argparse.Namespace) -> Machine:
         if value < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} {value} < 1; give a positive number")
+
     if not 0 <= options.headroom < 1:
         raise ValueError(
             f"--headroom {options.headroom} is not in [0, 1); it is a share of the memory, e.g. 0.1"
         )
+
     gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
     if gib <= 0:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
@@ -74,6 +77,7 @@ def _machine(options: argparse.Namespace) -> Machine:
             f"--world-size {options.world_size} is not a multiple of "
             f"--gpus-per-node {options.gpus_per_node}; give whole nodes"
         )
+
     return Machine(
         world_size=options.world_size,
         gpus_per_node=options.gpus_per_node,
@@ -140,9 +144,11 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
         f"{machine.world_size} x {gpu}, {_gib(machine.num_bytes)} GiB each, of which "
         f"{machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB"
     ]
+
     if config.lora.rank:
         trained = f"{model.num_trained / 1e9:.3g} B are trained"
         lines.append(f"LoRA of rank {config.lora.rank}: {trained}, all else is frozen")
+
     num_passes = "two passes (guidance)" if work.passes == 2 else "one pass"
     names = ("engine", "dp", "repl", "sp", "tp", "SP", "params", "grads", "optim", *PHASES)
     lines += [
@@ -175,6 +181,7 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
     sizes = (layout.dp, layout.dp_replicate, layout.sp, layout.tp)
     cells = [placing.backend, *map(str, sizes), split]
+
     static = estimate.static
     if static is None:
         return _cells(mark, cells + ["-"] * 7, f"no: {_brief(estimate.obstacle)}")
@@ -182,6 +189,7 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     cells += [_gib(estimate.peak(phase)) if phase in estimate.phases else "-" for phase in PHASES]
     if estimate.obstacle:
         return _cells(mark, cells, f"no: {_brief(estimate.obstacle)}")
+
     worst = estimate.worst_phase
     over = estimate.peak(worst) - plan.machine.budget
     return _cells(mark, cells, "yes" if over <= 0 else f"no: {_gib(over)} over in {worst}")
@@ -194,6 +202,7 @@ def _replica_line(plan: MemoryPlan) -> str:
     text = f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights"
     if replicas.pushed != replicas.weights:
         text += f" ({_gib(replicas.pushed)} while a push lands)"
+
     asleep = "awake"
     if replicas.sleeps:
         asleep = f"asleep, with {_gib(replicas.parked)} GiB in host memory,"
@@ -206,6 +215,7 @@ def _replica_line(plan: MemoryPlan) -> str:
 def _advice(plan: MemoryPlan, config: Config) -> list[str]:
     if plan.pick is None:
         return _nothing_fits(plan, config)
+
     estimate = plan.pick
     backend = config.engine.backend
     worst = estimate.worst_phase
@@ -217,6 +227,7 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
         f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}: {_parts(estimate, worst)}"
         + (f"; host memory {_gib(host)} GiB a GPU" if host else ""),
     ]
+
     # Only a larger budget is worth a line: a smaller one costs time for memory that is there.
     budget, peak = largest_budget(plan, estimate)
     if budget > config.engine.activation_memory_budget:
@@ -224,12 +235,14 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
             f"  by this estimate engine.activation_memory_budget={budget:g} fits too, with "
             f"{_gib(peak)} GiB in update: less is computed again"
         )
+
     configured = plan.configured
     if configured and configured is not estimate:
         verdict = "cannot run" if configured.obstacle else "does not fit"
         if configured.fits(plan.machine):
             verdict = "fits too"
         lines.append(f"* is what the config asks for; it {verdict}")
+
     if estimate.placing.backend != backend:
         fitting = [other for other in plan.estimates if other.fits(plan.machine)]
         of_backend = [other for other in fitting if other.placing.backend == backend]
@@ -242,6 +255,7 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
     possible = [estimate for estimate in plan.estimates if not estimate.obstacle]
     if not possible:
         return ["no layout is possible; the last column says why"]
+
     # The advice is about the layout that misses by the least.
     nearest = min(possible, key=lambda estimate: estimate.peak(estimate.worst_phase))
     worst = nearest.worst_phase
@@ -293,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "config", nargs="*", help="yaml files and key=value overrides, as for train"
     )
+
     parser.add_argument("--world-size", type=int, required=True, help="GPUs that train")
     parser.add_argument("--gpus-per-node", type=int, default=8)  # as DGX and HGX servers have
     parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200")
@@ -300,6 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--headroom", type=float, default=0.1, help="share of the memory that is kept free"
     )
+
     parser.add_argument(
         "--text-tokens",
         type=int,

@@ -162,6 +162,7 @@ def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
     num_updated = model.num_components - model.num_frozen
     num_awake = 1 if model.idle_offloaded else num_updated
     frozen = model.num_frozen * work.itemsize * WHOLE[placing.backend](model, placing)
+
     return Static(
         reference=num_updated * component.reference,
         parameters=num_updated * component.parameters + frozen,
@@ -185,6 +186,7 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     lora = sum(_fsdp_shard(shape, placing.shards) for shape in model.lora.values())
     trained = [_fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
     masters = FLOAT32 * (lora or base)
+
     return Static(
         reference=0 if lora else masters,
         parameters=masters + (work.itemsize * base if lora else 0),
@@ -210,12 +212,14 @@ def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, trainin
         # beside: a block frees memory on the stream that computes, and reduced shards are taken on
         # another.
         return model.num_parameters * work.itemsize + FLOAT32 * model.num_trained
+
     num_blocks = GATHERED_FORWARD + (0 if training else GATHERED_COPY)
     units = model.units(model.shapes)
     root_elements = units.pop(None, 0)
     elements = root_elements + num_blocks * max(units.values(), default=0)
     if not training:
         return work.itemsize * elements
+
     trained = model.units(model.lora or model.shapes)
     # The largest block counts: gradients are reduced block by block.
     trained.pop(None, 0)
@@ -234,19 +238,23 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     sizes = _tp_sizes(model, placing)
     trained = {name: sizes[name] for name in model.trained}
     frozen = sum(sizes.values()) - sum(trained.values())
+
     num_ranks = layout.dp * layout.sp
     buckets, ranges = megatron_buffer(
+        # the module's last first, roughly as backward makes their gradients
         list(reversed(trained.values())),
         ranks=num_ranks,
         bucket_size=max(MEGATRON_BUCKET_SIZE, MEGATRON_BUCKET_SIZE_PER_RANK * layout.dp),
     )
     buffer = buckets[-1][1]
     elements, num_tensors = max(_owned(buckets, ranges, num_ranks=num_ranks))
+
     # beside the weights; masters of unused weights are on the host
     has_masters = work.itemsize < FLOAT32
     unused = 0 if model.lora else frozen
     averaged = elements + (0 if has_masters else unused)
     moments_and_masters = MOMENTS + (FLOAT32 if has_masters else 0)
+
     return Static(
         reference=0 if model.lora else FLOAT32 * (elements + unused),
         parameters=work.itemsize * (buffer + frozen),
@@ -290,6 +298,7 @@ def megatron_buffer(
     ranges: list[tuple[int, int]] = []
     bucket_start = 0
     end = 0
+
     for size in sizes:
         start = round_up(end, MEGATRON_PARAMETER_ALIGNMENT)
         end = start + size
@@ -298,6 +307,7 @@ def megatron_buffer(
             end = round_up(end, divisor)
             buckets.append((bucket_start, end))
             bucket_start = end
+
     if end > bucket_start:
         buckets.append((bucket_start, round_up(end, divisor)))
     return buckets, ranges
@@ -309,9 +319,11 @@ def _owned(
     """Return (elements, parameters) of each rank, which owns an equal range of every bucket."""
     elements = [0] * num_ranks
     num_tensors = [0] * num_ranks
+
     for bucket_start, bucket_end in buckets:
         size = (bucket_end - bucket_start) // num_ranks
         for start, end in ranges:
+            # a parameter lies in one bucket, which its start tells
             if not bucket_start <= start < bucket_end:
                 continue
             first = (start - bucket_start) // size

@@ -71,14 +71,17 @@ def size_replicas(
     dtype = config.model.dtype
     weights = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
     samples = build_algorithm(config.algorithm).on_policy or config.eval.every
+
     # The trainer loads the text encoder in any case, for the parity gate.
     if rollout.mode == "separate" or not samples:
         return Replicas(encoder=weights.encoder)
+
     is_asleep = sleeps(config, device_type="cuda")
     whole = weights.transformers + weights.others
     copies, copied = _fp8_bytes(config, model) if rollout.fp8 else (0, 0)
     # as train/replicas.py starts them
     num_replicas = rollout.num_replicas or max(1, machine.world_size // rollout.tp)
+
     return Replicas(
         # FP8 copies take the bfloat16 weights' memory in a replica that sleeps between samples
         weights=whole + copies - (copied if is_asleep else 0),
@@ -99,6 +102,7 @@ def _working_bytes(config: Config, model: ModelShape, machine: Machine, text_tok
     group_size = config.algorithm.group_size
     # a call has whole groups, at least one
     rows = max(group_size, rollout.batch_size // group_size * group_size)
+
     sampling = sampling_of(rollout)
     tokens = model.adapter.token_count(sampling, text_tokens)
     alone = Placing(backend="veomni", layout=Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1))
@@ -111,6 +115,7 @@ def _working_bytes(config: Config, model: ModelShape, machine: Machine, text_tok
         itemsize=itemsize,
         stream_itemsize=stream_itemsize(config, config.model.dtype),
     )
+
     decoding = model.adapter.decoding.num_bytes(
         rows,
         num_frames=rollout.num_frames,
@@ -146,6 +151,7 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
     others = 0
     encoder = 0
     unknown = []
+
     for component in family.weighted(index):
         shapes = _shapes(model_folder, component, index.get(component), dtype)
         if shapes is None:
@@ -158,6 +164,7 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
         others += served
         if component == "text_encoder":
             encoder = sum(map(math.prod, shapes.values()))
+
     itemsize = DTYPES[dtype].itemsize
     return ReplicaWeights(
         transformers=itemsize * transformers,
@@ -190,6 +197,7 @@ def _empty(folder: Path, library: str, class_name: str) -> nn.Module:
             f"model_index.json names {library}.{class_name} for {folder.name}, which is no "
             "diffusers part; correct it to a class of diffusers or transformers"
         )
+
     module_class = getattr(importlib.import_module(library), class_name)
     with init_empty_weights():
         if library == "diffusers":

@@ -96,6 +96,7 @@ def make_plan(
             f"{machine.world_size} GPUs are more than a node's {machine.gpus_per_node}; "
             "add rollout.mode=separate rollout.registry=DIR"
         )
+
     num_components = len(adapter.components)
     num_trained = len(trained_components(config, adapter))
     model = replace(
@@ -105,16 +106,19 @@ def make_plan(
         num_frozen=0 if config.lora.rank else num_components - num_trained,
         idle_offloaded=num_components > 1 and config.engine.offload_idle,
     )
+
     replicas = size_replicas(config, model, machine, text_tokens=text_tokens)
     configured = _configured_placing(config, machine)
     # keys of a dict, as they keep their order: the config's may be among the others
     placings = dict.fromkeys(placings_of(machine))
     if configured:
         placings[configured] = None
+
     estimates = []
     for placing in sorted(placings, key=lambda placing: _preference(placing, config, machine)):
         work = work_of(config, model, placing, machine, text_tokens)
         estimates.append(_estimate(config, model, placing, work, replicas))
+
     return MemoryPlan(
         model=model,
         machine=machine,
@@ -143,6 +147,7 @@ def placings_of(machine: Machine) -> Iterator[Placing]:
     for peers in _divisors(node):
         for tp in _divisors(peers):
             sizes = dict(world_size=world, dp=world // peers, sp=peers // tp, tp=tp)
+            # VeOmni has no tensor parallelism. Keys of a dict: on one node both are 1.
             for dp_replicate in {1: None, world // node: None} if tp == 1 else ():
                 yield Placing(backend="veomni", layout=Layout(dp_replicate=dp_replicate, **sizes))
             for sequence_parallel in (True, False) if tp > 1 else (False,):
@@ -180,12 +185,14 @@ def _estimate(
         return Estimate(
             placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error)
         )
+
     needs_reference = build_algorithm(config.algorithm).needs_reference
     host = {"reference": static.reference if needs_reference else 0}
     if model.idle_offloaded:
         num_updated = model.num_components - model.num_frozen
         host["idle optimizer"] = num_updated * static.optimizer
     host["sleeping replica"] = replicas.parked * replicas.per_gpu
+
     return Estimate(
         placing=placing,
         work=work,
@@ -204,6 +211,7 @@ def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
     others = estimate.peak("update") - estimate.phases["update"]["activations"]
     largest = estimate.work.budget
     largest_peak = estimate.peak("update")
+
     for budget in BUDGETS:
         work = replace(estimate.work, budget=budget)
         peak = others + activation_bytes(plan.model, estimate.placing, work, training=True)
@@ -248,6 +256,7 @@ def _phases(
             encoding = resting | asleep | {"text encoder": replicas.encoder}
             forward = resting | awake | passes(training=False)
             phases["log_probs"] = max(encoding, forward, key=lambda parts: sum(parts.values()))
+
     if on_policy or config.eval.every:
         working = {"replica at work": replicas.working * replicas.per_gpu}
         phases["rollout"] = resting | awake | working
@@ -266,6 +275,7 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
     num_heads = model.adapter.num_heads
     if num_heads % (layout.sp * layout.tp):
         return f"sp*tp = {layout.sp * layout.tp} does not divide the model's {num_heads} heads"
+
     sizes = asdict(layout)
     del sizes["world_size"]  # is no key of the config
     asked = replace(
@@ -273,6 +283,7 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
         engine=replace(config.engine, backend=placing.backend),
         parallel=replace(config.parallel, **sizes),
     )
+
     try:
         validate(asked, dp=layout.dp)
     except ConfigError as error:
@@ -292,6 +303,7 @@ def _configured_placing(config: Config, machine: Machine) -> Placing | None:
         )
     except ValueError:  # written for another world
         return None
+
     return Placing(
         backend=config.engine.backend,
         layout=layout,

@@ -124,6 +124,7 @@ def measure(
         adapt_linears(transformer, Adapters(lora))
     if float32_streams:
         adapter.keep_streams_in_float32(transformer, dtype)
+
     samplings = [
         Sampling(
             height=height,
@@ -134,9 +135,11 @@ def measure(
         )
         for height in HEIGHTS
     ]
+
     config: Any = transformer.config  # of diffusers, without types
     recorder = BlockRecorder(half_head=config.attention_head_dim // 2)
     _watch(transformer, adapter, recorder)
+
     blocks_name = adapter.plan.blocks.removesuffix(".*")
     bytes_by_blocks = {}
     for num_blocks in (2, 1):  # falling, as blocks that are cut off are gone
@@ -146,6 +149,7 @@ def measure(
             [_run(transformer, adapter, sampling, recorder) for sampling in samplings],
             dtype=torch.float64,
         )
+
     image_tokens = [adapter.token_count(sampling, TEXT_TOKENS).image for sampling in samplings]
     # the last block of a stack may save less, and it is in both: their difference is a whole block
     block_SK = bytes_by_blocks[2] - bytes_by_blocks[1]
@@ -198,6 +202,7 @@ def _run(
     config: Any = transformer.config  # of diffusers, without types
     recorder.inputs.clear()
     recorder.tensors.clear()
+
     num_tokens, channels = adapter.latents_shape(sampling)
     text_width = getattr(config, "joint_attention_dim", None) or config.text_dim
     # real tensors, as the adapter looks into the mask; they turn fake where they meet weights
@@ -208,6 +213,7 @@ def _run(
     if sampling.first_frame:
         num_given = adapter.token_count(sampling, TEXT_TOKENS).image - num_tokens
         conditioning[FIRST_FRAME] = torch.zeros(1, num_given, channels)
+
     latents_BLC = torch.zeros(1, num_tokens, channels)
     saves = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
     with torch.enable_grad(), saves:

@@ -38,6 +38,7 @@ def work_of(
     """Return the longest microbatch of an update on one rank."""
     on_policy = build_algorithm(config.algorithm).on_policy
     sampling = sampling_of(config.rollout) if on_policy else sft_sampling(config.rollout)
+
     samples_per_step = config.train.prompts_per_step * config.algorithm.group_size
     num_samples = samples_per_step // placing.layout.dp // config.train.updates_per_step
     # Flow matching has one row a sample, RL one for each SDE step of it.
@@ -48,6 +49,7 @@ def work_of(
     unsharded = unsharded_bytes(
         num_elements=model.num_parameters, num_trained=model.num_trained, itemsize=itemsize
     )
+
     tokens = model.adapter.token_count(sampling, text_tokens)
     return Work(
         rows=min(config.train.microbatch_size, rows),

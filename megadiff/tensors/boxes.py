@@ -30,6 +30,7 @@ def worker_boxes(
                 f"{name} is {list(view)} on worker {rank} of {size}, which is no equal part of "
                 f"{list(full)}"
             )
+
         axis = cut_axes[0]
         box = [(0, length) for length in full]
         box[axis] = (rank * view[axis], (rank + 1) * view[axis])

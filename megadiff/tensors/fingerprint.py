@@ -22,6 +22,7 @@ NUM_SUMS = 8  # of a row, int32
 MAX_FACTOR = 63  # so that two products with a byte fit in 16 bits, in which older CPUs add them
 ROWS_AT_ONCE = 1 << 11  # 4 MiB, which a CPU caches
 IN_PLACE_BYTES = 1 << 16  # smaller tensors are copied into common rows: fewer calls
+# Both multipliers are SplitMix64's, as int64: torch multiplies those, mod 2^64.
 # 0x9E3779B97F4A7C15 is odd, so that multiplication by it is a bijection mod 2^64.
 _MULTIPLIER = -7046029254386353131
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -54,6 +55,7 @@ def _totals(tensors: Sequence[Tensor]) -> Tensor:
         from megadiff.tensors import fingerprint_gpu
 
         return fingerprint_gpu.totals(tensors, _factors(device), multiplier=_MULTIPLIER, mix=_MIX)
+
     # Runs of rows that are summed at once: (index of the tensor, first row, number of rows).
     large: list[tuple[int, int, int]] = []
     packed: list[tuple[int, int, int]] = []
@@ -70,16 +72,20 @@ def _totals(tensors: Sequence[Tensor]) -> Tensor:
         if rest:
             packed.append((index, num_rows, -(-rest // ROW_BYTES)))
             rests.append(flat[num_rows * ROW_BYTES :] if num_rows else flat)
+
     if rests:
         sums.append(_row_sums(_packed(rests)))
     totals = torch.zeros(len(tensors), dtype=torch.int64)
     if not sums:
         return totals
+
     indices, firsts, lengths = (
         torch.tensor(column) for column in zip(*large, *packed, strict=True)
     )
     ends = lengths.cumsum(0)
+    # a run's rows count on from its first row in the tensor
     row_R = torch.arange(int(ends[-1])) + (firsts - ends + lengths).repeat_interleave(lengths)
+    # sums wrap mod 2^64, and so do their differences
     running = _hashed(torch.cat(sums), row_R).cumsum(0)
     totals_of_runs = running[ends - 1].diff(prepend=ends.new_zeros(1))
     return totals.index_add_(0, indices, totals_of_runs)
@@ -106,6 +112,7 @@ def _hashed(sums_RS: Tensor, row_R: Tensor) -> Tensor:
     words_RW = sums_RS.contiguous().view(torch.int64)
     column_W = torch.arange(1, words_RW.shape[1] + 1, device=words_RW.device)
     word = words_RW * _MIX + (row_R[:, None] * words_RW.shape[1] + column_W) * _MULTIPLIER
+    # a product's upper bits depend on all lower ones: the shift brings them down
     word ^= word >> 29
     return word.mul_(_MULTIPLIER).sum(1)
 
@@ -116,6 +123,7 @@ def _factors(device: torch.device) -> Tensor:
     digest = hashlib.shake_128(b"megadiff").digest(ROW_BYTES * NUM_SUMS)
     stream = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     factors = stream.to(torch.int16) % (2 * MAX_FACTOR) - MAX_FACTOR
+    # 0 is left out: a byte times 0 would go unseen
     factors += factors >= 0
     return factors.to(torch.int8).view(ROW_BYTES, NUM_SUMS).to(device)
 

@@ -28,12 +28,15 @@ def totals(tensors: Sequence[Tensor], factors_BS: Tensor, *, multiplier: int, mi
     device = factors_BS.device
     columns_BC = torch.zeros(row_bytes, COLUMNS, dtype=torch.int8, device=device)
     columns_BC[:, :num_sums] = factors_BS
+
     table = torch.tensor(
         [[tensor.data_ptr(), tensor.nbytes] for tensor in tensors], dtype=torch.int64
     )
     tiles = -(-table[:, 1] // (row_bytes * TILE_ROWS))
+    # of each tensor: address, bytes, number of its first tile
     table = torch.cat([table, (tiles.cumsum(0) - tiles)[:, None]], 1).to(device)
     owners = torch.arange(len(tensors), dtype=torch.int32).repeat_interleave(tiles).to(device)
+
     result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     if len(owners):
         with torch.cuda.device(device):

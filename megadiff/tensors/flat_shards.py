@@ -42,6 +42,7 @@ def _boxes(
             for axis, size in enumerate(row_sizes)
             if start % size == 0 and start + size <= stop
         )
+
         offsets = [int(offset) for offset in np.unravel_index(start, shape)]
         count = min((stop - start) // row_sizes[axis], shape[axis] - offsets[axis])
         sizes = (*[1] * axis, count, *shape[axis + 1 :])

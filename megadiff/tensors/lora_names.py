@@ -36,11 +36,13 @@ def lora_manifest(lora: LoraSpec, base: Manifest) -> Manifest:
             for name in names
             if f"{name}.weight" in base and len(base[f"{name}.weight"]["shape"]) == 2
         }
+
         if not matrices:
             raise ValueError(
                 f"lora module {module!r} is a matrix of none of the components "
                 f"{', '.join(components)}"
             )
+
         for name, weight in matrices.items():
             rows, columns = weight["shape"]
             dtype = weight["dtype"]
@@ -63,9 +65,12 @@ def lora_from_json(value: object) -> LoraSpec | None:
         raise ValueError(
             f"lora={value!r:.200} must be null or an object of rank, alpha and modules"
         )
+
     rank = value["rank"]
     alpha = value["alpha"]
     modules = value["modules"]
+
+    # type(): isinstance takes JSON's true for 1
     if type(rank) is not int or rank < 1:
         raise ValueError(f"lora.rank={rank!r} must be an integer of at least 1")
     if not is_alpha(alpha):
@@ -78,6 +83,7 @@ def lora_from_json(value: object) -> LoraSpec | None:
         raise ValueError(
             f"lora.modules={modules!r:.200} must be a list of at least one module name"
         )
+
     # both sides compare specs, so one spec must have one spelling
     if modules != sorted(set(modules)):
         raise ValueError("lora.modules must be sorted and without doubles")

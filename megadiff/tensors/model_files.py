@@ -35,6 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
+
     if not isinstance(value, dict):
         raise ValueError(
             f"{path} holds a {type(value).__name__}, not a JSON object; fetch it again"
@@ -74,6 +75,7 @@ def _indexed_files(index: Path) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no 'weight_map' of tensor and file names; fetch it again")
+
     for tensor, name in weight_map.items():
         # a path would lead out of the folder
         if not isinstance(name, str) or name != Path(name).name:

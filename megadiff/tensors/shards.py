@@ -138,6 +138,7 @@ def write_shards(
     """
     # any rank may be the first
     folder.mkdir(parents=True, exist_ok=True)
+
     boxes: dict[str, TensorBox] = {}
     tensors: dict[str, Tensor] = {}
     for name, shards_of_tensor in shards.items():
@@ -150,6 +151,7 @@ def write_shards(
                 offsets=shard.offsets,
                 local_shape=tuple(shard.local.shape),
             )
+
     writer = ShardWriter(folder, boxes, rank=rank, num_files=num_files, values=values or {})
     for key, tensor in tensors.items():
         # One by one, so that host memory holds the copy of one shard only.
@@ -176,9 +178,11 @@ class ShardFolder:
         self._shards: dict[str, list[StoredShard]] = {}
         # What was read last: boxes of one range often overlap the same shard.
         self._last: tuple[StoredShard, Tensor] | None = None
+
         # all stay open: a box that is asked for may lie in any of them
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
         for rank in range(self.num_files):
+            # the first is open already, as it says how many there are
             if rank:
                 file, index = _read_index(shard_file(self.folder, rank))
                 self._check_index(file, index)
@@ -191,6 +195,7 @@ class ShardFolder:
                         f"{shape} elsewhere"
                     )
                 self._shards.setdefault(name, []).append(shard)
+
         for name, shards in self._shards.items():
             _check_cover(self.folder, name, shards)
 
@@ -238,6 +243,7 @@ class ShardFolder:
                 f"{self.folder}: {name!r} has shape {self.shapes[name]}, but this model's is "
                 f"{target.shape}; load it with the model that wrote it"
             )
+
         for shard in self._shards[name]:
             overlap = _overlap(
                 shard.box.offsets, shard.box.local_shape, target.offsets, target.local.shape
@@ -267,6 +273,7 @@ def _check_cover(folder: Path, name: str, shards: Sequence[StoredShard]) -> None
     shape = shards[0].box.shape
     if cover(((shard.box.offsets, shard.box.local_shape) for shard in shards), shape):
         return
+
     num_stored = sum(math.prod(shard.box.local_shape) for shard in shards)
     num_wanted = math.prod(shape)
     if num_stored < num_wanted:
@@ -290,11 +297,13 @@ def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
         written_as = index.get("format", 1)
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
+
     if written_as != FORMAT:
         raise ValueError(
             f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use "
             "the one that wrote it"
         )
+
     kinds = {"num_files": int, "values": dict, "tensors": dict}
     odd = [key for key, kind in kinds.items() if type(index.get(key)) is not kind]
     if SEAL_KEY not in file.metadata or odd or index["num_files"] < 1:
@@ -308,6 +317,7 @@ def _stored_shards(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Store
         raise ValueError(
             f"{file.path} is corrupt: its metadata lists other tensors than its header"
         )
+
     for key, entry in index["tensors"].items():
         try:
             box = _box(entry)
@@ -316,6 +326,7 @@ def _stored_shards(file: TensorFile, index: Mapping[str, Any]) -> Iterator[Store
             raise ValueError(
                 f"{file.path} is corrupt: of {key!r} its metadata says {entry!r:.300}"
             ) from error
+
         if box.local_shape != file.tensors[key].shape:
             raise ValueError(
                 f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and "
@@ -332,9 +343,11 @@ def _box(entry: Mapping[str, Any]) -> TensorBox:
         offsets=tuple(entry["offsets"]),
         local_shape=tuple(entry["local_shape"]),
     )
+
     if not isinstance(box.tensor, str):
         raise ValueError(f"the tensor's name is {box.tensor!r}")
     for numbers in (box.shape, box.offsets, box.local_shape):
+        # type(): isinstance takes JSON's true for 1
         if len(numbers) != len(box.shape) or any(type(number) is not int for number in numbers):
             raise ValueError(f"{numbers} are no {len(box.shape)} numbers")
     return box

@@ -29,7 +29,9 @@ class SourceFolder:
             shape = tuple(self._file_of[name].get_slice(name).get_shape())
             if shape != tuple(shapes[name]):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(shapes[name])}")
+
         if problems:
+            # another model's folder misfits in every name: eight show what kind is wrong
             more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ValueError(
                 f"{self.folder} does not fit its config.json: {'; '.join(problems[:8])}{more}"

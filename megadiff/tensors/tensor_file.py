@@ -77,6 +77,8 @@ class TensorFile:
             self._descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read: {error.strerror}; restore it") from error
+
+        # closed with the object, which those who are yet to read a tensor keep alive
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
         header, self._start = self._read_header()
@@ -100,6 +102,7 @@ class TensorFile:
             pages = self._mapped(name, begin, meta.num_bytes)
             if pages is not None:
                 return pages.view(meta.dtype).view(meta.shape)
+
         tensor = torch.empty(meta.shape, dtype=meta.dtype)
         self._read_into(name, tensor_bytes(tensor), begin)
         return tensor
@@ -116,11 +119,13 @@ class TensorFile:
                 raise ValueError(
                     f"{self.path} is truncated: tensor {name!r} was cut short while it was read"
                 )
+            # a call may read less than it was asked for
             view = view[num_read:]
             begin += num_read
 
     def _mapped(self, name: str, begin: int, num_bytes: int) -> Tensor | None:
         """Map bytes of the file as uint8 [num_bytes]; None where the filesystem maps no files."""
+        # a mapping begins where a page does
         within = begin % mmap.ALLOCATIONGRANULARITY
         try:
             # Private and writable, as torch takes no other.
@@ -129,6 +134,7 @@ class TensorFile:
             )
         except (OSError, ValueError):
             return None
+
         try:
             pages.madvise(MADV_POPULATE_READ)
         except OSError as error:
@@ -137,6 +143,7 @@ class TensorFile:
                     f"{self.path} is truncated or cannot be read: tensor {name!r}, {num_bytes} "
                     f"bytes from byte {begin} on"
                 ) from error
+
         return torch.frombuffer(pages, dtype=torch.uint8)[within:]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
@@ -153,6 +160,7 @@ class TensorFile:
                 f"{self.path} ({self.size} bytes) has no whole safetensors header: {error}; it is "
                 "truncated, corrupt or another kind of file"
             ) from error
+
         if SEAL_KEY in metadata:
             check_seal(text, self.path, what="its header")
         return header, len(text)
@@ -165,6 +173,7 @@ class TensorFile:
                 f"{self.path}: a tensor lacks its dtype, shape or place in the header; it is "
                 "corrupt"
             ) from error
+
         # a header may list them in any order
         entries.sort(key=lambda entry: (entry.begin, entry.end))
         expected = 0  # tensors lie one after another
@@ -177,6 +186,7 @@ class TensorFile:
                     f"{self.path}: {where} has dtype {entry.dtype}, of "
                     f"{', '.join(DTYPES_BY_NAME)} none"
                 )
+
             meta = TensorMeta(dtype=DTYPES_BY_NAME[entry.dtype], shape=entry.shape)
             is_negative = min(entry.shape, default=0) < 0
             if is_negative or begin != expected or end - begin != meta.num_bytes:
@@ -189,9 +199,11 @@ class TensorFile:
                     f"{self.path} is truncated: {where} ends at byte {self._start + end}, the file "
                     f"at {self.size}"
                 )
+
             self.tensors[entry.name] = meta
             self._begins[entry.name] = begin
             expected = end
+
         if self._start + expected != self.size:
             raise ValueError(
                 f"{self.path} is corrupt: its tensors end at byte {self._start + expected}, the "
@@ -231,6 +243,7 @@ def reserve_descriptors(count: int, *, what: str) -> None:
     needed = num_open + count + SPARE_DESCRIPTORS
     if needed <= soft:
         return
+
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ValueError(
             f"{what} needs {count} files open at once, but this process may open {hard} and has "
@@ -262,11 +275,13 @@ class TensorWriter:
         self._tensors = dict(tensors)
         header = header_bytes(self._tensors, metadata=metadata)
         self._header_length = len(header)
+
         self._begins: dict[str, int] = {}
         self.size = len(header)
         for name, meta in self._tensors.items():
             self._begins[name] = self.size
             self.size += meta.num_bytes
+
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._write_at(header, 0)
@@ -289,6 +304,7 @@ class TensorWriter:
         view = memoryview(data)
         while len(view):
             num_written = os.pwrite(self._descriptor, view[:LARGEST_READ], begin)
+            # a call may write less than it was asked for
             view = view[num_written:]
             begin += num_written
 
@@ -308,6 +324,7 @@ def header_bytes(tensors: Mapping[str, TensorMeta], *, metadata: Mapping[str, st
             "data_offsets": [begin, end],
         }
         begin = end
+
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin aligned
     header = struct.pack("<Q", len(text)) + text

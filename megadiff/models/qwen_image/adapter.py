@@ -62,6 +62,7 @@ class QwenImageAdapter(ModelAdapter):
                 f"{model_folder}/transformer has zero_cond_t=true, an editing model; "
                 "use a text-to-image one"
             )
+
         self.channels: int = config["in_channels"]
         self.num_layers: int = config["num_layers"]
         self.num_heads: int = config["num_attention_heads"]
@@ -96,6 +97,7 @@ class QwenImageAdapter(ModelAdapter):
                 "rollout.first_frame=true, but Qwen-Image makes images from text alone; "
                 "set it to false"
             )
+
         if sampling.true_cfg_scale < 1:
             raise ValueError(
                 f"rollout.true_cfg_scale={sampling.true_cfg_scale} < 1 (off); set it to 1 or more"
@@ -173,6 +175,7 @@ class QwenImageAdapter(ModelAdapter):
         positive = _trim(*encoded_text(conditioning, ""), device)
         if not self.is_guided(sampling):
             return one_pass(*positive).float()
+
         # Both passes carry gradient. Always two: one of 2B where widths agree would let ranks
         # differ in their number of passes, and collectives hang. Guidance is computed in the
         # transformer's output dtype, as in the replica.
@@ -186,6 +189,7 @@ class QwenImageAdapter(ModelAdapter):
         """Encode by the checkpoint's template and text encoder."""
         from diffusers import QwenImagePipeline
 
+        # None: of the whole pipeline only the tokenizer and the text encoder are loaded
         pipeline = QwenImagePipeline.from_pretrained(
             self.model_folder, transformer=None, vae=None, scheduler=None, torch_dtype=dtype
         ).to(device)
@@ -195,6 +199,7 @@ class QwenImageAdapter(ModelAdapter):
             embeds_BTD, mask_BT = pipeline.encode_prompt(
                 list(texts), max_sequence_length=self.max_prompt_tokens
             )
+            # diffusers drops a mask that is all true
             if mask_BT is None:
                 mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
             return embeds_BTD.cpu(), mask_BT.bool().cpu()
@@ -209,6 +214,8 @@ class QwenImageAdapter(ModelAdapter):
         """Count linear layers, attention and modulation; twice that under true CFG."""
         num_tokens = self.latents_shape(sampling)[0] + num_text_tokens
         d = self.width
+        # 2 operations a multiply-add. A block's linear layers have 12·d² weights for each token,
+        # attention is two products, and the modulations have 12·d² weights for each sample.
         one_pass = self.num_layers * (24 * num_tokens * d**2 + 4 * num_tokens**2 * d + 24 * d**2)
         return float(one_pass * self.num_passes("transformer", sampling))
 
@@ -226,6 +233,7 @@ def _trim(
     width = int(used_T[-1]) + 1 if len(used_T) else 0
     if width == 0:
         raise ValueError("prompt_mask has no True at all: a prompt must have at least one token")
+
     mask_BT = mask_BT[:, :width].bool()
     # cut on the device: the host would copy what it cuts
     embeds_BTD = embeds_BTD.to(device, non_blocking=True)[:, :width]

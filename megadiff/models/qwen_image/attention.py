@@ -46,6 +46,7 @@ class QwenImageAttention:
         image_rotary_SD, text_rotary_SD = transformer.pos_embed(
             kwargs["img_shapes"], max_txt_seq_len=text_BSC.shape[1], device=image_BSC.device
         )
+
         streams = WholeStreams(
             text_length=text_BSC.shape[1],
             image_length=image_BSC.shape[1],

@@ -42,6 +42,7 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         decode = super()._decode_latents
         if self._sampler is None:
             return decode(latents, height, width, output_type)
+
         num_rows = self.adapter.decoding.num_rows(
             self.device.type, num_frames=1, height=height, width=width
         )
@@ -56,6 +57,7 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         sampler = self._sampler
         if sampler is None:
             return super()._prepare_generation_context(**kwargs)
+
         latents_NLC = sampler.initial_latents()
         sides = {
             side: distinct(texts) for side, texts in self.texts_of_sides(sampler.requests).items()
@@ -66,9 +68,11 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
             "num_images_per_prompt": 1,
             "latents": latents_NLC,
         }
+
         context = super()._prepare_generation_context(**kwargs)
         for side, (_, index_P) in sides.items():
             context |= _spread(sampler, context, side, index_P.to(self.device))
+
         num_rows = latents_NLC.shape[0]
         context["img_shapes"] = context["img_shapes"][:1] * num_rows
         # the stock loop only counts them; predict_noise() gives the transformer its sigma
@@ -86,6 +90,7 @@ def _spread(
     embeds_PTD = context[f"{side}prompt_embeds"][index_P]
     mask_PT = context[f"{side}prompt_embeds_mask"][index_P].bool()
     sampler.conditioning |= {f"{side}prompt_embeds": embeds_PTD, f"{side}prompt_mask": mask_PT}
+
     embeds_NTD = sampler.per_row(embeds_PTD)
     return {
         f"{side}prompt_embeds": embeds_NTD,

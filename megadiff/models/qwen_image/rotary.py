@@ -26,6 +26,8 @@ def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tenso
         )
     if rotation_SD.is_complex():
         rotation_SD = torch.view_as_real(rotation_SD)
+
+    # neighbouring features are a number's real and imaginary part
     cos_S1D, sin_S1D = (table_SD[:, None] for table_SD in rotation_SD.unbind(-1))
     real, imaginary = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = (real * cos_S1D - imaginary * sin_S1D, real * sin_S1D + imaginary * cos_S1D)
@@ -35,6 +37,7 @@ def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tenso
 def rotate_in_real(transformer: Any) -> None:
     """Make the transformer's attention call `rotate`, in all of this process."""
     for block in transformer.transformer_blocks:
+        # processors look the function up in their own module, at every call
         namespace: Any = sys.modules[type(block.attn.processor).__module__]
         if not hasattr(namespace, "apply_rotary_emb_qwen"):
             raise ValueError(

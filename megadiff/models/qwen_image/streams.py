@@ -25,11 +25,13 @@ def keep_streams_in_float32(transformer: Any, dtype: torch.dtype) -> None:
     take them. The output layers compute in float32 and the velocity is float32.
     """
     blocks = transformer.transformer_blocks
+    # the first block's input is enough: residual sums on it are float32, and so is what it hands on
     blocks[0].register_forward_pre_hook(partial(_cast, torch.float32), with_kwargs=True)
     products = [module for block in blocks for module in (block.attn, block.img_mlp, block.txt_mlp)]
     products.append(transformer.img_in)  # a scheduler gives latents the velocity's dtype
     for module in products:
         module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+
     transformer.norm_out.forward = partial(_norm, transformer.norm_out)
     transformer.proj_out.forward = partial(_project, transformer.proj_out)
 

@@ -26,6 +26,7 @@ def _convolve(
 ) -> Tensor:
     if x_BCTHW.shape[2] != 1 or cache_x is not None:
         return stock(x_BCTHW, cache_x)
+
     left, _, top, *_ = module._padding  # of width, height, time, each before and after
     frame_BCHW = functional.conv2d(
         x_BCTHW[:, :, 0],

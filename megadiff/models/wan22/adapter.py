@@ -110,10 +110,15 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         s = self.grid(sampling).num_tokens
         t = TEXT_TOKENS
         d = self.width
+
+        # 2 operations a multiply-add. Query and output are of the s video tokens,
+        # keys and values of the text attention of its t tokens.
         own_attention = 8 * s * d**2 + 4 * s**2 * d
         text_attention = 4 * (s + t) * d**2 + 4 * s * t * d
         feed_forward = 4 * s * d * self.ffn_width
         one_pass = self.num_layers * (own_attention + text_attention + feed_forward)
+
+        # experts may differ in their guidance, and so in the passes of a step
         sigmas = self.schedule(sampling)[:-1].tolist()
         passes = [self.num_passes(self.component_of(sigma), sampling) for sigma in sigmas]
         return float(one_pass * sum(passes) / len(passes))

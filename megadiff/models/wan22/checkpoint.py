@@ -38,11 +38,13 @@ class WanCheckpoint:
         folder = Path(model_folder)
         index = read_json(folder / "model_index.json")
         vae = read_json(folder / "vae" / "config.json")
+
         self.model_folder = folder
         self.boundary_ratio = _boundary_ratio(folder, index)
         self.components: tuple[str, ...] = (HIGH_NOISE, LOW_NOISE)
         if self.boundary_ratio is None:
             self.components = (HIGH_NOISE,)
+
         configs = [_transformer_config(folder / name) for name in self.components]
         config = configs[0]
         differing = [key for key in _SIZES if configs[-1][key] != config[key]]
@@ -50,11 +52,14 @@ class WanCheckpoint:
             raise ValueError(
                 f"{folder}: its experts differ in {', '.join(differing)}; they must be of one shape"
             )
+
         self.flow_shift = _flow_shift(folder)
         self.takes_first_frame = bool(index.get("expand_timesteps"))
         # as the authors play TI2V-5B's and T2V-A14B's videos; no file says it
         self.frames_per_s = 24 if self.takes_first_frame else 16
+
         self.channels: int = config["in_channels"]
+        # diffusers' defaults, for a config that names neither
         self.spatial: int = vae.get("scale_factor_spatial") or 8
         self.temporal: int = vae.get("scale_factor_temporal") or 4
         self.num_layers: int = config["num_layers"]
@@ -91,6 +96,7 @@ class WanCheckpoint:
                 f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent "
                 f"after the first); set rollout.num_frames={nearest}"
             )
+
         if sampling.first_frame and not self.takes_first_frame:
             raise ValueError(
                 "rollout.first_frame=true, but this model draws from text alone (no "
@@ -102,6 +108,7 @@ class WanCheckpoint:
                 "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
                 f"nothing is drawn; set rollout.num_frames={1 + temporal} or more"
             )
+
         self._check_guidance(sampling)
 
     def _check_guidance(self, sampling: Sampling) -> None:
@@ -114,6 +121,7 @@ class WanCheckpoint:
             raise ValueError(
                 f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more"
             )
+
         scale = sampling.guidance_scale_2
         if scale and len(self.components) == 1:
             raise ValueError(
@@ -166,6 +174,7 @@ _SIZES = (
 
 def _boundary_ratio(folder: Path, index: dict) -> float | None:
     """Return where two transformers change, None for one. Raises ValueError for anything else."""
+    # model_index.json has [null, null] for a component that a pipeline lacks
     has_two = (index.get(LOW_NOISE) or [None, None])[1] is not None
     ratio = index.get("boundary_ratio")
     if has_two and not (isinstance(ratio, int | float) and 0 < ratio < 1):
@@ -188,6 +197,7 @@ def _transformer_config(component: Path) -> dict[str, Any]:
     missing = [key for key in _SIZES if config.get(key) is None]
     if missing:
         raise ValueError(f"{component}/config.json lacks {', '.join(missing)}; fetch it again")
+
     if (
         config.get("image_dim")
         or config.get("added_kv_proj_dim")

@@ -59,9 +59,11 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         """Encode each distinct image once, as the groups' conditioning."""
         sampling = sampler.sampling
         images, index_P = distinct([request.first_frame for request in sampler.requests])
+
         shape = (1, 1, sampling.height, sampling.width, 3)
         latents = []
         for image in images:  # one at a time: the VAE's activations are large
+            # a copy: frombuffer wants memory that can be written to
             pixels = torch.frombuffer(bytearray(image), dtype=torch.uint8).view(shape)
             latents.append(encode_pixels(self.vae, pixels))
         sampler.conditioning[FIRST_FRAME] = torch.cat(latents)[index_P.to(self.device)]
@@ -75,6 +77,7 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         conditioning = {
             name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
         }
+
         latents_NLC = sampler.initial_latents()
         # on the host at once: to read a sigma later would wait for the GPU
         for sigma in sampler.schedule[:-1].tolist():
@@ -88,6 +91,8 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
                 component=component,
             )
             latents_NLC = sampler.step(velocity_NLC, latents_NLC)
+
+        # the given frames go in front again, clean
         given = [conditioning[FIRST_FRAME].to(latents_NLC)] if sampling.first_frame else []
         return unpack(torch.cat([*given, latents_NLC], dim=1), self.adapter.grid(sampling))
 
@@ -96,12 +101,15 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         vae = self.vae
         mean, std = latent_statistics(vae, self.device)
         frames, height, width = latents_NCFHW.shape[2:]
+
         num_rows = self.adapter.decoding.num_rows(
             self.device.type,
+            # at most: the first latent frame is decoded to one frame only
             num_frames=frames * self.adapter.temporal,
             height=height * self.adapter.spatial,
             width=width * self.adapter.spatial,
         )
+
         batches = (latents_NCFHW.float() * std + mean).to(vae.dtype).split(num_rows)
         # A few rows at a time: the VAE's activations take hundreds of times a video's memory. Each
         # goes to the CPU at once: all in the decoder's dtype would take more than the latents.

@@ -34,6 +34,8 @@ def encode(texts: Sequence[str], tokenizer: Any, text_encoder: Any) -> tuple[Ten
     ).to(text_encoder.device)
     embeds_BTD = text_encoder(inputs.input_ids, inputs.attention_mask).last_hidden_state
     mask_BT = inputs.attention_mask.bool()
+
+    # cut again: only the encoder must see the full width
     width = int(mask_BT.sum(dim=1).max())
     mask_BT = mask_BT[:, :width]
     return embeds_BTD[:, :width] * mask_BT[:, :, None], mask_BT

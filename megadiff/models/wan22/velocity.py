@@ -41,10 +41,12 @@ def wan_velocity(
     if first_BLC is not None:
         first_BLC = first_BLC.to(latents_BLC)
         num_given = first_BLC.shape[1]
+        # a timestep for each token: 0 says that the given ones are clean
         clean_BL = timestep_B.new_zeros(first_BLC.shape[:2])
         drawn_BL = timestep_B[:, None].expand(latents_BLC.shape[:2])
         timestep = torch.cat([clean_BL, drawn_BL], dim=1)
         latents_BLC = torch.cat([first_BLC, latents_BLC], dim=1)
+
     video_BCFHW = unpack(latents_BLC, grid).to(transformer.dtype)
 
     def one_pass(prefix: str) -> Tensor:
@@ -76,5 +78,6 @@ def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device)
             f"{prefix}prompt_embeds has {num_tokens} tokens, the model takes {TEXT_TOKENS}; "
             "shorten the prompt"
         )
+
     embeds_BTD = embeds_BTD * mask_BT.to(embeds_BTD)[:, :, None]
     return functional.pad(embeds_BTD, (0, 0, 0, TEXT_TOKENS - num_tokens))
