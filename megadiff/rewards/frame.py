@@ -47,6 +47,7 @@ class FrameReward(Reward):
             )
         if reduce not in REDUCE:
             raise ValueError(f"reduce={reduce!r}, must be one of {', '.join(REDUCE)}")
+
         self.frames = frames
         self.reduce = reduce
         self.inner = build_reward(reward, RewardConfig(type=reward, args=dict(args or {})))
@@ -59,6 +60,7 @@ class FrameReward(Reward):
             raise ValueError(
                 f"the videos have {lengths} frames; those of one call must be equally long"
             )
+
         indices = frame_indices(lengths[0], self.frames)
         values_KN = [self._score_frame(samples, index) for index in indices]
         return REDUCE[self.reduce](np.array(values_KN), axis=0).tolist()

@@ -34,12 +34,15 @@ class HostMemory:
         devices = {tensor.device for _, tensor in bucket}
         if all(device.type == "cpu" for device in devices):
             return bucket
+
         (device,) = devices
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+
         # The default stream gathered the bucket.
         stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):
             laid_out = self.laid_out(bucket, pinned=True)
+
         # Once for all of the bucket's copies.
         stream.synchronize()
         return laid_out
@@ -51,9 +54,11 @@ class HostMemory:
         """
         manifest = bucket_manifest(bucket)
         num_bytes = flat_bytes(manifest)
+
         if self._flat.numel() < num_bytes:
             # Give the smaller one back first, or both would be there for a moment.
             self._flat = self._flat.new_empty(0)
             self._flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
         write_flat(bucket, self._flat)
         return list(read_flat(manifest, self._flat))
