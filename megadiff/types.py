@@ -84,14 +84,17 @@ class Sampling:
     width: int
     num_frames: int = 1
     first_frame: bool = False
+
     num_inference_steps: int
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0
     guidance_scale_2: float = 0.0
+
     sde_type: str = "flow_sde"
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] = (0, 5)
+
     latents_dtype: str = "float32"
 
 

@@ -92,7 +92,6 @@ def closeness(pixels: np.ndarray, color: str) -> float:
     """Return a number in [0, 1], see ColorReward. pixels: [..., 3] uint8 RGB. color: of COLORS."""
     target, farthest = _target(color)
     flat = pixels.reshape(-1, 3)
-
     blocks = (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
     # Sums in float64: a float32 sum over many pixels would round.
     total = sum(float(_distances(block, target).sum(dtype=np.float64)) for block in blocks)

@@ -60,7 +60,6 @@ class FrameReward(Reward):
             raise ValueError(
                 f"the videos have {lengths} frames; those of one call must be equally long"
             )
-
         indices = frame_indices(lengths[0], self.frames)
         values_KN = [self._score_frame(samples, index) for index in indices]
         return REDUCE[self.reduce](np.array(values_KN), axis=0).tolist()

@@ -33,7 +33,6 @@ class JpegSizeReward(Reward):
         # Pillow advises against more than 95: files grow large with hardly any gain.
         if not 1 <= quality <= 95:
             raise ValueError(f"quality={quality} is outside 1..95; 95 is the default")
-
         self.sign = sign
         self.quality = quality
 

@@ -31,7 +31,6 @@ class MotionReward(Reward):
                 f"low={low}, high={high}: a band needs 0 < low ≤ high, in fractions of the frame's "
                 "side"
             )
-
         self.low = low
         self.high = high
         self.pairs = checked_pairs(pairs)

@@ -75,7 +75,6 @@ class OcrReward(Reward):
         # An engine per thread: RapidOCR keeps the current image's preprocessing in the object.
         if not hasattr(self._local, "engine"):
             self._local.engine = _build_engine()
-
         bgr = np.ascontiguousarray(
             to_canvas(pixels)[:, :, ::-1]
         )  # the engine expects OpenCV's order

@@ -43,6 +43,7 @@ class _Call:
     future: Future[tuple[list[float], float]] = field(default_factory=Future)
 
     def run(self) -> None:
+        # reset() may have cancelled it while it was queued.
         if not self.future.set_running_or_notify_cancel():
             return
         self.started_s = time.monotonic()
@@ -166,7 +167,6 @@ class Scorer:
         self.reset()
         if self._workers:
             self._workers.stop(CLOSE_WAIT_S)
-
         for name, reward in self.rewards.items():
             try:
                 reward.close()

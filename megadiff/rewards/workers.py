@@ -51,6 +51,7 @@ class Workers:
         A call is interrupted where it next runs Python. Queued calls never run.
         """
         self._stopping = True
+        # Wakes the threads that wait for a call.
         for _ in self._threads:
             self._queue.put(None)
         _join(self._threads, wait_s / 2)

@@ -104,13 +104,12 @@ class DiskTransport(Transport):
         """Make the version visible, and remove older ones that no kept version needs."""
         (self._aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
         whole = self._aside.with_suffix("")
-        # After Fleet.sleep() the same version is pushed again.
+        # It is there when the same version is pushed again, as after Fleet.sleep().
         shutil.rmtree(whole, ignore_errors=True)
         self._aside.rename(whole)
 
         self._versions = self._next_versions
         all_versions = versions(self.folder)
-
         needed = set(all_versions[-NUM_KEPT:])
         for version in all_versions[-NUM_KEPT:]:
             needed.update(_read_manifest(self.folder, version)["parts"].values())

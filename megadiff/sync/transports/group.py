@@ -102,7 +102,6 @@ class GroupTransport(Transport):
         address = own_address([target.url for target in self.targets])
         # The system chooses a free port, and the store takes over this very socket.
         listener = socket.create_server((address, 0), family=address_family(address))
-
         self._description = {
             "group": uuid.uuid4().hex,
             "address": address,

@@ -54,11 +54,9 @@ class HostMemory:
         """
         manifest = bucket_manifest(bucket)
         num_bytes = flat_bytes(manifest)
-
         if self._flat.numel() < num_bytes:
             # Give the smaller one back first, or both would be there for a moment.
             self._flat = self._flat.new_empty(0)
             self._flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-
         write_flat(bucket, self._flat)
         return list(read_flat(manifest, self._flat))

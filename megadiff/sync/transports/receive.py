@@ -68,6 +68,7 @@ class Receiver:
 
     def begin(self, transport: Mapping[str, Any]) -> None:
         """Open a push. Joins the trainer's group where the transport has one."""
+        # Of a push that failed: end() comes with a commit only.
         self._memory.close()
         if transport["name"] == "nccl":
             self._group.join(transport)
