@@ -95,6 +95,7 @@ class Sampling:
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] = (0, 5)
 
+    # Of the states as they are stored: log_probs are taken from these.
     latents_dtype: str = "float32"
 
 
@@ -137,6 +138,7 @@ class RolloutGroup:
     sample_indices: tuple[int, ...]
     window_start: int
     latents_GSLC: Tensor
+    # float64: ratios lie within 1 ± 1e-5, where float32's rounding would count.
     log_probs_GW: Tensor
     pixels_GFHWC: Tensor
     schedule: Tensor

@@ -87,6 +87,7 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
         """Return the batch of next(), without moving on."""
         num_local = self._prompts_per_step // self._dp
         local = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
+        # Of the whole step: repeats are counted over all ranks.
         indices = self._order.take(self._position, self._prompts_per_step).tolist()
 
         seen = Counter[str]()
