@@ -84,14 +84,18 @@ class Sampling:
     width: int
     num_frames: int = 1
     first_frame: bool = False
+
     num_inference_steps: int
     true_cfg_scale: float = 1.0
     guidance_scale: float = 1.0
     guidance_scale_2: float = 0.0
+
     sde_type: str = "flow_sde"
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] = (0, 5)
+
+    # Of the states as they are stored: log_probs are taken from these.
     latents_dtype: str = "float32"
 
 
@@ -134,6 +138,7 @@ class RolloutGroup:
     sample_indices: tuple[int, ...]
     window_start: int
     latents_GSLC: Tensor
+    # float64: ratios lie within 1 ± 1e-5, where float32's rounding would count.
     log_probs_GW: Tensor
     pixels_GFHWC: Tensor
     schedule: Tensor

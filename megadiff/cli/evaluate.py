@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         subject, plan = resolve(options, config_arguments)
         with closing(Scorer(subject.config.reward)) as scorer:
             scorer.validate([prompt for prompt, _ in plan])
+
             if options.baseline:
                 # First: what is compared with it comes last, and stays on the screen.
                 baseline = resolve_baseline(subject, options.baseline, config_arguments)
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.baseline:
             comparison = Comparison(evaluation=evaluation, baseline=before)
             write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
+
         baseline_folder = baseline.folder if options.baseline else None
         write_evaluation_page(
             subject.folder, evaluation, comparison, baseline_folder=baseline_folder
@@ -81,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     except (AgreedError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+
     record = subject.folder / RECORD_NAME
     page = subject.folder / PAGE_NAME
     if options.json:
@@ -95,13 +98,16 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
     # One process, as resolve() fixes the config's section parallel.
     layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
     mesh = init_mesh(layout, subject.config.run.device)
+
     start_s = time.monotonic()
     with ExitStack() as stack:
         processes = replicas.launch(subject.config, mesh, subject.folder)
+        # Before connect(): a replica that does not come up is stopped, too.
         stack.callback(stop_all, processes)
         fleet = stack.enter_context(
             replicas.connect(subject.config, mesh, subject.folder, processes)
         )
+
         step = _push(subject, mesh, fleet) if subject.is_run else None
         total = sum(len(indices) for _, indices in plan)
         outcome = evaluate(
@@ -114,10 +120,12 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
             model=str(subject.target),
             on_samples=stack.enter_context(_sample_progress(total, str(subject.target))),
         )
+
     seconds = time.monotonic() - start_s
     logger.info(
         "%s: %d samples, %.1f s with the start of its replica", subject.target, total, seconds
     )
+
     write_evaluation(
         subject.folder,
         outcome.evaluation,
@@ -134,6 +142,8 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     engine = build_engine(config, mesh, subject.adapter)
     base = base_weights(config, subject.adapter, mesh)
     progress = Checkpoints(folder, config, mesh, base=base).load(engine, lambda _: None)
+
+    # An SFT run with algorithm.ema_decay exports its averaged weights, so they are evaluated.
     with engine.averaged():
         sync = build_sync(engine, fleet)
         replicas.RunReplicas(fleet, sync, config, mesh).wake(progress.step)
@@ -159,6 +169,7 @@ def _sample_progress(total: int, name: str) -> Iterator[Callable[[int], None]]:
     bar = tqdm(
         total=total, desc=name, unit="sample", file=sys.stderr, disable=None, dynamic_ncols=True
     )
+
     num_done = 0
     last_s = time.monotonic()
 

@@ -75,12 +75,15 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
             "no reward to score with; give --reward NAME, e.g. --reward color, or "
             "reward.<name>.type=TYPE"
         )
+
     validate(config, dp=1)
     adapter = _checked_adapter(config)
+
     prompts = read_prompts(config, config.eval.prompts)
     plan = spread(prompts, config.eval.num_samples)
     check_call(eval_sampling(config), groups_in_a_call(plan, config), what="the evaluation")
     adapter.check_prompts(prompts)
+
     folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))
     return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
 
@@ -96,17 +99,20 @@ def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]
         model = replace(subject.config.model, path=str(target))
         run = replace(config.run, device=subject.config.run.device)
         config = replace(subject.config, run=run, model=model)
+
     adapter = _checked_adapter(config)
     ours = eval_sampling(subject.config)
     theirs = eval_sampling(config)
     our_shape = subject.adapter.latents_shape(ours)
     their_shape = adapter.latents_shape(theirs)
+
     if (_size_text(ours), our_shape) != (_size_text(theirs), their_shape):
         raise ValueError(
             f"{subject.target} draws {_size_text(ours)} from latents of {list(our_shape)}, the "
             f"baseline {target} {_size_text(theirs)} from {list(their_shape)}: the same noise "
             "needs the same; set rollout.height and rollout.width, or take another baseline"
         )
+
     folder = subject.folder / "baseline"
     return Subject(target=target, config=config, adapter=adapter, folder=folder)
 
@@ -126,14 +132,18 @@ def _config(target: Path, config_arguments: list[str]) -> Config:
         raise ValueError(
             f"{target} does not exist; give a diffusers pipeline folder or a run's folder"
         )
+
     if not _is_run(target):
         model_config = target / MODEL_CONFIG
         base = [*MODEL_DEFAULTS, f"run.name=evaluate_{target.name}"]
         base += [str(model_config)] if model_config.is_file() else []
+        # FIXED comes last, as later layers win: no argument can change it.
         return load_config([*base, f"model.path={target}", *config_arguments, *FIXED])
+
     name = [f"run.dir={target.parent}", f"run.name={target.name}"]
     base = [str(target / "config.yaml"), *name, *RUN_DEFAULTS]
     config = load_config([*base, *config_arguments, *FIXED])
+
     if config.checkpoint.resume == "auto" and not whole_looking(target / "checkpoints"):
         raise ValueError(
             f"{target} holds no checkpoint; evaluate the model it started from, {config.model.path}"
@@ -146,17 +156,21 @@ def _with_options(config: Config, options: argparse.Namespace) -> Config:
     prompts = options.prompts or config.eval.prompts or config.data.prompts
     if not prompts:
         raise ValueError("no prompts to sample; give --prompts FILE, or eval.prompts=FILE")
+
     # A model's evaluate.yaml names a file of its own folder.
     beside_model = options.target / prompts
     if not Path(prompts).exists() and beside_model.exists():
         prompts = str(beside_model)
+
     num_samples = config.eval.num_samples if options.num_samples is None else options.num_samples
     if options.num_samples is not None and num_samples < 1:
         raise ValueError(f"--num-samples={num_samples} < 1; leave it out for one sample a prompt")
+
     rewards = {}
     for kind in options.reward:
         name = kind.rpartition(":")[2]  # of module:Class, the class
         rewards[name] = config.reward.get(name) or RewardConfig(type=kind)
+
     return replace(
         config,
         eval=replace(config.eval, prompts=prompts, num_samples=num_samples),

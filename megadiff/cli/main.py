@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(_usage())
         return 0 if arguments else 2
+
     command, *rest = arguments
     if command == "--version":
         sys.stdout.write(f"megadiff {megadiff.__version__}\n")
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = near(command, COMMANDS)
         sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
         return 2
+
     module, _ = COMMANDS[command]  # no other is imported: most take seconds
     return importlib.import_module(module).main(rest)
 

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+
     try:
         token = read_token(arguments.pop("token_file"))
         serve(spec_of(arguments), token=token)
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
+        # Ctrl-C is an ordinary end, as SIGTERM is.
         pass
     return 0
 
@@ -40,8 +42,10 @@ def spec_of(arguments: dict[str, Any]) -> ReplicaSpec:
     file = given.pop("spec", None)
     if file is None and "model" not in given:
         raise ValueError("no model; give a diffusers pipeline folder, or --spec FILE")
+
     if file is None:
         return ReplicaSpec(**given)
+
     # Which of the two would count is not to be guessed.
     if given:
         flags = ", ".join("MODEL" if name == "model" else flag_of(name) for name in given)
@@ -57,11 +61,13 @@ def read_token(file: Path | None) -> str | None:
     if file is None:
         token = os.environ.get("MEGADIFF_TOKEN", "")
         return check_token(token) if token else None
+
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
         token = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--token-file {file} cannot be read: {error}") from None
+
     # As ssh does with keys: any bit for group or others.
     if mode & 0o077:
         raise ValueError(
@@ -69,6 +75,7 @@ def read_token(file: Path | None) -> str | None:
         )
     if not token:
         raise ValueError(f"--token-file {file} is empty; write the token into it")
+
     return check_token(token, source=f"--token-file {file}")
 
 

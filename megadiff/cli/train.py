@@ -47,12 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     if options.help_config:
         sys.stdout.write(keys_to_text())
         return 0
+
     # torchrun's; the mesh, which knows it too, is built only when all is checked.
     rank = int(os.environ.get("RANK", "0"))
     log_to_stderr(rank)
+
     try:
         config = load_config([*options.config, *config_arguments])
         world_size = world_size_from_env()
+
         if options.dry_run:
             world_size = options.world_size or world_size
             with ExitStack() as stack:
@@ -83,25 +86,32 @@ def main(argv: list[str] | None = None) -> int:
 def _train(config: Config, *, world_size: int) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     launcher = _Launcher()
+
     with ExitStack() as stack:
         layout, adapter, data, scorer = check(config, world_size=world_size, stack=stack)
+
         check_engine_installed(config)
         if os.environ.get("RANK", "0") == "0":
+            # One lock a run: its ranks share the folder.
             lock(run_folder(config), stack)
+
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
         if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
             # torchrun gives each rank one thread.
             local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+
         run: Run | SftRun
         if isinstance(data, ImageSource):
             run = build_sft_run(config, mesh, adapter, data, scorer, stack)
         else:
             assert scorer is not None, "check() refuses prompts without a reward"
             run = build_run(config, mesh, adapter, data, scorer, stack)
+
         freeze_startup_objects()
         run.rescue.start()
         launcher.rescue = run.rescue
+
         try:
             train(run) if isinstance(run, Run) else train_sft(run)
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
@@ -112,6 +122,7 @@ def _train(config: Config, *, world_size: int) -> int:
             raise
         finally:
             run.rescue.stop()
+
     dist.destroy_process_group()  # not on the way out of an error: other ranks may never answer
     return 0
 

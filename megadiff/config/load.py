@@ -58,10 +58,12 @@ def load_config(arguments: Sequence[str]) -> Config:
         except OmegaConfBaseException as error:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+
     # Only now: a later layer may give what an earlier one left out.
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise ConfigError(f"missing {', '.join(missing)}; give each in a yaml file or as key=value")
+
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     return config
@@ -88,12 +90,14 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
         is_reference = isinstance(value, str) and value.startswith("${")
         if not isinstance(expected, (dict, list)) or value is None or is_reference:
             continue
+
         if not isinstance(value, type(expected)):
             kind = "a mapping" if isinstance(expected, dict) else "a list"
             example = "{key: value}" if isinstance(expected, dict) else "[a, b]"
             raise ConfigError(
                 f"{source}: {prefix}{name} is {value!r}, must be {kind}; write it as {example}"
             )
+
         if isinstance(expected, dict) and isinstance(value, dict):
             _check_kinds(source, expected, value, f"{prefix}{name}.")
         elif any(isinstance(item, (dict, list)) for item in value):
@@ -146,11 +150,13 @@ def _advice(key: str) -> str:
     """Say what to write instead of an unknown key."""
     if key in RENAMED:
         return f"it is now {RENAMED[key]}"
+
     section, _, leaf = key.rpartition(".")
     keys = all_keys()
     if key.startswith("reward."):
         # The schema has no reward by name: all_keys() ends at `reward`.
         keys = [f"{section}.{name}" for name in REWARD_SCHEMA]
+
     near = difflib.get_close_matches(key, keys, n=1)
     # Else the right key in another section, else a section with a typo.
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]

@@ -68,6 +68,7 @@ class DataConfig:
     images: str = key(
         "", "SFT reads a folder with metadata.jsonl, a .parquet, a .tar or module:Class."
     )
+    # A replica takes no longer ones, megadiff/rollout/limits.py.
     max_prompt_chars: int = key(2000, "Longer prompts are refused.", at_least=1, at_most=2000)
     shuffle: bool = key(True, "Draw a new order of the data for every epoch.")
 

@@ -46,8 +46,10 @@ def validate(config: Config, *, dp: int) -> None:
     for key, value, rules in _leaves(config):
         _check_number(key, value)
         _check_rules(key, value, rules)
+
     if not config.run.name.strip():
         raise ConfigError(f"run.name={config.run.name!r} names no folder; set run.name")
+
     _check_engine(config)
     _check_lora(config)
     if config.algorithm.name == "sft":
@@ -56,6 +58,7 @@ def validate(config: Config, *, dp: int) -> None:
         _check_rl(config)
     _check_batch(config, dp=dp)
     _check_rollout(config)
+
     if config.eval.every and not config.eval.prompts:
         raise ConfigError(
             f"eval.every={config.eval.every} but eval.prompts is empty; "
@@ -128,11 +131,13 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"rollout.sde_window_range={window} has {len(window)} numbers, not 2; write e.g. [0,5]"
         )
+
     if rollout.sde_type == "flow_cps" and rollout.eta > 1:
         raise ConfigError(
             f"rollout.eta={rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°); "
             "set rollout.eta<=1"
         )
+
     # FP8 products come out in bfloat16.
     if rollout.fp8 and config.model.dtype != "bfloat16":
         raise ConfigError(
@@ -149,6 +154,7 @@ def _check_rollout(config: Config) -> None:
             "trainer's than any clip range in use, and the gate would refuse them; "
             "set algorithm.old_log_prob=auto"
         )
+
     if rollout.mode == "separate" and rollout.sleep == "always":
         raise ConfigError(
             "rollout.sleep=always with rollout.mode=separate: replicas with GPUs of their own "
@@ -170,6 +176,7 @@ def _check_engine(config: Config) -> None:
                 f"{key}={value} with engine.backend={engine.backend}, which has no such thing; "
                 f"set {key}={neutral}, or engine.backend={backend}"
             )
+
     if engine.fp8 != "none" and engine.dtype != "bfloat16":
         raise ConfigError(
             f"engine.fp8={engine.fp8} with engine.dtype={engine.dtype}: what is not in FP8 is in "
@@ -184,6 +191,7 @@ def _check_lora(config: Config) -> None:
             f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; "
             "set lora.rank, or lora.alpha=0"
         )
+
     if lora.rank and config.engine.fp8 != "none":
         raise ConfigError(
             f"lora.rank={lora.rank} with engine.fp8={config.engine.fp8}: adapters are put beside "
@@ -199,6 +207,7 @@ def _check_rl(config: Config) -> None:
         raise ConfigError(
             f"algorithm.name={algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file"
         )
+
     if algorithm.ema_decay:
         raise ConfigError(
             f"algorithm.ema_decay={algorithm.ema_decay} with algorithm.name={algorithm.name}: "
@@ -210,6 +219,7 @@ def _check_rl(config: Config) -> None:
             "algorithm.old_log_prob=auto with parity.mode=off: the gate's gap decides; "
             "set parity.mode=refuse, or algorithm.old_log_prob=recompute"
         )
+
     if algorithm.group_size < 2:
         raise ConfigError(
             f"algorithm.group_size={algorithm.group_size} < 2: advantages are relative to a group; "
@@ -223,10 +233,12 @@ def _check_sft(config: Config) -> None:
             "algorithm.name=sft needs data.images: a folder with metadata.jsonl, a .parquet or "
             ".tar file, or module:Class"
         )
+
     if config.eval.every and not config.reward:
         raise ConfigError(
             f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color"
         )
+
     for key, neutral in WITHOUT_USE_IN_SFT.items():
         value = attrgetter(key)(config)
         if value != neutral:
@@ -240,12 +252,14 @@ def _check_batch(config: Config, *, dp: int) -> None:
     num_prompts = config.train.prompts_per_step
     group_size = config.algorithm.group_size
     num_updates = config.train.updates_per_step
+
     if num_prompts % dp:
         raise ConfigError(
             f"train.prompts_per_step={num_prompts} is not a multiple of dp={dp}: every "
             "data-parallel rank owns whole prompt groups; "
             f"set train.prompts_per_step={math.ceil(num_prompts / dp) * dp}"
         )
+
     if group_size % num_updates:
         raise ConfigError(
             f"algorithm.group_size={group_size} is not a multiple of "

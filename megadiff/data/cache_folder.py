@@ -45,6 +45,7 @@ def is_whole(cache: Path) -> bool:
     """Say whether there is such a cache and its files have the sizes they were written with."""
     if not cache.is_dir():
         return False
+
     try:
         sizes = read_json(cache / INDEX)["files"]
         torn = [name for name, size in sizes.items() if (cache / name).stat().st_size != size]
@@ -64,6 +65,7 @@ def make_aside(aside: Path, num_bytes: int) -> None:
     for other in aside.parent.glob(f"{ASIDE}*"):
         if time.time() - _last_change(other) > STALE_S:
             shutil.rmtree(other)
+
     free = shutil.disk_usage(aside.parent).free
     if num_bytes > free:
         raise ValueError(
@@ -87,6 +89,7 @@ def finish(aside: Path, folder: Path, key: CacheKey) -> None:
         file.unlink()
     sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
     write_json(aside / INDEX, {"key": asdict(key), "files": sizes})
+
     cache = folder / key.name
     if is_whole(cache):
         shutil.rmtree(aside)

@@ -43,6 +43,7 @@ class FlowBatches(Resumable, Iterator[FlowBatch]):
         digest = dataset.captions_digest
         order = EpochOrder(len(dataset), seed=seed, shuffle=shuffle, source=source, digest=digest)
         super().__init__(order)
+
         self._dataset = dataset
         self._sampling = sampling
         self._shift = shift
@@ -51,6 +52,7 @@ class FlowBatches(Resumable, Iterator[FlowBatch]):
         self._draws = draws_per_image
         # A standard normal is below it as often as captions are dropped.
         self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))
+
         self._num_local = images_per_step // dp
         self._first = dp_rank * self._num_local
         # One thread: the next batch is drawn while this one trains.
@@ -74,10 +76,12 @@ class FlowBatches(Resumable, Iterator[FlowBatch]):
         # All draws of an image follow each other, as the samples of a group do in RL.
         rows_N = torch.from_numpy(self._order.take(position + self._first, self._num_local))
         rows_N = rows_N.repeat_interleave(self._draws)
+
         latents_NLC = self._dataset.latents(rows_N)
         sigma_N = self._shift(torch.sigmoid(self._normals((), position, "sigma").double())).float()
         dropped_N = self._normals((), position, "drop") < self._drop_below
         conditioning, group_index_N = self._dataset.conditioning(rows_N, dropped_N)
+
         return FlowBatch(
             latents_NLC=latents_NLC,
             noise_NLC=self._normals(tuple(latents_NLC.shape[1:]), position, "noise"),

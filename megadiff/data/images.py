@@ -94,10 +94,12 @@ def open_images(source: str, *, seed: int) -> ImageSource:
     Raises ValueError for anything else, for no images at all and for what a store refuses.
     """
     path = Path(source)
+
     # An older form of the key; as it reads like module:Class it would fail with another message.
     if source.startswith("shapes:"):
         now = f"examples.shapes.images:ShapesImages:{source.removeprefix('shapes:')}"
         raise ValueError(f"data.images={source}: the shapes are a class now; say data.images={now}")
+
     if path.is_dir():
         stores = _stores_of_folder(path)
     elif not path.exists() and ":" in source:
@@ -111,6 +113,7 @@ def open_images(source: str, *, seed: int) -> ImageSource:
         )
     else:
         stores = [STORES[path.suffix.lower()](path)]
+
     images = StoredImages(source, stores)
     if not len(images):
         raise ValueError(f"data.images={source}: holds 0 captioned images, need at least 1")
@@ -132,6 +135,7 @@ def _constructed(source: str, seed: int) -> ImageSource:
 def _stores_of_folder(folder: Path) -> list[ImageStore]:
     if (folder / METADATA).is_file():
         return [FolderStore(folder)]
+
     files = sorted(
         path for path in folder.iterdir() if path.suffix.lower() in STORES and path.is_file()
     )
@@ -142,6 +146,7 @@ def _stores_of_folder(folder: Path) -> list[ImageStore]:
             f"data.images={folder}: holds {' and '.join(suffixes) or 'none of them'}; "
             f"need {METADATA}, or files of one kind of {', '.join(STORES)}"
         )
+
     return [STORES[suffixes[0]](path) for path in files]
 
 

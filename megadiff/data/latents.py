@@ -71,11 +71,13 @@ class LatentDataset:
         # Captions stand for the images, whose bytes are not here any more.
         hashed = json.dumps(self.captions).encode() + self.caption_index.numpy().tobytes()
         self.captions_digest = hashlib.blake2b(hashed, digest_size=8).hexdigest()
+
         self._latents = _table(folder, "latents")
         self._tokens = _table(folder, "tokens")
         self._lengths = _table(folder, "lengths").whole().long()
         self._starts = self._lengths.cumsum(0) - self._lengths
         self._empty = self.captions.index(EMPTY_CAPTION)
+
         if self._latents.num_bytes + self._tokens.num_bytes < memory_bytes:
             self._latents.to_memory()
             self._tokens.to_memory()
@@ -95,9 +97,11 @@ class LatentDataset:
         """
         captions_N = torch.where(drop, self._empty, self.caption_index[rows])
         captions_P, index_N = captions_N.unique(return_inverse=True)
+
         lengths_P = self._lengths[captions_P]
         token_T = torch.arange(int(lengths_P.max()))
         mask_PT = token_T < lengths_P[:, None]
+
         row_PT = self._starts[captions_P, None] + token_T
         embeds_PTD = torch.zeros(*mask_PT.shape, self._tokens.shape[1], dtype=self._tokens.dtype)
         embeds_PTD[mask_PT] = self._tokens.take(row_PT[mask_PT])
@@ -150,6 +154,7 @@ def encode_dataset(
     if whole:
         logger.info("latents of %s are those of %s", source.name, cache)
         return agreed(lambda: LatentDataset(cache), group)
+
     # Another name each time: two runs may make the same cache at once.
     aside = folder / f"{ASIDE}{key.name}_{number}"
     try:
@@ -220,12 +225,14 @@ def _encode_images(
     blocks = source.blocks(
         rows.start, rows.stop, size=batch, height=sampling.height, width=sampling.width
     )
+
     with ExitStack() as stack, closing(blocks):
         # float32, whatever the model's dtype: latents of unit variance are off by 0.006 in bfloat16
         # and by 0.0003 with TF32 convolutions (cuDNN's default).
         encoder = adapter.image_encoder(dtype=torch.float32, device=device)
         encode = agreed(lambda: stack.enter_context(encoder), mesh.cpu_group)
         _in_rounds(encode_block, blocks, mesh)
+
     agreed(flush, mesh.cpu_group)
     num_enlarged = round(all_reduce_sums({"enlarged": num_enlarged}, mesh.cpu_group)["enlarged"])
     if num_enlarged and mesh.rank == 0:
@@ -248,6 +255,7 @@ def _encode_captions(
     captions = agreed(lambda: _written_captions(aside, mesh.world_size), mesh.cpu_group)
     # Equal lengths meet in a call: less padding.
     texts = sorted({EMPTY_CAPTION, *captions}, key=lambda text: (len(text), text))
+
     rows = _local_range(len(texts), mesh)
     tokens = RowWriter(aside, "tokens", mesh.rank)
     lengths = RowWriter(aside, "lengths", mesh.rank)

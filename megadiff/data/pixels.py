@@ -52,6 +52,7 @@ def read_first_frame(path: Path | str, *, height: int, width: int, where: str) -
         raise ValueError(
             f"{where}: the image cannot be read ({error}); put it there, or mend the row"
         ) from error
+
     pixels_HWC = decode(data, where=f"{where}: {path}")
     rows, columns = pixels_HWC.shape[:2]
     if (rows, columns) != (height, width):
@@ -71,10 +72,12 @@ def fit(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if pixels_HWC.shape[:2] == (height, width):
         return pixels_HWC
+
     scale = _scale(pixels_HWC, height, width)
     rows, columns = pixels_HWC.shape[:2]
     top = (rows - height / scale) / 2
     left = (columns - width / scale) / 2
+
     # Rounding may put an edge a little outside of the image, which Pillow refuses.
     box = (max(left, 0.0), max(top, 0.0), min(columns - left, columns), min(rows - top, rows))
     image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
@@ -97,11 +100,15 @@ def _rgb(image: Image.Image) -> Image.Image:
             f"samples of 32 bits (mode {image.mode}) have no agreed range; "
             "save it with 8 or 16 bits"
         )
+
     if image.mode.startswith("I;16"):  # Pillow's own conversion to 8 bits clips at 255
         levels = np.asarray(image).astype(np.uint32)
+        # Adding half of 65535 rounds to the nearest level. The product needs more than 16 bits.
         image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+
     if image.has_transparency_data:
         image = image.convert("RGBA")
+        # Alpha is blended here: convert("RGB") alone would drop it and show what it hides.
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
     return image.convert("RGB")

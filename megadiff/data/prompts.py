@@ -47,9 +47,11 @@ def load_prompts(
     if not path.is_file():
         reason = "not a file" if path.exists() else "no such file"
         raise ValueError(f"data.prompts={path}: {reason}; set data.prompts")
+
     rows = list(reader(path))
     if not rows:
         raise ValueError(f"data.prompts={path}: holds 0 prompts, need at least 1")
+
     folder = path.parent if first_frame_size else None
     prompts = [_prompt(where, row, max_chars, folder=folder) for where, row in rows]
     if first_frame_size:
@@ -62,6 +64,7 @@ def load_prompts(
             path,
             IMAGE,
         )
+
     num_repeated = len(prompts) - len({prompt.id for prompt in prompts})
     if num_repeated:
         logger.info("%s: %d of %d prompts repeat an earlier one", path, num_repeated, len(prompts))
@@ -101,13 +104,16 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
     if "prompt" not in row:
         raise ValueError(f"{where}: no 'prompt' among the keys {sorted(row)}; every row needs one")
     fields = dict(row)
+
     text = checked_text(where, "prompt", fields.pop("prompt"), max_chars)
     if not text.strip():
         raise ValueError(f"{where}: the prompt is empty; give it text or remove the row")
+
     negative_text = fields.pop("negative_prompt", None)
     if negative_text is None:
         negative_text = Prompt.negative_text
     negative_text = checked_text(where, "negative_prompt", negative_text, max_chars)
+
     name = _image_name(where, fields.pop(IMAGE, None), folder) if folder else ""
     return Prompt(
         text=text,
@@ -181,15 +187,18 @@ def parse_json(where: str | Path, text: str) -> object:
 def _parquet_rows(path: Path) -> Iterator[Row]:
     with open_parquet(path, key="data.prompts") as file, damage_named(path):
         table = file.read()
+
     repeated = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
     if repeated:
         # to_pylist() would silently let the last one hide the others.
         raise ValueError(f"{path}: two columns are named {repeated[0]!r}; rename one")
+
     try:
         rows = table.to_pylist()
     except (ValueError, OverflowError) as error:  # e.g. a date beyond those of Python
         where = _unreadable_cell(path, table)
         raise ValueError(f"{where} cannot be read ({error}); correct or remove it") from error
+
     for number, row in enumerate(rows, start=1):
         yield f"{path}: row {number}", row
 
@@ -239,6 +248,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             f"{path}:{number}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}); "
             "save the file as UTF-8"
         ) from error
+
     # Not splitlines(): U+2028 and its like are text.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

@@ -18,6 +18,7 @@ from torch import Tensor
 from megadiff.process.whole_folder import sync_entry
 
 FILE_BYTES = 1 << 30  # rows collected in memory until a file is written
+# A file holds one tensor, under this name.
 KEY = "rows"
 
 
@@ -115,9 +116,12 @@ class RowTable:
     def take(self, rows: Tensor) -> Tensor:
         """Return rows [N] int64 as [N, …], a copy. Raises IndexError for a row beyond the table."""
         if len(self._parts) == 1:
+            # index_select itself refuses rows beyond the table.
             return self._parts[0].index_select(0, rows)
+
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
             raise IndexError(f"rows {int(rows.min())} … {int(rows.max())} of {self.shape[0]}")
+
         # File by file, as each is one copy.
         taken = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
         part_N = torch.bucketize(rows, self._ends, right=True)
@@ -125,4 +129,5 @@ class RowTable:
             here = (part_N == number).nonzero().flatten()
             part = self._parts[number]
             taken[here] = part.index_select(0, rows[here] - (self._ends[number] - len(part)))
+
         return taken

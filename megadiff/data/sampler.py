@@ -67,11 +67,13 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
                 ", as every data-parallel rank takes whole groups; set "
                 f"train.prompts_per_step={fix}"
             )
+
         assert 0 <= dp_rank < dp, f"dp_rank={dp_rank} is not in 0..{dp - 1}"
         self._prompts = tuple(prompts)
         self._prompts_per_step = prompts_per_step
         self._dp = dp
         self._dp_rank = dp_rank
+
         digest = digest_of("\n".join(prompt.id for prompt in prompts), size=8)
         order = EpochOrder(len(prompts), seed=seed, shuffle=shuffle, source=source, digest=digest)
         super().__init__(order)
@@ -85,7 +87,9 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
         """Return the batch of next(), without moving on."""
         num_local = self._prompts_per_step // self._dp
         local = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
+        # Of the whole step: repeats are counted over all ranks.
         indices = self._order.take(self._position, self._prompts_per_step).tolist()
+
         seen = Counter[str]()
         repeats = []
         for index in indices:
@@ -94,6 +98,7 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
             prompt_id = self._prompts[index].id
             repeats.append(seen[prompt_id])
             seen[prompt_id] += 1
+
         return PromptBatch(
             prompts=tuple(self._prompts[index] for index in indices[local]),
             repeats=tuple(repeats[local]),
@@ -145,18 +150,21 @@ class EpochOrder:
         """
         if not state:
             return 0
+
         position = int(state["position"])
         expected = self.state(position)
         del expected["source"]  # a file may move
         differing = [key for key, value in expected.items() if state.get(key) != value]
         if not differing:
             return position
+
         saved_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
         expected_text = ", ".join(f"{key}={expected[key]}" for key in differing)
         problem = (
             f"the saved data position has {saved_text}, from {state.get('source')}; this run has "
             f"{expected_text}, from {self.source} (digest: a hash of all rows in order)"
         )
+
         if not accept_changes:
             raise ValueError(
                 f"{problem}. They must be equal for the order to continue: restore data.prompts or "

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from megadiff.data.prompts import damage_named, digest_of, jsonl_rows, open_parquet, parse_json
 
 METADATA = "metadata.jsonl"
+# Columns go by several names in others' data sets. The first that a row has counts.
 FILE_KEYS = ("file_name", "image")
 CAPTION_KEYS = ("caption", "text", "prompt")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
@@ -61,6 +62,7 @@ class FolderStore(ImageStore):
         self._paths: list[Path] = []
         self._lines: list[str] = []
         stamps = []
+
         for where, row in jsonl_rows(folder / METADATA):
             name = row[_first_key(where, row, FILE_KEYS, "image")]
             path = _path_inside(folder, name, where)
@@ -92,17 +94,20 @@ class ParquetStore(ImageStore):
         self._lock = threading.Lock()
         # Readers work in order, so that at most two neighbouring groups are read at a time.
         self._cached_group = lru_cache(maxsize=2)(self._read_group)
+
         names = self._file.schema_arrow.names
         if "image" not in names:
             raise ValueError(
                 f"{path}: no column 'image' among {sorted(names)}; "
                 "name the column of image bytes so"
             )
+
         key = _first_key(str(path), dict.fromkeys(names), CAPTION_KEYS, "caption")
         with damage_named(self._path):
             texts = self._file.read(columns=[key])[key].to_pylist()
         self.captions = [_caption(self.where(row), {key: text}) for row, text in enumerate(texts)]
         self.stamp = _stamp(path)
+
         metadata = self._file.metadata
         groups = range(metadata.num_row_groups)
         self._ends = list(accumulate(metadata.row_group(group).num_rows for group in groups))
@@ -116,6 +121,7 @@ class ParquetStore(ImageStore):
             images = self._cached_group(group)
             # Negative: counted from the group's end.
             value = images[row - self._ends[group]].as_py()
+
         data = value.get("bytes") if isinstance(value, Mapping) else value
         if not isinstance(data, bytes):
             raise ValueError(
@@ -142,6 +148,7 @@ class TarStore(ImageStore):
         self.stamp = _stamp(path)
         self.captions = []
         self._images: list[TarMember] = []
+
         for key, members in _samples(path).items():
             image = self._first_member(key, members, IMAGE_SUFFIXES)
             caption = self._first_member(key, members, CAPTION_SUFFIXES)
@@ -197,6 +204,7 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) is not a whole tar ({error}); fetch it again"
         ) from error
+
     # tarfile takes a damaged or missing header for the end: all that follows would be lost.
     if _read_at(path, end, tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise ValueError(
@@ -214,12 +222,14 @@ def _add_member(
     suffix = suffix.lower()
     if not stem or suffix not in IMAGE_SUFFIXES + CAPTION_SUFFIXES:
         return
+
     members = samples.setdefault(os.path.join(folder, stem), {})
     for other, earlier in members.items():
         if suffix == other or {suffix, other} <= set(IMAGE_SUFFIXES):
             raise ValueError(
                 f"{path}: {member.name} and {earlier.name} are of one sample; keep one"
             )
+
     members[suffix] = TarMember(member.name, member.offset_data, member.size)
 
 
@@ -228,8 +238,10 @@ def _member_caption(where: str, data: bytes) -> str:
         text = data.decode("utf-8-sig")  # editors on Windows put a byte order mark in front
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: {error}; a caption is UTF-8 text or a JSON object") from error
+
     if not where.lower().endswith(".json"):
         return _caption(where, {"text": text.strip()})
+
     value = parse_json(where, text)
     if not isinstance(value, dict):
         raise ValueError(

@@ -62,6 +62,7 @@ class DeviceMemory:
             except RuntimeError as error:  # a device that has failed says so where it works, too
                 logger.warning("no more figures of the device's memory: %s", error)
                 return
+
             with self._lock:
                 # A phase that ended or began meanwhile may not be the one that was measured.
                 for phase in before & self._timers.running & set(PHASES):

@@ -186,6 +186,7 @@ class Comparison:
                     f"{key}={ours}, but {theirs} in the baseline: compare on the same noise and "
                     "settings"
                 )
+
         missing = self.evaluation.by_identity.keys() ^ self.baseline.by_identity.keys()
         if missing:
             raise ValueError(
@@ -203,10 +204,12 @@ class Comparison:
     def difference(self, reward: str, task: str | None = None) -> Difference:
         """Return the mean of paired differences, of all pairs or those of one task."""
         before = self.baseline.by_identity
+
         # Pairs by identity: the two may hold their samples in another order.
         gains = []
         for sample in self.evaluation.samples_of(task):
             gains.append(sample.rewards[reward] - before[sample.identity].rewards[reward])
+
         return Difference(
             **vars(_normal_estimate(gains)),
             won=fmean(gain > 0 for gain in gains),
@@ -272,6 +275,7 @@ def write_evaluation(
     aside.mkdir(parents=True)
     for name, pixels in images.items():
         write_picture(aside / Path(name).name, pixels, frames_per_s=frames_per_s)
+
     record = folder / RECORD_NAME
     # The record goes first and comes last: with it, the images beside it are its own.
     record.unlink(missing_ok=True)

@@ -130,16 +130,19 @@ def signs(
     # Without a gain there is nothing that an exploit could have brought.
     if ends is None or not _is_clear_gain(ends):
         return []
+
     coef = config_number(config, "algorithm", "kl_coef")
     kl = "set algorithm.kl_coef, e.g. to 0.3"
     if coef:
         kl = f"raise algorithm.kl_coef (now {pretty_number(coef)})"
     mild_remedy = f"If samples grow alike, {kl}."
     remedy = f"Look at the samples; {kl}, or go back to an earlier checkpoint."
+
     symptoms = sorted(
         [*_falls(rows, ends), *_rises(rows, ends), *_lags(rows, heldout)],
         key=lambda symptom: -symptom.gravity,
     )
+
     return [
         Sign(**vars(symptom), remedy=mild_remedy if symptom.gravity == MILD else remedy)
         for symptom in symptoms
@@ -160,6 +163,7 @@ def _falls(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
             or change.last >= NARROW * change.first
         ):
             continue
+
         subject = f"{_while(ends)} {fall.what}"
         # Some narrowing is what training does; only a collapse is called an exploit.
         if change.last < COLLAPSED * change.first:
@@ -179,6 +183,7 @@ def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
             or change.last < max(change.first + rise.by, change.first * rise.times)
         ):
             continue
+
         claim = f"{_while(ends)} {rise.what} rose {change}"
         claim += ", as it does when a policy exploits its reward."
         yield Symptom(kind=name, gravity=2, claim=claim)
@@ -190,22 +195,26 @@ def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Symptom]:
     for row in rows:
         if any(key.startswith("eval/") for key in row):
             last_evaluated = step_of(row)
+
     # Later gains are of steps that no held-out score could follow yet.
     rows = [row for row in rows if step_of(row) <= last_evaluated]
     ends = verdict(rows)
     if ends is None or not _is_clear_gain(ends):
         return
+
     for name, change in _scores(rows, heldout).items():
         claim = f"{_while(ends)} the held-out score {name}"
         if change.high < 0:
             claim += f" fell {change}: the policy is likely to exploit the reward."
             yield Symptom(kind=f"{name} falls", gravity=5, claim=claim)
             continue
+
         trained = verdict(rows, key=f"reward/{name}")
         scores = (ends.first, ends.last, change.first, change.last)
         # A score that is not trained should follow the total, where both are of one scale.
         if trained is None and all(0 <= score <= 1 for score in scores):
             trained = ends
+
         if trained and trained.is_clear and change.high < FOLLOWS * trained.gain:
             values = f"({pretty_number(change.first)}, then {pretty_number(change.last)})"
             claim += f" did not follow {values}: the policy may be exploiting the reward, or "

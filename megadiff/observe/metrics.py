@@ -110,6 +110,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
     """Read a metrics.jsonl by rising step; warn of torn lines. [] without a file."""
     if not path.exists():
         return []
+
     rows: dict[int, dict[str, float | None]] = {}
     for number, line in enumerate(read_lines(path), start=1):
         row = parse_row(line)
@@ -117,6 +118,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
             logger.warning("%s: line %d is torn and skipped", path, number)
             continue
         rows.setdefault(step_of(row), {}).update(row)
+
     return [rows[step] for step in sorted(rows)]
 
 
@@ -174,6 +176,7 @@ def format_number(value: float | None) -> str:
     if not 1e-3 <= abs(value) < 1e5:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
     # Three digits in all: as many after the point as those before it leave.
     text = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

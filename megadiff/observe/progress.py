@@ -29,10 +29,12 @@ def step_summary(metrics: Mapping[str, float]) -> str:
         parts.append(f"reward {format_number(metrics['reward/mean'])}")
     elif LOSS in metrics:
         parts.append(f"loss {format_number(metrics[LOSS])}")
+
     for stage in STAGES:
         seconds = metrics.get(stage_key(stage))
         if seconds is not None:
             parts.append(f"{stage} {format_number(seconds)}s")
+
     return "  ".join(parts)
 
 
@@ -51,6 +53,7 @@ class ProgressBar:
         self._num_steps = num_steps
         self._start_step = start_step
         self._start_s: float | None = None  # of the first step
+
         self._bar: tqdm | None = None
         if not stream.closed and stream.isatty():
             self._bar = tqdm(
@@ -74,10 +77,12 @@ class ProgressBar:
                 # tqdm counts in time.time().
                 self._bar.start_t = time.time() - seconds_ago
                 self._bar.last_print_t = self._bar.start_t
+
         if self._bar is not None:
             self._bar.set_postfix_str(step_summary(metrics), refresh=False)
             self._bar.update(step - self._bar.n)
             return
+
         summary = step_summary(metrics)
         remaining = format_seconds(self._remaining_s(step))
         logger.info("step %d/%d  %s  ETA %s", step, self._num_steps, summary, remaining)

@@ -75,6 +75,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
     aside = target.with_name(f".{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+
     with (aside / INDEX_NAME).open("w", encoding="utf-8") as index:
         for number, sample in enumerate(samples):
             name = _file_name(number, sample)
@@ -89,6 +90,7 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
                 "rewards": {reward: _finite(value) for reward, value in sample.rewards.items()},
             }
             index.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
     # A rename replaces no folder that holds files.
     if target.exists():
         shutil.rmtree(target)
@@ -148,19 +150,23 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
         raise ValueError(
             "0 samples, a grid needs at least 1; skip the call when nothing was sampled"
         )
+
     strips = [frame_strip(sample.pixels) for sample in samples]
     height = max(strip.shape[0] for strip in strips)
     width = max(strip.shape[1] for strip in strips)
     columns = min(columns, len(strips))
     rows = math.ceil(len(strips) / columns)
+
     # The gap is between cells only, hence one less than cells.
     grid = torch.full(
         (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8
     )
+
     for number, strip in enumerate(strips):
         top = number // columns * (height + gap)
         left = number % columns * (width + gap)
         grid[top : top + strip.shape[0], left : left + strip.shape[1]] = strip
+
     # Trackers want channels first.
     return grid.permute(2, 0, 1)
 
@@ -178,8 +184,10 @@ def read_samples(run_folder: Path) -> list[SavedSample]:
             except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
                 logger.warning("%s: line %d is no sample and skipped", path, number)
                 continue
+
             if sample.path.exists():
                 samples.append(sample)
             else:
                 logger.warning("%s: %s is missing and skipped", folder, sample.path.name)
+
     return samples

@@ -17,6 +17,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_lines(path: Path) -> list[str]:
     """Return the lines with their ends. Unlike str.splitlines(), U+2028 and its like are text."""
+    # A killed run may have torn its last line within a character.
     with path.open("r", encoding="utf-8", errors="replace") as file:
         return list(file)
 

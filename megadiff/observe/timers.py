@@ -30,6 +30,7 @@ class Timers:
                 f"timer {name!r} is already running and would count twice; give the inner one its "
                 "own name"
             )
+
         self.running |= {name}
         # Steady, unlike time.time(), which an NTP correction moves.
         start_s = time.perf_counter()

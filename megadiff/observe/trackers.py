@@ -75,6 +75,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
+
     lines = read_lines(path)
     earlier = []
     for line in lines:
@@ -82,9 +83,11 @@ def _drop_rows_after(path: Path, step: int) -> None:
         # A line without its end would run into the next that is written.
         if row is not None and line.endswith("\n") and step_of(row) <= step:
             earlier.append(line)
+
     num_dropped = len(lines) - len(earlier)
     if not num_dropped:
         return
+
     logger.info("%s: %d lines after step %d dropped", path, num_dropped, step)
     write_whole(path, "".join(earlier))
 
@@ -121,9 +124,11 @@ class WandbTracker:
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         self._wandb = _module_of("wandb", "wandb")
         id_path = run_folder / "wandb_id"
+
         # A run that starts over in the same folder is another one to W&B.
         if not (resume_step and id_path.exists()):
             id_path.write_text(uuid.uuid4().hex[:8], "utf-8")
+
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megadiff"),
             name=run_folder.name,
@@ -132,6 +137,7 @@ class WandbTracker:
             config=dict(config),
             resume="allow",
         )
+
         # A resumed run repeats steps, which wandb's own counter refuses: plot over ours.
         self._run.define_metric("*", step_metric="step")
 
@@ -188,9 +194,11 @@ class Trackers:
                 f"step={step} <= {self._last_step}, the last one logged; a step is one line, so "
                 "merge its metrics first"
             )
+
         values = {key: float(value) for key, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, values)
+
         # Only now: a step whose line was not written may be logged again.
         self._last_step = step
 
@@ -225,5 +233,6 @@ def build_trackers(
     run_folder.mkdir(parents=True, exist_ok=True)
     wanted = dict.fromkeys(["jsonl", *names])
     built = [TRACKERS[name](run_folder, config=config, resume_step=resume_step) for name in wanted]
+    # After the folder's tracker, which has dropped the rows of later steps.
     built.append(Alarm(run_folder, config=config, rows=read_rows(run_folder / METRICS_NAME)))
     return Trackers(built, last_step=resume_step or BEFORE_ALL)

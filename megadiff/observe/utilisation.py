@@ -39,6 +39,7 @@ def utilisation(metrics: dict[str, float], peak: float | None) -> dict[str, floa
         work = rated.pop(f"perf/tflop_{stage}", None)
         if work is None or not metrics.get(seconds):
             continue
+
         rated[f"perf/tflops_{stage}"] = work / metrics[seconds]
         if peak is not None:
             rated[f"perf/mfu_{stage}"] = work / metrics[seconds] / peak

@@ -74,17 +74,21 @@ def _encode(frames: Iterator[np.ndarray], frames_per_s: Fraction) -> bytes:
     # The stream must know its size before the first frame is encoded.
     first = _even(start)
     frames = chain([start], frames)
+
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream(
             "libx264", rate=frames_per_s, options={"crf": str(QUALITY), "preset": PRESET}
         )
         stream.height, stream.width = first.shape[:2]
+        # Not every browser plays H.264 in other formats.
         stream.pix_fmt = "yuv420p"
+
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(_even(frame), format="rgb24")))
         # Flushes the frames that x264 holds back to look ahead.
         container.mux(stream.encode())
+
     return out.getvalue()
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 VARIABLE = "PYTORCH_ALLOC_CONF"
+# torch's earlier name of the variable, which a user may still set.
 _OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
 _GROWING = "expandable_segments:True"
 _FIXED = "expandable_segments:False"
@@ -36,6 +37,7 @@ def fixed_segments() -> Iterator[None]:
     if _GROWING not in settings:
         yield
         return
+
     # The whole setting: torch takes what is left out for its default.
     torch._C._accelerator_setAllocatorSettings(settings.replace(_GROWING, _FIXED))
     try:

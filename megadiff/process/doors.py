@@ -21,10 +21,12 @@ def import_class(path: str, base: type, *, key: str) -> type:
             f"{key}: module {module_name!r} cannot be imported ({error}); "
             "install it or put its folder on PYTHONPATH"
         ) from error
+
     named = getattr(module, class_name, None)
     if named is None:
         hint = near(class_name, vars(module))
         raise ValueError(f"{key}: module {module_name!r} has no {class_name!r}{hint}")
+
     if not (isinstance(named, type) and issubclass(named, base)):
         parent = f"{base.__module__}.{base.__qualname__}"
         raise ValueError(f"{key}: {class_name!r} is not a class derived from {parent}")

@@ -79,6 +79,7 @@ def kill_children(*, session: int | None = None) -> None:
 
 def _wait(pidfd: int, then: Callable[[], object]) -> None:
     poll = select.poll()
+    # A pidfd becomes readable when its process ends.
     poll.register(pidfd, select.POLLIN)
     poll.poll()
     then()

@@ -33,8 +33,10 @@ def check_destination(dst: Path, *, force: bool, sources: Sequence[Path]) -> Non
             raise ValueError(f"{dst} lies in {source}, which is read; name a folder elsewhere")
         if real_dst in real_source.parents:
             raise ValueError(f"{dst} holds {source}, which is read; name a folder elsewhere")
+
     if dst.is_dir() and not any(dst.iterdir()):
         return
+
     if os.path.lexists(dst) and not force:
         raise ValueError(
             f"{dst} exists and is not an empty folder; remove it, name another one, or give --force"
@@ -54,12 +56,14 @@ def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
     """
     dst = dst.resolve()
     dst.parent.mkdir(parents=True, exist_ok=True)
+
     # Beside dst, as a rename stays within a filesystem.
     aside = _beside(dst, WRITING)
     aside.mkdir()
     lock = _locked(aside)
     # Held for rmtree, which opens folders: what fails may be that there are no descriptors left.
     spare = [os.open(aside, os.O_RDONLY) for _ in range(NUM_SPARE)]
+
     try:
         yield aside
         _replace(aside, dst, force=force)
@@ -75,6 +79,7 @@ def whole_folder(dst: Path, *, force: bool) -> Iterator[Path]:
 
 def check_space(dst: Path, num_bytes: int) -> None:
     """Raise ValueError when the filesystem of dst has less than num_bytes free."""
+    # The folders that dst is to lie in may not exist yet.
     above = next(folder for folder in dst.resolve().parents if folder.is_dir())
     free = shutil.disk_usage(above).free
     if num_bytes > free:
@@ -92,6 +97,7 @@ def clear_up(dst: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(dst)
+
     for aside in dst.parent.glob(_pattern(dst, WRITING)):
         lock = _locked(aside)
         # No lock: another process is writing there.
@@ -106,8 +112,10 @@ def _replace(aside: Path, dst: Path, *, force: bool) -> None:
         os.replace(aside, dst)  # takes the place of an empty folder too
         sync_entry(dst.parent)
         return
+
     if not force:
         raise ValueError(f"{dst} was filled by another process meanwhile; name another folder")
+
     replaced = _beside(dst, REPLACED)
     dst.rename(replaced)
     try:
@@ -116,6 +124,7 @@ def _replace(aside: Path, dst: Path, *, force: bool) -> None:
         if not os.path.lexists(dst):
             replaced.rename(dst)
         raise
+
     sync_entry(dst.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -65,6 +65,7 @@ def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Metri
     groups = buckets(logged, MAX_POINTS)
     values = [mean_or_none(column(group, key)) for group in groups]
     stds = [mean_or_none(column(group, std_key)) for group in groups] if std_key else []
+
     low: Values = ()
     high: Values = ()
     if finite(stds):
@@ -77,6 +78,7 @@ def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> Metri
         numbers = [column(group, key) for group in groups]
         low = [min(group, default=None) for group in numbers]
         high = [max(group, default=None) for group in numbers]
+
     steps = [step_of(group[-1]) for group in groups]
     return MetricCurve(steps=steps, values=values, low=low, high=high)
 
@@ -127,12 +129,14 @@ def value_axis(values: Sequence[float]) -> Axis:
     """
     if not values:
         return Axis(low=0.0, high=1.0)
+
     low = min(values)
     high = max(values)
     if low > 0 and high / low > LOG_RANGE:
         first = math.floor(math.log10(low))
         last = math.ceil(math.log10(high))
         return Axis(low=10.0**first, high=10.0**last, is_log=True)
+
     air = (high - low) * 0.08 or abs(high) * 0.1 or 0.5
     # A quantity that never was negative gets no negative ticks.
     return Axis(low=max(0.0, low - air) if low >= 0 else low - air, high=high + air)
@@ -211,12 +215,15 @@ def line_chart(
     y_axis = value_axis(finite([*line.values, *line.low, *line.high]))
     xs = [x_axis.place(step) for step in line.steps]
     points = list(zip(xs, y_axis.places(line.values)))
+
     means: list[float | None] = []
     if smooth and len(line.values) >= MIN_SMOOTHED:
         means = running_mean(line.values, window=max(5, len(line.values) // 12))
+
     numbers = finite(line.values)
     latest = pretty_number(numbers[-1] if numbers else None)
     texts = [pretty_number(value) for value in line.values]
+
     return {
         "kind": kind,
         "title": title,
@@ -242,10 +249,12 @@ def stacked_chart(
     pitch = min((later - step for step, later in zip(steps, steps[1:])), default=1)
     # Bars stand on their steps, so the axis reaches half a bar beyond both ends.
     x_axis = step_axis(steps, margin=pitch / 2)
+
     totals = [sum(values) for values in zip(*stacks.values())]
     series = []
     for name, values in {**stacks, "whole step": totals}.items():
         series.append([name, [f"{pretty_number(value)} {unit}" for value in values]])
+
     return {
         "title": title,
         "key": key,
@@ -278,14 +287,17 @@ def bar_chart(
             f"{len(series)} series in one bar chart, at most {len(COLOURS)} can be told apart; "
             "show fewer"
         )
+
     # Bars start at 0, so the axis holds it.
     ends = [0.0]
     for means in rows.values():
         for mean in means:
             ends += finite([mean.mean, mean.low, mean.high]) if mean else []
+
     axis = Axis(low=min(ends) * 1.05, high=max(ends) * 1.05)
     if is_share or axis.low == axis.high:
         axis = Axis(low=0.0, high=1.0)
+
     return {
         "title": title,
         "key": key,

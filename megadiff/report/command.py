@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write(f"{path}\n")
     if args.open:
+        # as_uri() refuses a relative path.
         webbrowser.open(path.resolve().as_uri())
     return 0
 

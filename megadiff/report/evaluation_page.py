@@ -49,21 +49,25 @@ def write_evaluation_page(
         evaluations.insert(0, (baseline_folder or folder, comparison.baseline))
         lead += " Baseline and evaluation drew from the same noise."
         samples_lead += " Left the baseline, right now."
+
     names = ["baseline", "now"] if comparison else [""]
     bars = [task_chart(evaluations, reward, names) for reward in evaluation.reward_names]
     sections = [Section(title="By task", lead=lead, bars=bars)]
     if comparison:
         sections.append(_difference_section(comparison))
+
     figures = diversity_rows(evaluation, comparison)
     sections += [
         Section(title="Diversity", lead=DIVERSITY_LEAD, table=figures),
         Section(title="Samples", lead=samples_lead, wall=wall(evaluations, names)),
     ]
+
     return write_page(
         folder / PAGE_NAME,
         kind="evaluation",
         name=evaluation.model,
         state=settings_text(evaluation),
+        # So that no line breaks between a number and its percent sign.
         headline=headline(evaluation, comparison).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(evaluation),
         sections=sections,
@@ -100,11 +104,13 @@ def _tiles(evaluation: Evaluation) -> list[Tile]:
         form = RewardFormat(evaluation.is_share(reward))
         mean = evaluation.estimate(reward)
         tiles.append((reward, form.value(mean.mean), f"95 %: {form.interval(mean)}"))
+
     tiles.append(("Samples", str(len(evaluation.samples)), f"of {evaluation.num_prompts} prompts"))
     for name, label in DIVERSITY.items():
         value = evaluation.diversity.get(name)
         if value is not None:
             tiles.append((label, pretty_number(value), ""))
+
     return tiles
 
 
@@ -126,12 +132,14 @@ def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> d
     records = [evaluation for _, evaluation in evaluations]
     # One format for all: 0.5 beside 50 % could not be compared.
     form = reward_format(records, reward)
+
     rows = {}
     for name, task in groups(records[-1]):
         rows[name] = [
             record.estimate(reward, task) if reward in record.reward_names else None
             for record in records
         ]
+
     return bar_chart(
         rows,
         series=names,
@@ -152,18 +160,22 @@ def wall(
     last = evaluations[-1][1]
     reward = leading_reward(last)
     is_share = reward_format([record for _, record in evaluations], reward).is_share
+
     # Tasks in the order of the prompt file; samples without one come first.
     order = ["", *last.tasks]
     pictured = [sample for sample in last.samples if sample.file]
     pictured.sort(key=lambda sample: order.index(sample.task))
+
     columns = []
     files = []
     for (folder, record), name in zip(evaluations, names, strict=True):
         samples = record.by_identity
         columns.append((folder, samples, name))
         files += [folder / file for s in pictured if (file := samples[s.identity].file)]
+
     # All at once: together they have to be small enough for one page.
     pictures = load_pictures(files)
+
     cells = []
     for sample in pictured:
         looks = []
@@ -180,5 +192,6 @@ def wall(
             }
             looks.append(look)
         cells.append({"looks": looks, "caption": sample.caption, "task": sample.task})
+
     parts = {"title": title, "lead": lead, "num_looks": len(columns), "cells": cells}
     return parts if pictures else None

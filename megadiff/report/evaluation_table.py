@@ -58,6 +58,7 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
         baseline = comparison.baseline
         head += f"\nbaseline {baseline.model}: {settings_text(baseline)}"
         head += "; differences are on the same noise"
+
     blocks = [head]
     for reward in evaluation.reward_names:
         blocks.append(_align(list(_rows(evaluation, comparison, reward))))
@@ -102,6 +103,7 @@ def _rows(
         yield [reward, "baseline", "now", "points" if form.is_share else "change", *DIFFERENCE_HEAD]
     else:
         yield [reward, "mean", "95 % interval", "samples"]
+
     for name, task in groups(evaluation):
         mean = evaluation.estimate(reward, task)
         now = form.value(mean.mean)

@@ -57,6 +57,7 @@ def _untrusted(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
             f"NaN or infinity in {', '.join(bad)}: find the first step of it before trusting what "
             "follows."
         )
+
     gap = max(column(rows, "parity/log_prob_gap_max"), default=0.0)
     clip_range = config_number(config, "algorithm", "clip_range")
     # With `auto`, log-probs are the trainer's wherever the gap is that large.
@@ -77,6 +78,7 @@ def _unsound(rows: Sequence[Row]) -> Iterator[str]:
         typical = median(column(recent, key)) or 0.0
         if typical > limit:
             yield f"{typical:.0%} {sentence}"
+
     usual = median(column(rows, "optim/grad_norm"))
     highest = max(column(recent, "optim/grad_norm"), default=0.0)
     if usual and highest > GRAD_NORM_SPIKE * usual:
@@ -91,10 +93,12 @@ def _slow(rows: Sequence[Row]) -> Iterator[str]:
     step = median(column(rows, "time/step_s"))
     if not step:
         return
+
     stages = {stage: median(column(rows, stage_key(stage))) for stage in STAGES}
     sync = (stages["sync"] or 0.0) / step
     if sync > SYNC_SHARE:
         yield f"Weight sync takes {sync:.0%} of a step: train LoRA, or do more per step."
+
     timed = finite(stages.values())
     untimed = 1 - sum(timed) / step
     if timed and untimed > UNTIMED_SHARE:

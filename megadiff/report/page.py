@@ -23,6 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
     autoescape=True,
+    # A name that Python does not fill in is an error, and not an empty text.
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -56,10 +56,12 @@ def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
         original = video.video_size(path) if path.suffix == video.SUFFIX else _read_image(path)
         if original is not None:
             originals[path] = original
+
     for side in SIDES[:-1]:
         pictures = _shrink_all(originals, side, budget=PICTURE_BYTES)
         if pictures is not None:
             return pictures
+    # The smallest side has no limit: a large page is better than none.
     return _shrink_all(originals, SIDES[-1], budget=math.inf) or {}
 
 
@@ -77,12 +79,14 @@ def _shrink_all(
             size = original
             # Encoding again costs quality, so a small one goes in as it is.
             data = path.read_bytes() if max(size) <= side else video.shrunk_video(path, side)
+
         if data is None:
             continue
         pictures[path] = Picture(data=data, size=size, is_video=path.suffix == video.SUFFIX)
         num_bytes += len(data)
         if num_bytes > budget:
             return None
+
     return pictures
 
 
@@ -97,6 +101,7 @@ def _read_image(path: Path) -> Image.Image | None:
 
 
 def _png(image: Image.Image, side: int) -> bytes:
+    # thumbnail() works in place, and the original may be needed again for a smaller side.
     small = image.copy()
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     out = io.BytesIO()
@@ -126,14 +131,17 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
     by_prompt: dict[str, dict[int, SavedSample]] = defaultdict(dict)
     for sample in sorted(samples, key=lambda sample: (sample.step, sample.sample_index)):
         by_prompt[sample.prompt_id].setdefault(sample.step, sample)
+
     # sorted() is stable: of equally frequent prompts the first seen go first.
     prompts = sorted(by_prompt.values(), key=len, reverse=True)[:MAX_PROMPTS]
+
     rows: list[list[SavedSample | None]] = []
     columns: set[int] = set()
     for by_step in prompts:
         steps = evenly_spaced(sorted(by_step), MAX_COLUMNS)
         rows.append([by_step[step] for step in steps])
         columns.update(steps)
+
     if len(columns) > MAX_COLUMNS:
         return rows
     return [list(map(by_step.get, sorted(columns))) for by_step in prompts]

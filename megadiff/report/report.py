@@ -94,16 +94,19 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises ValueError when the folder holds neither metrics nor a config."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
+
     config_path = folder / CONFIG_NAME
     metrics_path = folder / METRICS_NAME
     if not config_path.exists() and not metrics_path.exists():
         raise ValueError(
             f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>"
         )
+
     # Damaged characters are shown as such: a report of a torn run is worth more than none.
     config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
     evaluations = read_evaluations(folder)
     return RunRecord(
+        # The page shows the folder's name, which '.' has not.
         folder=folder.resolve(),
         rows=read_rows(metrics_path),
         samples=read_samples(folder),
@@ -131,12 +134,14 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     section_of: dict[str, str] = {}
     for name, section in TEXTS["sections"].items():
         section_of |= dict.fromkeys(section["metrics"], name)
+
     sections: dict[str, list[str]] = {name: [] for name in TEXTS["sections"]}
     # texts.yaml has them in the order in which a reader wants them.
     named = [key for key in TEXTS["metrics"] if key in keys]
     for key in dict.fromkeys([*named, *sorted(keys)]):
         area = section_of.get(key.partition("/")[0], "Other metrics")
         sections[section_of.get(key, area)].append(key)
+
     return sections
 
 
@@ -148,10 +153,12 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
         return accuracy
     if ends is None:
         return "Neither reward nor loss has been recorded."
+
     name = ends.key.partition("/")[0]
     first = pretty_number(ends.first)
     if len(column(run.rows, ends.key)) == 1:
         return f"One step so far, at a {name} of {first}."
+
     last = pretty_number(ends.last)
     return change_sentence(name.capitalize(), first, last, gain=ends.gain, is_clear=ends.is_clear)
 
@@ -173,6 +180,7 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     tiles = []
     if run.evaluations:
         tiles.append(_heldout_tile(run.evaluations[-1][1], run.heldout))
+
     if ends is not None and ends.key == LOSS:
         detail = f"mean of {ends.window}, from {pretty_number(ends.first)}"
         tiles.append(("Loss", pretty_number(ends.last), detail))
@@ -184,15 +192,18 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
         if not run.evaluations:
             best = f"best step {pretty_number(max(rewards))}"
             tiles.append(("Reward now", pretty_number(ends.last), best))
+
     tiles.append(("Steps", str(run.last_step), f"of {run.num_steps}" if run.num_steps else ""))
     seconds = finite(step_seconds(row) for row in rows)
     typical_s = median(seconds)
     if typical_s is not None:
         a_step = f"{format_seconds(typical_s)} a step"
         tiles.append(("Wall time", format_seconds(sum(seconds)), a_step))
+
     rate = median(column(rows, "perf/samples_per_s"))
     if rate is not None:
         tiles.append(("Samples per second", pretty_number(rate), "median"))
+
     gaps = column(rows, "parity/log_prob_gap_max")
     if gaps:
         tiles.append(("Parity gap", pretty_number(max(gaps)), "largest of the run"))
@@ -212,10 +223,12 @@ def _heldout_tile(last: Evaluation, heldout: Comparison | None) -> Tile:
     form = RewardFormat(last.is_share(reward))
     mean = last.estimate(reward)
     detail = f"95 %: {form.interval(mean)}"
+
     if heldout is not None and reward in heldout.reward_names:
         gain = heldout.difference(reward)
         points = " points" if form.is_share else ""
         detail = f"{form.gain(gain.mean)}{points}, 95 %: {form.interval(gain)}"
+
     label = "Held-out accuracy" if form.is_share else f"Held-out {reward}"
     # True minus signs, as pretty_number writes them.
     return label, form.value(mean.mean).replace("-", "−"), detail.replace("-", "−")
@@ -229,6 +242,7 @@ def _chart(rows: Sequence[Row], key: str) -> dict[str, Any]:
     if key == "reward/mean":
         std_key = "reward/std"
         note += "; band: ± one standard deviation" if column(rows, std_key) else ""
+
     return line_chart(
         curve(rows, key, std_key=std_key),
         title=title,
@@ -246,13 +260,16 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
     """
     if not run.evaluations:
         return {}
+
     # Samples of other noise side by side would look like an effect of training.
     evaluations = run.evaluations if run.heldout is not None else run.evaluations[-1:]
     last = evaluations[-1][1]
     steps = [f"step {evaluation.step}" for _, evaluation in evaluations]
+
     leading = leading_reward(last)
     # sorted() is stable: after the leading one the others keep their order.
     rewards = sorted(last.reward_names, key=lambda name: name != leading)[:MAX_HELDOUT_REWARDS]
+
     order = "Left before, right after. " if run.heldout is not None else ""
     lead = TEXTS["sections"][HELD_OUT]["lead"]
     counts = f"{len(last.samples)} samples of {last.num_prompts} prompts"
@@ -280,8 +297,10 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
     rows = [row for row in rows if step_seconds(row) is not None]
     if not rows:
         return None
+
     steps = [stage_seconds(row) for row in rows]
     total = sum(sum(step.values()) for step in steps) or 1.0
+
     groups = buckets(rows, MAX_TIME_BARS)
     stacks = {}
     stages = []
@@ -292,6 +311,7 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
         stacks[stage] = [fmean(bucket) for bucket in buckets(seconds, MAX_TIME_BARS)]
         percent = f"{sum(seconds) / total:.0%}"
         stages.append({"name": stage, "hint": hint, "median": median(seconds), "share": percent})
+
     mean_of = f", mean of {len(groups[0])} steps" if len(groups) < len(rows) else ""
     chart = stacked_chart(
         [step_of(group[0]) for group in groups],
@@ -300,6 +320,7 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
         key=f"seconds per step{mean_of}",
         unit="s",
     )
+
     # Timers within a stage, or of what is in none, such as an evaluation.
     listed = {stage_key(stage) for stage in (*STAGES, "step")}
     inner = {}
@@ -307,6 +328,7 @@ def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
         typical_s = median(column(rows, key))
         if key.startswith("time/") and key not in listed and typical_s is not None:
             inner[key] = typical_s
+
     whole = median(step_seconds(row) for row in rows)
     return {"chart": chart, "stages": stages, "whole": whole, "inner": inner}
 
@@ -324,6 +346,7 @@ def write_report(run_folder: Path) -> Path:
     run = read_run(run_folder)
     # Supervised runs have no reward.
     ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
+
     parts = {
         HELD_OUT: _heldout_parts(run),
         "The same prompt over time": {"strips": strips(run.samples)},
@@ -333,6 +356,7 @@ def write_report(run_folder: Path) -> Path:
             "note": "" if run.config_text else f"This run has no {CONFIG_NAME}.",
         },
     }
+
     sections = []
     for name, keys in section_keys(metric_keys(run.rows)).items():
         section = {
@@ -343,6 +367,7 @@ def write_report(run_folder: Path) -> Path:
             **parts.get(name, {}),
         }
         sections.append(Section(**section))
+
     path = write_page(
         run_folder / REPORT_NAME,
         kind="report",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megadiff.rewards.base import Reward, RewardError, RewardSample
 
+# Scores are float32 tensors, where a larger number would be infinite.
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -42,6 +43,7 @@ def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> l
     """Read the answer. Raises _WrongAnswer, or what the answer itself raises: it is user code."""
     # Arrays and tensors, on any device, become lists of Python numbers.
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
+
     if (
         not isinstance(answer, Sequence)
         or isinstance(answer, (str, bytes))
@@ -53,6 +55,7 @@ def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> l
             f"{samples_text(samples)} returned {count} for {len(samples)} samples; "
             "return a list of one number each"
         )
+
     return [
         _checked_float(sample, value, weight) for sample, value in zip(samples, answer, strict=True)
     ]
@@ -61,16 +64,20 @@ def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> l
 def _checked_float(sample: RewardSample, value: object, weight: float) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
+
     if not isinstance(value, numbers.Real):
         raise _WrongAnswer(
             f"{samples_text([sample])} returned {reprlib.repr(value)}; "
             "a reward must be a finite number"
         )
+
     try:
         number = float(value)
     except OverflowError:  # an integer or a fraction beyond float64
         number = math.inf
+
     weighted = weight * number
+    # `not <=` and not `>`: NaN compares false either way.
     if not max(abs(number), abs(weighted)) <= FLOAT32_MAX:
         raise _WrongAnswer(
             f"{samples_text([sample])} returned {number:g}, times weight {weight:g} {weighted:g}; "

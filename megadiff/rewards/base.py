@@ -82,21 +82,26 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
             f"reward.{name}.type={config.type} is unknown{near(config.type, REWARDS)}; "
             f"known: {', '.join(sorted(REWARDS))}, or your own as my_package.my_module:MyReward"
         )
+
     reward_class = import_class(path, Reward, key=f"reward.{name}.type={config.type}")
     _check_args(name, config.type, reward_class, config.args)
+
     try:
         reward = reward_class(**config.args)
     except (TypeError, ValueError) as error:  # the constructor refuses a value; say whose it is
         raise ValueError(
             f"reward.{name}.args={dict(config.args)} refused by type={config.type}: {error}"
         ) from error
+
     reward.name = name
     count = reward.samples_per_call
+    # Not isinstance: True would pass for 1.
     if count is not None and (type(count) is not int or count < 1):
         raise ValueError(
             f"reward.{name}: samples_per_call={count!r} of type={config.type} must be a whole "
             "number of at least 1, or None for the whole group in one call"
         )
+
     return reward
 
 

@@ -93,7 +93,9 @@ def closeness(pixels: np.ndarray, color: str) -> float:
     target, farthest = _target(color)
     flat = pixels.reshape(-1, 3)
     blocks = (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
+    # Sums in float64: a float32 sum over many pixels would round.
     total = sum(float(_distances(block, target).sum(dtype=np.float64)) for block in blocks)
+    # Rounding may leave [0, 1] by a little.
     return min(1.0, max(0.0, 1.0 - total / len(flat) / farthest))
 
 

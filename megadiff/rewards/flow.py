@@ -32,6 +32,7 @@ def neighbours(sample: RewardSample, num_pairs: int) -> list[tuple[np.ndarray, n
             "motion needs at least 2 frames, found 1; set rollout.num_frames, or leave this reward "
             "out"
         )
+
     starts: Iterable[int] = range(count)
     if 0 < num_pairs < count:
         starts = sorted({round(start) for start in np.linspace(0, count - 1, num_pairs).tolist()})

@@ -47,6 +47,7 @@ class FrameReward(Reward):
             )
         if reduce not in REDUCE:
             raise ValueError(f"reduce={reduce!r}, must be one of {', '.join(REDUCE)}")
+
         self.frames = frames
         self.reduce = reduce
         self.inner = build_reward(reward, RewardConfig(type=reward, args=dict(args or {})))

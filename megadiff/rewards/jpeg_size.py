@@ -30,6 +30,7 @@ class JpegSizeReward(Reward):
     def __init__(self, *, sign: int = 1, quality: int = 95) -> None:
         if sign not in (1, -1):
             raise ValueError(f"sign={sign}, must be 1 (small files win) or -1 (large files win)")
+        # Pillow advises against more than 95: files grow large with hardly any gain.
         if not 1 <= quality <= 95:
             raise ValueError(f"quality={quality} is outside 1..95; 95 is the default")
         self.sign = sign

@@ -49,6 +49,7 @@ class OcrReward(Reward):
             raise ValueError(
                 "rapidocr-onnxruntime is not installed; run: pip install 'megadiff[ocr]'"
             )
+
         self.allow_extra_text = allow_extra_text
         self.frame_stride = frame_stride
         self._local = threading.local()
@@ -78,6 +79,7 @@ class OcrReward(Reward):
             to_canvas(pixels)[:, :, ::-1]
         )  # the engine expects OpenCV's order
         lines, _ = self._local.engine(bgr)
+        # The engine answers None where it sees no text.
         return "".join(text for _, text, _ in lines or ())
 
 
@@ -100,7 +102,9 @@ def wanted_text(prompt: Prompt) -> str:
     """Return the text to be read in the image. Raises ValueError where there is none."""
     text = prompt.fields.get("text")
     if text is None:
+        # The pattern has a group for each kind of quotes, of which one has text in a match.
         text = "".join("".join(groups) for groups in _QUOTED.findall(prompt.text))
+
     if not isinstance(text, str) or not normalise(text):
         raise ValueError(
             f"the ocr reward needs text to look for, found {text!r} for the prompt "
@@ -130,6 +134,7 @@ def edit_distance(a: str, b: str) -> int:
 
     Levenshtein's distance, in O(len(a) · len(b)).
     """
+    # row[j]: the distance from the letters of a so far to b's first j.
     row = list(range(len(b) + 1))
     for i, char_a in enumerate(a, start=1):
         diagonal = row[0]
@@ -149,11 +154,14 @@ def to_canvas(pixels: np.ndarray) -> np.ndarray:
         size = (max(1, round(width * scale)), max(1, round(height * scale)))
         pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
         height, width = pixels.shape[:2]
+
     least = max(_MIN_SIDE, -(-max(height, width) // _MAX_ASPECT))
     pad_height = max(0, least - height)
     pad_width = max(0, least - width)
+
     if not pad_height and not pad_width:
         return pixels
+
     rows = (pad_height // 2, pad_height - pad_height // 2)
     columns = (pad_width // 2, pad_width - pad_width // 2)
     return np.pad(pixels, (rows, columns, (0, 0)), mode="edge")

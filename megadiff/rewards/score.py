@@ -43,6 +43,7 @@ class _Call:
     future: Future[tuple[list[float], float]] = field(default_factory=Future)
 
     def run(self) -> None:
+        # reset() may have cancelled it while it was queued.
         if not self.future.set_running_or_notify_cancel():
             return
         self.started_s = time.monotonic()
@@ -75,10 +76,12 @@ class Scorer:
         num_workers = share_of_cores(MAX_WORKERS) if num_workers is None else num_workers
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}, must be at least 1")
+
         self.rewards = build_rewards(configs)
         self.weights = {name: float(config.weight) for name, config in configs.items()}
         self.timeout_s = timeout_s
         self.reward_s = dict.fromkeys(self.rewards, 0.0)
+
         self._num_workers = num_workers
         self._workers: Workers | None = None
         self._groups: list[list[RewardSample]] = []
@@ -98,17 +101,20 @@ class Scorer:
         Raises RewardError if a group submitted earlier has failed meanwhile.
         """
         self._raise_first_failure()
+
         if self._workers is None:
             # Threads: numpy, Pillow, cv2 and onnxruntime release the GIL in their kernels. Two of
             # them read text 1.7 times as fast as one, exactly as two processes do, which would add
             # copies of all pixels.
             self._workers = Workers(self._num_workers, gil_limit_s=self.timeout_s + GRACE_S)
+
         samples = [
             RewardSample(pixels=pixels_FHWC, prompt=group.prompt, sample_index=index)
             for index, pixels_FHWC in zip(
                 group.sample_indices, group.pixels_GFHWC.numpy(), strict=True
             )
         ]
+
         for name, reward in self.rewards.items():
             chunk = reward.samples_per_call or len(samples)
             for first in range(0, len(samples), chunk):
@@ -121,6 +127,7 @@ class Scorer:
                 )
                 self._calls.append(call)
                 self._workers.put(call.run)
+
         self._groups.append(samples)
 
     def collect(self) -> dict[str, Tensor]:
@@ -175,15 +182,18 @@ class Scorer:
                 (call for call in self._calls if call.future in pending),
                 key=lambda call: call.started_s,
             )
+
             remaining_s = oldest.started_s + self.timeout_s - time.monotonic()
             if remaining_s <= 0:
                 who = f"reward {oldest.reward.name!r} on {samples_text(oldest.samples)}"
                 raise RewardError(
                     f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
                 )
+
             # A queued call cannot be overdue before timeout_s from now: nothing is missed.
             timeout_s = min(remaining_s, self.timeout_s)
             pending = wait(pending, timeout=timeout_s, return_when=FIRST_EXCEPTION).not_done
+
         self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
@@ -201,15 +211,18 @@ class Scorer:
         shape = (len(self._groups), len(self._groups[0]))
         scores = {name: torch.zeros(shape, dtype=torch.float32) for name in self.rewards}
         self.reward_s = dict.fromkeys(self.rewards, 0.0)
+
         for call in self._calls:
             values, seconds = call.future.result()
             scores[call.reward.name][call.group, call.first : call.first + len(values)] = (
                 torch.tensor(values)
             )
             self.reward_s[call.reward.name] += seconds
+
         total = torch.zeros(shape, dtype=torch.float32)
         for name, score in scores.items():
             total = total + self.weights[name] * score
+
         self._check_total(total, scores)
         scores[TOTAL] = total
         return scores
@@ -219,12 +232,14 @@ class Scorer:
         wrong = (~total.isfinite()).nonzero().tolist()
         if not wrong:
             return
+
         group, index = wrong[0]
         sample = self._groups[group][index]
         terms = " + ".join(
             f"{self.weights[name]:g}·{score[group, index]:g} ({name})"
             for name, score in scores.items()
         )
+
         raise RewardError(
             f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
             f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
@@ -236,6 +251,7 @@ def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
         raise ValueError(
             f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
         )
+
     for name, config in configs.items():
         if not abs(config.weight) <= FLOAT32_MAX:
             raise ValueError(

@@ -36,6 +36,7 @@ class Workers:
             threading.Thread(target=self._work, name=f"reward-{number}", daemon=True)
             for number in range(num_workers)
         ]
+
         atexit.register(self._stop_at_exit)
         for thread in self._threads:
             thread.start()
@@ -50,14 +51,17 @@ class Workers:
         A call is interrupted where it next runs Python. Queued calls never run.
         """
         self._stopping = True
+        # Wakes the threads that wait for a call.
         for _ in self._threads:
             self._queue.put(None)
         _join(self._threads, wait_s / 2)
+
         # Interrupted last: a call that ends by itself can give back what it holds.
         alive = [thread for thread in self._threads if thread.is_alive()]
         for thread in alive:
             _interrupt(thread)
         _join(alive, wait_s / 2)
+
         ended = not any(thread.is_alive() for thread in alive)
         if ended:
             self._watch.close()

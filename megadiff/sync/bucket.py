@@ -22,6 +22,7 @@ Bucket = Sequence[tuple[str, Tensor]]
 ALIGNMENT = 256
 # Of a body on its way. An HTTP client copies what a socket did not take of a chunk at once.
 CHUNK_BYTES = 1 << 18
+# Safetensors' names of the dtypes that weights travel in.
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -53,6 +54,7 @@ class BucketBody:
     def __iter__(self) -> Iterator[bytes]:
         chunk: list[memoryview] = []
         size = 0
+
         for buffer in self._buffers:
             for begin in range(0, len(buffer), CHUNK_BYTES):
                 view = buffer[begin : begin + CHUNK_BYTES]
@@ -63,6 +65,7 @@ class BucketBody:
                     size = 0
                 chunk.append(view)
                 size += len(view)
+
         if chunk:
             yield b"".join(chunk)
 
@@ -111,6 +114,7 @@ def file_manifest(path: Path) -> Manifest:
         raise ValueError(
             f"the body of {path.stat().st_size} bytes is not a whole safetensors file: {error}"
         ) from None
+
     return manifest
 
 
@@ -148,4 +152,5 @@ def read_flat(manifest: Manifest, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _next_begin(begin: int, num_bytes: int) -> int:
+    # −(−a // b) is a / b rounded up.
     return begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT

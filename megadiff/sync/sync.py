@@ -115,14 +115,17 @@ class WeightSync:
         all_groups = set(names_by_weight_group(whole))
         groups = all_groups
         sent = SentFingerprints(self.boxes, lora=lora)
+
         if earlier:
             changed = {WeightGroup(name, lora is not None) for name in self.engine.changed}
             groups = all_groups & changed
             sent.add_earlier(earlier, all_groups - groups)
+
         self.seconds = dict.fromkeys(("gather", "send", "fingerprint", "commit"), 0.0)
         error = self._send(version, sent, rows_of_weight_groups(whole, groups))
         # Only together: a rank that raised alone would leave the others in their next collective.
         raise_together(error, self.cpu_group)
+
         self.engine.mark_pushed()
         self._sent = sent
         self._num_bytes = sent.num_bytes
@@ -134,6 +137,7 @@ class WeightSync:
         error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
+
             # To the end, even after an error: the other ranks are in the same collectives.
             for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
@@ -142,11 +146,13 @@ class WeightSync:
                     with self._timer("fingerprint"):  # while the bucket travels
                         sent.add(bucket)
             error = error or self._outcome(sending, "send")
+
             difference = name_difference(set(manifest), sent.new_names)
             if not error and self.transport.targets and difference:
                 error = SyncError(
                     f"the trainer's tensors are not those of the model folder: {difference}"
                 )
+
             if not error:
                 commit = thread.submit(self.transport.commit, version, sent.check)
                 error = self._outcome(commit, "commit")
@@ -171,6 +177,7 @@ class WeightSync:
             self.engine.named_weights(self.bucket_bytes, base) if base else (),
             self.engine.named_lora(self.bucket_bytes, lora) if lora else (),
         )
+
         while True:
             with self._timer("gather"):
                 bucket = next(buckets, None)
@@ -219,6 +226,7 @@ class SentFingerprints:
                 cut = tensor[tuple(slice(begin, end) for begin, end in box or ())]
                 used = used_tensor(name, cut, self.lora) if self.lora else cut
                 cuts.setdefault(box, {})[name] = used
+
         for box, tensors in cuts.items():
             for name, digits in fingerprints(tensors).items():
                 self._digits[name, box] = digits
@@ -237,11 +245,13 @@ class SentFingerprints:
         workers = self.boxes[replica]
         if len(answer) != len(workers):
             raise SyncError(f"{replica} answers for {len(answer)} workers, and has {len(workers)}")
+
         names = {name for name, _ in self._digits}
         for index, (boxes, row) in enumerate(zip(workers, answer, strict=True)):
             where = f"{replica} at version {version}"
             if len(workers) > 1:
                 where += f" (worker {index} of {len(workers)})"
+
             expected = {name: self._digits[name, self._box(name, boxes)] for name in names}
             _check_fingerprints(where, expected, row["fingerprints"])
             difference = name_difference(lora_modules(names), set(row["bound_modules"]))
@@ -258,6 +268,7 @@ def _check_fingerprints(where: str, expected: Mapping[str, str], actual: Mapping
     difference = name_difference(set(expected), set(actual))
     if difference:
         raise SyncError(f"{where} holds other tensors than were sent: {difference}")
+
     wrong = sorted(name for name, digits in expected.items() if actual[name] != digits)
     if wrong:
         examples = [f"{name} (sent {expected[name]}, held {actual[name]})" for name in wrong[:3]]

@@ -52,6 +52,7 @@ class Transport(ABC):
 
     def __init__(self, targets: Sequence[PushTarget]) -> None:
         self.targets = list(targets)
+        # At least one: a rank may have no targets, and an executor refuses to have no threads.
         self._pool = ThreadPoolExecutor(max(1, len(self.targets)), thread_name_prefix="weights")
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
@@ -109,6 +110,7 @@ class HttpTransport(Transport):
         self._memory = HostMemory()
 
     def send(self, bucket: Bucket) -> None:
+        # One body for all targets: each request iterates it anew.
         body = self._memory.body(bucket)
         self.wait(self.start(lambda target: target.weights_bucket(body)))
 

@@ -39,12 +39,16 @@ def build_transport(
         name = _fastest(workers, ranks=ranks)
     if name not in OPTIONS:
         raise ValueError(f"sync.transport: transport {name!r} is none of {', '.join(OPTIONS)}")
+
     if name == "shm":
         return _shared(targets, workers, ranks=ranks, rank=rank, device=device)
     if name == "nccl":
+        # Before rank 0 goes a way of its own: every rank must raise the same error.
         _check_group(workers, ranks[0])
+
     if rank != 0:
         return HttpTransport([])  # to nobody: rank 0 sends
+
     if name == "nccl":
         num_workers = [len(workers[target.name]) for target in targets]
         return GroupTransport(targets, device=device, num_workers=num_workers)
@@ -62,11 +66,14 @@ def _fastest(workers: Workers, *, ranks: Sequence[Mapping[str, str]]) -> str:
     for replica_workers in workers.values():
         replicas.append([(worker["host"], worker["device"]) for worker in replica_workers])
     all_workers = list(chain.from_iterable(replicas))
+
     if any(device == "cpu" for _, device in trainer + all_workers):
         return "http"
+
     is_one_host = len({host for host, _ in trainer}) == 1
     if is_one_host and all(len(gpus) == 1 and gpus[0] in trainer for gpus in replicas):
         return "shm"
+
     members = [trainer[0], *all_workers]
     # NCCL takes a GPU only once.
     return "nccl" if len(set(members)) == len(members) else "http"
@@ -92,10 +99,12 @@ def _shared(
                     f"sync.transport=shm, but {target.name} runs on {worker['host']} and the "
                     f"trainer on {trainer_host}; set sync.transport=nccl, http or disk"
                 )
+
     devices = {target.name: workers[target.name][0]["device"] for target in targets}
     has_several = any(len(workers[target.name]) > 1 for target in targets)
     if set(devices.values()) == {"cpu"} or has_several:
         return SharedMemoryTransport(targets if rank == 0 else [])
+
     senders: dict[str, int] = {}
     for sender, row in enumerate(ranks):
         senders.setdefault(row["device"], sender)  # the first of the ranks on a GPU sends
@@ -105,6 +114,7 @@ def _shared(
             f"sync.transport=shm, but {', '.join(apart)} run on GPUs that no trainer rank has; "
             "set sync.transport=nccl"
         )
+
     nearby = [target for target in targets if senders[devices[target.name]] == rank]
     return CudaIpcTransport(nearby, device=device)
 
@@ -115,14 +125,17 @@ def _check_group(workers: Workers, sender: Mapping[str, str]) -> None:
     for name, replica_workers in workers.items():
         for number, worker in enumerate(replica_workers):
             devices[f"{name} (worker {number})"] = worker["device"]
+
     kinds = {device.partition(":")[0] for device in devices.values()}
     if len(kinds) > 1:
         raise ValueError(
             f"sync.transport=nccl between {' and '.join(sorted(kinds))}; run both on GPUs, or set "
             "sync.transport=http"
         )
+
     members: dict[str, str] = {}
     for member, device in devices.items():
+        # On CPUs the group is gloo's, which has no such limit.
         if device != "cpu" and device in members:
             raise ValueError(
                 f"sync.transport=nccl, but {members[device]} and {member} share a GPU, which NCCL "

@@ -42,6 +42,7 @@ class CudaIpcTransport(Transport):
     def send(self, bucket: Bucket) -> None:
         # The current device is a thread's own, and this is not the main thread.
         torch.cuda.set_device(self.device)
+
         manifest = bucket_manifest(bucket)
         flat = self._reserve(flat_bytes(manifest))
         # The default stream gathered the bucket.
@@ -50,6 +51,7 @@ class CudaIpcTransport(Transport):
             write_flat(bucket, flat)
         # The replica's streams know nothing of this one.
         self._stream.synchronize()
+
         source = {"transport": self.name, "tensors": manifest}
 
         def request(target: PushTarget) -> None:
@@ -111,10 +113,12 @@ def _open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
         )
     if not isinstance(handle, dict) or handle.keys() != set(_FIELDS):
         raise ValueError(f"the handle of GPU memory must have the keys {', '.join(_FIELDS)}")
+
     values: dict[str, Any] = {
         key: base64.b64decode(value) if isinstance(value, str) else value
         for key, value in handle.items()
     }
+
     # The same GPU has another number in a process that does not see the others.
     values["device"] = device.index or 0
     torch.cuda.set_device(device)

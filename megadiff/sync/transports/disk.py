@@ -32,6 +32,7 @@ from megadiff.types import LoraSpec
 NUM_KEPT = 2  # newest versions: a late joiner may be reading the one before
 MANIFEST = "manifest.json"
 _VERSION = re.compile(r"version_(\d{8})")
+# A bucket as a request names it: while its push is open, the folder's name ends in .part.
 _FILE = re.compile(r"version_\d{8}(\.part)?/bucket_\d{5}\.safetensors")
 
 
@@ -54,19 +55,23 @@ class DiskTransport(Transport):
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._versions:
             clear(self.folder)  # what an earlier run, or a trainer that was killed, left there
+
         self._aside = self.folder / f"version_{version:08d}.part"
         self._aside.mkdir()
+
         # Without a LoRA the replicas drop an earlier one, so a late joiner must not load it.
         self._next_versions = {
             group: earlier for group, earlier in self._versions.items() if lora or not group.is_lora
         }
         self._next_versions |= dict.fromkeys(names_by_weight_group(manifest), version)
+
         self._manifest = {
             "version": version,
             "parts": {str(group): number for group, number in self._next_versions.items()},
             "lora": dataclasses.asdict(lora) if lora else None,
             "tensors": {},
         }
+
         super().begin(version, manifest, lora)
 
     def send(self, bucket: Bucket) -> None:
@@ -74,8 +79,10 @@ class DiskTransport(Transport):
         files = {row["file"] for row in self._manifest["tensors"].values()}
         path = self._aside / f"bucket_{len(files):05d}.safetensors"
         encode_bucket(tensors).write(path)
+
         source = {"transport": self.name, "file": f"{self._aside.name}/{path.name}"}
         requests = self.start(lambda target: target.weights_bucket(source))
+
         # While the replicas read the file.
         digits = fingerprints(dict(tensors))
         for name, row in bucket_manifest(bucket).items():
@@ -84,6 +91,7 @@ class DiskTransport(Transport):
                 **row,
                 "fingerprint": digits[name],
             }
+
         self.wait(requests)
 
     def end(self, error: BaseException | None) -> None:
@@ -96,8 +104,10 @@ class DiskTransport(Transport):
         """Make the version visible, and remove older ones that no kept version needs."""
         (self._aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
         whole = self._aside.with_suffix("")
+        # It is there when the same version is pushed again, as after Fleet.sleep().
         shutil.rmtree(whole, ignore_errors=True)
         self._aside.rename(whole)
+
         self._versions = self._next_versions
         all_versions = versions(self.folder)
         needed = set(all_versions[-NUM_KEPT:])
@@ -149,8 +159,10 @@ def newest(folder: Path) -> StoredVersion:
             f"{folder} holds no whole version of weights; is it the sync.folder of a run with "
             "sync.transport=disk?"
         )
+
     top = _read_manifest(folder, whole_versions[-1])
     holders = top["parts"]
+
     files = set()
     manifest: Manifest = {}
     digits = {}
@@ -161,6 +173,7 @@ def newest(folder: Path) -> StoredVersion:
                 files.add(_version_folder(folder, version) / row["file"])
                 manifest[name] = {"dtype": row["dtype"], "shape": row["shape"]}
                 digits[name] = row["fingerprint"]
+
     return StoredVersion(
         version=top["version"],
         lora=lora_from_json(top["lora"]),
@@ -176,8 +189,11 @@ def locate(name: object, folder: Path | None) -> Path:
         raise ValueError(
             "this replica was started without --weights; give it the trainer's sync.folder"
         )
+
+    # Our own names only: a request must not choose what file the replica reads.
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ValueError(f"file={name!r:.100} is not the name of a bucket in {folder}")
+
     path = folder / name
     if not path.is_file():
         raise ValueError(

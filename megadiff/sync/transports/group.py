@@ -44,11 +44,13 @@ class GroupTransport(Transport):
     ) -> None:
         super().__init__(targets)
         self.device = device
+
         self.first_ranks: dict[str, int] = {}
         self.world_size = 1  # rank 0 is the trainer
         for target, count in zip(targets, num_workers, strict=True):
             self.first_ranks[target.name] = self.world_size
             self.world_size += count
+
         self._group: dist.ProcessGroup | None = None
         self._given_up = threading.Event()  # those that joined wait for no others
         self._description: dict[str, Any] = {}
@@ -69,14 +71,17 @@ class GroupTransport(Transport):
         manifest = bucket_manifest(bucket)
         group_id = self._description["group"]
         source = {"transport": self.name, "group": group_id, "tensors": manifest}
+
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             flat = self._laid_out(bucket, flat_bytes(manifest))
             requests = self.start(lambda target: target.weights_bucket(source))
             self._transfers = send(self._group, flat, world_size=self.world_size)
+
         first_done([*requests, *self._transfers])
         self._raise_first(requests, self._transfers)
 
     def end(self, error: BaseException | None) -> None:
+        # Give the memory back: training needs it between pushes.
         self._flat = self._flat.new_empty(0)
         if error is not None:
             self._drop()
@@ -103,6 +108,7 @@ class GroupTransport(Transport):
             "port": listener.getsockname()[1],
             "world_size": self.world_size,
         }
+
         # A new one: the group before may have been given up, and its thread still looks.
         self._given_up = threading.Event()
         build = partial(new_group, listener=listener, given_up=self._given_up)
@@ -128,9 +134,11 @@ class GroupTransport(Transport):
         if broken:
             # The request that says why may answer a little later.
             wait(requests, timeout=BLAME_S, return_when="FIRST_EXCEPTION")
+
         for future in requests:
             if future.done():
                 future.result()
+
         if broken:
             raise SyncError(
                 f"the group of trainer and replicas broke; see the replicas' logs: {broken[0]}"
@@ -157,12 +165,15 @@ class Member:
         keys = {"group": str, "address": str, "port": int, "rank": int, "world_size": int}
         for key, kind in keys.items():
             value = transport.get(key)
+            # Not isinstance: JSON's true would pass for a number.
             if type(value) is not kind:
                 raise ValueError(
                     f"transport nccl needs {key!r} of type {kind.__name__}, got {value!r:.100}"
                 )
+
         if transport["group"] == self._id:
             return
+
         self._drop()
         self._group = join(transport, transport["rank"] + self.worker, self.device)
         self._id = transport["group"]
@@ -176,14 +187,17 @@ class Member:
             raise ValueError(
                 f"this replica is not in group {source.get('group')!r:.40}; begin the push again"
             )
+
         flat = torch.empty(flat_bytes(manifest), dtype=torch.uint8, device=self.device)
         transfer = receive(self._group, flat)
+
         error = transfer.exception()
         if error:
             self._drop(transfer)
             raise RuntimeError(
                 f"a bucket of {len(flat)} bytes did not come whole from the trainer: {error}"
             )
+
         return flat
 
     def _drop(self, *transfers: Future[None]) -> None:

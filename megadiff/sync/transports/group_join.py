@@ -53,10 +53,12 @@ def join(description: Mapping[str, Any], rank: int, device: torch.device) -> dis
     port = description["port"]
     life = _SignsOfLife()
     building = in_background(lambda: new_group(description, rank, device, life=life))
+
     while not building.done() and life.silent_s() < transfers.TIMEOUT_S:
         wait([building], timeout=JOIN_POLL_S)
     if building.done():
         return building.result()
+
     _hang_up(address, port)
     raise RuntimeError(
         f"the trainer's store at {address}:{port} did not answer for {transfers.TIMEOUT_S:.0f} s; "
@@ -68,7 +70,9 @@ def _hang_up(address: str, port: int) -> None:
     """End this process's connections to the address, so that the thread that waits there ends."""
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port and connection.fd >= 0:
+            # A copy of the descriptor: this socket closes it, and the original is the store's.
             with socket.socket(fileno=os.dup(connection.fd)) as handle, suppress(OSError):
+                # An IPv6 socket shows an IPv4 peer with this prefix.
                 if handle.getpeername()[0].removeprefix("::ffff:") == address:
                     handle.shutdown(socket.SHUT_RDWR)
 
@@ -92,10 +96,13 @@ def new_group(
     address = description["address"]
     port = description["port"]
     world_size = description["world_size"]
+
     serving: dict[str, Any] = {}
     if listener:
+        # detach(): from here on the store owns the descriptor.
         serving = {"master_listen_fd": listener.detach(), "wait_for_workers": False}
     store = dist.TCPStore(address, port, None, listener is not None, timeout, **serving)
+
     if given_up is None:
         store.set(_joined(rank), "")
         _wait_for_everyone(store, life or _SignsOfLife())
@@ -103,6 +110,7 @@ def new_group(
         # Its connections go with it, which tells workers that wait for the others.
         del store
         raise RuntimeError(f"not all of the {world_size - 1} workers joined")
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
         nccl_options = dist.ProcessGroupNCCL.Options()
@@ -113,6 +121,7 @@ def new_group(
         # NCCL connects at the first collective.
         broadcast(nccl_group, torch.zeros(1, dtype=torch.uint8, device=device)).result()
         return nccl_group
+
     # torch's type stubs lack gloo's options, and that these backends do for a group
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()

@@ -34,12 +34,15 @@ class HostMemory:
         devices = {tensor.device for _, tensor in bucket}
         if all(device.type == "cpu" for device in devices):
             return bucket
+
         (device,) = devices
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+
         # The default stream gathered the bucket.
         stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):
             laid_out = self.laid_out(bucket, pinned=True)
+
         # Once for all of the bucket's copies.
         stream.synchronize()
         return laid_out

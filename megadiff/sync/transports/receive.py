@@ -29,19 +29,23 @@ def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, d
         raise ValueError(
             f"the bucket's source is a {type(source).__name__}; it must be a JSON object"
         )
+
     transport = source.get("transport")
     # A tuple: what is asked for may have no hash.
     bucket = TRANSPORTS[transport].bucket if transport in tuple(TRANSPORTS) else "body"
+
     if bucket == "file":
         name = source.get("file")
         path = (
             shared_memory.locate(name) if transport == "shm" else disk.locate(name, weights_folder)
         )
         return file_manifest(path), {"transport": "file", "path": str(path)}
+
     if bucket == "memory":
         manifest: Any = source.get("tensors")
         _check_rows(manifest)
         return manifest, source
+
     described = [name for name, row in TRANSPORTS.items() if row.bucket != "body"]
     raise ValueError(f"transport={transport!r} of the bucket is none of {', '.join(described)}")
 
@@ -64,6 +68,7 @@ class Receiver:
 
     def begin(self, transport: Mapping[str, Any]) -> None:
         """Open a push. Joins the trainer's group where the transport has one."""
+        # Of a push that failed: end() comes with a commit only.
         self._memory.close()
         if transport["name"] == "nccl":
             self._group.join(transport)
@@ -109,6 +114,7 @@ def _check_rows(manifest: object) -> None:
     rows: Iterable[tuple[str, Any]] = (
         manifest.items() if isinstance(manifest, dict) else [("tensors", None)]
     )
+
     for name, row in rows:
         good = (
             isinstance(row, dict)

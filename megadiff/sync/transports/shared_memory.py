@@ -48,6 +48,7 @@ class SharedMemoryTransport(Transport):
                     f"{FOLDER} has no room for a bucket of {len(body)} bytes ({error.strerror}); "
                     "give it more, set a smaller sync.bucket_mib, or sync.transport=http"
                 ) from error
+
             source = {"transport": self.name, "file": path.name}
             self.wait(self.start(lambda target: target.weights_bucket(source)))
 
@@ -71,6 +72,7 @@ def locate(name: object) -> Path:
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"file={name!r:.100} is not the name of a bucket in {FOLDER}")
+
     path = FOLDER / name
     try:
         status = path.lstat()
@@ -79,6 +81,7 @@ def locate(name: object) -> Path:
             f"{path} does not exist for this replica; it must share {FOLDER} with the trainer, "
             "or set sync.transport=http"
         ) from None
+
     # lstat above: a link could lead out of the folder.
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         raise ValueError(f"{path} is no file of this replica's user")

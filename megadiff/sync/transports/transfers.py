@@ -30,6 +30,7 @@ def receive(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
     """Start the other end of send()."""
     if flat.device.type == "cuda":
         return broadcast(group, flat)
+    # From rank 0, with the tag 0 that send() gives.
     work = group.recv([flat], 0, 0)
     return in_background(partial(work.wait, timedelta(seconds=TIMEOUT_S)))
 
