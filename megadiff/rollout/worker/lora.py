@@ -184,7 +184,7 @@ class PolicyLora(DiffusionLoRAManager):
             self._max_lora_rank = 0
 
         pattern = f"^(?:{'|'.join(map(re.escape, targets))})$"
-        # alpha = rank gives vLLM a scale of 1: used_tensor() has put the LoRA's own into B
+        # alpha = rank gives vLLM a scale of 1: used_tensor() puts the LoRA's own into B
         helper = PEFTHelper(r=spec.rank, lora_alpha=spec.rank, target_modules=pattern)
         self._replace_layers_with_lora(helper)
 
