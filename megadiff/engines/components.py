@@ -49,8 +49,10 @@ class ComponentsEngine:
         self.members: dict[str, ShardedEngine] = {}
         self.gate = StepGate(mesh.device)
         self.changed = set(adapter.components)
+
         chosen = [name for name in adapter.components if name in config.train.components]
         self._trained = chosen or [*adapter.components]
+
         for component in adapter.components:
             self.members[component] = build(component)
             self.members[component].gate = self.gate
@@ -81,9 +83,11 @@ class ComponentsEngine:
         weights, and those of the components after it, were left as they were.
         """
         rows = self._component_rows(batch)
+        # 1 instead of 0: without a weighted row all sums are 0, whatever divides them
         shared_denominator = (batch.denominator or 1.0) * self._trained_fraction(rows)
         # before the steps, which move the warm-up on
         rates = {component: self.members[component].learning_rate for component in self._trained}
+
         steps: dict[str, Step] = {}
         for component in self._trained:
             member = self.members[component]
@@ -91,14 +95,17 @@ class ComponentsEngine:
             # AdamW's moments would move it, and decay would, without any gradient
             if len(self.members) > 1 and not num_pairs:
                 continue
+
             self._offload_idle()
             member.onload()
+            # "equal": each component's own mean, instead of its part of the mean over all pairs
             if self.config.train.component_weighting == "equal":
                 denominator = max(num_pairs, 1.0)
             else:
                 denominator = shared_denominator
             steps[component] = member.update(batch, loss, rows[component], denominator=denominator)
             self.changed.add(component)
+
         self._offload_idle()
         return self._sums(steps, shared_denominator) | self._figures(steps, rows, rates)
 
@@ -163,6 +170,7 @@ class ComponentsEngine:
         if self.gate.is_torn:
             raise RuntimeError("an optimizer step broke off half-way: the weights are of no policy")
         with self.gate.after_changes():
+            # the checkpoint is of the policy, also where reference() or averaged() was cut short
             for member in self.members.values():
                 member.undo_exchange()
             self.save(folder)
@@ -187,6 +195,7 @@ class ComponentsEngine:
         weights_R = batch.weights_N.repeat_interleave(
             batch.num_rows // len(batch.weights_N)
         ).double()
+
         size = self.config.train.microbatch_size
         rows = dict.fromkeys(self.members, torch.empty(0, dtype=torch.int64))
         rows |= component_rows(batch, self.adapter.component_of)
@@ -194,9 +203,11 @@ class ComponentsEngine:
             name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()
         }
         pairs = {name: float(weights_R[rows_R].sum()) for name, rows_R in rows.items()}
+
         # of unequal numbers all ranks make the most: they must join the same collectives
         counts = all_reduce_max(counts, self.mesh.cpu_group)
         pairs = all_reduce_sums(pairs, self.mesh.cpu_group)
+
         num_peers = self.mesh.sp * self.mesh.tp  # which have the same rows
         return {
             name: ComponentRows(

@@ -42,13 +42,16 @@ def flat_ranges(distributed, parameters: dict[str, nn.Parameter]) -> dict[str, F
     A parameter that lies in other ranks' ranges alone is left out.
     """
     masters: dict[nn.Parameter, Tensor] = {}
+    # megatron-core keeps weights and their masters in lists of the same order
     model_groups = [*distributed.model_fp32_groups, *distributed.model_float16_groups]
     master_groups = [*distributed.shard_fp32_groups, *distributed.shard_fp32_from_float16_groups]
     for model_group, master_group in zip(model_groups, master_groups, strict=True):
         masters |= zip(model_group, master_group, strict=True)
+
     ranges = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
+            # no optimizer keeps a master of what is never trained
             whole = whole_range(parameter)
             if whole.master.dtype != torch.float32:
                 whole = replace(whole, master=whole.master.to("cpu", torch.float32))

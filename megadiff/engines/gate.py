@@ -62,6 +62,7 @@ class StepGate:
             if self._is_over:
                 raise GateEndedError("a rescue has ended the gate")
             self._is_busy = True
+
         try:
             yield
         except BaseException:

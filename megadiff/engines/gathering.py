@@ -49,6 +49,7 @@ def gather_rows(
     """
     ranks = dist.get_world_size(group)
     sizes = [-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes]
+    # a collective needs equal sizes: short shards are padded here, and cut to shape below
     padded = [_padded(shard.reshape(-1), size) for shard, size in zip(shards, sizes, strict=True)]
     gathered = gather_flat(padded, dtype, group)
     return [

@@ -59,6 +59,7 @@ def check_lora(source: ShardFolder, lora: LoraSpec | None) -> None:
     ours = lora_values(lora) if lora else None
     if theirs == ours:
         return
+
     if lora is None or ours is None:
         assert theirs is not None, "the two differ"
         raise ValueError(
@@ -66,17 +67,20 @@ def check_lora(source: ShardFolder, lora: LoraSpec | None) -> None:
             f"only, but lora.rank=0; set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, "
             "or start a new run"
         )
+
     if theirs is None:
         raise ValueError(
             f"{source.folder} holds whole trained weights and no LoRA, but lora.rank={lora.rank}; "
             "set lora.rank=0 to go on with it, or start a new run from its export (model.path)"
         )
+
     for key in ("rank", "alpha"):
         if theirs[key] != ours[key]:
             raise ValueError(
                 f"{source.folder} holds a LoRA of {key} {theirs[key]}, but lora.{key}={ours[key]}; "
                 f"set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, or start a new run"
             )
+
     # only the modules differ: another model, or a plan that has changed
     missing = sorted(set(theirs["modules"]) - set(lora.modules))
     extra = sorted(set(lora.modules) - set(theirs["modules"]))

@@ -51,26 +51,32 @@ class MegatronEngine(ShardedEngine):
     def __init__(self, config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> None:
         """Build the sharded module and load the component of model.path, each rank its shards."""
         _prepare_import()
+        # after _prepare_import(), which silences what the import would log
         from megatron.core import parallel_state
 
         from megadiff.parallel.tensor_parallel import init_parallel_state
 
         init_parallel_state(mesh)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        # tp is the innermost axis of the ranks
         self._is_first_tp = mesh.rank % mesh.tp == 0
         self._is_first_data = mesh.rank // mesh.tp == 0
+
         source = SourceFolder(adapter.model_folder / component)
         empty = adapter.empty_transformer(component)
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
         source.check_names(shapes)
         adapters = build_adapters(config, adapter.plan, shapes)
+
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())
         self._is_outdated = False  # the weights, behind the masters
         frozen = is_frozen(config, component)
         self._is_mixed = config.engine.dtype != "float32" and not frozen
+
         if frozen:
             transformer.requires_grad_(False)
+            # no update comes: no gradient buffers, and no masters beside the weights
             self._ranges = {
                 name: whole_range(parameter) for name, parameter in self._parameters.items()
             }
@@ -83,11 +89,13 @@ class MegatronEngine(ShardedEngine):
             trained = lora_parameters(transformer) if adapters else self._parameters
             self._ranges = flat_ranges(self._distributed, trained)
             optimizer = self._distributed.optimizer
+
         if self._is_mixed:
             # again in float32: so far they are copies of the rounded weights
             for name, flat_range in self._ranges.items():
                 shards = self._shards(name, flat_range.master.detach())
                 read_start(source, name, shards, seed=config.seed)
+
         super().__init__(
             config,
             mesh,
@@ -165,12 +173,14 @@ class MegatronEngine(ShardedEngine):
         weights = {name: self._parameters[name].detach() for name in names}
         placements = {name: placement_of(self._parameters[name]) for name in names}
         gathered: dict[str, Tensor] = {}
+
         if self.mesh.tp > 1:
             split = [name for name in names if placements[name].sharded_dim is not None]
             if split:
                 # cast before the gather, which then moves fewer bytes
                 flat = [weights[name].reshape(-1) for name in split]
                 gathered |= zip(split, gather_flat(flat, dtype, self._tp_group), strict=True)
+
         return [
             _joined(gathered[name], placements[name])
             if name in gathered
@@ -278,10 +288,12 @@ def _build_transformer(
         fp8="" if config.engine.fp8 == "none" else config.engine.fp8,
         adapters=adapters,
     )
+
     for name, parameter in transformer.named_parameters():
         placement = placement_of(parameter)
         shard = Shard(local=parameter.detach(), offsets=placement.offsets, shape=placement.shape)
         read_start(source, name, [shard], seed=config.seed)
+
     if config.model.float32_streams:
         adapter.keep_streams_in_float32(transformer, DTYPES[config.engine.dtype])
     return transformer
@@ -301,6 +313,7 @@ def _build_ddp(transformer: nn.Module, mesh: Mesh):
         context_parallel_size=mesh.sp,
         calculate_per_token_loss=True,
     )
+
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
     )
@@ -314,6 +327,7 @@ def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     dtype = DTYPES[config.engine.dtype]
+
     return DistributedOptimizer(
         build_adamw(
             config.optim,
@@ -325,11 +339,13 @@ def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
         ),
+        # bfloat16 has float32's exponents: there is no loss to scale
         grad_scaler=None,
         init_state_fn=None,
         model_chunks=[ddp],
         per_model_buffers={0: ddp.buffers},
         data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # only megatron-core's own checkpoints would use it
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,

@@ -117,6 +117,7 @@ def _step_microbatch(batch: TrainBatch, row_B: Tensor, device: torch.device) -> 
     sample_B = row_B // batch.num_window_steps
     step_B = row_B % batch.num_window_steps
     index_B = batch.window_start_N.cpu()[sample_B] + step_B
+
     return Microbatch(
         sample_B=sample_B,
         step_B=step_B,
@@ -133,9 +134,11 @@ def _flow_microbatch(batch: FlowBatch, row_B: Tensor, device: torch.device) -> F
     last = int(row_B[-1])
     # a slice is a view; an index would copy the rows on the CPU
     rows = slice(first, last + 1) if last - first == len(row_B) - 1 else row_B
+
     latents_BLC = _on(device, batch.latents_NLC[rows])
     noise_BLC = _on(device, batch.noise_NLC[rows])
     sigma_B = _on(device, batch.sigma_N[rows])
+
     return FlowMicrobatch(
         latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
         target_BLC=noise_BLC - latents_BLC,
@@ -157,6 +160,7 @@ def loss_inputs(
             weight_B=microbatch.weight_B,
         )
     assert isinstance(batch, TrainBatch), "its microbatches are no FlowMicrobatch"
+
     device = velocity_BLC.device
     sample_B = microbatch.sample_B
     step_B = microbatch.step_B

@@ -111,6 +111,7 @@ class ShardedEngine(ComponentState):
                 velocity_BLC = self._velocity(batch, microbatch)
                 if not counts:  # a filler has joined the collectives, which was its use
                     continue
+
                 step = sde.SdeStep(
                     sde_type=sampling.sde_type,
                     sigma_B=microbatch.sigma_B,
@@ -136,12 +137,14 @@ class ShardedEngine(ComponentState):
                 # every time: a resumed optimizer does not know the warm-up
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
+                # no weight has changed up to here: an error leaves the policy as it was
                 with self.gate.step():
                     self.optimizer.step()
                     self.num_updates += 1
                     self._update_average()
         finally:
             self._drop_gradients()
+
         self._masters_changed()
         return Step(sums=sums, grad_norm=grad_norm)
 
@@ -153,6 +156,7 @@ class ShardedEngine(ComponentState):
             for name, _ in self.transformer.named_parameters()
             if is_lora(name) == lora
         }
+
         with self._in_use():
             for bucket_names in runs(num_bytes, bucket_bytes):
                 # a new list: the bucket before must not stay alive through it
@@ -197,6 +201,7 @@ class ShardedEngine(ComponentState):
         totals: dict[str, Tensor] = {}
         size = self.config.train.microbatch_size
         microbatches = padded_microbatches(batch, rows, size, self.mesh.device)
+
         for index, (microbatch, counts) in enumerate(microbatches):
             with self._microbatch(last=index == rows.num_microbatches - 1):
                 velocity_BLC = self._velocity(batch, microbatch)
@@ -212,6 +217,7 @@ class ShardedEngine(ComponentState):
     def _clip_gradients(self, max_norm: float, sums: Mapping[str, Tensor]) -> float:
         """Clip, and return the norm over all parameters before, equal on every rank."""
         gradients = self._reduced_gradients()
+
         # each shard counts on its first holder only
         counted = [gradient for name, gradient in gradients.items() if self._is_first_holder(name)]
         squared = torch.zeros((), device=self.mesh.device)
@@ -222,10 +228,12 @@ class ShardedEngine(ComponentState):
         # over all ranks: each shard was counted once, and a nan reaches everybody
         dist.all_reduce(squared)
         norm = squared.sqrt()
+
         if not torch.isfinite(norm):
             raise NonFiniteError(
                 f"gradient norm is {norm.item()}; the weights were left as they were"
             )
+
         if gradients:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -19,6 +19,7 @@ from megadiff.engines.lora import is_frozen
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import AVERAGED, TRAINED, Shard, ShardFolder
 
+# torch's names for them in AdamW's state
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -72,16 +73,20 @@ class ComponentState(ABC):
         self._masters = dict(masters)
         self.num_updates = 0
         self.gate = StepGate(mesh.device)
+
         self._can_offload = mesh.device.type != "cpu"
         self._is_offloaded = False
         self._on_host = HostCopies()  # keys are names in a checkpoint
         self._exchanged: Mapping[str, Tensor] | None = None  # what changed places with the masters
+
         self.is_frozen = is_frozen(config, component)
         self._reference: dict[str, Tensor] | None = None
         # with LoRA the reference is the frozen weights
         if config.algorithm.kl_coef > 0 and not config.lora.rank:
             initial = {} if self.is_frozen else self._masters
+            # on the host: only the pass for the reference policy needs it
             self._reference = {name: shard.to("cpu", copy=True) for name, shard in initial.items()}
+
         self._average: dict[str, Tensor] = {}  # sharded as the masters are
         if config.algorithm.ema_decay:
             self._average = {
@@ -130,9 +135,11 @@ class ComponentState(ABC):
                 f"algorithm.ema_decay={self.config.algorithm.ema_decay}; set it as it was, or "
                 "start a new run"
             )
+
         self._bring_back(f"{TRAINED}/")
         self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
         self._create_moments(source)
+
         for key, name, tensor in self._state():
             if key.startswith(f"{AVERAGED}/") and tensor is self._masters[name]:
                 continue  # an untrained weight is its own average, whatever the checkpoint's was
@@ -142,6 +149,7 @@ class ComponentState(ABC):
             for shard in self._shards(name, float_values):
                 source.read_into(key, shard)
             values.copy_(float_values)  # does nothing where they are one tensor
+
         self._masters_changed()
 
     def offload(self) -> None:

@@ -86,17 +86,21 @@ class VeOmniEngine(ShardedEngine):
         source.check_names(
             {name: tuple(p.shape) for name, p in self._parameters.items() if name not in low_rank}
         )
+
         for name, parameter in self._parameters.items():
             shard = _shard(parameter, local(parameter))
             read_start(source, name, [shard], seed=config.seed)
+
         masters = low_rank or self._parameters
         trained = {} if is_frozen(config, component) else masters
+
         self._fsdp_modules = [
             module for module in transformer.modules() if isinstance(module, FSDPModule)
         ]
         self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
         self._are_whole = False  # all weights, from one microbatch to the next
         self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
+
         super().__init__(
             config,
             mesh,
@@ -125,19 +129,23 @@ class VeOmniEngine(ShardedEngine):
         """
         sync = last or self._sync_every_microbatch
         keeps = self._are_whole or not sync
+
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(sync, recurse=False)
             module.set_reshard_after_backward(not keeps, recurse=False)
         self._reshard_after_forward(not keeps)
+
         try:
             yield
         finally:
             self._are_whole = not sync
             self._reshard_after_forward(True)
+
         if last and keeps:
             self._drop_unsharded()
 
     def _reshard_after_forward(self, reshard: bool) -> None:
+        # the root comes first; FSDP2 keeps it whole from forward to backward anyway
         for module in self._fsdp_modules[1:]:
             module.set_reshard_after_forward(reshard, recurse=False)
 
@@ -233,25 +241,31 @@ def _build_transformer(
         model = _veomni_module(adapter.model_folder / component)
     else:
         model = adapter.empty_transformer(component)
+
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
     frozen = is_frozen(config, component)
     if adapters or frozen:
         model.requires_grad_(not frozen)
+        # frozen weights need no float32 masters
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if adapters:
         adapt_linears(model, adapters)
+
     if is_veomnis:
         adapter.adapt_veomni_module(model)
     else:
         _split_tokens(model, adapter, mesh, dtype)
+
     budget = config.engine.activation_memory_budget
     if config.model.float32_streams:
         adapter.keep_streams_in_float32(model, dtype)
+
     # Ulysses' exchanges cut a block into several graphs
     within_blocks = config.engine.compile and mesh.sp == 1
     if not within_blocks:
         recompute_blocks(model, plan, budget=budget)
+
     mixed = MixedPrecisionConfig(
         enable=config.engine.dtype != "float32",
         param_dtype=config.engine.dtype,
@@ -259,14 +273,17 @@ def _build_transformer(
         # FSDP2 would also round timesteps, which go up to 1000 (978 to 976), and streams
         cast_forward_inputs=is_veomnis and not config.model.float32_streams,
     )
+
     units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
     sharded = parallelize_model_fsdp2(
         model,
         mixed_precision=mixed,
         basic_modules=sorted(units),
+        # each rank reads its own shards later, with read_start()
         should_skip_hf_weight_load=True,
         init_device="meta",
     )
+
     if config.engine.compile:
         text_varies = plan.text_is_stream
         compile_blocks(
@@ -320,6 +337,7 @@ def _axes(mesh: Mesh) -> TokenAxes:
 def _prepare_library(mesh: Mesh) -> None:
     """Import VeOmni without its notes, and tell it the layout."""
     os.environ.setdefault("VEOMNI_VERBOSITY", "ERROR")  # read once, at import
+
     if mesh.device.type == "cpu" and not hasattr(torch.cpu, "empty_cache"):
         # VeOmni calls it on whatever device it finds
         torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # that is why
@@ -346,12 +364,14 @@ def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device)
     """Tell whether a rank cannot hold all between microbatches, so that each must be synced."""
     if device.type == "cpu":
         return False
+
     num_bytes = unsharded_bytes(
         num_elements=sum(p.numel() for p in parameters.values()),
         num_trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
         itemsize=DTYPES[dtype].itemsize,
     )
     limit = UNSHARDED_SHARE * torch.cuda.get_device_properties(device).total_memory
+
     if num_bytes > limit:
         logger.info(
             "gradients are reduced after every microbatch: %.1f GiB unsharded would not fit",

@@ -78,12 +78,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         hint = hints[row.name]
         # None tells what was left out: the spec has the defaults, and --spec takes no flags beside.
         options: dict[str, Any] = {"help": row.metadata["help"], "default": None}
+
         if hint is bool:
             options["action"] = "store_true"
         elif get_origin(hint) is Literal:
             options["choices"] = get_args(hint)
         else:
             options["type"] = get_args(hint)[0] if get_args(hint) else hint  # Path of Path | None
+
         if row.name == "model":
             parser.add_argument("model", nargs="?", **options)
         else:

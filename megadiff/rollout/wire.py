@@ -87,14 +87,18 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
         raise ValueError(
             f"the groups lack {', '.join(missing)}; trainer and replica must run the same megadiff"
         )
+
     headers = header["groups"]
     sizes = [len(group["sample_indices"]) for group in headers]
     columns = {name: tensors.pop(name).split(sizes) for name in COLUMNS}
     schedule = tensors.pop("schedule")
     conditioning: list[dict[str, Tensor]] = [{} for _ in headers]
+
     for key, tensor in tensors.items():
+        # `<index>.<name>`, as encode_groups() writes them
         number, _, name = key.partition(".")
         conditioning[int(number)][name] = tensor
+
     groups = []
     for index, fields in enumerate(headers):
         records = {
@@ -109,6 +113,7 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
             **{name: column[index] for name, column in columns.items()},
         )
         groups.append(group)
+
     return groups
 
 
@@ -121,6 +126,7 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = load(body)
     except SafetensorError as error:
         raise ValueError(f"the body of {len(body)} bytes is not safetensors: {error}") from error
+
     # `load` drops the metadata; the file begins with its header's length in 8 bytes
     length = int.from_bytes(body[:8], "little")
     metadata = json.loads(body[8 : 8 + length]).get("__metadata__", {})
@@ -135,6 +141,7 @@ def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 _RECORDS: dict[str, type] = {"Prompt": Prompt, "Sampling": Sampling}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
+    # JSON does not tell 1 from 1.0
     "float": (int, float),
     "str": str,
     "bool": bool,
@@ -146,16 +153,19 @@ def read_record(record: type[Record], value: object, where: str) -> Record:
     """Return a record of a JSON object, with checked names and types of its fields."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
+
     fields = inspect.signature(record).parameters
     unknown = sorted(value.keys() - fields.keys())
     if unknown:
         raise ValueError(
             f"{where} has unknown keys {', '.join(unknown)}; known: {', '.join(fields)}"
         )
+
     required = {name for name, field in fields.items() if field.default is field.empty}
     missing = sorted(required - value.keys())
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
+
     arguments = {}
     for name, item in value.items():
         arguments[name] = _field(item, str(fields[name].annotation), f"{where}.{name}")
@@ -172,6 +182,7 @@ def _field(value: object, wanted: str, where: str) -> object:
         return _integers(value, where)
     if wanted == "bytes":
         return _bytes(value, where)
+
     types = _TYPES.get(wanted)
     # True is an int to Python, but no number to us.
     is_wrong_bool = isinstance(value, bool) and types is not bool

@@ -26,9 +26,11 @@ def to_train_batch(
     for group in groups[1:]:
         if not torch.equal(group.schedule, first.schedule):
             raise ValueError(f"{group.replica} sampled with another schedule than {first.replica}")
+
     group_size, num_steps = first.log_probs_GW.shape
     starts_P = torch.tensor([group.window_start for group in groups])
     weights_N = weights_P.repeat_interleave(group_size)
+
     return TrainBatch(
         latents_NSLC=torch.cat([group.latents_GSLC for group in groups]),
         old_log_probs_NW=torch.cat([group.log_probs_GW for group in groups]),
@@ -69,6 +71,7 @@ def update_parts(batch: TrainBatch, *, group_size: int, num_updates: int) -> lis
     }
     # [groups, updates, samples of a group in an update]
     index_PUG = torch.arange(batch.num_samples).view(-1, num_updates, group_size // num_updates)
+
     parts = []
     for index_PG in index_PUG.unbind(1):
         rows: dict[str, Any] = {name: value[index_PG.flatten()] for name, value in columns.items()}

@@ -25,6 +25,7 @@ POLL_S = 0.05
 FOLDER = ".ranks-"  # with an attempt's name behind it: a rank left over from another sees its own
 ALARM = "alarm.json"
 FILE_BYTES = 2048  # written whole at the start: a disk that is full later has room for the words
+# of an error or a reason; in ASCII its row then fits into FILE_BYTES
 MOST_CHARS = 400
 
 

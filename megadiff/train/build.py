@@ -74,10 +74,12 @@ def build_run(
 ) -> Run:
     """Build an RL run. Collective. What it starts is stopped when `stack` closes."""
     processes = launch(config, mesh, run_folder(config))  # they load while the engine does
+    # at once: an error from here on must not leave them running
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
     logger.info("engine %s loaded after %.1f s", config.engine.backend, time.monotonic() - start_s)
+
     sampler = PromptSampler(
         prompts,
         prompts_per_step=config.train.prompts_per_step,
@@ -87,6 +89,7 @@ def build_run(
         shuffle=config.data.shuffle,
         source=config.data.prompts,
     )
+
     checkpoints, progress = resume(engine, sampler)
     replicas = build_replicas(engine, processes, stack)
     # rest_after: the next step samples from the version that was evaluated
@@ -107,6 +110,7 @@ def build_sft_run(
     # Replicas start while data are encoded and the engine loads.
     processes = launch(config, mesh, run_folder(config)) if config.eval.every else []
     stack.callback(stop_all, processes)
+
     sampling = sft_sampling(config.rollout)
     num_tokens, _ = adapter.latents_shape(sampling)
     dataset = encode_dataset(
@@ -121,6 +125,7 @@ def build_sft_run(
         mesh=mesh,
         batch=max(1, ENCODE_BATCH_TOKENS // num_tokens),
     )
+
     # after that: VAE and text encoder need the memory that the engine takes
     engine = build_engine(config, mesh, adapter)
     batches = FlowBatches(
@@ -137,6 +142,7 @@ def build_sft_run(
         source=config.data.images,
     )
     stack.callback(batches.close)
+
     checkpoints, progress = resume(engine, batches)
     evaluation = None
     if config.eval.every:
@@ -144,6 +150,7 @@ def build_sft_run(
         assert scorer, "validate() refuses an evaluation without a reward"
         evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
         replicas.rest()
+
     parts = build_parts(engine, checkpoints, progress, evaluation, stack)
     return SftRun(**vars(parts), batches=batches)
 
@@ -211,6 +218,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
     mesh = engine.mesh
     adapter = engine.adapter
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
+
     targets = fleet.weight_targets()
     first_workers = agreed(
         lambda: {target.name: target.weights_places() for target in targets},
@@ -220,6 +228,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
     # every rank needs to know which GPU each worker is on: a transport may send from any rank
     workers = broadcast_json(first_workers, source=0, group=mesh.cpu_group)
     ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
+
     transport = agreed(
         lambda: build_transport(
             config.sync.transport,
@@ -232,6 +241,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
         ),
         mesh.cpu_group,
     )
+
     boxes = {}
     for name, replica_workers in workers.items():
         boxes[name] = [boxes_from_json(worker["boxes"]) for worker in replica_workers]
@@ -290,6 +300,7 @@ def build_evaluation(
         # only while it is sent: the policy is back in the engine when samples are drawn
         with engine.averaged():
             replicas.wake(step)
+
         outcome = evaluate(
             replicas.fleet,
             scorer,
@@ -299,6 +310,7 @@ def build_evaluation(
             mesh=mesh,
             model=str(folder),
         )
+
         target = evaluation_folder(folder, step)
         frames_per_s = engine.adapter.frames_per_s
         agreed(
@@ -308,6 +320,7 @@ def build_evaluation(
             mesh.cpu_group,
             here=mesh.rank == 0,
         )
+
         if rest_after:
             replicas.rest()
         return eval_metrics(outcome.evaluation, scorer.weights)

@@ -53,6 +53,7 @@ def check(
         raise ValueError(
             f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
         )
+
     check_placement(config, world_size=world_size)
     sampling = sampling_of(config.rollout)
     on_policy = build_algorithm(config.algorithm).on_policy
@@ -62,14 +63,17 @@ def check(
             window_size=sampling.sde_window_size,
             window_range=sampling.sde_window_range,
         )
+
     adapter = _checked_adapter(config, layout, sampling, on_policy=on_policy)
     prompts = read_prompts(config, config.data.prompts) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
+
     scorer = None
     if config.reward:
         scorer = stack.enter_context(closing(Scorer(config.reward)))
         scorer.validate(asked)  # held-out prompts too: an evaluation may be hours away
+
     _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
     if on_policy:
         return layout, adapter, prompts, scorer
@@ -85,6 +89,7 @@ def _checked_adapter(
         check_model_folder(model)
     except ValueError as error:
         raise ValueError(f"model.path={config.model.path}: {error}") from error
+
     adapter = build_adapter(model)
     adapter.validate(sampling)
     if config.model.float32_streams:
@@ -93,6 +98,7 @@ def _checked_adapter(
         if os.environ.get("RANK", "0") == "0":  # there is no mesh yet
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
+
     # replicas split the same heads, by a size of their own
     if adapter.num_heads % config.rollout.tp:
         raise ValueError(

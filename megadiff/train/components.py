@@ -37,6 +37,7 @@ def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
     if config.rollout.component_windows == "any":
         return [sampling]
     low, high = sampling.sde_window_range
+
     steps = component_steps(adapter, sampling)
     samplings = []
     for component in trained_components(config, adapter):
@@ -69,12 +70,14 @@ def check_components(config: Config, adapter: ModelAdapter, *, on_policy: bool) 
                 f"{key} names {', '.join(unknown)}, but this model's components are "
                 f"{', '.join(adapter.components)}"
             )
+
     negative = {name: rate for name, rate in config.optim.component_lr.items() if not rate > 0}
     if negative:
         raise ValueError(
             f"optim.component_lr={negative} is not positive; "
             "to leave a component out set train.components"
         )
+
     # supervised sigmas are drawn from the whole schedule, which reaches every component
     return _unreached(config, adapter) if on_policy else []
 
@@ -111,12 +114,14 @@ def _unreached(config: Config, adapter: ModelAdapter) -> list[str]:
     pairs = window_pairs(config, adapter)
     steps = component_steps(adapter, sampling)
     window_range = "rollout.sde_window_range=[{},{}]".format(*sampling.sde_window_range)
+
     reached = [component for component in trained if pairs[component]]
     if sampling.sde_window_size and not reached:
         raise ValueError(
             f"{window_range} reaches none of train.components={trained}; "
             f"{_proposal(adapter, sampling, trained[0])}"
         )
+
     return [
         f"ONLY {', '.join(reached)} LEARNS: no window of {window_range} "
         f"reaches {component}, which has steps {_span(steps[component])} of "

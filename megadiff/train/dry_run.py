@@ -31,9 +31,11 @@ def describe(
     tokens, channels = adapter.latents_shape(
         sampling if on_policy else sft_sampling(config.rollout)
     )
+
     samples = train.prompts_per_step * config.algorithm.group_size
     rows_per_sample = sampling.sde_window_size if on_policy else 1
     update_rows = samples // layout.dp // train.updates_per_step * rows_per_sample
+
     return {
         # float32 has six digits
         "sigmas": [round(float(sigma), 6) for sigma in adapter.schedule(sampling)],
@@ -65,6 +67,7 @@ def to_text(plan: dict[str, Any], *, as_json: bool) -> str:
         lines.append(
             f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}"
         )
+
     rest = {key: value for key, value in plan.items() if key not in ("sigmas", "config")}
     return "\n".join(
         [

@@ -56,6 +56,7 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
     unique = list({prompt.id: prompt for prompt in prompts}.values())
     if not num_samples:
         return [(prompt, range(1)) for prompt in unique]
+
     by_task: dict[str, list[Prompt]] = {}
     for prompt in unique:
         by_task.setdefault(task_of(prompt), []).append(prompt)
@@ -64,6 +65,7 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
             f"{num_samples} samples < {len(by_task)} tasks of the prompts ({', '.join(by_task)}); "
             f"every task needs one: set --num-samples or eval.num_samples to {len(by_task)} or more"
         )
+
     # dealt like cards: to the tasks in turn, and within a task to its prompts in turn
     turns = {task: cycle(task_prompts) for task, task_prompts in by_task.items()}
     counts = Counter(next(turns[task]).id for task in islice(cycle(by_task), num_samples))
@@ -132,12 +134,15 @@ def evaluate(
     scored = agreed(
         lambda: _sample_and_score(fleet, scorer, requests, wanted, on_samples=on_samples),
         mesh.cpu_group,
+        # its peers would ask for the same samples
         here=mesh.is_model_group_source,
     )
     scored = _gather(scored, mesh=mesh)
+
     identities = [(prompt.id, index) for prompt, indices in plan for index in indices]
     # in the plan's order, whatever rank drew a sample
     order = {identity: position for position, identity in enumerate(identities)}
+
     sampling = eval_sampling(config)
     evaluation = Evaluation(
         model=model,
@@ -209,6 +214,7 @@ def _sample_and_score(
     scored = _Scored()
     pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
     missing = Counter(request.prompt.id for request in requests)
+
     for chunk in _chunks(requests):
         groups, rewards = fetch_and_score(
             fleet, scorer, chunk, timers=Timers(), on_samples=on_samples
@@ -227,6 +233,7 @@ def _sample_and_score(
 
 def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
     """Yield runs of requests of one size, with as many samples as may be in memory at once."""
+    # _requests() has sorted them by size, as groupby needs it
     for size, same_size in groupby(requests, key=lambda request: len(request.sample_indices)):
         run = list(same_size)
         sampling = run[0].sampling
@@ -268,6 +275,7 @@ def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
     order = indices.argsort(stable=True)
     frames = torch.cat([group.middle_frames_GHWC for group in groups])[order]
     clean_latents = torch.cat([group.latents_GSLC[:, -1] for group in groups])[order]
+
     small: np.ndarray = diversity.thumbnails(frames)
     is_named = diversity.names_a_colour(groups[0].prompt.text)
     figures = {
@@ -275,6 +283,7 @@ def _figures(groups: list[RolloutGroup]) -> dict[str, float | None]:
         "latent_spread": diversity.latent_spread(clean_latents),
         "saturation": diversity.saturation(small),
     }
+
     # JSON has no nan
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
@@ -290,6 +299,7 @@ def _mean_figure(figures: dict[str, dict[str, float | None]], name: str) -> floa
 def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
     """Return what all data-parallel ranks scored, on every rank. Collective."""
     gathered = _Scored()
+    # the first rank of each model group, which has scored
     for source in range(0, mesh.world_size, mesh.sp * mesh.tp):
         record = None
         payload = None
@@ -298,6 +308,7 @@ def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
             samples = [asdict(sample) for sample in scored.samples]
             record = {"samples": samples, "figures": scored.figures}
             payload = save({name: pixels.contiguous() for name, pixels in scored.images.items()})
+
         received = broadcast_json(record, source=source, group=mesh.cpu_group)
         gathered.samples += [EvaluatedSample(**sample) for sample in received["samples"]]
         gathered.figures |= received["figures"]

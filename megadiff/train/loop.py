@@ -37,9 +37,11 @@ def train(run: Run) -> None:
     mesh = engine.mesh
     progress = run.progress
     timers = run.recorder.timers
+
     samplings = step_samplings(config, engine.adapter)
     gate = pass_gate(run)
     run.recorder.start(progress.step)
+
     while progress.step < config.train.num_steps:
         with timers("step"):
             with run.replicas.awake(progress.step, timers) as stats:
@@ -64,6 +66,7 @@ def train(run: Run) -> None:
         gate = {}  # its gaps belong to the first step
         if run.recorder.is_due(config.checkpoint.every, progress.step):
             run.checkpoints.save(engine, progress)
+
     run.replicas.wake(progress.step)  # they serve the trained policy
 
 
@@ -80,9 +83,11 @@ def pass_gate(run: Run) -> dict[str, float]:
     with timers("parity"):
         prompts = run.prompts.peek().prompts
         calls = probe.prepare(engine.adapter, prompts, config=engine.config, mesh=engine.mesh)
+
     run.replicas.wake(progress.step)
     with timers("parity"):
         gaps = parity.check(engine, run.replicas, calls, step=progress.step)
+
     algorithm = engine.config.algorithm
     progress.recomputes = parity.recomputes(gaps, algorithm, before=progress.recomputes)
     return {} if progress.step else gaps

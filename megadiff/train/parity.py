@@ -63,6 +63,7 @@ def check(
     samplings = component_samplings(engine.adapter, sampling_of(config.rollout))
     gaps: dict[str, float] = {}
     problem = ""
+
     turns = range(mesh.dp_rank, mesh.dp_rank + num_replicas, mesh.dp)
     for turn, (component, sampling), call in itertools.product(turns, samplings.items(), calls):
         # every rank makes equally many calls: some replicas may answer twice
@@ -74,10 +75,12 @@ def check(
             if len(samplings) > 1 and LOG_PROB_GAP in row:
                 row[f"{LOG_PROB_GAP}/{component}"] = row[LOG_PROB_GAP]
             gaps |= {key: max(gap, gaps.get(key, 0.0)) for key, gap in row.items()}
+
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     summary = "  ".join(f"{key} {gap:.2e}" for key, gap in gaps.items())
     num_groups = sum(len(call.prompts) for call in calls)
     logger.info("parity with %d replicas, %d groups: %s", num_replicas, num_groups, summary)
+
     # not where the gap was found: the other ranks would wait in the next replica's call
     if problem and config.parity.mode == "warn":
         logger.warning("parity.mode=warn, training goes on: %s", problem)
@@ -96,6 +99,7 @@ def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bo
     """
     if algorithm.old_log_prob != "auto":
         return algorithm.old_log_prob == "recompute"
+
     gap = gaps[LOG_PROB_GAP]
     limit = algorithm.clip_range / 2
     if gap >= limit and not before:
@@ -107,6 +111,7 @@ def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bo
             limit,
         )
         return True
+
     logger.info(
         "algorithm.old_log_prob=auto: old log_probs are %s; parity gap %.2e, limit %.2e",
         "the trainer's, as before" if before else "the replicas'",
@@ -150,6 +155,7 @@ def verdict(gaps: dict[str, float], config: Config) -> str:
     usual = beyond_rounding  # the trainer's own log_probs may be taken instead
     if config.algorithm.old_log_prob == "rollout":
         usual = (half, f"half of algorithm.clip_range: {different}")
+
     limits = {
         "parity/schedule_gap_max": (
             SCHEDULE_TOLERANCE,
@@ -166,6 +172,7 @@ def verdict(gaps: dict[str, float], config: Config) -> str:
         LOG_PROB_GAP: usual,
         UNLIKE_GAP: beyond_rounding,
     }
+
     for key, (limit, meaning) in limits.items():
         if gaps.get(key, 0.0) >= limit:
             return f"{key} = {gaps[key]:.3g} >= {limit:.3g} ({meaning})"
@@ -258,10 +265,12 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
     schedule = batch.schedule
     group_key = noise.group_key(seed=engine.config.seed, step=step, prompt_id=group.prompt.id)
     keys = noise.sample_keys(group_key, group.sample_indices)
+
     # The device and dtype of what it is compared with.
     latents_NLC = noise.initial_latents_rows(shape, keys).to(batch.latents_NSLC)
     for index in range(start):  # before the window steps are deterministic
         latents_NLC = _step_mean(engine, batch, latents_NLC, index, "ode")
+
     states = [latents_NLC]
     for index in range(start, start + batch.num_window_steps):
         mean_NLC = _step_mean(engine, batch, states[-1], index, sampling.sde_type)
@@ -275,6 +284,7 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
         )
         noise_NLC = noise.sde_noise_rows(shape, keys, step_index=index)
         states.append(mean_NLC + sde.injected_std(sde_step) * noise_NLC.to(mean_NLC))
+
     return torch.stack(states, dim=1)
 
 

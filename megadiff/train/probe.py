@@ -100,6 +100,7 @@ def prepare(
     """
     if config.parity.mode == "off":
         return []
+
     num_own, num_own_samples = own_size(config)
     num_unlike, num_unlike_samples = unlike_size(config)
     usual = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
@@ -107,16 +108,20 @@ def prepare(
     # the ranks' prompts differ, but every replica is asked for the same ones
     rows = broadcast_json(rows, source=0, group=mesh.cpu_group)
     chosen = [Prompt(**row) for row in rows]
+
     # on one rank alone: a text encoder takes gigabytes
     payload = agreed(
         lambda: _encode(adapter, chosen, config=config, device=mesh.device),
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
+
     conditioning: list[dict[str, Tensor]] = [{} for _ in chosen]
     for key, tensor in load(broadcast_bytes(payload, source=0, group=mesh.cpu_group)).items():
+        # `<index>.<name>`, as _encode() writes them
         index, _, name = key.partition(".")
         conditioning[int(index)][name] = tensor
+
     first = len(chosen) - num_unlike
     return [
         Call(
@@ -139,6 +144,7 @@ def _encode(
     sampling = sampling_of(config.rollout)
     dtype = DTYPES[config.model.dtype]
     is_guided = adapter.is_guided(sampling)
+
     tensors = {}
     with adapter.prompt_encoder(dtype=dtype, device=device) as encode_texts:
         for index, prompt in enumerate(prompts):
@@ -150,6 +156,7 @@ def _encode(
                 embeds, mask = encode_texts([text])
                 tensors[f"{index}.{side}prompt_embeds"] = embeds
                 tensors[f"{index}.{side}prompt_mask"] = mask
+
     if sampling.first_frame:
         with adapter.image_encoder(dtype=dtype, device=device) as encode_images:
             for index, prompt in enumerate(prompts):

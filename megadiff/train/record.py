@@ -94,6 +94,7 @@ class Recorder:
         metrics = utilisation(metrics, self._peak_tflops)
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
+
         failure: AgreedError | None = None
         if self.evaluate and self.is_due(self.config.eval.every, step):
             try:
@@ -106,11 +107,13 @@ class Recorder:
                 if self.mesh.rank == 0:
                     self._write(step, metrics, None)
                 raise
+
         agreed(
             lambda: self._write(step, metrics, samples),
             self.mesh.cpu_group,
             here=self.mesh.rank == 0,
         )
+
         if failure:
             raise failure
 
@@ -124,6 +127,7 @@ class Recorder:
             peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            # Linux counts it in KiB
             peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         peaks = {"memory/peak_gib": peak_gib} | (self.memory.pop() if self.memory else {})
         peaks = all_reduce_max(peaks, self.mesh.cpu_group)
@@ -164,10 +168,12 @@ def step_work(
         forward = adapter.flops(group.sampling, num_text_tokens) * len(group.sample_indices) / 1e12
         work["rollout"] += forward * group.sampling.num_inference_steps
         work["train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
+
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}
     if config.rollout.mode == "separate":
         num_devices["rollout"] = config.rollout.num_replicas * config.rollout.tp
+
     return {
         f"perf/tflop_{stage}": tflop / num_copies / num_devices[stage]
         for stage, tflop in all_reduce_sums(work, mesh.cpu_group).items()
@@ -225,6 +231,7 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float
             sums["open_count"] += 1
         if _has_videos(group):
             sums["motion"] += fmean(map(diversity.motion, group.pixels_GFHWC))
+
     sums = all_reduce_sums(sums, mesh.cpu_group)
     count = sums.pop("count")
     open_count = sums.pop("open_count")

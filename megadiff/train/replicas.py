@@ -93,6 +93,7 @@ def check_placement(config: Config, *, world_size: int) -> None:
 
     Its replicas would all start on the first one.
     """
+    # torchrun's: the ranks of this node
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     if config.rollout.mode == "colocated" and local_world_size < world_size:
         raise ValueError(
@@ -127,6 +128,7 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
     is_colocated = rollout.mode == "colocated"
     registry = registry_folder(folder) if is_colocated else Path(rollout.registry)
     here = mesh.rank == 0
+
     access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
     # Every rank gets rank 0's token: a run may have drawn its own, which no environment holds.
     access = broadcast_json(access, source=0, group=mesh.cpu_group)
@@ -195,13 +197,16 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
     """
     who = f"{replica['name']} at {replica['url']}"
     arithmetic = replica["health"].get("arithmetic")
+
     if not isinstance(arithmetic, dict):
         raise ValueError(
             f"{who} does not say how it computes; start it with this version of megadiff"
         )
+
     for key in ("rollout.fp8", "model.float32_streams"):
         value = attrgetter(key)(config)
         switch = key.partition(".")[2]
+        # by identity: a 1 in JSON must not pass for true
         if arithmetic.get(switch) is not value:
             flag = f"{'with' if value else 'without'} {flag_of(switch)}"
             raise ValueError(
@@ -232,8 +237,10 @@ def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
     count = num_replicas(config, mesh)
     gpus = _gpus(config, mesh, count)
     num_threads = _num_threads(config, count)
+
     # Without a token anybody on this host could put the replicas to sleep, or push to them.
     token = environment_token() or write_token(registry)
+
     return [
         ReplicaProcess(
             replica_spec(config, mesh, folder, name=f"replica_{index}"),
@@ -252,6 +259,7 @@ def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> Repl
     return ReplicaSpec(
         model=Path(config.model.path),
         name=name,
+        # any free one; its announcement tells which
         port=0,
         device="cuda" if device_type == "cuda" else "cpu",
         dtype=config.model.dtype,  # type: ignore[arg-type]  # validate() has checked it
@@ -271,11 +279,13 @@ def _gpus(config: Config, mesh: Mesh, count: int) -> list[list[int]]:
     num_gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
     if not num_gpus:
         return [[] for _ in range(count)]
+
     tp = config.rollout.tp
     if tp > num_gpus:
         raise ValueError(
             f"rollout.tp={tp} on {num_gpus} GPUs: each worker needs one; set rollout.tp<={num_gpus}"
         )
+
     if count * tp > num_gpus:
         logger.warning(
             "rollout.num_replicas*tp = %d*%d on %d GPUs: some GPUs hold several",
@@ -283,6 +293,7 @@ def _gpus(config: Config, mesh: Mesh, count: int) -> list[list[int]]:
             tp,
             num_gpus,
         )
+
     gpus = []
     for first in range(0, count * tp, tp):
         gpus.append([worker % num_gpus for worker in range(first, first + tp)])

@@ -67,6 +67,7 @@ class Rescue:
         self.recorded = recorded
         self.exit_code = 1
         self.is_leaving = False
+
         self._finished = Finished(progress=replace(progress), num_steps=engine.gate.num_steps)
         self._settled_at = self._finished
         self._first_step = progress.step
@@ -76,6 +77,7 @@ class Rescue:
         self._reason = ""
         self._signalled_s = 0.0
         self._patience_s = ANSWER_S
+        # set_wakeup_fd() takes a non-blocking descriptor only
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
 
@@ -168,6 +170,7 @@ class Rescue:
         poll = select.poll()
         poll.register(self._pipe[0], select.POLLIN)
         poll.poll(1000 * LISTEN_S)
+
         try:
             numbers = os.read(self._pipe[0], 4096)
         except BlockingIOError:
@@ -177,6 +180,7 @@ class Rescue:
                 return
             if number not in SIGNALS:  # a program's own
                 continue
+
             now = time.monotonic()
             if self._signalled_s and now - self._signalled_s > AGAIN_S:
                 logger.error("a second signal: ending at once, nothing more is saved")
@@ -188,29 +192,35 @@ class Rescue:
 
     def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
+        # this thread, which listened so far, is busy from here on
         threading.Thread(target=self._end_at_a_second_signal, daemon=True).start()
         if (
             self.board.own_state.rank == 0
             and self._finished.progress.step > self.checkpoints.saved_step
         ):
             logger.warning("%s: saving; a second signal ends at once, without it", reason)
+
         states = self._settled()
         first = states[0]
         is_new = first.finished_step > first.saved_step
         problem = disagreement(states)
+
         if is_new and not problem:
             problem = self._save(first)
         if not is_new and first.has_come("settled"):
             problem = ""  # whoever is missing takes nothing along that is not on disk
+
         # the first rank that is there tells the outcome for all
         present = [state.rank for state in states if state.has_come("settled")] or [0]
         if self.board.own_state.rank == present[0]:
             logger.error("%s: %s", reason, _outcome(self.checkpoints, first, problem))
+
         if self.board.own_state.rank == 0:
             step = self._settled_at.progress.step
             if step > self._first_step:  # its row must not be missing later
                 self._wait_until(lambda: self.recorded() >= step, LEAVE_S)
             self.board.say(phase="done")
+
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
         if first.has_come("settled"):
             self.board.wait_for("done", rank=0, timeout_s=SAVE_S)
@@ -223,6 +233,7 @@ class Rescue:
         gate = self.engine.gate
         self._say_where("closed", gate.close())
         states = self._ranks_at("closed")
+
         own_state = self.board.own_state
         most = max(state.steps for state in states)
         is_between = own_state.steps == most == own_state.counted_steps
@@ -230,13 +241,16 @@ class Rescue:
             self._is_last_step = True
             gate.open()
             self._wait_until(lambda: self._finished.num_steps >= most, FINISH_S)
+
         self._say_where("stepped", gate.close())
         states = self._ranks_at("stepped")
+
         # A rank steps only after the norm's all-reduce, which every rank has then joined. So all
         # can reach the highest count.
         most = max(state.steps for state in states)
         gate.close(most)
         self._wait_until(lambda: gate.num_steps >= most, CATCH_UP_S)
+
         self._say_where("settled", gate.close())
         return self._ranks_at("settled")
 
@@ -275,11 +289,13 @@ class Rescue:
             self.board.say(phase="saved")
         except (OSError, ValueError, RuntimeError) as error:
             self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
+
         states = self.board.wait_for("saved", timeout_s=SAVE_S)
         failed = [state for state in states if state.error or not state.has_come("saved")]
         if failed:
             reason = failed[0].error or "it is gone, or took too long"
             return f"rank {failed[0].rank} could not write its part: {reason}"
+
         if self.board.own_state.rank == 0:
             try:
                 self.checkpoints.complete(aside, self._settled_at.progress)
@@ -327,11 +343,14 @@ def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
     then = "the same command continues from there"
     if checkpoints.config.checkpoint.resume != "auto":
         then = "set checkpoint.resume=auto to continue from there"
+
     if problem:
         rest = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
         return f"nothing was saved, {problem}; {rest}"
+
     if first.finished_step <= first.saved_step:
         return f"step {newest} is saved; {then}" if newest else "no step was finished"
+
     more = first.steps - first.counted_steps
     updates = "1 update" if more == 1 else f"{more} updates"
     beyond = f" (with {updates} of step {first.finished_step + 1}, which is repeated)"
@@ -347,6 +366,7 @@ def disagreement(states: list[RankState]) -> str:
             return f"{gone} is gone, and its part of the weights with it"
         if not state.has_come("settled"):
             return f"rank {state.rank} does not answer"
+
     first = states[0]
     for state in states[1:]:
         if state.steps != first.steps:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 WAIT_S = 60.0  # for a holder that is ending, or dead on another node: NFS gives its lock back late
 RETRY_S = 0.5
+# how filesystems without locks answer flock()
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -47,6 +48,7 @@ class Holder:
         """Say whether it is alive on this host, and its torchrun as well where it has one."""
         if self.host != process_home() or not psutil.pid_exists(self.pid):
             return False
+        # a rank whose torchrun is gone saves what is whole and ends
         return not self.launcher or psutil.pid_exists(self.launcher)
 
 
@@ -61,6 +63,7 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
     file = stack.enter_context((folder / LOCK).open("a+", encoding="utf-8"))
     deadline = time.monotonic() + wait_s
     has_warned = False
+
     while not _taken(file, folder):
         holder = _holder(file)
         who = f"{folder} is in use by another run ({holder or 'which does not say its name'})"
@@ -70,6 +73,7 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
             logger.warning("%s, which may be ending or gone; waiting %.0f s for it", who, wait_s)
             has_warned = True
         time.sleep(RETRY_S)
+
     # after the lock: until then the words are another holder's
     file.seek(0)
     file.truncate()

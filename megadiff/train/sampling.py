@@ -80,8 +80,10 @@ def sample_and_score(
             mesh.cpu_group,
             here=mesh.is_model_group_source,
         )
+
     groups, rewards = fetched or ([], {})
     groups = broadcast_groups(groups, len(requests), mesh=mesh)
+
     # JSON carries a float exactly: peers get the same bits
     scores = {name: value.tolist() for name, value in rewards.items()}
     scores = broadcast_json(scores, source=mesh.model_group_source, group=mesh.cpu_model_group)
@@ -101,6 +103,7 @@ def fetch_and_score(
         return [], {}
     arrived: dict[int, RolloutGroup] = {}
     scorer.reset()  # drops what a failed step left behind
+
     with timers("rollout"):
         for index, group in fleet.generate([for_replica(request) for request in requests]):
             arrived[index] = replace(group, prompt=requests[index].prompt)
@@ -108,6 +111,7 @@ def fetch_and_score(
             on_samples(len(group.sample_indices))
     with timers("reward"):
         scored = scorer.collect()
+
     order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
     rewards = {name: value[order] for name, value in scored.items()}
     return [arrived[index] for index in range(len(requests))], rewards
@@ -140,6 +144,7 @@ def broadcast_groups(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> l
     """
     if mesh.sp * mesh.tp == 1:
         return groups
+
     received = []
     # one broadcast for each group: its schedule is its own, and one body bounds the memory
     for index in range(count):

@@ -27,6 +27,7 @@ def train_sft(run: SftRun) -> None:
     progress = run.progress
     timers = run.recorder.timers
     run.recorder.start(progress.step)
+
     while progress.step < config.train.num_steps:
         with timers("step"):
             with timers("data"):

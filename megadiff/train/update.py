@@ -52,6 +52,7 @@ def update(
     batch = to_train_batch(
         [groups[index] for index in indices], advantages_PG[indices], weights_P[indices]
     )
+
     if algorithm.needs_reference:
         with engine.reference():
             batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
@@ -59,14 +60,17 @@ def update(
         batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step
     )
     del batch  # parts are copies, and two of all latents need not stay
+
     if progress.recomputes:
         parts = with_own_log_probs(engine, parts)
+
     stats = []
     for part in parts:
         try:
             stats.append(engine.update(with_denominator(part, mesh), algorithm.loss))
         except NonFiniteError as error:
             step_over(error, groups, rewards, engine=engine, progress=progress)
+
     figures = mean_of_dicts(stats)
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
@@ -100,11 +104,13 @@ def step_over(
     shown = "; ".join(dict.fromkeys(f"{text} {value:.4g}" for _, value, text in largest))
     limit = engine.config.optim.skip_nonfinite
     text = f"step {progress.step + 1}: {error}. Largest rewards: {shown}"
+
     if progress.skipped >= limit:
         raise NonFiniteError(
             f"{text}. optim.skip_nonfinite={limit} batches may be stepped over, {progress.skipped} "
             "were; look at these rewards, lower optim.lr, or raise it"
         ) from error
+
     progress.skipped += 1
     if mesh.rank == 0:
         logger.warning(

@@ -66,6 +66,7 @@ class BoundedHttp:
     def __init__(self, url: str, *, greet: Callable[[Exchange], None] | None = None) -> None:
         self.url = url
         self._pool = httpcore.ConnectionPool(
+            # the callers' thread pools are the bound
             max_connections=None,
             keepalive_expiry=KEEP_ALIVE_S,
             network_backend=_DeadlineBackend(url, greet),
@@ -93,6 +94,7 @@ class BoundedHttp:
         """
         deadline = time.monotonic() + timeout_s
         asked = f"{method} {self.url}{path}"
+
         try:
             with self._pool.stream(
                 method,
@@ -116,9 +118,11 @@ def _until(deadline: float) -> dict[str, dict[str, float]]:
 def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
     fields = {name.lower(): value for name, value in response.headers}
     size = int(fields.get(b"content-length", b"0"))  # h11 has checked that it is a number
+
     # Refused before it is read: who announces much need not be given the time to send it.
     if size > max_bytes:
         raise AnswerTooLarge(f"{asked} answers {size} bytes, its limit is {max_bytes}")
+
     body = bytearray()
     for chunk in response.iter_stream():
         body += chunk
@@ -126,6 +130,7 @@ def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
             raise AnswerTooLarge(
                 f"{asked} answers over {max_bytes} bytes, its limit is {max_bytes}"
             )
+
     content_type = fields.get(b"content-type", b"").decode("latin-1")
     return Answer(status=response.status, content_type=content_type, body=bytes(body))
 
@@ -156,11 +161,13 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         except UnicodeError as error:  # of a host name that DNS cannot have
             raise httpcore.ConnectError(f"{host!r:.80} is no host name: {error}") from error
         stream = _DeadlineStream(stream)
+
         if self._greet is not None:
             try:
                 seconds = min(GREETING_S, _seconds_left(timeout, httpcore.ReadTimeout))
                 self._greet(self._exchange(stream, time.monotonic() + seconds))
             except BaseException:
+                # no pool knows this connection yet: nobody else would close it
                 stream.close()
                 raise
         return stream

@@ -35,8 +35,10 @@ from megadiff.sync.bucket import BucketBody
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 
+# /health waits for nothing, neither a lock nor the engine
 HEALTH_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 30.0  # in the middle of a run, when the replica may be busy
+# a replica that does not hear it is free after OWNER_SILENT_S all the same
 RELEASE_TIMEOUT_S = 2.0
 SMALL_BYTES = 2**20  # of an answer from an address that has proved nothing yet
 JSON_BYTES = 2**26  # the fingerprints of a large model's tensors, of several workers, are some MiB
@@ -127,6 +129,7 @@ class ReplicaClient:
         nonce = new_nonce()
         proof = sign(self._token, role=TRAINER, nonce=nonce, url=self.url) if self._token else ""
         answer = exchange("/rl/hello", json.dumps({"nonce": nonce, "proof": proof}).encode())
+
         # A 404 is no refusal of the proof: this replica has never heard of one.
         if answer.status == 404:
             raise NotProven(
@@ -134,8 +137,10 @@ class ReplicaClient:
             )
         if answer.status >= 400:
             raise NotProven(self.name, f"it refused the trainer's proof: {_message(answer)!r:.300}")
+
         value = _json(answer)
         theirs = value.get("proof") if isinstance(value, dict) else None
+        # the address is part of what is signed: a proof is of no use at another one
         expected = {"role": REPLICA, "nonce": nonce, "url": self.url}
         if self._token and not is_valid(theirs, self._token, **expected):
             raise NotProven(
@@ -251,9 +256,11 @@ class ReplicaClient:
             # Unescaped: a prompt in another script would be three times as long.
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             body = text.encode()
+
         answer = self._send(
             http or self._proven, method, path, body, timeout_s=timeout_s, max_bytes=max_bytes
         )
+
         if answer.status >= 400:
             raise ReplicaError(self.name, answer.status, _message(answer))
         return answer
@@ -274,8 +281,10 @@ class ReplicaClient:
             fields["Content-Length"] = str(len(body))
         elif body:
             fields["Content-Type"] = "application/json"
+
         if self._token and http is self._proven:
             fields["Authorization"] = f"Bearer {self._token}"
+
         try:
             return http.request(
                 method,

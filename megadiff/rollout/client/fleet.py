@@ -102,6 +102,7 @@ class Fleet(AbstractContextManager["Fleet"]):
             batch = order[cut.start : cut.stop]
             future = self._pool.submit(self._sample, [requests[index] for index in batch])
             futures[future] = batch
+
         pending = set(futures)
         try:
             while pending:
@@ -140,6 +141,7 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def _sample(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         """Return the groups of one call on the least loaded replica."""
+        # the pool's threads choose at the same time
         with self._lock:
             client = min(self._choices, key=lambda replica: self._load[replica.name])
             self._load[client.name] += 1
@@ -207,6 +209,7 @@ class WeightTarget:
         """Open a push; waits for a replica of a run that may be gone, as one that was killed is."""
         deadline = time.monotonic() + OWNER_SILENT_S + GIVE_UP_S
         said = False
+
         while True:
             try:
                 return self._call(
@@ -215,6 +218,7 @@ class WeightTarget:
                     )
                 )
             except ReplicaError as error:
+                # only an owner that is gone is worth waiting for: other refusals would come again
                 if error.status != LOCKED or time.monotonic() > deadline:
                     raise
                 if not said:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 1 << 16
 CRASH = "Fatal Python error"  # the first line of faulthandler's
+# longer than EXIT_S of rollout.server.server, a replica's own last resort
 STOP_GRACE_S = 5.0
 TOKEN_VARIABLE = "MEGADIFF_TOKEN"
 TOKEN_FILE = "token"  # in the registry of a run that drew one; announcements end in .json
@@ -50,10 +51,12 @@ class ReplicaProcess:
         self.name = spec.name
         self.log = log
         self.token = token
+
         log.parent.mkdir(parents=True, exist_ok=True)
         spec_file = log.with_suffix(".json")
         spec_file.unlink(missing_ok=True)  # an earlier start's
         write_private(spec_file, spec.to_json())
+
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 serve_command(spec_file),
@@ -61,6 +64,7 @@ class ReplicaProcess:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=replica_environment(num_threads=num_threads, gpus=gpus, token=token),
+                # a process group of its own, so that stop() reaches the workers too
                 start_new_session=True,
             )
 
@@ -124,6 +128,7 @@ def replica_environment(
         name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)
     }
     environment["OMP_NUM_THREADS"] = str(num_threads)
+
     if gpus:
         # The GPUs are counted among those that this process sees.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -131,6 +136,7 @@ def replica_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             names[index] if names else str(index) for index in gpus
         )
+
     if token:  # here and in no file or argument, which others may read
         environment[TOKEN_VARIABLE] = token
     return environment
@@ -145,9 +151,11 @@ def log_tail(log: Path) -> str:
     """Return the last lines of a log file, or those around a crash below Python; '' without one."""
     if not log.is_file():
         return ""
+
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
+
     shown = lines[-LOG_TAIL_LINES:]
     for index, line in enumerate(lines):
         # A crash is followed by all threads' stacks and the names of all extension modules.

@@ -35,8 +35,10 @@ POLL_S = 0.2
 PROGRESS_S = 5.0
 FIRST_ANSWER_S = 1.0  # so that the first by name are taken, and not the first to answer
 MAX_VISITS = 32  # addresses that are asked at the same time
+# far more than name, url and pid need
 ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
+# a replica's announcement is the file <name>.json
 _NAME = re.compile(r"[^/]{1,255}")
 _URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 
@@ -94,6 +96,7 @@ def wait_until_announced(
             healthy = waiting.look()
             for process in processes:
                 process.check_alive()
+
             elapsed = time.monotonic() - start_s
             if len(healthy) >= count and waiting.has_asked_all():
                 logger.info("%d replicas healthy after %.1f s", count, elapsed)
@@ -101,6 +104,7 @@ def wait_until_announced(
                     text = "%d replicas are healthy in %s; rollout.num_replicas=%d of them are used"
                     logger.warning(text, len(healthy), registry, count)
                 return healthy[:count]
+
             progress = (
                 f"{len(healthy)} of rollout.num_replicas={count} replicas healthy in {registry} "
                 f"after {elapsed:.0f} s, rollout.start_timeout_s={timeout_s:.0f}"
@@ -112,9 +116,11 @@ def wait_until_announced(
                     f"{registry}` (on other nodes with --host ADDRESS){waiting.left_out_text()}\n"
                     f"{tails}"
                 )
+
             if time.monotonic() - last_line_s > PROGRESS_S:
                 last_line_s = time.monotonic()
                 logger.info("waiting for replicas: %s%s", progress, waiting.left_out_text())
+
             time.sleep(POLL_S)
 
 
@@ -122,12 +128,14 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
     """Read the announcements, by file name, and tell why other files with their ending are none."""
     claims = []
     reasons = {}
+
     try:
         names = sorted(name for name in os.listdir(registry) if name.endswith(".json"))
     except FileNotFoundError:
         names = []  # the first replica makes the folder
     except OSError as error:
         return [], {registry: f"the folder cannot be read: {error.strerror}"}
+
     for name in names:
         path = registry / name
         try:
@@ -149,23 +157,28 @@ def _read_entry(path: Path) -> dict[str, Any]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("not a regular file")
+        # one byte more than is allowed shows a file that is too large
         body = os.read(descriptor, ANNOUNCEMENT_BYTES + 1)
     finally:
         os.close(descriptor)
+
     if len(body) > ANNOUNCEMENT_BYTES:
         raise ValueError(f"larger than {ANNOUNCEMENT_BYTES} bytes")
     try:
         entry = json.loads(body.decode())
+    # JSON that is nested too deeply ends in a RecursionError
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error!s:.100}") from None
     if not isinstance(entry, dict):
         raise ValueError(f"a {type(entry).__name__} and not a JSON object")
+
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.isprintable():
         raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
     url = entry.get("url")
     if not _is_url(url):
         raise ValueError(f"its url is {url!r:.80}, not http://HOST:PORT")
+
     return entry
 
 
@@ -203,17 +216,20 @@ class _Wait:
         """Return the announcements that count by now, by file name; takes at most POLL_S."""
         self._warn_of_writers()
         self._claims, self._left_out = read_claims(self.registry)
+
         for claim in self._claims:
             address = claim.address
             self._first_seen_s.setdefault(address, time.monotonic())
             if address not in self._running:
                 future = self._pool.submit(_visit, address, token=self._token, run=self._run)
                 self._running[address] = future
+
         wait(self._running.values(), timeout=POLL_S)
         for address, future in list(self._running.items()):
             if future.done():
                 self._visits[address] = future.result()
                 del self._running[address]
+
         healthy = self._healthy()
         for path, reason in self._left_out.items():
             self._warn(path, reason)
@@ -239,6 +255,7 @@ class _Wait:
         # Only a proven one takes its name: else a claim could keep the real replica out.
         taken: dict[str, Path] = {}
         healthy = []
+
         for claim in self._claims:
             address = claim.address
             visit = self._visits.get(address, Visit())
@@ -250,6 +267,7 @@ class _Wait:
             elif visit.health is not None:
                 taken |= dict.fromkeys(address, claim.path)
                 healthy.append({**claim.entry, "health": visit.health})
+
         # Those of another run come last: it may be at work with them.
         return sorted(
             healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run)

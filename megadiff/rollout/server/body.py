@@ -29,6 +29,7 @@ class PromptBody:
     async def __call__(self) -> Any:
         if self._is_whole:  # what comes now says that the client left
             return await self._receive()
+
         start = time.monotonic()
         spare_s = BODY_SILENT_S + self._num_bytes / BODY_BYTES_PER_S - self._waited_s
         try:
@@ -40,6 +41,7 @@ class PromptBody:
                 f"the body stopped after {self._num_bytes} bytes: nothing came for "
                 f"{BODY_SILENT_S:.0f} s, or less than {BODY_BYTES_PER_S} bytes/s; send it again",
             ) from None
+
         self._waited_s += time.monotonic() - start
         self._num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)

@@ -54,6 +54,7 @@ class Guard:
             return  # uvicorn is told to make no websockets, and there is no lifespan
         headers = dict(scope["headers"])
         path = scope["path"]
+
         if self._is_authorized(headers):
             run = headers.get(RUN_HEADER.encode(), b"").decode("latin-1")
             if run:  # a monitor or a person without a name must not keep the unnamed run alive
@@ -63,9 +64,11 @@ class Guard:
             return await refusal(NO_TOKEN)(scope, receive, send)
         elif path == "/health":
             send = _closing(send)
+
         body = PromptBody(receive)
         if path != IMAGES_PATH or scope["method"] != "POST":
             return await self.app(scope, body, send)
+
         try:
             await answer_images(self.app, self.replica, scope, body, send)
         except (Refused, ValueError) as error:

@@ -52,10 +52,12 @@ def check_image_request(body: object, limits: Limits) -> dict[str, Any]:
     """
     if not isinstance(body, dict):
         raise ValueError(f"the body is a {type(body).__name__}; it must be a JSON object")
+
     # OpenAI's clients send null for what they leave out.
     given = {name: value for name, value in body.items() if value is not None}
     if "lora" in given:
         raise ValueError(NO_LORA_REQUESTS)
+
     request = read_record(ImageRequest, given, "request")
     if not request.prompt:
         raise ValueError("the body needs 'prompt', a text that is not empty")
@@ -69,17 +71,20 @@ def _check_work(request: ImageRequest, limits: Limits) -> None:
     size = SIZE.fullmatch(request.size)
     if size is None:
         raise ValueError(f"size={request.size!r:.40} must be WIDTHxHEIGHT in pixels, as 512x512")
+
     width, height = map(int, size.groups())
     check_count("width", width, limits.side)
     check_count("height", height, limits.side)
     check_count("n", request.n, limits.images)
     check_count("num_inference_steps", request.num_inference_steps, limits.image_steps)
+
     num_pixels = width * height * request.n
     if num_pixels > limits.image_pixels:
         raise ValueError(
             f"{request.n} images of {width}x{height} are {num_pixels} pixels, a request takes at "
             f"most {limits.image_pixels}; ask for fewer or smaller images"
         )
+
     work = num_pixels * request.num_inference_steps
     if work > limits.image_work:
         raise ValueError(
@@ -100,6 +105,7 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
     request = check_image_request(await read_json(receive, limits.image_json_bytes), limits)
     if replica.num_image_calls >= limits.image_calls:
         raise Refused(503, f"{limits.image_calls} image requests wait already; try again later")
+
     replica.num_image_calls += 1
     try:
         async with (
@@ -110,10 +116,12 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
             answer = await _vllm_omni_answer(app, scope, stoppable)
     finally:
         replica.num_image_calls -= 1
+
     if stop.reason:
         raise Refused(503, f"the image was given up: {stop.reason}")
     if not answer:
         raise Refused(500, "see the replica's log")
+
     for message in answer:
         await send(message)
 
@@ -137,6 +145,7 @@ async def _vllm_omni_answer(app: Any, scope: Any, request: dict[str, Any]) -> li
 
     try:
         await app(scope | {"headers": headers}, receive, keep)
+    # whatever failed in vllm-omni: the client is told to see the log
     except Exception:
         logger.exception("an image request failed")
     return answer

@@ -32,6 +32,7 @@ async def load_newest(replica: Replica, folder: Path) -> None:
         if not whole_versions:
             logger.info("%s holds no version yet; serving the weights of the model folder", folder)
             return
+
         try:
             return await _load(replica, newest(folder))
         except (OSError, ValueError, SafetensorError, SyncError, Refused) as error:
@@ -45,6 +46,7 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
     boxes = [boxes_from_json(worker["boxes"]) for worker in replica.workers]
     sent = SentFingerprints({replica.spec.name: boxes}, lora=stored.lora)
     read: dict[str, str] = {}
+
     await replica.weights_begin(stored.version, stored.manifest, stored.lora, {"name": "disk"})
     for path in stored.files:
         # A later version may have brought some of the file's tensors again.
@@ -56,11 +58,13 @@ async def _load(replica: Replica, stored: StoredVersion) -> None:
         await replica.weights_bucket_at(
             {"transport": "disk", "file": f"{path.parent.name}/{path.name}"}
         )
+
     torn = sorted(name for name, value in stored.fingerprints.items() if read.get(name) != value)
     if torn:
         raise ValueError(
             f"{len(torn)} tensors are not as they were written: {', '.join(torn[:3])}; "
             "the folder is torn"
         )
+
     answer = await replica.weights_commit(stored.version)
     sent.check(replica.spec.name, stored.version, answer)

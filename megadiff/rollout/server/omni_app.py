@@ -35,6 +35,7 @@ def check_versions() -> str:
         omni = version("vllm-omni")
     except PackageNotFoundError:
         raise ValueError("vllm-omni is not installed; run ./launch/setup.sh") from None
+
     if _minor(omni) not in TESTED:
         raise ValueError(
             f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; "
@@ -68,6 +69,7 @@ def build_engine(
         from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 
         deliver_late_outputs(MultiprocDiffusionExecutor)
+
     return AsyncOmni(
         model=str(spec.model),
         dtype=spec.dtype,
@@ -98,8 +100,10 @@ async def build_app(engine: Any, spec: ReplicaSpec) -> FastAPI:
         for route in api_server.router.routes
         if KEPT_ROUTES.get(getattr(route, "path", "")) == getattr(route, "methods", ())
     ]
+
     if len(routes) != len(KEPT_ROUTES):
         raise ValueError(f"vllm-omni's router has {len(routes)} of {', '.join(KEPT_ROUTES)}")
+
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(APIRouter(routes=routes))
     api_server._register_omni_exception_handlers(app)

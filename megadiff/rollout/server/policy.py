@@ -68,6 +68,7 @@ class PolicyState:
         """
         if version < 0:
             raise Refused(400, f"version={version} must be at least 0")
+
         left_out = self._checked_groups(manifest, lora) - names_by_weight_group(manifest).keys()
         # A LoRA of another spec is another LoRA.
         holds_lora = self._holds_base and lora == self.lora
@@ -82,6 +83,7 @@ class PolicyState:
                 f"the push leaves out {' and '.join(lacking)}, which this replica does not hold "
                 "from pushes before it; push everything",
             )
+
         self._holds_base = False
         self.num_pushes += 1
         self.state = "updating"
@@ -148,6 +150,7 @@ class PolicyState:
             rows = self.expected | (lora_manifest(lora, self.expected) if lora else {})
         except ValueError as error:
             raise Refused(400, str(error)) from None
+
         groups = names_by_weight_group(rows)
         for group, names in names_by_weight_group(manifest).items():
             expected = groups.get(group, set())
@@ -155,6 +158,7 @@ class PolicyState:
             if difference:
                 text = f"the manifest differs from the {len(expected)} tensors of {group}"
                 raise Refused(400, f"{text}: {difference}")
+
         for name, row in manifest.items():
             _check_same(name, row, rows[name])
         return set(groups)

@@ -43,6 +43,7 @@ class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # o
         super().data_received(data)
         if self.transport.is_closing():
             return
+
         if self.cycle is not None and not self.cycle.response_complete:
             self.strangers.pop(self, None)  # a whole request's headers came
             self._num_header_bytes = 0

@@ -154,6 +154,7 @@ class Replica:
             raise ValueError(
                 f"transport.name={transport.get('name')!r:.40} is none of {', '.join(TRANSPORTS)}"
             )
+
         self.owner.check_begin(run)
         async with self._weights_lock:
             self.owner.check_begin(run)  # again: another run may have waited before this one
@@ -227,14 +228,17 @@ class Replica:
         async with self._turn(run):
             self.policy.check_commit(version)
             lora = self.policy.lora
+            # bound first: the fingerprints are of what the layers then compute with
             await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
             workers = (await call_worker(self.engine, "fingerprints"))["workers"]
+
             keeps_base = True
             if self.spec.fp8:
                 # If quantize fails, weights may be gone: a second commit must not succeed.
                 self.policy.lose_received()
                 keeps_base = (await call_worker(self.engine, "quantize"))["keeps_weights"]
             self.policy.commit(keeps_base=keeps_base)
+
         num_tensors = len(workers[0]["fingerprints"])
         logger.info("%s holds policy version %d, %d tensors", self.spec.name, version, num_tensors)
         return workers
@@ -268,6 +272,7 @@ class Replica:
             dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, fields={}))
             for request in requests
         )
+
         parameters = OmniDiffusionSamplingParams(
             height=sampling.height,
             width=sampling.width,
@@ -277,10 +282,12 @@ class Replica:
             num_outputs_per_prompt=sum(len(request.sample_indices) for request in requests),
             extra_args={REQUESTS_KEY: plain_requests, STOP_KEY: str(stop.path)},
         )
+
         outputs = self.engine.generate(
             prompt={"prompt": requests[0].prompt.text},
             request_id=f"rl-{uuid.uuid4().hex}",
             sampling_params_list=[parameters],
         )
+
         last = [output async for output in outputs][-1]
         return last.multimodal_output["metadata"][RESULT_KEY]

@@ -21,6 +21,7 @@ def check_requests(
     """
     if not requests:
         raise ValueError("the list of requests is empty; send at least one")
+
     first = requests[0].sampling
     for index, request in enumerate(requests):
         try:
@@ -36,6 +37,7 @@ def check_requests(
                     f"{name}={getattr(first, name)}; a batch shares one sampling: send the others "
                     "in a call of their own"
                 )
+
     num_samples = sum(len(request.sample_indices) for request in requests)
     if num_samples > limits.batch_size:
         raise ValueError(
@@ -49,6 +51,7 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
     sampling = request.sampling
     check_text("prompt", request.prompt.text, limits.prompt_chars)
     check_text("negative prompt", request.prompt.negative_text, limits.prompt_chars)
+
     bounds = {
         "height": limits.side,
         "width": limits.side,
@@ -57,16 +60,19 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
     }
     for name, most in bounds.items():
         check_count(name, getattr(sampling, name), most)
+
     num_pixels = sampling.height * sampling.width * sampling.num_frames
     if num_pixels > limits.pixels:
         raise ValueError(
             f"{sampling.num_frames} frames of {sampling.width}x{sampling.height} are {num_pixels} "
             f"pixels, a sample has at most {limits.pixels}; ask for fewer or smaller frames"
         )
+
     for name in ("true_cfg_scale", "guidance_scale", "guidance_scale_2", "eta"):
         value = getattr(sampling, name)
         if not 0 <= value <= 100:  # NaN fails every comparison
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
+
     # After the bounds: a model's rule counts tokens of any size that it is given.
     model_rule(sampling)
     _check_first_frame(request)
@@ -108,10 +114,13 @@ def _check_sde(request: RolloutRequest) -> None:
     sampling = request.sampling
     if sampling.sde_type not in NOISE_SCALES:
         raise ValueError(f"sde_type={sampling.sde_type!r} is not one of {', '.join(NOISE_SCALES)}")
+
     if sampling.latents_dtype not in DTYPES:
         raise ValueError(
             f"latents_dtype={sampling.latents_dtype!r} is not one of {', '.join(DTYPES)}"
         )
+
+    # no step is stochastic: eta and the window mean nothing
     if sampling.sde_type == "ode" or not sampling.sde_window_size:
         return
     if not sampling.eta:
@@ -121,6 +130,7 @@ def _check_sde(request: RolloutRequest) -> None:
         )
     if sampling.sde_type == "flow_cps" and sampling.eta > 1:
         raise ValueError(f"eta={sampling.eta} with sde_type=flow_cps must be at most 1")
+
     check_window(
         sampling.num_inference_steps,
         window_size=sampling.sde_window_size,

@@ -126,6 +126,7 @@ def _add_hello(app: FastAPI, *, token: str | None, url: str) -> None:
         body = await read_json(request.receive, HELLO_BYTES)
         nonce = _key(body, "nonce", str)
         proof = _key(body, "proof", str)
+
         problem = ""
         if token is None and proof:
             problem = "this replica has no token and the trainer has one"
@@ -134,8 +135,10 @@ def _add_hello(app: FastAPI, *, token: str | None, url: str) -> None:
         elif token is not None and not is_valid(proof, token, role=TRAINER, nonce=nonce, url=url):
             # Without this check it would sign for anybody, and the signature could be passed on.
             problem = f"the trainer has another token, or does not call it {url}"
+
         if problem:
             raise Refused(401, f"{problem}; start both with the same MEGADIFF_TOKEN")
+
         # Where neither has a token there is nothing to prove.
         signature = sign(token, role=REPLICA, nonce=nonce, url=url) if token is not None else ""
         return {"nonce": nonce, "proof": signature}
@@ -176,6 +179,7 @@ def _run(request: Request) -> str:
 def _key(body: object, key: str, kind: type) -> Any:
     """Return a key's value. Raises ValueError where it is missing or of another type."""
     value = body.get(key) if isinstance(body, dict) else None
+    # not isinstance(): true is an int to Python
     if type(value) is not kind:
         raise ValueError(f"the body needs {key!r} of type {kind.__name__}, got {value!r:.200}")
     return value

@@ -42,11 +42,13 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     """
     if spec.parent_pid is not None:
         exit_with(spec.parent_pid)
+
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(spec.host, token)
     listener = bind(spec.host, spec.port)
     if not spec.name:  # no two replicas of a registry may share a name
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
+
     # These import torch, which takes seconds: a port that is taken is told before.
     from megadiff.models.registry import build_adapter, check_model_folder
     from megadiff.process.allocator import grow_segments
@@ -55,11 +57,13 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     try:
         family = check_model_folder(spec.model)
         adapter = build_adapter(spec.model)
+
         check_device(spec.device)
         check_tensor_parallel(spec, num_heads=adapter.num_heads)
         check_fp8(spec)
         if spec.float32_streams:
             adapter.check_float32_streams()
+
         stay_on_loopback(spec.host)
         with tempfile.TemporaryDirectory(prefix="megadiff-replica-") as folder:
             serving = _serve(
@@ -76,6 +80,7 @@ def _on_sigterm(signal_number: int, frame: object) -> None:
 
     uvicorn holds the signal while it serves, and raises it again when it is done.
     """
+    # a second signal would break off the clean-up
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     last_resort = threading.Timer(EXIT_S, _leave)
     last_resort.daemon = True
@@ -157,11 +162,13 @@ def bind(host: str, port: int) -> socket.socket:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
+        # else a port whose last connections are still closing would count as taken
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit these: a client's host that vanished has left a minute later.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
+
         listener.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -204,6 +211,7 @@ async def _serve(
     omni_version = check_versions()
     sweep()
     engine = build_engine(spec, pipeline=pipeline, private_folder=private_folder)
+
     try:
         model = await call_worker(engine, "describe")
         replica = Replica(
@@ -214,8 +222,10 @@ async def _serve(
             model_rule=model_rule,
             private_folder=private_folder,
         )
+
         if spec.weights is not None:
             await load_newest(replica, spec.weights)
+
         app = await build_app(engine, spec)
         url = reachable_url(spec.host, listener.getsockname()[1])
         server = uvicorn.Server(
@@ -229,12 +239,15 @@ async def _serve(
                 lifespan="off",
             )
         )
+
         freeze_startup_objects()
         logger.info("%s serves %s on %s (vllm-omni %s)", spec.name, spec.model, url, omni_version)
+
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         # A replica is announced only once it listens: who finds it asks it at once.
         while not (server.started or serving.done()):
             await asyncio.sleep(0.02)
+
         with announced(spec.registry, name=spec.name, url=url):
             await serving
     finally:
@@ -263,12 +276,14 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
     if registry is None:
         yield
         return
+
     path = registry / f"{name}.json"
     entry = {"name": name, "url": url, "pid": os.getpid()}
     registry.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=registry, suffix=".tmp", delete=False) as file:
         json.dump(entry, file)
     os.replace(file.name, path)  # readers see a whole file or none
+
     try:
         yield
     finally:

@@ -70,18 +70,22 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         # a worker process of its own must not outlive the server
         if parent is not None and parent.pid is not None:
             exit_with(parent.pid)
+
         super().re_init_pipeline(custom_pipeline_args)
         self._stop_when_told()
+
         if custom_pipeline_args.get("float32_streams"):
             for component in self._components:
                 self._adapter.keep_streams_in_float32(
                     self._pipeline.get_submodule(component), self._pipeline.od_config.dtype
                 )
+
         if custom_pipeline_args.get("fp8"):
             self._fp8 = Fp8Linears(
                 self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"]
             )
             self.trim()
+
         freeze_startup_objects()
 
     def init_lora_manager(self) -> None:
@@ -105,11 +109,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             raise ValueError(
                 f"{sorted(difference)[:5]} are in the pipeline or in the model folder, not in both"
             )
+
         # The pipeline's dtype, but the folder's shape: a worker may have a part of the tensor.
         manifest: Manifest = {}
         for name, view in views.items():
             dtype = str(view.dtype).removeprefix("torch.")
             manifest[name] = {"dtype": dtype, "shape": rows[name]["shape"]}
+
         group = get_tp_group()
         boxes = worker_boxes(
             {name: row["shape"] for name, row in manifest.items()},
@@ -117,6 +123,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             rank=group.rank_in_group,
             size=group.world_size,
         )
+
         worker = {"host": host_name(), "device": device_name(pipeline.device), "boxes": boxes}
         return {"manifest": manifest, **self._gathered(worker)}
 

@@ -19,6 +19,7 @@ from megadiff.rollout.worker.freed_weights import FreedWeights
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
+# of the first GPUs that multiply in FP8 (Ada)
 CAPABILITY = (8, 9)
 MULTIPLE = 16  # the kernel wants both dimensions of a weight to be multiples of it
 
@@ -47,6 +48,7 @@ class Fp8Linears:
             copies = FreedWeights([fp8_weight, fp8_scale])
             copies.free()  # until refresh() comes to it
             self._layers.append((layer, FreedWeights([weight]), copies))
+
         self.refresh()
 
     @torch.no_grad()
@@ -132,12 +134,14 @@ def _check(name: str, weight: Tensor) -> None:
             f"FP8 products need bfloat16 weights, {name} is {weight.dtype}; set "
             "model.dtype=bfloat16"
         )
+
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < CAPABILITY:
         major, minor = torch.cuda.get_device_capability(weight.device)
         raise ValueError(
             "FP8 products need a GPU of compute capability 8.9 or more, this one has "
             f"{major}.{minor}"
         )
+
     if any(size % MULTIPLE for size in weight.shape):
         raise ValueError(
             f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is "

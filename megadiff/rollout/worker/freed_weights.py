@@ -113,6 +113,7 @@ def _host_buffers(sizes: list[int], *, lock: bool) -> list[Tensor]:
     # Not by pin_memory: torch rounds its page-locked allocations up to powers of two.
     ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
     memory = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
+
     if lock and ends:
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if code:
@@ -121,4 +122,5 @@ def _host_buffers(sizes: list[int], *, lock: bool) -> list[Tensor]:
                 f"encoder and VAE cannot be page-locked (CUDA error {code}); raise the container's "
                 "memory limit, or set rollout.sleep=never"
             )
+    # not strict: nothing begins at the last end
     return [memory[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]

@@ -71,12 +71,14 @@ class PolicyLora(DiffusionLoRAManager):
         """
         pushed = self._set_aside
         self._set_aside = {}
+
         unchanged: set[str] = set()
         if spec is not None and spec == self.spec:
             unchanged = set(self.pipeline.policy_components) - set(map(_component, pushed))
         # Until all is bound: a LoRA in part of its layers must not count as one.
         self.spec = None
         self._modules = {}
+
         modules: dict[str, ServedPlace] = {}
         try:
             self._reset_layers(except_of=unchanged)
@@ -91,6 +93,7 @@ class PolicyLora(DiffusionLoRAManager):
         except Exception:
             self._reset_layers()
             raise
+
         self.spec = spec
         self._modules = modules
 
@@ -141,6 +144,7 @@ class PolicyLora(DiffusionLoRAManager):
         if not modules:
             return
         self._wrap(spec, modules)
+
         stacks: dict[str, tuple[list[Tensor | None], list[Tensor | None]]] = {}
         for name, served in modules.items():
             self._check_shapes(name, served, spec, pushed)
@@ -149,6 +153,7 @@ class PolicyLora(DiffusionLoRAManager):
             stack_a, stack_b = stacks.setdefault(served.parameter, (empty, empty.copy()))
             stack_a[served.shard] = pushed[name + LORA_A]
             stack_b[served.shard] = used_tensor(name + LORA_B, pushed[name + LORA_B], spec)
+
         for parameter, (stack_a, stack_b) in stacks.items():
             layer = self._lora_modules[parameter]
             if layer.n_slices == 1:
@@ -177,15 +182,19 @@ class PolicyLora(DiffusionLoRAManager):
         if any(layer.lora_a_stacked[0].shape[2] != spec.rank for layer in layers):
             # Makes the manager allocate all buffers again, smaller ones too.
             self._max_lora_rank = 0
+
         pattern = f"^(?:{'|'.join(map(re.escape, targets))})$"
+        # alpha = rank gives vLLM a scale of 1: used_tensor() puts the LoRA's own into B
         helper = PEFTHelper(r=spec.rank, lora_alpha=spec.rank, target_modules=pattern)
         self._replace_layers_with_lora(helper)
+
         unwrapped = [name for name in targets if name not in self._lora_modules]
         if unwrapped:
             raise ValueError(
                 f"vllm-omni cannot wrap {len(unwrapped)} modules with LoRA: "
                 f"{', '.join(unwrapped[:5])}"
             )
+
         for name, served in modules.items():
             num_slices = self._lora_modules[served.parameter].n_slices
             if num_slices != served.num_shards:
@@ -193,6 +202,7 @@ class PolicyLora(DiffusionLoRAManager):
                     f"{name} is shard {served.shard} of {served.num_shards} of {served.parameter}, "
                     f"which vllm-omni wraps as {num_slices}; correct the model's served names"
                 )
+
         # vLLM rounds ranks up.
         for layer in self._lora_modules.values():
             stacked_a = [a[:, :, : spec.rank].contiguous() for a in layer.lora_a_stacked]
@@ -215,12 +225,14 @@ class PolicyLora(DiffusionLoRAManager):
         """
         components = self.pipeline.policy_components
         modules: dict[str, ServedPlace] = {}
+
         for component in components:
             for module in spec.modules:
                 served = places.get(f"{component}.{module}.weight")
                 if served is not None:
                     served = replace(served, parameter=module_of(served.parameter))
                     modules[f"{component}.{module}"] = served
+
         present = {name.partition(".")[2] for name in modules}
         wrong = [module for module in spec.modules if module not in present]
         if wrong:

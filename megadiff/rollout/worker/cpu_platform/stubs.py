@@ -28,6 +28,7 @@ def install_stubs() -> None:
     }
     if not missing:
         return
+
     # transformers caches its answers to "is it installed": it must look before the stubs say yes
     from transformers.utils import is_torchaudio_available, is_torchvision_available
 

@@ -69,12 +69,15 @@ def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
         except (OSError, ValueError, TypeError) as error:
             logger.exception("packing an output failed")
             result = {"error": str(error)}
+
         message = omni_worker.AsyncDiffusionOutput(
             kind=omni_worker.AsyncOutputKind.OUTPUT_READY, async_output_id=async_output_id, **result
         )
+
         # 0.28 serialises its writers
         send = getattr(self, "_enqueue_result", None) or self.result_mq.enqueue
         send(message)
+
         if hasattr(self, "_async_output_done"):
             with self._async_output_done:
                 self._async_output_pending -= 1
