@@ -17,7 +17,8 @@ from megadiff.config.schema import Config, RewardConfig
 SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 MARKDOWN_HEAD = """# Configuration
 
-`megadiff train CONFIG.yaml … key=value …` merges yaml files from left to right, then the overrides.
+`megadiff train CONFIG.yaml key=value …` merges yaml files and overrides from left to right. The
+later one wins. Set what has no default, and take the rest from a recipe.
 A key without a default must be given. `megadiff train --help-config` prints this page as text.
 This page is made from [config/schema.py](../megadiff/config/schema.py):
 `python -m megadiff.config.docs > docs/configuration.md`.

@@ -92,7 +92,7 @@ class TrainConfig:
     )
     component_weighting: str = key(
         "share",
-        "A component's gradient counts by its pairs (share) or by its own mean (equal).",
+        "A component counts by its number of samples and steps (share), or each alike (equal).",
         choices=("share", "equal"),
     )
 
@@ -114,7 +114,7 @@ class AlgorithmConfig:
     )
     advantage: str = key(
         "global",
-        "A reward less its group's mean is divided by the std of the batch, of the group, or not.",
+        "A reward minus its group's mean is divided by the std of the batch, of the group, or not.",
         choices=("global", "group", "none"),
     )
     old_log_prob: str = key(
@@ -172,11 +172,11 @@ class RolloutConfig:
     # As in Flow-GRPO, arXiv 2505.05470.
     eta: float = key(0.7, "The noise of stochastic steps is scaled by this.", above=0, at_most=100)
     sde_window_size: int = key(
-        2, "A sample has this many stochastic steps in a row, its window.", at_least=1
+        2, "A sample has this many stochastic steps in a row; only these are trained.", at_least=1
     )
     # Early steps decide what is in an image; late ones only its details.
     sde_window_range: list[int] = key(
-        [0, 5], "Windows lie within these steps, the second one excluded."
+        [0, 5], "Windows lie within these steps, the second one and the last step excluded."
     )
     component_windows: str = key(
         "any",
@@ -200,7 +200,7 @@ class RolloutConfig:
     tp: int = key(1, "This many GPUs share the weights of a replica.", at_least=1, at_most=1024)
     sleep: str = key(
         "auto",
-        "Colocated replicas free their weights while the trainer works.",
+        "Colocated replicas free their weights while the trainer works; auto: if all are pushed.",
         choices=("auto", "always", "never"),
     )
     # A 20 B model takes minutes from a network disk.
@@ -218,7 +218,10 @@ class RolloutConfig:
         choices=("colocated", "separate"),
     )
     num_replicas: int = key(
-        0, "The run has this many; 0 takes one for every tp GPUs.", at_least=0, at_most=1024
+        0,
+        "The run has this many; 0 takes one for every tp GPUs, and one on a CPU.",
+        at_least=0,
+        at_most=1024,
     )
     registry: str = key(
         "", "Separate replicas announce themselves in this folder (`megadiff serve --registry`)."
@@ -361,7 +364,7 @@ class ParityConfig:
 
     mode: str = key(
         "refuse",
-        "A run whose trainer and replicas disagree before step 1 is refused or warned.",
+        "Where trainer and replicas disagree before step 1: refuse, warn, or do not check (off).",
         choices=("refuse", "warn", "off"),
     )
 
