@@ -229,11 +229,10 @@ def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> Non
     )
     recomputed_NW, _ = _log_probs(found, transformers, "image")
     assert (recomputed_NW - found.column("image", "log_probs_GW")).abs().max() <= 1e-5
-    other = {FIRST_FRAME: -found.conditioning("image")[FIRST_FRAME]}
-    others = [
-        dataclasses.replace(each, conditioning={**each.conditioning, **other})
-        for each in found.groups["image"]
-    ]
+    others = []
+    for group in found.groups["image"]:
+        other = {FIRST_FRAME: -group.conditioning[FIRST_FRAME]}
+        others.append(dataclasses.replace(group, conditioning={**group.conditioning, **other}))
     wrong_NW, _ = _log_probs(
         dataclasses.replace(found, groups={"image": others}), transformers, "image"
     )
