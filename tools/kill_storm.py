@@ -189,6 +189,8 @@ class Storm:
         ]
         if start != "colocated":
             arguments += ["rollout.mode=separate", f"rollout.registry={self.registry}"]
+            # A run waits for replicas. Where this one has just been killed, none will come.
+            arguments += [f"rollout.start_timeout_s={self.limit_s / 2}"]
         if start != "torchrun":
             return Forked(train, arguments, log)
         launcher = ["--standalone", "--nproc-per-node", "2", "-m", "megadiff.cli.train"]
