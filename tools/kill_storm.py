@@ -16,6 +16,7 @@ gaps in the metrics. Exit code 0 when all four are 0. All traffic is on loopback
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -396,7 +397,8 @@ def main(argv: list[str] | None = None) -> int:
             storm.replica.terminate()
             storm.replica.wait(20)
         for pid in marked():  # a trial that Ctrl-C broke off
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     say(
         f"{options.count} trials, seed {options.seed}: {totals['lost']} finished steps lost where "
         f"weights were whole ({totals['killed']} trials killed a rank's), "

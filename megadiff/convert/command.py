@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megadiff.convert.convert import TARGETS, Options, convert
 from megadiff.convert.copying import Advance
 
-DESCRIPTION = """Convert weights, tensor by tensor, in less than 1 GiB + 2 × the largest tensor.
+DESCRIPTION = """Convert weights, tensor by tensor: at most two are in memory.
 
 SRC   one of:
       - a diffusers pipeline folder, its transformer's folder, or one .safetensors file of that

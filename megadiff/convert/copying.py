@@ -58,11 +58,11 @@ class Copier:
         Raises ValueError for a damaged source, and OSError when a file cannot be written.
         """
         with ThreadPoolExecutor(NUM_THREADS, "convert") as pool:
-            copies = [
-                pool.submit(self._copy, name, tensors[name], slots_of_tensor)
-                for name, slots_of_tensor in slots.items()
-            ]
             try:
+                copies = [
+                    pool.submit(self._copy, name, tensors[name], slots_of_tensor)
+                    for name, slots_of_tensor in slots.items()
+                ]
                 # In order, so that of several damaged tensors the first is named.
                 for copy in copies:
                     self._advance(copy.result())

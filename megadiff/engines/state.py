@@ -250,7 +250,10 @@ class ComponentState(ABC):
         for name, tensor in self._optimized.items():
             if self._moment_key(MOMENTS[0], name) in source.shapes:
                 moments = {kind: torch.zeros_like(tensor.detach()) for kind in MOMENTS}
-                step = torch.tensor(float(self.num_updates), device=self.mesh.device)
+                # float32 whatever torch's default is: bfloat16 would round it from 256 on
+                step = torch.tensor(
+                    float(self.num_updates), dtype=torch.float32, device=self.mesh.device
+                )
                 self.optimizer.state[tensor] = {"step": step, **moments}
                 for kind, moment in moments.items() if self._is_offloaded else ():
                     self._on_host.put_away(self._moment_key(kind, name), local(moment))

@@ -12,7 +12,7 @@ def step_folder(parent: Path, step: int) -> Path:
 
 def step_folders(parent: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every step, by rising step; other names are left out."""
-    names = [(path.name.removeprefix("step_"), path) for path in parent.glob("step_*")]
+    names = [(path.name.removeprefix("step_"), path) for path in parent.glob("step_*/")]
     # As numbers: from step 1,000,000 on names no longer sort by step.
     return sorted((int(number), path) for number, path in names if number.isdecimal())
 

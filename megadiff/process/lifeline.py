@@ -42,21 +42,22 @@ def launcher_pid() -> int | None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    parent = psutil.Process(os.getppid())
+    parent = os.getppid()
     if not _starts_ranks(parent):
         raise ProcessLookupError("torchrun, which started this rank, is gone; start it again")
-    return parent.pid
+    return parent
 
 
-def _starts_ranks(parent: psutil.Process) -> bool:
+def _starts_ranks(pid: int) -> bool:
     """Say whether it may be torchrun, and not the process that adopts orphans."""
     try:
+        parent = psutil.Process(pid)
         if "python" in Path(parent.exe()).name:
             return True
         # A script that torchrun runs, and that starts this process, has its variables.
         return "TORCHELASTIC_RUN_ID" in parent.environ()
     except psutil.AccessDenied:  # another user's, as with sudo; or init
-        return parent.pid != 1
+        return pid != 1
     except psutil.NoSuchProcess:  # it ends just now
         return False
 

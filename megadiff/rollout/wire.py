@@ -9,7 +9,8 @@ import base64
 import dataclasses
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -107,7 +108,7 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
             "sample_indices": tuple(fields["sample_indices"]),
         }
         group = RolloutGroup(
-            **fields | records,
+            **{name: fields[name] for name in PLAIN_FIELDS} | records,
             schedule=schedule,
             conditioning=conditioning[index],
             **{name: column[index] for name, column in columns.items()},
@@ -149,16 +150,21 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+@cache  # a signature takes longer to make than a record to check, and a call has hundreds
+def _parameters(record: type) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(record).parameters
+
+
 def read_record(record: type[Record], value: object, where: str) -> Record:
     """Return a record of a JSON object, with checked names and types of its fields."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
 
-    fields = inspect.signature(record).parameters
+    fields = _parameters(record)
     unknown = sorted(value.keys() - fields.keys())
     if unknown:
         raise ValueError(
-            f"{where} has unknown keys {', '.join(unknown)}; known: {', '.join(fields)}"
+            f"{where} has unknown keys {', '.join(unknown)[:200]}; known: {', '.join(fields)}"
         )
 
     required = {name for name, field in fields.items() if field.default is field.empty}

@@ -60,7 +60,7 @@ def test_peak_memory_is_a_few_tensors_whatever_the_size(
 ) -> None:
     """Read whole or mapped, the large model would take 0.5 GiB more than the tiny one.
 
-    Its tensors are below 30 MiB. Two are in memory, or 64 MiB ahead, with what they are cut into.
+    Its tensors are below 30 MiB. Two are in memory, with what they are cut into.
     """
     there = tmp_path / "tp4"
     back = tmp_path / "back"
