@@ -142,17 +142,15 @@ def _veomni_worker(pipeline: Path, sp: int) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
     from veomni.arguments import MixedPrecisionConfig
-    from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
     from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
 
     from megadiff.engines import veomni
+    from megadiff.engines.gathering import local
+    from megadiff.engines.lora import read_start
+    from megadiff.tensors.source_folder import SourceFolder
 
     mesh = init_mesh(resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=2), "cpu")
-    veomni._prepare_import(mesh)
-    state = init_parallel_state(
-        dp_size=mesh.dp, ulysses_size=mesh.sp, dp_mode="fsdp2", device_type="cpu", name=None
-    )
-    set_parallel_state(state)
+    veomni._prepare_library(mesh)
     adapter = WanAdapter(pipeline)
     module = adapter.empty_transformer()
     split_tokens(module, adapter.plan, ulysses_axes(mesh), adapter.attention)
@@ -173,7 +171,9 @@ def _veomni_worker(pipeline: Path, sp: int) -> None:
         "blocks.1",
     ]
     parameters = dict(module.named_parameters())
-    veomni._load_source(parameters, pipeline / "transformer", seed=0)
+    source = SourceFolder(pipeline / "transformer")
+    for name, parameter in parameters.items():
+        read_start(source, name, [veomni._shard(parameter, local(parameter))], seed=0)
 
     size = NUM_SAMPLES // mesh.dp
     samples = slice(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
