@@ -160,7 +160,7 @@ def read_record(record: type[Record], value: object, where: str) -> Record:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}; it must be a JSON object")
 
-    fields = _parameters(record)
+    fields = _parameters(record)  # type: ignore[arg-type]  # a class has a hash
     unknown = sorted(value.keys() - fields.keys())
     if unknown:
         raise ValueError(
