@@ -44,7 +44,13 @@ def pretend(world_size: int) -> None:
     os.environ.update(alone)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     new_group = dist.new_group
-    dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        return new_group(*args, **kwargs | {"backend": "fake"})
+
+    # the second is what torch's own functions call, new_subgroups_by_enumeration() among them
+    dist.new_group = new_fake_group
+    dist.distributed_c10d.new_group = new_fake_group
     for kind, stand_in in (("gather", repeat_own), ("reduce", take_own)):
         for name in STAND_INS[kind]:
             setattr(dist, name, stand_in)
