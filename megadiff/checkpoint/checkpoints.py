@@ -24,13 +24,13 @@ from megadiff.checkpoint.run_folders import (
     PROGRESS,
     progress_record,
     read_progress,
-    step_name,
     whole_looking,
 )
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
+from megadiff.observe.step_folders import step_folder, step_name
 from megadiff.parallel.collectives import AgreedError, agreed, broadcast_json, gather_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.whole_folder import sync_entry
@@ -91,7 +91,7 @@ class Checkpoints:
         return target
 
     def folder_of(self, step: int) -> Path:
-        return self.folder / step_name(step)
+        return step_folder(self.folder, step)
 
     def aside_of(self, step: int, *, rescue: bool = False) -> Path:
         """Return where a checkpoint is written before it is renamed; a rescue's is its own."""

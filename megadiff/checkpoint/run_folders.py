@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from megadiff import __version__
+from megadiff.observe.step_folders import step_folder
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED, check_seal, digest, sealed
 from megadiff.tensors.shards import SHARD_SUFFIX
@@ -22,11 +23,6 @@ from megadiff.types import Progress
 
 PROGRESS = "progress.json"
 CONFIG = "config.yaml"
-
-
-def step_name(step: int) -> str:
-    """Name a step's folder. Names sort by step."""
-    return f"step_{step:06d}"
 
 
 def whole_looking(folder: Path) -> list[Path]:
@@ -50,7 +46,7 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
     # names sort by step
     if step is None:
         return folders[-1]
-    chosen = run / "checkpoints" / step_name(step)
+    chosen = step_folder(run / "checkpoints", step)
     if chosen not in folders:
         names = ", ".join(folder.name for folder in folders)
         raise ValueError(f"{run} has no checkpoint of step {step}, but {names}")

@@ -6,8 +6,13 @@ import shutil
 from pathlib import Path
 
 
+def step_name(step: int) -> str:
+    """Name a step's folder. Names sort by step."""
+    return f"step_{step:06d}"
+
+
 def step_folder(parent: Path, step: int) -> Path:
-    return parent / f"step_{step:06d}"
+    return parent / step_name(step)
 
 
 def step_folders(parent: Path) -> list[tuple[int, Path]]:

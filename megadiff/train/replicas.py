@@ -19,6 +19,7 @@ import torch
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
+from megadiff.observe.text_files import write_whole
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
@@ -174,9 +175,7 @@ def run_id(config: Config, folder: Path) -> str:
     if not re.fullmatch("[0-9a-f]{8}", digits):
         digits = secrets.token_hex(4)
         folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{RUN_ID_FILE}.{os.getpid()}")
-        aside.write_text(f"{digits}\n", encoding="utf-8")
-        os.replace(aside, path)  # a run that is killed here leaves a whole file or none
+        write_whole(path, f"{digits}\n")
     of_folder = hashlib.sha256(f"{digits}{folder.resolve()}".encode()).hexdigest()[:8]
     name = quote(config.run.name, safe="")[:RUN_NAME_CHARS]  # it travels in a header
     return f"{name}-{of_folder}"
