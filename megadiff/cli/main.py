@@ -9,6 +9,7 @@ from typing import NoReturn
 import megadiff
 from megadiff.cli.console import leave, show_crashes
 from megadiff.process.doors import near
+from megadiff.process.garbage import collection_paused
 
 COMMANDS = {  # name → (module that has its main(), what it does)
     "train": ("megadiff.cli.train", "post-train a policy: CONFIG.yaml … key=value …"),
@@ -43,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
         return 2
 
-    module, _ = COMMANDS[command]  # no other is imported: most take seconds
-    return importlib.import_module(module).main(rest)
+    name, _ = COMMANDS[command]  # no other is imported: most take seconds
+    with collection_paused():
+        module = importlib.import_module(name)
+    return module.main(rest)
 
 
 def entry() -> NoReturn:

@@ -21,16 +21,6 @@ import torch.multiprocessing
 
 from megadiff.cli.console import show_crashes
 
-PRELOAD = [
-    "torch._dynamo",  # imported by the first optimizer
-    "diffusers.models.transformers.transformer_qwenimage",
-    "diffusers.models.transformers.transformer_wan",
-    "veomni.models.diffusers.qwen_image.qwen_image_transformer.modeling_qwen_image_transformer",
-    "veomni.distributed.torch_parallelize",
-    "megadiff.engines.veomni",
-    "megadiff.parallel.tensor_parallel",
-    "megadiff.cli.train",
-]
 PORTS = range(
     20_000, 32_000
 )  # below those that the system gives out, so that no one else takes one between probe and use
@@ -166,4 +156,4 @@ def _command_main(
 
 def _prepare_server() -> None:
     os.environ["VEOMNI_VERBOSITY"] = "ERROR"  # before the server imports it
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload(["tests.distributed.preload"])

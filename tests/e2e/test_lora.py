@@ -180,6 +180,7 @@ def _push_base(client: ReplicaClient, model: Path, *, version: int) -> None:
         encode_bucket([(f"transformer.{name}", tensor) for name, tensor in tensors.items()])
     )
     client.weights_commit(version)
+    client.release()  # the next run would wait until this one counts as gone
 
 
 def _evaluate(arguments: list[str]) -> None:

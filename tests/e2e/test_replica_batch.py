@@ -65,6 +65,7 @@ def clients(registry: Path, tiny_model: Path) -> Iterator[list[ReplicaClient]]:
         client.weights_commit(0)
     yield clients
     for client in clients:
+        client.release()
         client.close()
 
 

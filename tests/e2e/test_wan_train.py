@@ -71,6 +71,7 @@ def differing(kind: str, tiny_wan: dict[str, Path], wan_registries: dict[str, Pa
     client = ReplicaClient(url, name)
     client.weights_begin(100, {})  # a push of nothing: its commit says what the replica uses
     (worker,) = client.weights_commit(100)
+    client.release()  # the next run would wait until this one counts as gone
     components = [path.name for path in tiny_wan[kind].glob("transformer*")]
     files = fingerprints(folder_weights(tiny_wan[kind], components))
     held = {name: value for name, value in worker["fingerprints"].items() if ".lora_" not in name}

@@ -4,7 +4,6 @@ order that comes over socket FD. See servers.Zygote, which talks to it in lines 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
@@ -13,6 +12,8 @@ import socket
 import sys
 import traceback
 from typing import NoReturn
+
+from tests.frozen import import_frozen
 
 PRELOAD = [
     "vllm_omni.entrypoints.async_omni",
@@ -29,8 +30,7 @@ PRELOAD = [
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    for module in PRELOAD:
-        importlib.import_module(module)
+    import_frozen(PRELOAD)
     alive: set[int] = set()
     with channel.makefile("rw") as lines:
         for line in lines:  # until the tests end

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from megadiff.rollout.server.late_outputs import deliver_late_outputs
+from megadiff.rollout.server.patient_polls import poll_patiently
 from megadiff.rollout.server.raw_results import pass_results_untouched
 from megadiff.rollout.spec import ReplicaSpec
 
@@ -62,9 +63,11 @@ def build_engine(
     private_folder: of the replica's processes alone, where its workers meet; None: by TCP.
     """
     from vllm_omni.diffusion import diffusion_engine
+    from vllm_omni.engine import orchestrator
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
     pass_results_untouched(diffusion_engine)
+    poll_patiently(orchestrator)
     if _minor(version("vllm-omni")) == "0.26":
         from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 

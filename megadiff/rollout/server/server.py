@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadiff.process.garbage import freeze_startup_objects
+from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.rollout.proof import is_loopback
 from megadiff.rollout.spec import ReplicaSpec
@@ -50,8 +50,9 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
 
     # These import torch, which takes seconds: a port that is taken is told before.
-    from megadiff.models.registry import build_adapter, check_model_folder
-    from megadiff.process.allocator import grow_segments
+    with collection_paused():
+        from megadiff.models.registry import build_adapter, check_model_folder
+        from megadiff.process.allocator import grow_segments
 
     grow_segments()
     try:
@@ -194,23 +195,24 @@ async def _serve(
     listener: socket.socket,
     private_folder: Path,
 ) -> None:
-    import uvicorn
+    with collection_paused():
+        import uvicorn
 
-    from megadiff.rollout.server.late_join import load_newest
-    from megadiff.rollout.server.omni_app import (
-        build_app,
-        build_engine,
-        call_worker,
-        check_versions,
-    )
-    from megadiff.rollout.server.punctual import PunctualProtocol
-    from megadiff.rollout.server.replica import Replica
-    from megadiff.rollout.server.routes import replica_app
-    from megadiff.sync.transports.shared_memory import sweep
+        from megadiff.rollout.server.late_join import load_newest
+        from megadiff.rollout.server.omni_app import (
+            build_app,
+            build_engine,
+            call_worker,
+            check_versions,
+        )
+        from megadiff.rollout.server.punctual import PunctualProtocol
+        from megadiff.rollout.server.replica import Replica
+        from megadiff.rollout.server.routes import replica_app
+        from megadiff.sync.transports.shared_memory import sweep
 
-    omni_version = check_versions()
-    sweep()
-    engine = build_engine(spec, pipeline=pipeline, private_folder=private_folder)
+        omni_version = check_versions()
+        sweep()
+        engine = build_engine(spec, pipeline=pipeline, private_folder=private_folder)
 
     try:
         model = await call_worker(engine, "describe")
