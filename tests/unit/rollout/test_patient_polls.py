@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from megadiff.rollout.server import patient_polls
 from megadiff.rollout.server.patient_polls import LONGEST_S, PatientAsyncio, poll_patiently
 
 
@@ -27,10 +27,11 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_polls_become_rare_and_a_result_makes_them_frequent(
     slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    clock_s = iter([100.0, 100.04, 100.1, 100.25, 160.0, 160.1])
+    clock = SimpleNamespace(monotonic=lambda: next(clock_s))
+    monkeypatch.setattr(patient_polls, "time", clock)  # not the event loop's
     patient = PatientAsyncio()
-    for now_s in (100.0, 100.04, 100.1, 100.25, 160.0):
+    for _ in range(5):
         asyncio.run(patient.sleep(0.001))
     assert slept == pytest.approx([0.001, 0.001, 0.002, 0.005, LONGEST_S])
 
