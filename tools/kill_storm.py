@@ -371,7 +371,9 @@ def main(argv: list[str] | None = None) -> int:
     import megadiff.cli.train  # noqa: F401  (forks have it)
     import megadiff.engines.veomni  # noqa: F401
     from examples.tiny_models.qwen_image import write_tiny_pipeline
+    from megadiff.process.garbage import freeze_startup_objects
 
+    freeze_startup_objects()  # a collection in a fork copies all pages that it walks through
     source = random.Random(options.seed)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-storm-"))
     folder.mkdir(parents=True, exist_ok=True)
