@@ -103,7 +103,6 @@ class ShardedEngine(ComponentState):
 
     def log_probs(self, batch: TrainBatch, rows: ComponentRows, into: LogProbs) -> None:
         """Fill in the log_probs of the component's rows, without gradient."""
-        sampling = batch.sampling
         with torch.no_grad(), self._in_use():
             size = self.config.train.microbatch_size
             for microbatch, counts in padded_microbatches(batch, rows, size, self.mesh.device):
@@ -113,11 +112,7 @@ class ShardedEngine(ComponentState):
                     continue
 
                 step = sde.SdeStep(
-                    sde_type=sampling.sde_type,
-                    sigma_B=microbatch.sigma_B,
-                    sigma_next_B=microbatch.sigma_next_B,
-                    schedule=batch.schedule,
-                    eta=sampling.eta,
+                    batch.sampling, batch.schedule, microbatch.sigma_B, microbatch.sigma_next_B
                 )
                 mean_BLC = sde.step_mean(step, microbatch.latents_BLC, velocity_BLC)
                 log_prob_B = sde.log_prob(step, microbatch.prev_sample_BLC, mean_BLC)

@@ -142,11 +142,10 @@ class BatchSampler:
             noise_BLC = sde_noise_rows(self.token_shape, keys, step_index=index)
             rows_B = rows_B.to(self.device, non_blocking=True)
             sde = SdeStep(
-                sde_type=self.sampling.sde_type,
-                sigma_B=sigma.expand(len(rows_B)),
-                sigma_next_B=sigma_next.expand(len(rows_B)),
-                schedule=self.schedule,
-                eta=self.sampling.eta,
+                self.sampling,
+                self.schedule,
+                sigma.expand(len(rows_B)),
+                sigma_next.expand(len(rows_B)),
             )
             prev_sample_BLC, log_prob_B = sde_step(
                 sde,

@@ -261,7 +261,6 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
     """Recompute the window's latents from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
-    sampling = batch.sampling
     schedule = batch.schedule
     group_key = noise.group_key(seed=engine.config.seed, step=step, prompt_id=group.prompt.id)
     keys = noise.sample_keys(group_key, group.sample_indices)
@@ -273,15 +272,9 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
 
     states = [latents_NLC]
     for index in range(start, start + batch.num_window_steps):
-        mean_NLC = _step_mean(engine, batch, states[-1], index, sampling.sde_type)
+        mean_NLC = _step_mean(engine, batch, states[-1], index, batch.sampling.sde_type)
         sigma_B, sigma_next_B = schedule[index : index + 2].split(1)
-        sde_step = sde.SdeStep(
-            sde_type=sampling.sde_type,
-            sigma_B=sigma_B,
-            sigma_next_B=sigma_next_B,
-            schedule=schedule,
-            eta=sampling.eta,
-        )
+        sde_step = sde.SdeStep(batch.sampling, schedule, sigma_B, sigma_next_B)
         noise_NLC = noise.sde_noise_rows(shape, keys, step_index=index)
         states.append(mean_NLC + sde.injected_std(sde_step) * noise_NLC.to(mean_NLC))
 
