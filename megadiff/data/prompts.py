@@ -13,6 +13,7 @@ from typing import Any
 
 from megadiff.data.pixels import read_first_frame
 from megadiff.process.workers import share_of_cores
+from megadiff.tensors import model_files
 from megadiff.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -174,14 +175,9 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
 def parse_json(where: str | Path, text: str) -> object:
     """Return the JSON value. Raises ValueError, with where it stands, for anything else."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
-    except ValueError as error:  # of Python: a number of more digits than it reads
-        reason = str(error)
-    except RecursionError:
-        reason = "it is nested too deep"
-    raise ValueError(f"{where}: not valid JSON ({reason}): {text[:80]!r}")
+        return model_files.parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON ({error}): {text[:80]!r}") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -143,18 +143,11 @@ def evaluate(
     # in the plan's order, whatever rank drew a sample
     order = {identity: position for position, identity in enumerate(identities)}
 
-    sampling = eval_sampling(config)
     evaluation = Evaluation(
+        **vars(eval_sampling(config)),
         model=model,
         step=policy_version or 0,
         seed=config.seed,
-        num_inference_steps=sampling.num_inference_steps,
-        true_cfg_scale=sampling.true_cfg_scale,
-        guidance_scale=sampling.guidance_scale,
-        guidance_scale_2=sampling.guidance_scale_2,
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
         samples=sorted(scored.samples, key=lambda sample: order[sample.identity]),
         diversity={name: _mean_figure(scored.figures, name) for name in FIGURES},
     )
