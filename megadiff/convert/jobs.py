@@ -24,7 +24,6 @@ from megadiff.convert.model_folders import (
     rest_of,
     write_index,
 )
-from megadiff.convert.other_files import OtherFiles
 from megadiff.convert.sources import Source, ordered_state
 from megadiff.convert.stored_tensors import (
     StoredTensor,
@@ -101,7 +100,14 @@ class ModelJob:
                 )
 
     def read_back(self, folder: Path) -> StoredTensors:
-        _check_copies(self._rest, folder)
+        for path in self._rest.files:
+            original = self._rest.root / path
+            # shallow=True would compare sizes and times, which copy2() copies.
+            if not filecmp.cmp(folder / path, original, shallow=False):
+                raise ValueError(
+                    f"the copy of {original} is another file; the disk or the memory is at fault"
+                )
+
         tensors: dict[str, StoredTensor] = {}
         for name, component in open_model(folder).components.items():
             tensors |= prefixed(f"{name}.", component.tensors)
@@ -239,7 +245,12 @@ class LoraJob:
                 )
 
             if self._with_peft:
-                config = lora_files.peft_config(self._lora, base=self._base_path(component))
+                base = self._source.base
+                if base and len(base.components) > 1:
+                    path = base.components[component].folder
+                else:
+                    path = base.path if base else None
+                config = lora_files.peft_config(self._lora, base=path)
                 text = json.dumps(config, indent=2) + "\n"
                 (lora_folder / lora_files.PEFT_CONFIG).write_text(text, encoding="utf-8")
 
@@ -260,12 +271,6 @@ class LoraJob:
             return {component: folder for component in policy}
         return {component: folder / component for component in policy}
 
-    def _base_path(self, component: str) -> Path | None:
-        base = self._source.base
-        if not base:
-            return None
-        return base.path if len(base.components) == 1 else base.components[component].folder
-
 
 def _needed_base(source: Source) -> ModelFolder:
     if not source.base:
@@ -282,7 +287,7 @@ def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> l
         model = base.components[component].model
         # The plan wants all parameters: a LoRA is cut as the weight that it changes.
         shapes = {**model.shapes, **{name: stored.meta.shape for name, stored in tensors.items()}}
-        boxes = LAYOUTS[backend](shapes, model.plan, model.num_heads, num_ranks)
+        boxes = LAYOUTS[backend](shapes, model, num_ranks)
         # Only now: a number of ranks that is refused may be one that memory does not hold.
         ranks = ranks or [{} for _ in boxes]
         for boxes_of_all, boxes_of_component in zip(ranks, boxes, strict=True):
@@ -315,15 +320,4 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
                 f"{source.path} is a LoRA of {len(modules)} modules, the engines wrap "
                 f"{len(wrapped)} of this model: only there {sorted(modules - wrapped)[:4]}, only "
                 f"here {sorted(wrapped - modules)[:4]}; --to merged takes it as it is"
-            )
-
-
-def _check_copies(rest: OtherFiles, folder: Path) -> None:
-    """Raise ValueError when a file that was copied is another."""
-    for path in rest.files:
-        original = rest.root / path
-        # shallow=True would compare sizes and times, which copy2() copies.
-        if not filecmp.cmp(folder / path, original, shallow=False):
-            raise ValueError(
-                f"the copy of {original} is another file; the disk or the memory is at fault"
             )

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megadiff.models.registry import ComponentModel
 from megadiff.parallel.mesh import check_heads
-from megadiff.parallel.plan import ParallelPlan
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, local shape
 
 
 def _tensor_parallel(
-    shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, num_heads: int, num_ranks: int
+    shapes: Mapping[str, tuple[int, ...]], model: ComponentModel, num_ranks: int
 ) -> list[dict[str, Box]]:
     """Return the plan's shards; what is whole on every rank is the first rank's to write."""
-    check_heads(num_heads, sp=1, tp=num_ranks)
+    check_heads(model.num_heads, sp=1, tp=num_ranks)
 
     ranks = []
     for rank in range(num_ranks):
-        placements = plan.placements(shapes, tp=num_ranks, tp_rank=rank, sequence_parallel=True)
+        placements = model.plan.placements(
+            shapes, tp=num_ranks, tp_rank=rank, sequence_parallel=True
+        )
         boxes = {
             name: (placement.offsets, placement.local_shape)
             for name, placement in placements.items()
@@ -29,7 +31,7 @@ def _tensor_parallel(
 
 
 def _fully_sharded(
-    shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, num_heads: int, num_ranks: int
+    shapes: Mapping[str, tuple[int, ...]], model: ComponentModel, num_ranks: int
 ) -> list[dict[str, Box]]:
     """Cut rows in equal parts, rounded up, as FSDP2 does: the last ranks have fewer or none."""
     # With more ranks than rows the last ones have none of any tensor.

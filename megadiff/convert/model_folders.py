@@ -209,12 +209,11 @@ def rest_of(base: ModelFolder) -> OtherFiles:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
 
     weighted = {component.where for component in base.components.values()}
-
-    def is_weight(path: Path) -> bool:
-        # Other components keep theirs: only trained weights are written anew.
-        return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
-
-    return other_files(base.path, is_left_out=is_weight)
+    # Other components keep theirs: only trained weights are written anew.
+    return other_files(
+        base.path,
+        is_left_out=lambda path: path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES),
+    )
 
 
 def write_index(

@@ -115,7 +115,13 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
         negative_text = Prompt.negative_text
     negative_text = checked_text(where, "negative_prompt", negative_text, max_chars)
 
-    name = _image_name(where, fields.pop(IMAGE, None), folder) if folder else ""
+    name = fields.pop(IMAGE, None) if folder else ""
+    if not isinstance(name, str) or folder and not name:
+        raise ValueError(
+            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs "
+            f"the file of its first frame, named relative to {folder}"
+        )
+
     return Prompt(
         text=text,
         # By name and not by path: prompts that are copied elsewhere keep their noise.
@@ -124,15 +130,6 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
         image=str(folder / name) if folder else "",
         fields=fields,
     )
-
-
-def _image_name(where: str, name: object, folder: Path) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(
-            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs "
-            f"the file of its first frame, named relative to {folder}"
-        )
-    return name
 
 
 def checked_text(where: str, key: str, text: object, max_chars: int) -> str:

@@ -187,7 +187,11 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     elif ends is not None:
         rewards = column(rows, ends.key)
         if len(rewards) > 1:
-            tiles.append(_gain_tile(ends))
+            gain = f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}"
+            detail = f"first {ends.window} → last {ends.window} steps"
+            if ends.noise:
+                detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
+            tiles.append(("Gain", gain, detail))
         # Beside the held-out tile it would begin a second row.
         if not run.evaluations:
             best = f"best step {pretty_number(max(rewards))}"
@@ -208,13 +212,6 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     if gaps:
         tiles.append(("Parity gap", pretty_number(max(gaps)), "largest of the run"))
     return tiles
-
-
-def _gain_tile(ends: Verdict) -> Tile:
-    detail = f"first {ends.window} → last {ends.window} steps"
-    if ends.noise:
-        detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
-    return "Gain", f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}", detail
 
 
 def _heldout_tile(last: Evaluation, heldout: Comparison | None) -> Tile:

@@ -72,7 +72,17 @@ class Scorer:
         num_workers: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        _check_names_and_weights(configs)
+        if TOTAL in configs:
+            raise ValueError(
+                f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
+            )
+        for name, config in configs.items():
+            if not abs(config.weight) <= FLOAT32_MAX:
+                raise ValueError(
+                    f"reward.{name}.weight={config.weight}, must be finite in float32 "
+                    f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
+                )
+
         num_workers = share_of_cores(MAX_WORKERS) if num_workers is None else num_workers
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}, must be at least 1")
@@ -244,17 +254,3 @@ class Scorer:
             f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
             f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
         )
-
-
-def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
-    if TOTAL in configs:
-        raise ValueError(
-            f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
-        )
-
-    for name, config in configs.items():
-        if not abs(config.weight) <= FLOAT32_MAX:
-            raise ValueError(
-                f"reward.{name}.weight={config.weight}, must be finite in float32 "
-                f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
-            )
