@@ -98,6 +98,12 @@ class Sampling:
     # Of the states as they are stored: log_probs are taken from these.
     latents_dtype: str = "float32"
 
+    @property
+    def size_text(self) -> str:
+        """Write WIDTHxHEIGHT, of a video xFRAMES as well."""
+        size = f"{self.width}x{self.height}"
+        return f"{size}x{self.num_frames}" if self.num_frames > 1 else size
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:

@@ -246,10 +246,9 @@ class LoraJob:
 
             if self._with_peft:
                 base = self._source.base
+                path = base.path if base else None
                 if base and len(base.components) > 1:
                     path = base.components[component].folder
-                else:
-                    path = base.path if base else None
                 config = lora_files.peft_config(self._lora, base=path)
                 text = json.dumps(config, indent=2) + "\n"
                 (lora_folder / lora_files.PEFT_CONFIG).write_text(text, encoding="utf-8")

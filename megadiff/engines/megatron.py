@@ -31,9 +31,9 @@ from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
-from megadiff.parallel.lora import Adapters, lora_parameters
+from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
-from megadiff.parallel.plan import Placement
+from megadiff.parallel.plan import Placement, is_lora
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
@@ -86,8 +86,8 @@ class MegatronEngine(ShardedEngine):
             self._ddp.offload_grad_buffers()  # until an update
             with megatron_cpu.making_optimizer(mesh.device):
                 self._distributed = _build_optimizer(config, self._ddp, self._parameters)
-            trained = lora_parameters(transformer) if adapters else self._parameters
-            self._ranges = flat_ranges(self._distributed, trained)
+            low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
+            self._ranges = flat_ranges(self._distributed, low_rank or self._parameters)
             optimizer = self._distributed.optimizer
 
         if self._is_mixed:
@@ -151,7 +151,7 @@ class MegatronEngine(ShardedEngine):
 
         self._ddp.finish_grad_sync()
         self._distributed.prepare_grads()
-        sum_over_tp(self._optimized.values(), "grad", self._tp_group)
+        sum_over_tp(self._optimized.values(), self._tp_group)
         return {
             name: master.grad for name, master in self._optimized.items() if master.grad is not None
         }

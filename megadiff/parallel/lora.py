@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from megadiff.config.schema import LoraConfig
 from megadiff.diffusion.noise import uniform
-from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, is_lora
+from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan
 from megadiff.types import LoraSpec
 
 
@@ -121,11 +121,6 @@ def adapt_linears(module: nn.Module, adapters: Adapters) -> None:
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear), name  # lora_modules() chose linears only
         adapt(linear, adapters, in_features=linear.in_features, out_features=linear.out_features)
-
-
-def lora_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return LoRA's parameters by name, in the module's order."""
-    return {name: parameter for name, parameter in module.named_parameters() if is_lora(name)}
 
 
 @cache

@@ -61,31 +61,13 @@ class Section:
         return not any(value for name, value in vars(self).items() if name not in ("title", "lead"))
 
 
-def write_page(
-    path: Path,
-    *,
-    kind: str,
-    name: str,
-    state: str,
-    headline: str,
-    tiles: Sequence[Tile],
-    sections: Sequence[Section],
-    findings: Sequence[str] = (),
-) -> Path:
+def write_page(path: Path, **parts: Any) -> Path:
     """Write a page aside and rename it, so that a reader never sees half of one; return its path.
 
-    kind: report or evaluation.
+    parts: kind (report or evaluation), name, state and headline, texts; tiles: Tile each;
+    findings: sentences; sections: Section each. One that is left out is an error.
     """
-    html = ENVIRONMENT.get_template("page.html").render(
-        kind=kind,
-        name=name,
-        state=state,
-        headline=headline,
-        tiles=tiles,
-        findings=findings,
-        sections=sections,
-    )
-    write_whole(path, html)
+    write_whole(path, ENVIRONMENT.get_template("page.html").render(parts))
     return path
 
 

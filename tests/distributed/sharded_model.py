@@ -272,7 +272,7 @@ class Ranks:
                 )
             assert all(torch.equal(value, silent[name]) for name, value in found.items())
             group = parallel_state.get_tensor_model_parallel_group()
-            regions.sum_over_tp(self.parameters.values(), "grad", group)
+            regions.sum_over_tp(self.parameters.values(), group)
             for p in self.parameters.values():
                 if p.grad is not None:
                     sum_over_data_parallel(p.grad)

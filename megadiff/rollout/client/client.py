@@ -221,8 +221,11 @@ class ReplicaClient:
     def _workers(self, method: str, path: str, value: object = None) -> list[dict[str, Any]]:
         workers = self._object(method, path, value).get("workers")
         if not isinstance(workers, list):
-            message = f"{method} {path} names no workers; start it with this version of megadiff"
-            raise ReplicaError(self.name, UNUSABLE, message)
+            raise ReplicaError(
+                self.name,
+                UNUSABLE,
+                f"{method} {path} names no workers; start it with this version of megadiff",
+            )
         return workers
 
     def _object(
@@ -231,8 +234,11 @@ class ReplicaClient:
         answer = self._call(method, path, value, **arguments)
         body = _json(answer)
         if not isinstance(body, dict):
-            message = f"{method} {path} answers no JSON object: {answer.body[:80]!r}"
-            raise ReplicaError(self.name, UNUSABLE, message)
+            raise ReplicaError(
+                self.name,
+                UNUSABLE,
+                f"{method} {path} answers no JSON object: {answer.body[:80]!r}",
+            )
         return body
 
     def _call(

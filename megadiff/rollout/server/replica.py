@@ -209,8 +209,11 @@ class Replica:
             async for chunk in chunks(receive):
                 size += len(chunk)
                 if size > self.limits.bucket_bytes:
-                    text = f"the bucket exceeds {self.limits.bucket_bytes} bytes"
-                    raise Refused(413, f"{text}; send smaller buckets (sync.bucket_mib)")
+                    raise Refused(
+                        413,
+                        f"the bucket exceeds {self.limits.bucket_bytes} bytes; send smaller "
+                        "buckets (sync.bucket_mib)",
+                    )
                 file.write(chunk)
                 self.owner.hear(run)
 

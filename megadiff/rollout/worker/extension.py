@@ -33,7 +33,7 @@ from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
 from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_targets
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
-from megadiff.rollout.worker.lora import WRAPPED, PolicyLora, plain_name
+from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
 from megadiff.rollout.worker.weight_feed import Pairs, WeightFeed
 from megadiff.sync.transports.receive import Receiver
 from megadiff.tensors.boxes import worker_boxes
@@ -286,7 +286,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         pushed=False: those that no push reaches instead, of the text encoder, the VAE and so on.
         """
         return {
-            plain_name(name): tensor
+            # the name before LoRA wrapped the layer
+            name.replace(f".{WRAPPED}.", "."): tensor
             for name, tensor in self._pipeline.named_parameters()
             if (name.partition(".")[0] in self._components) == pushed
         }

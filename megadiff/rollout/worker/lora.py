@@ -245,8 +245,3 @@ class PolicyLora(DiffusionLoRAManager):
 
 def _component(name: str) -> str:
     return name.partition(".")[0]
-
-
-def plain_name(parameter: str) -> str:
-    """Return a parameter's name before its layer was wrapped."""
-    return parameter.replace(f".{WRAPPED}.", ".")
