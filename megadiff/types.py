@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]  # of a tensor
+Shapes = Mapping[str, Shape]  # by the tensors' names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:

@@ -19,7 +19,7 @@ from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.tensors.lora_names import is_alpha
 from megadiff.tensors.model_files import read_json
 from megadiff.tensors.tensor_file import TensorFile
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Shapes
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -159,7 +159,7 @@ def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
     return {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
-def lora_misfits(lora: LoraFile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def lora_misfits(lora: LoraFile, shapes: Shapes) -> list[str]:
     """List the pairs that do not fit the model's weights. shapes: of its parameters."""
     problems = []
     for module in lora.spec.modules:

@@ -20,6 +20,7 @@ from megadiff.models.registry import (
 )
 from megadiff.tensors.model_files import read_json, weight_files
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
+from megadiff.types import Shapes
 
 COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -156,7 +157,7 @@ def _only_component(base: Path) -> Path:
 
 def misfits(
     tensors: StoredTensors,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     dtypes: Sequence[torch.dtype],
 ) -> list[str]:

@@ -29,7 +29,7 @@ from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_ch
 from megadiff.parallel.lora import lora_shapes
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import AVERAGED, TRAINED, ShardFolder, shard_file
-from megadiff.types import LoraSpec, Progress
+from megadiff.types import LoraSpec, Progress, Shape, Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,7 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
     )
 
 
-def _trained_shapes(
-    model: ModelFolder, lora: LoraSpec | None
-) -> dict[str, Mapping[str, tuple[int, ...]]]:
+def _trained_shapes(model: ModelFolder, lora: LoraSpec | None) -> dict[str, Shapes]:
     """Return component → parameter → shape, in the model's order, of what training changes."""
     return {
         name: lora_shapes(lora, component.model.shapes) if lora else component.model.shapes
@@ -208,7 +206,7 @@ def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
 
 def _check_state(
     state: StoredTensors,
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    shapes: Mapping[str, Shapes],
     *,
     folder: Path,
     base: ModelFolder,
@@ -218,7 +216,7 @@ def _check_state(
     It has weights of all parameters, averages of all of some components, moments of some
     parameters, in float32, and nothing else.
     """
-    all_shapes: dict[str, tuple[int, ...]] = {}
+    all_shapes: dict[str, Shape] = {}
     for component, shapes_of_component in shapes.items():
         all_shapes |= {f"{component}.{name}": shape for name, shape in shapes_of_component.items()}
 

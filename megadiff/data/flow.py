@@ -11,7 +11,7 @@ from torch import Tensor
 from megadiff.data.latents import LatentDataset
 from megadiff.data.sampler import EpochOrder
 from megadiff.diffusion.noise import row_normals
-from megadiff.types import FlowBatch, Sampling
+from megadiff.types import FlowBatch, Sampling, Shape
 
 
 class FlowBatches(EpochOrder, Iterator[FlowBatch]):
@@ -91,7 +91,7 @@ class FlowBatches(EpochOrder, Iterator[FlowBatch]):
             denominator=float(self._images_per_step * self._draws),
         )
 
-    def _normals(self, shape: tuple[int, ...], position: int, purpose: str) -> Tensor:
+    def _normals(self, shape: Shape, position: int, purpose: str) -> Tensor:
         """Draw [N, *shape] for this rank's rows. Another purpose gives other numbers."""
         return row_normals(
             shape,

@@ -10,6 +10,7 @@ from pathlib import Path
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import open_weights, read_json, weight_files
+from megadiff.types import Shape
 
 TRANSFORMER = "transformer"  # a component that all pipelines have
 WEIGHTED = ("text_encoder", TRANSFORMER, "vae")  # of all pipelines, in safetensors
@@ -81,7 +82,7 @@ class ComponentModel:
     shapes: of all its parameters, in the module's order.
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     plan: ParallelPlan
     num_heads: int
 

@@ -10,7 +10,7 @@ without a copy of anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 from megadiff.config.schema import LoraConfig
 from megadiff.diffusion.noise import uniform
 from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Shapes
 
 
 class Adapters:
@@ -60,9 +60,7 @@ def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> Lor
     )
 
 
-def lora_shapes(
-    spec: LoraSpec | None, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, int]]:
+def lora_shapes(spec: LoraSpec | None, shapes: Shapes) -> dict[str, tuple[int, int]]:
     """Return name → shape of every low-rank tensor, in the order of the base's parameters.
 
     shapes: of the base's parameters.

@@ -16,7 +16,7 @@ from functools import cached_property
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import ParallelPlan, shard_box
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Shape, Shapes
 
 GIB = 2**30
 FLOAT32 = 4
@@ -46,7 +46,7 @@ class ModelShape:
     """
 
     adapter: ModelAdapter
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     lora_spec: LoraSpec | None = None
     lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     num_components: int = 1
@@ -58,7 +58,7 @@ class ModelShape:
         return self.adapter.plan
 
     @cached_property
-    def trained(self) -> dict[str, tuple[int, ...]]:
+    def trained(self) -> dict[str, Shape]:
         """Parameters that get a gradient, in the module's order."""
         if self.lora:
             return dict(self.lora)
@@ -84,7 +84,7 @@ class ModelShape:
     def num_blocks(self) -> int:
         return len(self.units(self.shapes).keys() - {None})
 
-    def units(self, shapes: Mapping[str, tuple[int, ...]]) -> Counter[int | None]:
+    def units(self, shapes: Shapes) -> Counter[int | None]:
         """Return the elements of each block, and under None those of the rest."""
         sizes = Counter[int | None]()
         for name, shape in shapes.items():
@@ -201,7 +201,7 @@ def _fsdp_elements(model: ModelShape, placing: Placing) -> int:
     return sum(_fsdp_shard(shape, placing.shards) for shape in model.shapes.values())
 
 
-def _fsdp_shard(shape: tuple[int, ...], shards: int) -> int:
+def _fsdp_shard(shape: Shape, shards: int) -> int:
     return math.ceil(shape[0] / shards) * math.prod(shape[1:])
 
 

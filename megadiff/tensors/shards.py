@@ -26,6 +26,7 @@ from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter, reserve_descriptors
+from megadiff.types import Shape
 
 SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
@@ -42,7 +43,7 @@ class Shard:
 
     local: Tensor
     offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class TensorBox:
     """A box of a tensor of some shape: where it begins, and its own shape."""
 
     tensor: str
-    shape: tuple[int, ...]
+    shape: Shape
     offsets: tuple[int, ...]
-    local_shape: tuple[int, ...]
+    local_shape: Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class ShardFolder:
         file, index = _read_index(shard_file(self.folder, 0))
         self.values: dict[str, Any] = index["values"]
         self.num_files: int = index["num_files"]
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, Shape] = {}
         self._shards: dict[str, list[StoredShard]] = {}
         # What was read last: boxes of one range often overlap the same shard.
         self._last: tuple[StoredShard, Tensor] | None = None

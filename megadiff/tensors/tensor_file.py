@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, check_seal, sealed
+from megadiff.types import Shape
 
 # In the order in which the safetensors library puts tensors, which keeps them aligned.
 DTYPES_BY_NAME = {
@@ -57,7 +58,7 @@ class TensorMeta:
     """Dtype and shape of a tensor, as a header has them."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def num_bytes(self) -> int:
@@ -218,7 +219,7 @@ class _Entry(NamedTuple):
     end: int
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
