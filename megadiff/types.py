@@ -17,12 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]  # of a tensor
 Shapes = Mapping[str, Shape]  # by the tensors' names
+Figures = dict[str, float]  # by their names, most of them keys of metrics
+JsonObject = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

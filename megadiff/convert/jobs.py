@@ -15,7 +15,7 @@ import yaml
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.convert import lora_files
 from megadiff.convert.copying import Copier, Slot
-from megadiff.convert.layouts import LAYOUTS, Box
+from megadiff.convert.layouts import LAYOUTS, Box, RankBoxes
 from megadiff.convert.model_folders import (
     ModelFolder,
     file_tensors,
@@ -26,7 +26,6 @@ from megadiff.convert.model_folders import (
 )
 from megadiff.convert.sources import Source, ordered_state
 from megadiff.convert.stored_tensors import (
-    StoredTensor,
     StoredTensors,
     cast,
     from_checkpoint,
@@ -108,7 +107,7 @@ class ModelJob:
                     f"the copy of {original} is another file; the disk or the memory is at fault"
                 )
 
-        tensors: dict[str, StoredTensor] = {}
+        tensors: StoredTensors = {}
         for name, component in open_model(folder).components.items():
             tensors |= prefixed(f"{name}.", component.tensors)
         return tensors
@@ -166,7 +165,7 @@ class CheckpointJob:
                 writer.close()
 
         config = yaml.safe_dump(self._config(), sort_keys=False)
-        (folder / CONFIG).write_text(config, encoding="utf-8")
+        (folder / CONFIG).write_text(config, "utf-8")
         # Last: it holds digests of the files beside it.
         (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
 
@@ -251,10 +250,10 @@ class LoraJob:
                     path = base.components[component].folder
                 config = lora_files.peft_config(self._lora, base=path)
                 text = json.dumps(config, indent=2) + "\n"
-                (lora_folder / lora_files.PEFT_CONFIG).write_text(text, encoding="utf-8")
+                (lora_folder / lora_files.PEFT_CONFIG).write_text(text, "utf-8")
 
     def read_back(self, folder: Path) -> StoredTensors:
-        tensors: dict[str, StoredTensor] = {}
+        tensors: StoredTensors = {}
         for component, lora_folder in self._folders(folder).items():
             for name, _, _ in self._formats:
                 file = TensorFile(lora_folder / name)
@@ -279,9 +278,9 @@ def _needed_base(source: Source) -> ModelFolder:
     return source.base
 
 
-def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> list[dict[str, Box]]:
+def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> RankBoxes:
     """Return for each rank: parameter (`transformer.<name>`) → its box."""
-    ranks: list[dict[str, Box]] = []
+    ranks: RankBoxes = []
     for component, tensors in source.policy.items():
         model = base.components[component].model
         # The plan wants all parameters: a LoRA is cut as the weight that it changes.

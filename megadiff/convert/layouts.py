@@ -7,9 +7,10 @@ from megadiff.parallel.mesh import check_heads
 from megadiff.types import Shape, Shapes
 
 Box = tuple[Shape, Shape]  # offsets, local shape
+RankBoxes = list[dict[str, Box]]  # of each rank, by parameter
 
 
-def _tensor_parallel(shapes: Shapes, model: ComponentModel, num_ranks: int) -> list[dict[str, Box]]:
+def _tensor_parallel(shapes: Shapes, model: ComponentModel, num_ranks: int) -> RankBoxes:
     """Return the plan's shards; what is whole on every rank is the first rank's to write."""
     check_heads(model.num_heads, sp=1, tp=num_ranks)
 
@@ -27,7 +28,7 @@ def _tensor_parallel(shapes: Shapes, model: ComponentModel, num_ranks: int) -> l
     return ranks
 
 
-def _fully_sharded(shapes: Shapes, model: ComponentModel, num_ranks: int) -> list[dict[str, Box]]:
+def _fully_sharded(shapes: Shapes, model: ComponentModel, num_ranks: int) -> RankBoxes:
     """Cut rows in equal parts, rounded up, as FSDP2 does: the last ranks have fewer or none."""
     # With more ranks than rows the last ones have none of any tensor.
     most_rows = max(shape[0] for shape in shapes.values() if shape)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.convert.model_folders import COMPONENT, FLOATS, ModelFolder, listed
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_file
+from megadiff.convert.stored_tensors import StoredTensors, from_file
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.tensors.lora_names import is_alpha
 from megadiff.tensors.model_files import read_json
@@ -47,7 +47,7 @@ class LoraFile:
 
     path: Path
     spec: LoraSpec
-    tensors: dict[str, StoredTensor]
+    tensors: StoredTensors
 
 
 def has_loras(path: Path) -> bool:
@@ -185,7 +185,7 @@ def _lora(
     config: Mapping[str, object] | None,
     config_file: Path,
 ) -> LoraFile:
-    tensors: dict[str, StoredTensor] = {}
+    tensors: StoredTensors = {}
     problems = []
 
     for key, meta in file.tensors.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megadiff.convert.other_files import OtherFiles, other_files
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_file
+from megadiff.convert.stored_tensors import StoredTensors, from_file
 from megadiff.models.registry import (
     ComponentModel,
     build_adapter,
@@ -67,12 +67,12 @@ class Component:
         return {path.name: TensorFile(path) for path in self.files}
 
     @cached_property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> StoredTensors:
         """Return the weights, all there and as config.json wants them, in the model's order.
 
         Raises ValueError that names file and tensor otherwise.
         """
-        tensors: dict[str, StoredTensor] = {}
+        tensors: StoredTensors = {}
         problems = []
         for file in self.opened.values():
             for name in file.tensors:
@@ -236,7 +236,7 @@ def write_index(
     index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
     index["weight_map"] = weight_map
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it
-    (folder / indices[0].name).write_text(text, encoding="utf-8")
+    (folder / indices[0].name).write_text(text, "utf-8")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ from megadiff.convert.model_folders import (
     open_model,
     open_single_file,
 )
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_checkpoint, prefixed
+from megadiff.convert.stored_tensors import StoredTensors, from_checkpoint, prefixed
 from megadiff.parallel.lora import lora_shapes
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import AVERAGED, TRAINED, ShardFolder, shard_file
@@ -196,9 +196,9 @@ def check_base(source: Source, *, is_named: bool) -> None:
     logger.warning("warning: %s; they are taken, as --base names them", problem)
 
 
-def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
+def _trained(policy: Mapping[str, StoredTensors]) -> StoredTensors:
     """Return the state of a run that is yet to start from these weights."""
-    state: dict[str, StoredTensor] = {}
+    state: StoredTensors = {}
     for component, tensors in policy.items():
         state |= prefixed(f"{TRAINED}/{component}.", tensors)
     return state
@@ -220,7 +220,7 @@ def _check_state(
     for component, shapes_of_component in shapes.items():
         all_shapes |= {f"{component}.{name}": shape for name, shape in shapes_of_component.items()}
 
-    tensors_by_kind: dict[str, dict[str, StoredTensor]] = {TRAINED: {}}
+    tensors_by_kind: dict[str, StoredTensors] = {TRAINED: {}}
     for name, stored in state.items():
         kind, _, parameter = name.rpartition("/")
         tensors_by_kind.setdefault(kind, {})[parameter] = stored

@@ -37,7 +37,7 @@ from megadiff.parallel.plan import Placement, is_lora
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
-from megadiff.types import DTYPES
+from megadiff.types import DTYPES, Tensors
 
 TESTED_VERSIONS = ("0.16.1",)
 
@@ -146,7 +146,7 @@ class MegatronEngine(ShardedEngine):
     def _microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self._ddp.no_sync()
 
-    def _reduced_gradients(self) -> dict[str, Tensor]:
+    def _reduced_gradients(self) -> Tensors:
         from megadiff.parallel.regions import sum_over_tp
 
         self._ddp.finish_grad_sync()
@@ -172,7 +172,7 @@ class MegatronEngine(ShardedEngine):
         """Gather the weights in use: under bfloat16 the rounded ones, whatever dtype is asked."""
         weights = {name: self._parameters[name].detach() for name in names}
         placements = {name: placement_of(self._parameters[name]) for name in names}
-        gathered: dict[str, Tensor] = {}
+        gathered: Tensors = {}
 
         if self.mesh.tp > 1:
             split = [name for name in names if placements[name].sharded_dim is not None]
@@ -209,7 +209,7 @@ class MegatronEngine(ShardedEngine):
     def _masters_changed(self) -> None:
         self._is_outdated = not self.is_frozen  # a frozen component's masters are the weights
 
-    def _offloadable(self) -> dict[str, Tensor]:
+    def _offloadable(self) -> Tensors:
         if not self._is_mixed:
             return super()._offloadable()
         # masters lie beside the weights under bfloat16

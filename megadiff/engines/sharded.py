@@ -35,7 +35,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
-from megadiff.types import DTYPES, LogProbs, LoraSpec, TrainBatch
+from megadiff.types import DTYPES, LogProbs, LoraSpec, Tensors, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ShardedEngine(ComponentState):
         """Enclose one forward and backward; the last one reduces gradients over ranks."""
 
     @abstractmethod
-    def _reduced_gradients(self) -> dict[str, Tensor]:
+    def _reduced_gradients(self) -> Tensors:
         """Return name → this rank's shard of the reduced gradient, where AdamW reads it."""
 
     @abstractmethod
@@ -186,14 +186,12 @@ class ShardedEngine(ComponentState):
             component=self.component,
         )
 
-    def _backward(
-        self, batch: Batch, loss: Loss, rows: ComponentRows, scale: float
-    ) -> dict[str, Tensor]:
+    def _backward(self, batch: Batch, loss: Loss, rows: ComponentRows, scale: float) -> Tensors:
         """Accumulate the gradient over microbatches. Return this rank's sums of the loss's figures.
 
         A filler's gradient is zero, whatever its loss is, which need not be finite.
         """
-        totals: dict[str, Tensor] = {}
+        totals: Tensors = {}
         size = self.config.train.microbatch_size
         microbatches = padded_microbatches(batch, rows, size, self.mesh.device)
 

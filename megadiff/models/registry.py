@@ -38,7 +38,6 @@ class ModelFamily:
     optional: weighted components that some models of the family have.
     """
 
-    name: str
     pipeline_class: str
     transformer_class: str
     rollout_pipeline: str
@@ -58,14 +57,12 @@ class ModelFamily:
 
 FAMILIES = (
     ModelFamily(
-        name="qwen_image",
         pipeline_class="QwenImagePipeline",
         transformer_class="QwenImageTransformer2DModel",
         rollout_pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
         adapter="megadiff.models.qwen_image.adapter.QwenImageAdapter",
     ),
     ModelFamily(
-        name="wan22",
         pipeline_class="WanPipeline",
         transformer_class="WanTransformer3DModel",
         rollout_pipeline="megadiff.models.wan22.pipeline.WanRolloutPipeline",
@@ -93,7 +90,7 @@ def check_model_folder(folder: Path) -> ModelFamily:
     Reads headers only: seconds at most, before any engine starts. Raises ValueError that names
     what is missing, unknown or cut short.
     """
-    family = _family(folder)
+    family = family_of(folder)
     weighted = family.weighted(read_json(folder / "model_index.json"))
     components = ("scheduler", "tokenizer", *weighted)
 
@@ -112,7 +109,8 @@ def check_model_folder(folder: Path) -> ModelFamily:
     return family
 
 
-def _family(folder: Path) -> ModelFamily:
+def family_of(folder: Path) -> ModelFamily:
+    """Return the family that model_index.json names. Raises ValueError for another."""
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
     class_name = read_json(folder / "model_index.json").get("_class_name")
@@ -128,7 +126,7 @@ def build_adapter(folder: Path) -> ModelAdapter:
 
     Raises ValueError as `check_model_folder` does.
     """
-    family = _family(folder)
+    family = family_of(folder)
     for name in (TRANSFORMER, *family.optional):
         component = folder / name
         if name == TRANSFORMER or component.is_dir():

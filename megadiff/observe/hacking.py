@@ -7,14 +7,14 @@ samples, no proof. docs/reading_a_run.md says what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.metrics import (
-    Row,
+    Rows,
     Verdict,
     column,
     config_number,
@@ -112,9 +112,7 @@ RISES = {
 }
 
 
-def signs(
-    rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None
-) -> list[Sign]:
+def signs(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None = None) -> list[Sign]:
     """Return the signs of an exploited reward, the gravest first.
 
     There are none while the reward has no clear gain.
@@ -146,7 +144,7 @@ def _is_clear_gain(ends: Verdict) -> bool:
     return ends.is_clear and ends.gain > 0
 
 
-def _falls(rows: Sequence[Row], ends: Verdict) -> Iterator[Sign]:
+def _falls(rows: Rows, ends: Verdict) -> Iterator[Sign]:
     for name, fall in FALLS.items():
         change = _change(rows, fall.key)
         if (
@@ -167,7 +165,7 @@ def _falls(rows: Sequence[Row], ends: Verdict) -> Iterator[Sign]:
             yield Sign(kind=f"{name} narrow", gravity=MILD, claim=claim)
 
 
-def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Sign]:
+def _rises(rows: Rows, ends: Verdict) -> Iterator[Sign]:
     for name, rise in RISES.items():
         change = _change(rows, rise.key)
         if (
@@ -182,7 +180,7 @@ def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Sign]:
         yield Sign(kind=name, gravity=2, claim=claim)
 
 
-def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Sign]:
+def _lags(rows: Rows, heldout: Comparison | None) -> Iterator[Sign]:
     """Yield held-out scores that lag behind what training gained up to the last evaluation."""
     last_evaluated = -1
     for row in rows:
@@ -215,7 +213,7 @@ def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Sign]:
             yield Sign(kind=f"{name} lags", gravity=3, claim=claim)
 
 
-def _scores(rows: Sequence[Row], heldout: Comparison | None) -> dict[str, Change]:
+def _scores(rows: Rows, heldout: Comparison | None) -> dict[str, Change]:
     """Return held-out score → its change from the first evaluation to the last."""
     if heldout is not None:
         changes = {name: _paired_change(heldout, name) for name in heldout.reward_names}
@@ -236,7 +234,7 @@ def _paired_change(heldout: Comparison, name: str) -> Change | None:
     return Change(first=first, last=last, low=difference.low, high=difference.high)
 
 
-def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
+def _evaluated_change(rows: Rows, key: str) -> Change | None:
     """Compare first and last evaluation, give or take UNKNOWN_NOISE; None with fewer than two."""
     values = column(rows, key)
     if len(values) < 2:
@@ -246,7 +244,7 @@ def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
     return _uncertain(values[0], values[-1], slack)
 
 
-def _change(rows: Sequence[Row], key: str) -> Change | None:
+def _change(rows: Rows, key: str) -> Change | None:
     """Compare the first and last steps, ± CLEAR standard errors; None for too few steps."""
     values = column(rows, key)
     window = min(MAX_STEPS, len(values) // 2)

@@ -18,6 +18,7 @@ from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import ParallelPlan, shard_box
 from megadiff.types import LoraSpec, Shape, Shapes
 
+Ranges = list[tuple[int, int]]  # (start, end) each
 GIB = 2**30
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
@@ -285,17 +286,15 @@ def _megatron_gathered(model: ModelShape, placing: Placing, work: Work, *, train
     return work.itemsize * largest // placing.layout.tp if training else 0
 
 
-def megatron_buffer(
-    sizes: Sequence[int], *, ranks: int, bucket_size: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def megatron_buffer(sizes: Sequence[int], *, ranks: int, bucket_size: int) -> tuple[Ranges, Ranges]:
     """Return (start, end) of each bucket and of each parameter in Megatron's buffers, in elements.
 
     sizes: of the parameters as the buffer has them, the module's last one first.
     bucket_size: a bucket is closed when it is reached.
     """
     divisor = math.lcm(ranks, MEGATRON_BUCKET_ALIGNMENT)
-    buckets: list[tuple[int, int]] = []
-    ranges: list[tuple[int, int]] = []
+    buckets: Ranges = []
+    ranges: Ranges = []
     bucket_start = 0
     end = 0
 
@@ -313,9 +312,7 @@ def megatron_buffer(
     return buckets, ranges
 
 
-def _owned(
-    buckets: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]], *, num_ranks: int
-) -> list[tuple[int, int]]:
+def _owned(buckets: Ranges, ranges: Ranges, *, num_ranks: int) -> list[tuple[int, int]]:
     """Return (elements, parameters) of each rank, which owns an equal range of every bucket."""
     elements = [0] * num_ranks
     num_tensors = [0] * num_ranks

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megadiff.observe.metrics import pretty_number
 from megadiff.observe.text_files import write_whole
+from megadiff.report.charts import Drawing
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Prompts and names are a user's text, so everything is escaped but what a template itself writes.
@@ -46,12 +47,12 @@ class Section:
 
     title: str
     lead: str = ""
-    bars: Sequence[dict[str, Any]] = ()
-    charts: Sequence[dict[str, Any]] = ()
+    bars: Sequence[Drawing] = ()
+    charts: Sequence[Drawing] = ()
     table: Sequence[Sequence[str]] = ()
-    wall: dict[str, Any] | None = None
-    strips: Sequence[dict[str, Any]] = ()
-    time: dict[str, Any] | None = None
+    wall: Drawing | None = None
+    strips: Sequence[Drawing] = ()
+    time: Drawing | None = None
     note: str = ""
     config: str = ""
 

@@ -18,7 +18,7 @@ from megadiff.rewards.answers import FLOAT32_MAX, samples_text, score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
 from megadiff.rewards.gil_watch import GRACE_S
 from megadiff.rewards.workers import Workers
-from megadiff.types import Prompt, RolloutGroup
+from megadiff.types import Prompt, RolloutGroup, Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Scorer:
 
         self._groups.append(samples)
 
-    def collect(self) -> dict[str, Tensor]:
+    def collect(self) -> Tensors:
         """Wait for the groups submitted since the last collect(); the scorer is empty again.
 
         Returns reward name → [P, G] float32, groups in order of submission, and under "total" their
@@ -156,7 +156,7 @@ class Scorer:
         finally:
             self.reset()
 
-    def score(self, groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
+    def score(self, groups: Sequence[RolloutGroup]) -> Tensors:
         """Submit all groups and collect them."""
         for group in groups:
             self.submit(group)
@@ -217,7 +217,7 @@ class Scorer:
                 logger.error("reward %r failed", call.reward.name, exc_info=error.__cause__)
             raise error
 
-    def _gather(self) -> dict[str, Tensor]:
+    def _gather(self) -> Tensors:
         shape = (len(self._groups), len(self._groups[0]))
         scores = {name: torch.zeros(shape, dtype=torch.float32) for name in self.rewards}
         self.reward_s = dict.fromkeys(self.rewards, 0.0)

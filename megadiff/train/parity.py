@@ -26,7 +26,14 @@ from megadiff.train.components import component_steps
 from megadiff.train.probe import Call
 from megadiff.train.replicas import RunReplicas
 from megadiff.train.sampling import broadcast_groups, for_replica, group_requests, sampling_of
-from megadiff.types import LOG_PROB_ROUNDING, PromptBatch, RolloutGroup, Sampling, TrainBatch
+from megadiff.types import (
+    LOG_PROB_ROUNDING,
+    Figures,
+    PromptBatch,
+    RolloutGroup,
+    Sampling,
+    TrainBatch,
+)
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
@@ -41,9 +48,7 @@ class ParityError(RuntimeError):
     """Trainer and replica disagree by more than the clip range, or rounding, allows."""
 
 
-def check(
-    engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step: int
-) -> dict[str, float]:
+def check(engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step: int) -> Figures:
     """Recompute the calls of every replica and component, group by group. Collective.
 
     Returns the gaps, each the maximum over groups, replicas, components and ranks:
@@ -61,7 +66,7 @@ def check(
     fleet = replicas.fleet
     num_replicas = len(fleet.replicas)
     samplings = component_samplings(engine.adapter, sampling_of(config.rollout))
-    gaps: dict[str, float] = {}
+    gaps: Figures = {}
     problem = ""
 
     turns = range(mesh.dp_rank, mesh.dp_rank + num_replicas, mesh.dp)
@@ -91,7 +96,7 @@ def check(
     return gaps
 
 
-def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bool) -> bool:
+def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bool:
     """Tell whether a step's old log_probs are recomputed by the trainer before its first update.
 
     gaps: from check(). before: whether the run did so until now, which old_log_prob=auto stays
@@ -140,7 +145,7 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
     return samplings
 
 
-def verdict(gaps: dict[str, float], config: Config) -> str:
+def verdict(gaps: Figures, config: Config) -> str:
     """Return '' when the gaps are harmless, else what is wrong, with both numbers.
 
     Half the clip range is too much of a gap where updates are relative to the rollout's log_probs.
@@ -218,7 +223,7 @@ def _sample(
 
 def _gaps(
     engine: Engine, groups: Sequence[RolloutGroup], call: Call, *, step: int
-) -> list[dict[str, float]]:
+) -> list[Figures]:
     """Compare each group with what the trainer computes. Returns a dict of gaps for each.
 
     A group is computed by itself, where no other row can be taken for its own, and once more

@@ -282,6 +282,6 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
     finally:
         is_ours = False
         with suppress(OSError, ValueError):  # whoever may write there may have changed it
-            is_ours = json.loads(path.read_text(encoding="utf-8")) == entry
+            is_ours = json.loads(path.read_text("utf-8")) == entry
         if is_ours:
             path.unlink(missing_ok=True)
