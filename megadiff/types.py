@@ -17,9 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Shape = tuple[int, ...]  # of a tensor
+Shapes = Mapping[str, Shape]  # by the tensors' names
+Figures = dict[str, float]  # by their names, most of them keys of metrics
+JsonObject = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,12 @@ class Sampling:
 
     # Of the states as they are stored: log_probs are taken from these.
     latents_dtype: str = "float32"
+
+    @property
+    def size_text(self) -> str:
+        """Write WIDTHxHEIGHT, of a video xFRAMES as well."""
+        size = f"{self.width}x{self.height}"
+        return f"{size}x{self.num_frames}" if self.num_frames > 1 else size
 
 
 @dataclass(frozen=True, kw_only=True)

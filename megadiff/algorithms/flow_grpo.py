@@ -21,14 +21,7 @@ def flow_grpo(
     w: importance_weights of old_log_prob and rollout_log_prob, 1 without the latter.
     KL(policy ‖ reference) in mean space; it needs ref_mean_BLC.
     """
-    step = sde.SdeStep(
-        sde_type=inputs.sampling.sde_type,
-        sigma_B=inputs.sigma_B,
-        sigma_next_B=inputs.sigma_next_B,
-        schedule=inputs.schedule,
-        eta=inputs.sampling.eta,
-    )
-
+    step = sde.SdeStep(inputs.sampling, inputs.schedule, inputs.sigma_B, inputs.sigma_next_B)
     mean_BLC = sde.step_mean(step, inputs.latents_BLC, inputs.velocity_BLC)
     log_prob_B = sde.log_prob(step, inputs.prev_sample_BLC, mean_BLC)
     old_log_prob_B = log_prob_B.detach() if inputs.old_log_prob_B is None else inputs.old_log_prob_B

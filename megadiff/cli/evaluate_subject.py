@@ -18,7 +18,6 @@ from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.train.build import run_folder
 from megadiff.train.check import check_call, read_prompts
 from megadiff.train.evaluate import Plan, eval_sampling, groups_in_a_call, spread
-from megadiff.types import Sampling
 
 # In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
 MODEL_CONFIG = "evaluate.yaml"
@@ -106,20 +105,15 @@ def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]
     our_shape = subject.adapter.latents_shape(ours)
     their_shape = adapter.latents_shape(theirs)
 
-    if (_size_text(ours), our_shape) != (_size_text(theirs), their_shape):
+    if (ours.size_text, our_shape) != (theirs.size_text, their_shape):
         raise ValueError(
-            f"{subject.target} draws {_size_text(ours)} from latents of {list(our_shape)}, the "
-            f"baseline {target} {_size_text(theirs)} from {list(their_shape)}: the same noise "
+            f"{subject.target} draws {ours.size_text} from latents of {list(our_shape)}, the "
+            f"baseline {target} {theirs.size_text} from {list(their_shape)}: the same noise "
             "needs the same; set rollout.height and rollout.width, or take another baseline"
         )
 
     folder = subject.folder / "baseline"
     return Subject(target=target, config=config, adapter=adapter, folder=folder)
-
-
-def _size_text(sampling: Sampling) -> str:
-    size = f"{sampling.width}x{sampling.height}"
-    return f"{size}x{sampling.num_frames}" if sampling.num_frames > 1 else size
 
 
 def _is_run(folder: Path) -> bool:

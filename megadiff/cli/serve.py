@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megadiff.cli.console import show_crashes
+from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.proof import check_token
 from megadiff.rollout.server.server import serve
 from megadiff.rollout.spec import ReplicaSpec, add_flags, flag_of, read_spec
@@ -59,8 +60,7 @@ def read_token(file: Path | None) -> str | None:
     Raises ValueError for a file that others may read, and for a token that no header can hold.
     """
     if file is None:
-        token = os.environ.get("MEGADIFF_TOKEN", "")
-        return check_token(token) if token else None
+        return environment_token()
 
     try:
         mode = stat.S_IMODE(file.stat().st_mode)

@@ -76,7 +76,7 @@ def to_dict(config: Config) -> dict:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config as yaml; loading it gives the same config."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), "utf-8")
 
 
 def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> None:

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # It unwinds, so that nothing half-written is left.
-    handler_before = signal.signal(signal.SIGTERM, _stop)
+    handler_before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     num_threads_before = torch.get_num_threads()
 
     # Two threads convert, each for itself; more would fight with them.
@@ -145,7 +145,3 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
     return int(text)
-
-
-def _stop(*_: object) -> None:
-    sys.exit(143)

@@ -78,7 +78,14 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
                     sync_tree(folder)  # within the seconds that are told
             # Without the verification, which writes nothing.
             seconds = time.perf_counter() - start
-            _warn_of_not_finite(src, copier.not_finite)
+            if copier.not_finite:
+                logger.warning(
+                    "warning: %s holds NaN or infinity in %d tensors, which are written as they "
+                    "are: %s",
+                    src,
+                    len(copier.not_finite),
+                    listed(sorted(copier.not_finite)),
+                )
             if options.verify:
                 with progress("verify", job.num_bytes) as advance:
                     _verify(copier.fingerprints, job.read_back(folder), dst, advance=advance)
@@ -111,16 +118,6 @@ def _choose_job(source: Source, options: Options) -> Job:
     if to == "merged":
         check_base(source, is_named=options.base is not None)
     return ModelJob(source, dtype=options.dtype)
-
-
-def _warn_of_not_finite(src: Path, names: set[str]) -> None:
-    if names:
-        logger.warning(
-            "warning: %s holds NaN or infinity in %d tensors, which are written as they are: %s",
-            src,
-            len(names),
-            listed(sorted(names)),
-        )
 
 
 def _verify(

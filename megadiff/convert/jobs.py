@@ -15,7 +15,7 @@ import yaml
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.convert import lora_files
 from megadiff.convert.copying import Copier, Slot
-from megadiff.convert.layouts import LAYOUTS, Box
+from megadiff.convert.layouts import LAYOUTS, Box, RankBoxes
 from megadiff.convert.model_folders import (
     ModelFolder,
     file_tensors,
@@ -24,10 +24,8 @@ from megadiff.convert.model_folders import (
     rest_of,
     write_index,
 )
-from megadiff.convert.other_files import OtherFiles
 from megadiff.convert.sources import Source, ordered_state
 from megadiff.convert.stored_tensors import (
-    StoredTensor,
     StoredTensors,
     cast,
     from_checkpoint,
@@ -101,8 +99,15 @@ class ModelJob:
                 )
 
     def read_back(self, folder: Path) -> StoredTensors:
-        _check_copies(self._rest, folder)
-        tensors: dict[str, StoredTensor] = {}
+        for path in self._rest.files:
+            original = self._rest.root / path
+            # shallow=True would compare sizes and times, which copy2() copies.
+            if not filecmp.cmp(folder / path, original, shallow=False):
+                raise ValueError(
+                    f"the copy of {original} is another file; the disk or the memory is at fault"
+                )
+
+        tensors: StoredTensors = {}
         for name, component in open_model(folder).components.items():
             tensors |= prefixed(f"{name}.", component.tensors)
         return tensors
@@ -160,7 +165,7 @@ class CheckpointJob:
                 writer.close()
 
         config = yaml.safe_dump(self._config(), sort_keys=False)
-        (folder / CONFIG).write_text(config, encoding="utf-8")
+        (folder / CONFIG).write_text(config, "utf-8")
         # Last: it holds digests of the files beside it.
         (folder / PROGRESS).write_bytes(progress_record(folder, self._source.progress))
 
@@ -239,12 +244,16 @@ class LoraJob:
                 )
 
             if self._with_peft:
-                config = lora_files.peft_config(self._lora, base=self._base_path(component))
+                base = self._source.base
+                path = base.path if base else None
+                if base and len(base.components) > 1:
+                    path = base.components[component].folder
+                config = lora_files.peft_config(self._lora, base=path)
                 text = json.dumps(config, indent=2) + "\n"
-                (lora_folder / lora_files.PEFT_CONFIG).write_text(text, encoding="utf-8")
+                (lora_folder / lora_files.PEFT_CONFIG).write_text(text, "utf-8")
 
     def read_back(self, folder: Path) -> StoredTensors:
-        tensors: dict[str, StoredTensor] = {}
+        tensors: StoredTensors = {}
         for component, lora_folder in self._folders(folder).items():
             for name, _, _ in self._formats:
                 file = TensorFile(lora_folder / name)
@@ -260,12 +269,6 @@ class LoraJob:
             return {component: folder for component in policy}
         return {component: folder / component for component in policy}
 
-    def _base_path(self, component: str) -> Path | None:
-        base = self._source.base
-        if not base:
-            return None
-        return base.path if len(base.components) == 1 else base.components[component].folder
-
 
 def _needed_base(source: Source) -> ModelFolder:
     if not source.base:
@@ -275,14 +278,14 @@ def _needed_base(source: Source) -> ModelFolder:
     return source.base
 
 
-def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> list[dict[str, Box]]:
+def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> RankBoxes:
     """Return for each rank: parameter (`transformer.<name>`) → its box."""
-    ranks: list[dict[str, Box]] = []
+    ranks: RankBoxes = []
     for component, tensors in source.policy.items():
         model = base.components[component].model
         # The plan wants all parameters: a LoRA is cut as the weight that it changes.
         shapes = {**model.shapes, **{name: stored.meta.shape for name, stored in tensors.items()}}
-        boxes = LAYOUTS[backend](shapes, model.plan, model.num_heads, num_ranks)
+        boxes = LAYOUTS[backend](shapes, model, num_ranks)
         # Only now: a number of ranks that is refused may be one that memory does not hold.
         ranks = ranks or [{} for _ in boxes]
         for boxes_of_all, boxes_of_component in zip(ranks, boxes, strict=True):
@@ -315,15 +318,4 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
                 f"{source.path} is a LoRA of {len(modules)} modules, the engines wrap "
                 f"{len(wrapped)} of this model: only there {sorted(modules - wrapped)[:4]}, only "
                 f"here {sorted(wrapped - modules)[:4]}; --to merged takes it as it is"
-            )
-
-
-def _check_copies(rest: OtherFiles, folder: Path) -> None:
-    """Raise ValueError when a file that was copied is another."""
-    for path in rest.files:
-        original = rest.root / path
-        # shallow=True would compare sizes and times, which copy2() copies.
-        if not filecmp.cmp(folder / path, original, shallow=False):
-            raise ValueError(
-                f"the copy of {original} is another file; the disk or the memory is at fault"
             )

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from megadiff.models.registry import ComponentModel
 from megadiff.parallel.mesh import check_heads
-from megadiff.parallel.plan import ParallelPlan
+from megadiff.types import Shape, Shapes
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, local shape
+Box = tuple[Shape, Shape]  # offsets, local shape
+RankBoxes = list[dict[str, Box]]  # of each rank, by parameter
 
 
-def _tensor_parallel(
-    shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, num_heads: int, num_ranks: int
-) -> list[dict[str, Box]]:
+def _tensor_parallel(shapes: Shapes, model: ComponentModel, num_ranks: int) -> RankBoxes:
     """Return the plan's shards; what is whole on every rank is the first rank's to write."""
-    check_heads(num_heads, sp=1, tp=num_ranks)
+    check_heads(model.num_heads, sp=1, tp=num_ranks)
 
     ranks = []
     for rank in range(num_ranks):
-        placements = plan.placements(shapes, tp=num_ranks, tp_rank=rank, sequence_parallel=True)
+        placements = model.plan.placements(
+            shapes, tp=num_ranks, tp_rank=rank, sequence_parallel=True
+        )
         boxes = {
             name: (placement.offsets, placement.local_shape)
             for name, placement in placements.items()
@@ -28,9 +28,7 @@ def _tensor_parallel(
     return ranks
 
 
-def _fully_sharded(
-    shapes: Mapping[str, tuple[int, ...]], plan: ParallelPlan, num_heads: int, num_ranks: int
-) -> list[dict[str, Box]]:
+def _fully_sharded(shapes: Shapes, model: ComponentModel, num_ranks: int) -> RankBoxes:
     """Cut rows in equal parts, rounded up, as FSDP2 does: the last ranks have fewer or none."""
     # With more ranks than rows the last ones have none of any tensor.
     most_rows = max(shape[0] for shape in shapes.values() if shape)
@@ -46,7 +44,7 @@ def _fully_sharded(
     return ranks
 
 
-def _rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
+def _rows(shape: Shape, rank: int, num_ranks: int) -> Box:
     num_rows, *rest = shape
     # As torch.chunk rounds, which FSDP2 cuts by.
     size = -(-num_rows // num_ranks)

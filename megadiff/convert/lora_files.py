@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.convert.model_folders import COMPONENT, FLOATS, ModelFolder, listed
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_file
+from megadiff.convert.stored_tensors import StoredTensors, from_file
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.tensors.lora_names import is_alpha
 from megadiff.tensors.model_files import read_json
 from megadiff.tensors.tensor_file import TensorFile
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Shapes
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -47,7 +47,7 @@ class LoraFile:
 
     path: Path
     spec: LoraSpec
-    tensors: dict[str, StoredTensor]
+    tensors: StoredTensors
 
 
 def has_loras(path: Path) -> bool:
@@ -159,7 +159,7 @@ def diffusers_metadata(spec: LoraSpec) -> dict[str, str]:
     return {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
-def lora_misfits(lora: LoraFile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def lora_misfits(lora: LoraFile, shapes: Shapes) -> list[str]:
     """List the pairs that do not fit the model's weights. shapes: of its parameters."""
     problems = []
     for module in lora.spec.modules:
@@ -185,7 +185,7 @@ def _lora(
     config: Mapping[str, object] | None,
     config_file: Path,
 ) -> LoraFile:
-    tensors: dict[str, StoredTensor] = {}
+    tensors: StoredTensors = {}
     problems = []
 
     for key, meta in file.tensors.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megadiff.convert.other_files import OtherFiles, other_files
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_file
+from megadiff.convert.stored_tensors import StoredTensors, from_file
 from megadiff.models.registry import (
     ComponentModel,
     build_adapter,
@@ -20,6 +20,7 @@ from megadiff.models.registry import (
 )
 from megadiff.tensors.model_files import read_json, weight_files
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
+from megadiff.types import Shapes
 
 COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -66,12 +67,12 @@ class Component:
         return {path.name: TensorFile(path) for path in self.files}
 
     @cached_property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> StoredTensors:
         """Return the weights, all there and as config.json wants them, in the model's order.
 
         Raises ValueError that names file and tensor otherwise.
         """
-        tensors: dict[str, StoredTensor] = {}
+        tensors: StoredTensors = {}
         problems = []
         for file in self.opened.values():
             for name in file.tensors:
@@ -156,7 +157,7 @@ def _only_component(base: Path) -> Path:
 
 def misfits(
     tensors: StoredTensors,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     dtypes: Sequence[torch.dtype],
 ) -> list[str]:
@@ -209,12 +210,11 @@ def rest_of(base: ModelFolder) -> OtherFiles:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
 
     weighted = {component.where for component in base.components.values()}
-
-    def is_weight(path: Path) -> bool:
-        # Other components keep theirs: only trained weights are written anew.
-        return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
-
-    return other_files(base.path, is_left_out=is_weight)
+    # Other components keep theirs: only trained weights are written anew.
+    return other_files(
+        base.path,
+        is_left_out=lambda path: path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES),
+    )
 
 
 def write_index(
@@ -236,7 +236,7 @@ def write_index(
     index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
     index["weight_map"] = weight_map
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it
-    (folder / indices[0].name).write_text(text, encoding="utf-8")
+    (folder / indices[0].name).write_text(text, "utf-8")
 
 
 def _short(dtype: torch.dtype) -> str:

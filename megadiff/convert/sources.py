@@ -25,11 +25,11 @@ from megadiff.convert.model_folders import (
     open_model,
     open_single_file,
 )
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors, from_checkpoint, prefixed
+from megadiff.convert.stored_tensors import StoredTensors, from_checkpoint, prefixed
 from megadiff.parallel.lora import lora_shapes
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import AVERAGED, TRAINED, ShardFolder, shard_file
-from megadiff.types import LoraSpec, Progress
+from megadiff.types import LoraSpec, Progress, Shape, Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,7 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
     )
 
 
-def _trained_shapes(
-    model: ModelFolder, lora: LoraSpec | None
-) -> dict[str, Mapping[str, tuple[int, ...]]]:
+def _trained_shapes(model: ModelFolder, lora: LoraSpec | None) -> dict[str, Shapes]:
     """Return component → parameter → shape, in the model's order, of what training changes."""
     return {
         name: lora_shapes(lora, component.model.shapes) if lora else component.model.shapes
@@ -198,9 +196,9 @@ def check_base(source: Source, *, is_named: bool) -> None:
     logger.warning("warning: %s; they are taken, as --base names them", problem)
 
 
-def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
+def _trained(policy: Mapping[str, StoredTensors]) -> StoredTensors:
     """Return the state of a run that is yet to start from these weights."""
-    state: dict[str, StoredTensor] = {}
+    state: StoredTensors = {}
     for component, tensors in policy.items():
         state |= prefixed(f"{TRAINED}/{component}.", tensors)
     return state
@@ -208,7 +206,7 @@ def _trained(policy: Mapping[str, StoredTensors]) -> dict[str, StoredTensor]:
 
 def _check_state(
     state: StoredTensors,
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    shapes: Mapping[str, Shapes],
     *,
     folder: Path,
     base: ModelFolder,
@@ -218,11 +216,11 @@ def _check_state(
     It has weights of all parameters, averages of all of some components, moments of some
     parameters, in float32, and nothing else.
     """
-    all_shapes: dict[str, tuple[int, ...]] = {}
+    all_shapes: dict[str, Shape] = {}
     for component, shapes_of_component in shapes.items():
         all_shapes |= {f"{component}.{name}": shape for name, shape in shapes_of_component.items()}
 
-    tensors_by_kind: dict[str, dict[str, StoredTensor]] = {TRAINED: {}}
+    tensors_by_kind: dict[str, StoredTensors] = {TRAINED: {}}
     for name, stored in state.items():
         kind, _, parameter = name.rpartition("/")
         tensors_by_kind.setdefault(kind, {})[parameter] = stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,14 @@ class StoredTensor:
     read: Callable[[], Tensor]
 
 
-StoredTensors = Mapping[str, StoredTensor]
+StoredTensors = dict[str, StoredTensor]
 
 
 def from_file(file: TensorFile, key: str) -> StoredTensor:
     return StoredTensor(meta=file.tensors[key], path=file.path, read=partial(file.tensor, key))
 
 
-def from_checkpoint(shards: ShardFolder) -> dict[str, StoredTensor]:
+def from_checkpoint(shards: ShardFolder) -> StoredTensors:
     """Return all tensors of a checkpoint. Reading one checks the fingerprints of its pieces."""
     return {
         name: StoredTensor(
@@ -50,7 +50,7 @@ def cast(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     return replace(stored, meta=meta, read=lambda: stored.read().to(dtype))
 
 
-def prefixed(prefix: str, tensors: StoredTensors) -> dict[str, StoredTensor]:
+def prefixed(prefix: str, tensors: StoredTensors) -> StoredTensors:
     return {f"{prefix}{name}": stored for name, stored in tensors.items()}
 
 
@@ -58,7 +58,7 @@ def total_bytes(tensors: StoredTensors) -> int:
     return sum(stored.meta.num_bytes for stored in tensors.values())
 
 
-def merged(base: StoredTensors, lora: StoredTensors, *, scale: float) -> dict[str, StoredTensor]:
+def merged(base: StoredTensors, lora: StoredTensors, *, scale: float) -> StoredTensors:
     """Return the tensors that a LoRA changes: W + scale · B A, in float32.
 
     lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank].

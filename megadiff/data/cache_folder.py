@@ -101,4 +101,4 @@ def finish(aside: Path, folder: Path, key: CacheKey) -> None:
 
 def read_json(path: Path) -> Any:
     """Return the JSON value of a file. Raises ValueError, with the path, where it is none."""
-    return parse_json(path, path.read_text(encoding="utf-8"))
+    return parse_json(path, path.read_text("utf-8"))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megadiff.data.latents import LatentDataset
-from megadiff.data.sampler import EpochOrder, Resumable
+from megadiff.data.sampler import EpochOrder
 from megadiff.diffusion.noise import row_normals
-from megadiff.types import FlowBatch, Sampling
+from megadiff.types import FlowBatch, Sampling, Shape
 
 
-class FlowBatches(Resumable, Iterator[FlowBatch]):
+class FlowBatches(EpochOrder, Iterator[FlowBatch]):
     """Iterate endlessly over this rank's FlowBatch of every step; a thread makes the next one.
 
     An image comes draws_per_image times in a step, each time with noise, sigma and caption drop of
@@ -41,13 +41,11 @@ class FlowBatches(Resumable, Iterator[FlowBatch]):
     ) -> None:
         assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
         digest = dataset.captions_digest
-        order = EpochOrder(len(dataset), seed=seed, shuffle=shuffle, source=source, digest=digest)
-        super().__init__(order)
+        super().__init__(len(dataset), seed=seed, shuffle=shuffle, source=source, digest=digest)
 
         self._dataset = dataset
         self._sampling = sampling
         self._shift = shift
-        self._seed = seed
         self._images_per_step = images_per_step
         self._draws = draws_per_image
         # A standard normal is below it as often as captions are dropped.
@@ -74,7 +72,7 @@ class FlowBatches(Resumable, Iterator[FlowBatch]):
 
     def _batch(self, position: int) -> FlowBatch:
         # All draws of an image follow each other, as the samples of a group do in RL.
-        rows_N = torch.from_numpy(self._order.take(position + self._first, self._num_local))
+        rows_N = torch.from_numpy(self.take(position + self._first, self._num_local))
         rows_N = rows_N.repeat_interleave(self._draws)
 
         latents_NLC = self._dataset.latents(rows_N)
@@ -93,11 +91,11 @@ class FlowBatches(Resumable, Iterator[FlowBatch]):
             denominator=float(self._images_per_step * self._draws),
         )
 
-    def _normals(self, shape: tuple[int, ...], position: int, purpose: str) -> Tensor:
+    def _normals(self, shape: Shape, position: int, purpose: str) -> Tensor:
         """Draw [N, *shape] for this rank's rows. Another purpose gives other numbers."""
         return row_normals(
             shape,
             first=self._first * self._draws,
             count=self._num_local * self._draws,
-            key=f"{self._seed}/{position}/flow/{purpose}",
+            key=f"{self.seed}/{position}/flow/{purpose}",
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from megadiff.data.pixels import read_first_frame
 from megadiff.process.workers import share_of_cores
+from megadiff.tensors import model_files
 from megadiff.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,13 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
         negative_text = Prompt.negative_text
     negative_text = checked_text(where, "negative_prompt", negative_text, max_chars)
 
-    name = _image_name(where, fields.pop(IMAGE, None), folder) if folder else ""
+    name = fields.pop(IMAGE, None) if folder else ""
+    if not isinstance(name, str) or folder and not name:
+        raise ValueError(
+            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs "
+            f"the file of its first frame, named relative to {folder}"
+        )
+
     return Prompt(
         text=text,
         # By name and not by path: prompts that are copied elsewhere keep their noise.
@@ -123,15 +130,6 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
         image=str(folder / name) if folder else "",
         fields=fields,
     )
-
-
-def _image_name(where: str, name: object, folder: Path) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(
-            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs "
-            f"the file of its first frame, named relative to {folder}"
-        )
-    return name
 
 
 def checked_text(where: str, key: str, text: object, max_chars: int) -> str:
@@ -174,14 +172,9 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
 def parse_json(where: str | Path, text: str) -> object:
     """Return the JSON value. Raises ValueError, with where it stands, for anything else."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
-    except ValueError as error:  # of Python: a number of more digits than it reads
-        reason = str(error)
-    except RecursionError:
-        reason = "it is nested too deep"
-    raise ValueError(f"{where}: not valid JSON ({reason}): {text[:80]!r}")
+        return model_files.parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON ({error}): {text[:80]!r}") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -68,7 +68,7 @@ def write_tensor(path: Path, tensor: Tensor) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON value, as write_tensor does."""
     with _written(path):
-        path.write_text(json.dumps(value), encoding="utf-8")
+        path.write_text(json.dumps(value), "utf-8")
 
 
 @contextmanager

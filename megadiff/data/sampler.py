@@ -16,29 +16,88 @@ from megadiff.types import Prompt, PromptBatch
 logger = logging.getLogger(__name__)
 
 
-class Resumable:
-    """Hold a position in an EpochOrder, equal on every rank, and save and restore it."""
+@dataclass(eq=False)
+class EpochOrder:
+    """List indices without end: range(num_items) permuted for epoch 0, then for epoch 1, …
 
-    def __init__(self, order: EpochOrder) -> None:
-        self._order = order
-        self._position = 0  # entries of the order taken so far, over all ranks
+    Without shuffle they are not permuted. source: names the items in messages. digest: a hash of
+    the items in their order. It holds a position, equal on every rank, and saves and restores it.
+    """
+
+    num_items: int
+    seed: int
+    shuffle: bool
+    source: str = ""
+    digest: str = ""
+    _position: int = field(default=0, init=False)  # entries taken so far, over all ranks
+    _permutations: dict[int, np.ndarray] = field(default_factory=dict, init=False)
+
+    def take(self, start: int, count: int) -> np.ndarray:
+        """Return entries start … start + count − 1 of the list, int64."""
+        epochs, indices = np.divmod(np.arange(start, start + count), self.num_items)
+        if not self.shuffle:
+            return indices
+        taken = np.empty(count, np.int64)
+        for epoch in np.unique(epochs).tolist():
+            in_epoch = epochs == epoch
+            taken[in_epoch] = self._permutation(epoch)[indices[in_epoch]]
+        return taken
 
     def state(self) -> dict[str, int | str]:
-        """Return the position, equal on every rank."""
-        return self._order.state(self._position)
+        """Return what a checkpoint keeps, equal on every rank."""
+        return {
+            "position": self._position,
+            "num_prompts": self.num_items,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "digest": self.digest,
+            "source": self.source,
+        }
 
     def load_state(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> None:
         """Continue from state(), under any dp and number of entries a step.
 
-        Raises ValueError as EpochOrder.position does.
+        An empty one, which converted weights have, is the start. Raises ValueError when it is of
+        another list, unless changes are accepted: then the run goes on at that position of its own.
         """
-        self._position = self._order.position(state, accept_changes=accept_changes)
+        position = int(state["position"]) if state else 0
+        expected = self.state()
+        # the position is what this sets, and a file may move
+        del expected["position"], expected["source"]
+        differing = [key for key, value in expected.items() if state.get(key) != value]
+        if not state or not differing:
+            self._position = position
+            return
+
+        saved_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
+        expected_text = ", ".join(f"{key}={expected[key]}" for key in differing)
+        problem = (
+            f"the saved data position has {saved_text}, from {state.get('source')}; this run has "
+            f"{expected_text}, from {self.source} (digest: a hash of all rows in order)"
+        )
+
+        if not accept_changes:
+            raise ValueError(
+                f"{problem}. They must be equal for the order to continue: restore data.prompts or "
+                "data.images, seed and data.shuffle, start a new run, or if you mean it set "
+                "checkpoint.accept_changes=true"
+            )
+        logger.warning("%s; checkpoint.accept_changes: it goes on at %d", problem, position)
+        self._position = position
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            # Keep the newest two: a step usually spans at most two epochs, but it may span many.
+            self._permutations = dict(list(self._permutations.items())[-1:])
+            permutation = epoch_permutation(self.num_items, seed=self.seed, epoch=epoch)
+            self._permutations[epoch] = permutation
+        return self._permutations[epoch]
 
 
-class PromptSampler(Resumable, Iterator[PromptBatch]):
+class PromptSampler(EpochOrder, Iterator[PromptBatch]):
     """Iterate endlessly over PromptBatch.
 
-    The global order is one endless list (EpochOrder). A step takes its next `prompts_per_step`
+    The global order is the endless list of EpochOrder. A step takes its next `prompts_per_step`
     entries, and each data-parallel rank a contiguous slice of them. So the union over ranks does
     not depend on dp. A step may have a prompt more than once, as it spans several epochs or two
     rows are equal: `repeats` tells its groups apart.
@@ -75,8 +134,7 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
         self._dp_rank = dp_rank
 
         digest = digest_of("\n".join(prompt.id for prompt in prompts), size=8)
-        order = EpochOrder(len(prompts), seed=seed, shuffle=shuffle, source=source, digest=digest)
-        super().__init__(order)
+        super().__init__(len(prompts), seed=seed, shuffle=shuffle, source=source, digest=digest)
 
     def __next__(self) -> PromptBatch:
         batch = self.peek()
@@ -88,7 +146,7 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
         num_local = self._prompts_per_step // self._dp
         local = slice(self._dp_rank * num_local, (self._dp_rank + 1) * num_local)
         # Of the whole step: repeats are counted over all ranks.
-        indices = self._order.take(self._position, self._prompts_per_step).tolist()
+        indices = self.take(self._position, self._prompts_per_step).tolist()
 
         seen = Counter[str]()
         repeats = []
@@ -103,84 +161,6 @@ class PromptSampler(Resumable, Iterator[PromptBatch]):
             prompts=tuple(self._prompts[index] for index in indices[local]),
             repeats=tuple(repeats[local]),
         )
-
-
-@dataclass
-class EpochOrder:
-    """List indices without end: range(num_items) permuted for epoch 0, then for epoch 1, …
-
-    Without shuffle they are not permuted. source: names the items in messages. digest: a hash of
-    the items in their order.
-    """
-
-    num_items: int
-    seed: int
-    shuffle: bool
-    source: str = ""
-    digest: str = ""
-    _permutations: dict[int, np.ndarray] = field(default_factory=dict, init=False)
-
-    def take(self, start: int, count: int) -> np.ndarray:
-        """Return entries start … start + count − 1 of the list, int64."""
-        epochs, indices = np.divmod(np.arange(start, start + count), self.num_items)
-        if not self.shuffle:
-            return indices
-        taken = np.empty(count, np.int64)
-        for epoch in np.unique(epochs).tolist():
-            in_epoch = epochs == epoch
-            taken[in_epoch] = self._permutation(epoch)[indices[in_epoch]]
-        return taken
-
-    def state(self, position: int) -> dict[str, int | str]:
-        """Return what a checkpoint keeps when `position` entries of the list are taken."""
-        return {
-            "position": position,
-            "num_prompts": self.num_items,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "digest": self.digest,
-            "source": self.source,
-        }
-
-    def position(self, state: Mapping[str, int | str], *, accept_changes: bool = False) -> int:
-        """Return the position of a state(); 0 of an empty one, which converted weights have.
-
-        Raises ValueError when that was of another list, unless changes are accepted: then the run
-        goes on at that position of its own list.
-        """
-        if not state:
-            return 0
-
-        position = int(state["position"])
-        expected = self.state(position)
-        del expected["source"]  # a file may move
-        differing = [key for key, value in expected.items() if state.get(key) != value]
-        if not differing:
-            return position
-
-        saved_text = ", ".join(f"{key}={state.get(key)}" for key in differing)
-        expected_text = ", ".join(f"{key}={expected[key]}" for key in differing)
-        problem = (
-            f"the saved data position has {saved_text}, from {state.get('source')}; this run has "
-            f"{expected_text}, from {self.source} (digest: a hash of all rows in order)"
-        )
-
-        if not accept_changes:
-            raise ValueError(
-                f"{problem}. They must be equal for the order to continue: restore data.prompts or "
-                "data.images, seed and data.shuffle, start a new run, or if you mean it set "
-                "checkpoint.accept_changes=true"
-            )
-        logger.warning("%s; checkpoint.accept_changes: it goes on at %d", problem, position)
-        return position
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
-            # Keep the newest two: a step usually spans at most two epochs, but it may span many.
-            self._permutations = dict(list(self._permutations.items())[-1:])
-            permutation = epoch_permutation(self.num_items, seed=self.seed, epoch=epoch)
-            self._permutations[epoch] = permutation
-        return self._permutations[epoch]
 
 
 def epoch_permutation(num_prompts: int, *, seed: int, epoch: int) -> np.ndarray:

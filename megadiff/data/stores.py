@@ -17,10 +17,10 @@ import tarfile
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megadiff.data.prompts import damage_named, digest_of, jsonl_rows, open_parquet, parse_json
 
@@ -93,7 +93,8 @@ class ParquetStore(ImageStore):
         self._file = open_parquet(path, key="data.images")
         self._lock = threading.Lock()
         # Readers work in order, so that at most two neighbouring groups are read at a time.
-        self._cached_group = lru_cache(maxsize=2)(self._read_group)
+        read_group = partial(self._file.read_row_group, columns=["image"])
+        self._cached_group = lru_cache(maxsize=2)(read_group)
 
         names = self._file.schema_arrow.names
         if "image" not in names:
@@ -118,7 +119,7 @@ class ParquetStore(ImageStore):
     def read(self, row: int) -> bytes:
         group = bisect_right(self._ends, row)
         with self._lock, damage_named(self._path):
-            images = self._cached_group(group)
+            images = self._cached_group(group)["image"]
             # Negative: counted from the group's end.
             value = images[row - self._ends[group]].as_py()
 
@@ -129,9 +130,6 @@ class ParquetStore(ImageStore):
                 "write the encoded images into the file"
             )
         return data
-
-    def _read_group(self, group: int) -> Any:
-        return self._file.read_row_group(group, columns=["image"])["image"]
 
 
 class TarStore(ImageStore):

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megadiff.types import Shape
+
 ROWS_PER_STREAM = 64  # of row_normals: a stream for each row would cost more than its numbers do
 
 
@@ -27,12 +29,12 @@ def sample_keys(group: str, sample_indices: Iterable[int]) -> list[str]:
     return [f"{group}/{sample_index}" for sample_index in sample_indices]
 
 
-def initial_latents_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
+def initial_latents_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
     """Draw the states at sigma 1, [len(keys), *shape] standard normal float32 on CPU."""
     return _normal_rows(shape, [f"{key}/initial" for key in keys])
 
 
-def sde_noise_rows(shape: tuple[int, ...], keys: Sequence[str], *, step_index: int) -> Tensor:
+def sde_noise_rows(shape: Shape, keys: Sequence[str], *, step_index: int) -> Tensor:
     """Draw the noise of one stochastic step, [len(keys), *shape] as above."""
     return _normal_rows(shape, [f"{key}/sde/{step_index}" for key in keys])
 
@@ -49,7 +51,7 @@ def window_start(group: str, *, window_size: int, window_range: tuple[int, int])
     return low + int(generator.integers(high - window_size - low + 1))
 
 
-def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> Tensor:
+def row_normals(shape: Shape, *, first: int, count: int, key: str) -> Tensor:
     """Draw rows first … first + count − 1 of the endless list that `key` names: [count, *shape].
 
     Standard normal float32 on CPU. A row is the same whichever rows it is drawn with, so ranks that
@@ -62,7 +64,7 @@ def row_normals(shape: tuple[int, ...], *, first: int, count: int, key: str) -> 
     return blocks.flatten(0, 1)[skipped : skipped + count]
 
 
-def uniform(shape: tuple[int, ...], *, key: str) -> Tensor:
+def uniform(shape: Shape, *, key: str) -> Tensor:
     """Draw uniformly on [−1, 1), float32 on CPU, the same wherever `key` is."""
     return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)
 
@@ -76,7 +78,7 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
-def _normal_rows(shape: tuple[int, ...], keys: Sequence[str]) -> Tensor:
+def _normal_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
     """Draw rows of which row i is what _generator(keys[i]) draws first."""
     rows = np.empty((len(keys), *shape), dtype=np.float32)
     # one generator is set to the start of each key's stream: to construct one takes as long as to

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadiff.types import Sampling
+
 
 def qwen_image_sigmas(
     num_steps: int, *, num_tokens: int, scheduler_config: Mapping[str, object]
@@ -71,9 +73,11 @@ def wan_shift(sigmas: Tensor, *, flow_shift: float) -> Tensor:
     return flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)
 
 
-def check_window(num_steps: int, *, window_size: int, window_range: tuple[int, int]) -> None:
-    """Raises ValueError when no window of window_size steps fits into [low, high)."""
-    low, high = window_range
+def check_window(sampling: Sampling) -> None:
+    """Raises ValueError when no window of sde_window_size steps fits into [low, high)."""
+    low, high = sampling.sde_window_range
+    window_size = sampling.sde_window_size
+    num_steps = sampling.num_inference_steps
     if window_size < 0 or not 0 <= low <= high:
         raise ValueError(
             f"rollout.sde_window_size={window_size} with rollout.sde_window_range=[{low}, {high}]: "

@@ -16,20 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megadiff.types import Sampling
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class SdeStep:
     """Say from where to where the rows of a batch step, and by which noise.
 
-    sde_type: a key of NOISE_SCALES. eta: how much noise.
-    sigma_B, sigma_next_B: float32, 1 >= sigma > sigma_next >= 0. schedule: [T+1] float32.
+    sampling: its sde_type is a key of NOISE_SCALES, its eta says how much noise.
+    schedule: [T+1] float32. sigma_B, sigma_next_B: float32, 1 >= sigma > sigma_next >= 0.
     """
 
-    sde_type: str
+    sampling: Sampling
+    schedule: Tensor
     sigma_B: Tensor
     sigma_next_B: Tensor
-    schedule: Tensor
-    eta: float
 
 
 def flow_sde_scale(step: SdeStep) -> Tensor:
@@ -40,17 +41,17 @@ def flow_sde_scale(step: SdeStep) -> Tensor:
     # At sigma 1 the formula divides by 0.
     second = step.schedule[1].to(step.sigma_B)
     bounded_B = torch.where(step.sigma_B >= 1, second, step.sigma_B)
-    return step.eta * torch.sqrt(step.sigma_B / (1 - bounded_B))
+    return step.sampling.eta * torch.sqrt(step.sigma_B / (1 - bounded_B))
 
 
 def dance_sde_scale(step: SdeStep) -> Tensor:
     """Return eta at every step. DanceGRPO, arXiv 2505.07818."""
-    return torch.full_like(step.sigma_B, step.eta)
+    return torch.full_like(step.sigma_B, step.sampling.eta)
 
 
 def flow_cps_scale(step: SdeStep) -> Tensor:
     """Return sigma_next·sin(eta·pi/2), which preserves coefficients. Flow-CPS, arXiv 2509.05952."""
-    return step.sigma_next_B * math.sin(step.eta * math.pi / 2)
+    return step.sigma_next_B * math.sin(step.sampling.eta * math.pi / 2)
 
 
 def ode_scale(step: SdeStep) -> Tensor:
@@ -68,25 +69,26 @@ NOISE_SCALES: dict[str, Callable[[SdeStep], Tensor]] = {
 
 def noise_scale(step: SdeStep) -> Tensor:
     """Return s(sigma), [B] float32. Raises ValueError for an unknown sde_type."""
-    if step.sde_type not in NOISE_SCALES:
+    sde_type = step.sampling.sde_type
+    if sde_type not in NOISE_SCALES:
         raise ValueError(
-            f"sde_type={step.sde_type!r} is not one of {sorted(NOISE_SCALES)}; set rollout.sde_type"
+            f"sde_type={sde_type!r} is not one of {sorted(NOISE_SCALES)}; set rollout.sde_type"
         )
-    return NOISE_SCALES[step.sde_type](step)
+    return NOISE_SCALES[sde_type](step)
 
 
 def injected_std(step: SdeStep) -> Tensor:
     """Return the std of prev_sample around its mean, [B]: s·sqrt(−dt), plain s for flow_cps."""
     scale_B = noise_scale(step)
     # Flow-CPS defines its noise a step, not per square root of time.
-    if step.sde_type == "flow_cps":
+    if step.sampling.sde_type == "flow_cps":
         return scale_B
     return scale_B * torch.sqrt(step.sigma_B - step.sigma_next_B)
 
 
 def step_mean(step: SdeStep, latents_BLC: Tensor, velocity_BLC: Tensor) -> Tensor:
     """Return the mean of p(prev_sample | latents), float32, differentiable in velocity."""
-    if step.sde_type == "ode":
+    if step.sampling.sde_type == "ode":
         return ode_step(latents_BLC, velocity_BLC, step.sigma_B, step.sigma_next_B)
     latents_BLC = latents_BLC.float()
     velocity_BLC = velocity_BLC.float()
@@ -94,7 +96,7 @@ def step_mean(step: SdeStep, latents_BLC: Tensor, velocity_BLC: Tensor) -> Tenso
     sigma_next = _spread(step.sigma_next_B, latents_BLC)
     scale = _spread(noise_scale(step), latents_BLC)
 
-    if step.sde_type == "flow_cps":
+    if step.sampling.sde_type == "flow_cps":
         clean_BLC = latents_BLC - sigma * velocity_BLC
         noise_BLC = latents_BLC + (1 - sigma) * velocity_BLC
         # What the noise scale adds anew is taken from the old noise: the total stays sigma_next.
@@ -114,7 +116,7 @@ def log_prob(step: SdeStep, prev_sample_BLC: Tensor, mean_BLC: Tensor) -> Tensor
     """
     # Squared in float32, averaged in float64: see the top of this file.
     error_B = _mean(((prev_sample_BLC.float() - mean_BLC.float()) ** 2).double())
-    if step.sde_type == "flow_cps":
+    if step.sampling.sde_type == "flow_cps":
         return -error_B
     std_B = injected_std(step).double()
     return -error_B / (2 * std_B**2) - torch.log(std_B) - 0.5 * math.log(2 * math.pi)

@@ -24,7 +24,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
-from megadiff.types import LogProbs, LoraSpec, TrainBatch
+from megadiff.types import Figures, LogProbs, LoraSpec, TrainBatch
 
 
 class ComponentsEngine:
@@ -76,7 +76,7 @@ class ComponentsEngine:
                 self.members[component].log_probs(batch, rows, log_probs)
         return log_probs
 
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss) -> Figures:
         """Update the trained components in turn. Return global figures.
 
         Raises NonFiniteError on every rank when a component's loss or gradient is not finite. Its
@@ -199,7 +199,7 @@ class ComponentsEngine:
         size = self.config.train.microbatch_size
         rows = dict.fromkeys(self.members, torch.empty(0, dtype=torch.int64))
         rows |= component_rows(batch, self.adapter.component_of)
-        counts: dict[str, float] = {
+        counts: Figures = {
             name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()
         }
         pairs = {name: float(weights_R[rows_R].sum()) for name, rows_R in rows.items()}
@@ -224,9 +224,9 @@ class ComponentsEngine:
         trained = sum(rows[name].num_pairs for name in self._trained)
         return trained / total if trained else 1.0
 
-    def _sums(self, steps: dict[str, Step], denominator: float) -> dict[str, float]:
+    def _sums(self, steps: dict[str, Step], denominator: float) -> Figures:
         """Return the loss's figures over all ranks and components, means over all pairs."""
-        totals: dict[str, float] = {}
+        totals: Figures = {}
         for step in steps.values():
             for name, value in step.sums.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
@@ -234,8 +234,8 @@ class ComponentsEngine:
         return {name: value / denominator for name, value in sums.items()}
 
     def _figures(
-        self, steps: dict[str, Step], rows: dict[str, ComponentRows], rates: dict[str, float]
-    ) -> dict[str, float]:
+        self, steps: dict[str, Step], rows: dict[str, ComponentRows], rates: Figures
+    ) -> Figures:
         """Return gradient norm and learning rate; of several components each one's as well."""
         # an idle component's gradient is 0
         norms = {name: steps[name].grad_norm if name in steps else 0.0 for name in self._trained}

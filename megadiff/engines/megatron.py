@@ -31,13 +31,13 @@ from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
-from megadiff.parallel.lora import Adapters, lora_parameters
+from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
-from megadiff.parallel.plan import Placement
+from megadiff.parallel.plan import Placement, is_lora
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
-from megadiff.types import DTYPES
+from megadiff.types import DTYPES, Tensors
 
 TESTED_VERSIONS = ("0.16.1",)
 
@@ -86,8 +86,8 @@ class MegatronEngine(ShardedEngine):
             self._ddp.offload_grad_buffers()  # until an update
             with megatron_cpu.making_optimizer(mesh.device):
                 self._distributed = _build_optimizer(config, self._ddp, self._parameters)
-            trained = lora_parameters(transformer) if adapters else self._parameters
-            self._ranges = flat_ranges(self._distributed, trained)
+            low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
+            self._ranges = flat_ranges(self._distributed, low_rank or self._parameters)
             optimizer = self._distributed.optimizer
 
         if self._is_mixed:
@@ -146,12 +146,12 @@ class MegatronEngine(ShardedEngine):
     def _microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self._ddp.no_sync()
 
-    def _reduced_gradients(self) -> dict[str, Tensor]:
+    def _reduced_gradients(self) -> Tensors:
         from megadiff.parallel.regions import sum_over_tp
 
         self._ddp.finish_grad_sync()
         self._distributed.prepare_grads()
-        sum_over_tp(self._optimized.values(), "grad", self._tp_group)
+        sum_over_tp(self._optimized.values(), self._tp_group)
         return {
             name: master.grad for name, master in self._optimized.items() if master.grad is not None
         }
@@ -172,7 +172,7 @@ class MegatronEngine(ShardedEngine):
         """Gather the weights in use: under bfloat16 the rounded ones, whatever dtype is asked."""
         weights = {name: self._parameters[name].detach() for name in names}
         placements = {name: placement_of(self._parameters[name]) for name in names}
-        gathered: dict[str, Tensor] = {}
+        gathered: Tensors = {}
 
         if self.mesh.tp > 1:
             split = [name for name in names if placements[name].sharded_dim is not None]
@@ -209,7 +209,7 @@ class MegatronEngine(ShardedEngine):
     def _masters_changed(self) -> None:
         self._is_outdated = not self.is_frozen  # a frozen component's masters are the weights
 
-    def _offloadable(self) -> dict[str, Tensor]:
+    def _offloadable(self) -> Tensors:
         if not self._is_mixed:
             return super()._offloadable()
         # masters lie beside the weights under bfloat16

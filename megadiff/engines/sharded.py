@@ -35,7 +35,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
-from megadiff.types import DTYPES, LogProbs, LoraSpec, TrainBatch
+from megadiff.types import DTYPES, LogProbs, LoraSpec, Tensors, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ShardedEngine(ComponentState):
         """Enclose one forward and backward; the last one reduces gradients over ranks."""
 
     @abstractmethod
-    def _reduced_gradients(self) -> dict[str, Tensor]:
+    def _reduced_gradients(self) -> Tensors:
         """Return name → this rank's shard of the reduced gradient, where AdamW reads it."""
 
     @abstractmethod
@@ -103,7 +103,6 @@ class ShardedEngine(ComponentState):
 
     def log_probs(self, batch: TrainBatch, rows: ComponentRows, into: LogProbs) -> None:
         """Fill in the log_probs of the component's rows, without gradient."""
-        sampling = batch.sampling
         with torch.no_grad(), self._in_use():
             size = self.config.train.microbatch_size
             for microbatch, counts in padded_microbatches(batch, rows, size, self.mesh.device):
@@ -113,11 +112,7 @@ class ShardedEngine(ComponentState):
                     continue
 
                 step = sde.SdeStep(
-                    sde_type=sampling.sde_type,
-                    sigma_B=microbatch.sigma_B,
-                    sigma_next_B=microbatch.sigma_next_B,
-                    schedule=batch.schedule,
-                    eta=sampling.eta,
+                    batch.sampling, batch.schedule, microbatch.sigma_B, microbatch.sigma_next_B
                 )
                 mean_BLC = sde.step_mean(step, microbatch.latents_BLC, velocity_BLC)
                 log_prob_B = sde.log_prob(step, microbatch.prev_sample_BLC, mean_BLC)
@@ -191,14 +186,12 @@ class ShardedEngine(ComponentState):
             component=self.component,
         )
 
-    def _backward(
-        self, batch: Batch, loss: Loss, rows: ComponentRows, scale: float
-    ) -> dict[str, Tensor]:
+    def _backward(self, batch: Batch, loss: Loss, rows: ComponentRows, scale: float) -> Tensors:
         """Accumulate the gradient over microbatches. Return this rank's sums of the loss's figures.
 
         A filler's gradient is zero, whatever its loss is, which need not be finite.
         """
-        totals: dict[str, Tensor] = {}
+        totals: Tensors = {}
         size = self.config.train.microbatch_size
         microbatches = padded_microbatches(batch, rows, size, self.mesh.device)
 

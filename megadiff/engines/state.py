@@ -18,6 +18,7 @@ from megadiff.engines.gathering import local
 from megadiff.engines.lora import is_frozen
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import AVERAGED, TRAINED, Shard, ShardFolder
+from megadiff.types import Tensors
 
 # torch's names for them in AdamW's state
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,14 +81,14 @@ class ComponentState(ABC):
         self._exchanged: Mapping[str, Tensor] | None = None  # what changed places with the masters
 
         self.is_frozen = is_frozen(config, component)
-        self._reference: dict[str, Tensor] | None = None
+        self._reference: Tensors | None = None
         # with LoRA the reference is the frozen weights
         if config.algorithm.kl_coef > 0 and not config.lora.rank:
             initial = {} if self.is_frozen else self._masters
             # on the host: only the pass for the reference policy needs it
             self._reference = {name: shard.to("cpu", copy=True) for name, shard in initial.items()}
 
-        self._average: dict[str, Tensor] = {}  # sharded as the masters are
+        self._average: Tensors = {}  # sharded as the masters are
         if config.algorithm.ema_decay:
             self._average = {
                 name: shard if self.is_frozen else shard.clone()
@@ -175,7 +176,7 @@ class ComponentState(ABC):
         with self.gate.change(tears=False, waits=waits):
             self._on_host.bring_back([key for key in self._on_host if key.startswith(prefix)])
 
-    def _offloadable(self) -> dict[str, Tensor]:
+    def _offloadable(self) -> Tensors:
         """Return name in a checkpoint → tensor with its own storage that only an update needs."""
         return {key: moment for key, _, moment in self._moments()}
 

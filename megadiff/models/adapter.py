@@ -224,7 +224,7 @@ def check_pixels(sampling: Sampling, multiple: int) -> None:
             )
 
 
-def encoded_text(conditioning: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+def encoded_text(conditioning: Conditioning, prefix: str) -> tuple[Tensor, Tensor]:
     """Return (embeddings, mask) of the prompts, or with prefix "negative_" of those.
 
     Raises ValueError when they are absent.

@@ -33,7 +33,7 @@ from megadiff.diffusion.sde import SdeStep, ode_step, sde_step
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedNames
-from megadiff.types import DTYPES, RolloutGroup, RolloutRequest
+from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Tensors
 
 T = TypeVar("T", str, bytes)
 
@@ -97,7 +97,7 @@ class BatchSampler:
         for group, request in zip(groups, requests, strict=True):
             self.sample_keys += sample_keys(group, request.sample_indices)
         self.step_index = 0
-        self.conditioning: dict[str, Tensor] = {}
+        self.conditioning: Tensors = {}
 
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
@@ -142,11 +142,10 @@ class BatchSampler:
             noise_BLC = sde_noise_rows(self.token_shape, keys, step_index=index)
             rows_B = rows_B.to(self.device, non_blocking=True)
             sde = SdeStep(
-                sde_type=self.sampling.sde_type,
-                sigma_B=sigma.expand(len(rows_B)),
-                sigma_next_B=sigma_next.expand(len(rows_B)),
-                schedule=self.schedule,
-                eta=self.sampling.eta,
+                self.sampling,
+                self.schedule,
+                sigma.expand(len(rows_B)),
+                sigma_next.expand(len(rows_B)),
             )
             prev_sample_BLC, log_prob_B = sde_step(
                 sde,
@@ -164,7 +163,7 @@ class BatchSampler:
             self._record_states(next_NLC)  # without a window it "starts" at T
         return next_NLC
 
-    def result(self, pixels_NFHWC: Tensor) -> dict[str, Tensor]:
+    def result(self, pixels_NFHWC: Tensor) -> Tensors:
         """Return the batch's tensors on the CPU for `split_groups`. pixels_NFHWC: uint8."""
         tensors = {
             "latents": self._states_NSLC,
@@ -361,7 +360,7 @@ def split_groups(
     ]
 
 
-def _conditioning_row(result: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+def _conditioning_row(result: Mapping[str, Tensor], index: int) -> Tensors:
     """Return one group's conditioning, each tensor cut to the tokens of its mask if it has one.
 
     So a group's record does not depend on the prompts that it was batched with.

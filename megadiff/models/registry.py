@@ -10,6 +10,7 @@ from pathlib import Path
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import open_weights, read_json, weight_files
+from megadiff.types import Shape
 
 TRANSFORMER = "transformer"  # a component that all pipelines have
 WEIGHTED = ("text_encoder", TRANSFORMER, "vae")  # of all pipelines, in safetensors
@@ -37,7 +38,6 @@ class ModelFamily:
     optional: weighted components that some models of the family have.
     """
 
-    name: str
     pipeline_class: str
     transformer_class: str
     rollout_pipeline: str
@@ -57,14 +57,12 @@ class ModelFamily:
 
 FAMILIES = (
     ModelFamily(
-        name="qwen_image",
         pipeline_class="QwenImagePipeline",
         transformer_class="QwenImageTransformer2DModel",
         rollout_pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
         adapter="megadiff.models.qwen_image.adapter.QwenImageAdapter",
     ),
     ModelFamily(
-        name="wan22",
         pipeline_class="WanPipeline",
         transformer_class="WanTransformer3DModel",
         rollout_pipeline="megadiff.models.wan22.pipeline.WanRolloutPipeline",
@@ -81,7 +79,7 @@ class ComponentModel:
     shapes: of all its parameters, in the module's order.
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     plan: ParallelPlan
     num_heads: int
 
@@ -92,7 +90,7 @@ def check_model_folder(folder: Path) -> ModelFamily:
     Reads headers only: seconds at most, before any engine starts. Raises ValueError that names
     what is missing, unknown or cut short.
     """
-    family = _family(folder)
+    family = family_of(folder)
     weighted = family.weighted(read_json(folder / "model_index.json"))
     components = ("scheduler", "tokenizer", *weighted)
 
@@ -111,7 +109,8 @@ def check_model_folder(folder: Path) -> ModelFamily:
     return family
 
 
-def _family(folder: Path) -> ModelFamily:
+def family_of(folder: Path) -> ModelFamily:
+    """Return the family that model_index.json names. Raises ValueError for another."""
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
     class_name = read_json(folder / "model_index.json").get("_class_name")
@@ -127,7 +126,7 @@ def build_adapter(folder: Path) -> ModelAdapter:
 
     Raises ValueError as `check_model_folder` does.
     """
-    family = _family(folder)
+    family = family_of(folder)
     for name in (TRANSFORMER, *family.optional):
         component = folder / name
         if name == TRANSFORMER or component.is_dir():

@@ -25,12 +25,15 @@ class ServedPlace:
     num_shards: int = 1
 
 
-def served_places(parameters: Sequence[str], *, names: ServedNames) -> dict[str, ServedPlace]:
+ServedPlaces = dict[str, ServedPlace]  # by diffusers' names
+
+
+def served_places(parameters: Sequence[str], *, names: ServedNames) -> ServedPlaces:
     """Return diffusers name → where the weight lives, for every parameter given.
 
     Raises ValueError when two weights get one name.
     """
-    by_name: dict[str, ServedPlace] = {}
+    by_name: ServedPlaces = {}
     for parameter in parameters:
         module, _, leaf = parameter.rpartition(".")
         weights = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from megadiff.observe.hacking import signs
 from megadiff.observe.heldout import compare_ends
-from megadiff.observe.metrics import Row
+from megadiff.observe.metrics import Rows
 from megadiff.observe.samples import SampleRecord
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Alarm:
     log, what still holds.
     """
 
-    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], rows: Rows) -> None:
         self._run_folder = run_folder
         self._config = config
         self._rows = list(rows)

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -20,6 +20,7 @@ from megadiff.observe.samples import IMAGE_SUFFIX, write_picture
 from megadiff.observe.step_folders import step_folder, step_folders
 from megadiff.observe.text_files import write_whole
 from megadiff.observe.video import FRAMES_PER_S
+from megadiff.types import Sampling
 
 EVALUATIONS = "evaluations"  # under a run's folder
 RECORD_NAME = "evaluation.json"
@@ -70,14 +71,14 @@ SETTINGS = (
     "width",
     "num_frames",
 )
+RECORDED = ("model", "step", *SETTINGS, "diversity")  # of an evaluation, beside its samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Samples of one model with their rewards.
+class Evaluation(Sampling):
+    """Samples of one model with their rewards, and how these ODE samples were drawn.
 
     model: the pipeline folder or run. step: of the run's weights, 0 for a model.
-    SETTINGS: how the ODE samples were drawn, as in types.Sampling.
     samples: in the order of the plan, every one with the same rewards.
     diversity: figure → mean over the prompts that have one, None where none has.
     """
@@ -85,15 +86,8 @@ class Evaluation:
     model: str
     step: int
     seed: int
-    num_inference_steps: int
-    true_cfg_scale: float
-    height: int
-    width: int
     samples: Sequence[EvaluatedSample]
     diversity: Mapping[str, float | None]
-    num_frames: int = 1
-    guidance_scale: float = 1.0
-    guidance_scale_2: float = 0.0
 
     @property
     def reward_names(self) -> list[str]:
@@ -123,9 +117,6 @@ class Evaluation:
     def samples_of(self, task: str | None) -> list[EvaluatedSample]:
         """Return the samples of one task, None of all."""
         return [sample for sample in self.samples if task in (None, sample.task)]
-
-
-_FIELDS = [field.name for field in fields(Evaluation)]
 
 
 def estimate(values: Sequence[float]) -> MeanEstimate:
@@ -225,7 +216,7 @@ def image_name(prompt_id: str, sample_index: int, *, suffix: str = IMAGE_SUFFIX)
 
 def to_json(evaluation: Evaluation) -> dict[str, object]:
     """Return the record: the evaluation's fields, and every reward's mean in all and by task."""
-    record = {name: getattr(evaluation, name) for name in _FIELDS}
+    record = {name: getattr(evaluation, name) for name in RECORDED}
     record["num_samples"] = len(evaluation.samples)
     record["num_prompts"] = evaluation.num_prompts
     record["rewards"] = _by_task(evaluation.estimate, evaluation.reward_names, evaluation.tasks)
@@ -298,7 +289,7 @@ def read_evaluation(folder: Path) -> Evaluation:
         record = json.loads(path.read_text("utf-8"))
         samples = [EvaluatedSample(**sample) for sample in record["samples"]]
         # The record's estimates are left out: they are made anew from the samples.
-        settings = {name: record[name] for name in _FIELDS if name != "samples"}
+        settings = {name: record[name] for name in RECORDED}
         return Evaluation(**settings, samples=samples)
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(

@@ -7,14 +7,14 @@ samples, no proof. docs/reading_a_run.md says what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.metrics import (
-    Row,
+    Rows,
     Verdict,
     column,
     config_number,
@@ -39,23 +39,17 @@ NOT_SCORES = {"eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Symptom:
-    """A sign without its remedy.
+class Sign:
+    """A reason to look at samples.
 
     kind: short name, the same while the sign lasts. gravity: the greater, the more urgent.
-    claim: what is seen, for people.
+    claim: what is seen, remedy: what to do about it, for people. signs() fills in the remedy.
     """
 
     kind: str
     gravity: int
     claim: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sign(Symptom):
-    """A reason to look at samples. remedy: what to do about it, for people."""
-
-    remedy: str
+    remedy: str = ""
 
     @property
     def sentence(self) -> str:
@@ -118,9 +112,7 @@ RISES = {
 }
 
 
-def signs(
-    rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None
-) -> list[Sign]:
+def signs(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None = None) -> list[Sign]:
     """Return the signs of an exploited reward, the gravest first.
 
     There are none while the reward has no clear gain.
@@ -138,14 +130,13 @@ def signs(
     mild_remedy = f"If samples grow alike, {kl}."
     remedy = f"Look at the samples; {kl}, or go back to an earlier checkpoint."
 
-    symptoms = sorted(
+    gravest_first = sorted(
         [*_falls(rows, ends), *_rises(rows, ends), *_lags(rows, heldout)],
-        key=lambda symptom: -symptom.gravity,
+        key=lambda sign: -sign.gravity,
     )
-
     return [
-        Sign(**vars(symptom), remedy=mild_remedy if symptom.gravity == MILD else remedy)
-        for symptom in symptoms
+        replace(sign, remedy=mild_remedy if sign.gravity == MILD else remedy)
+        for sign in gravest_first
     ]
 
 
@@ -153,7 +144,7 @@ def _is_clear_gain(ends: Verdict) -> bool:
     return ends.is_clear and ends.gain > 0
 
 
-def _falls(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
+def _falls(rows: Rows, ends: Verdict) -> Iterator[Sign]:
     for name, fall in FALLS.items():
         change = _change(rows, fall.key)
         if (
@@ -168,13 +159,13 @@ def _falls(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
         # Some narrowing is what training does; only a collapse is called an exploit.
         if change.last < COLLAPSED * change.first:
             claim = f"{subject} fell {change}{fall.unit}: the policy may be exploiting the reward."
-            yield Symptom(kind=f"{name} collapse", gravity=4, claim=claim)
+            yield Sign(kind=f"{name} collapse", gravity=4, claim=claim)
         else:
             claim = f"{subject} narrowed {change}{fall.unit}. Some of that is usual."
-            yield Symptom(kind=f"{name} narrow", gravity=MILD, claim=claim)
+            yield Sign(kind=f"{name} narrow", gravity=MILD, claim=claim)
 
 
-def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
+def _rises(rows: Rows, ends: Verdict) -> Iterator[Sign]:
     for name, rise in RISES.items():
         change = _change(rows, rise.key)
         if (
@@ -186,10 +177,10 @@ def _rises(rows: Sequence[Row], ends: Verdict) -> Iterator[Symptom]:
 
         claim = f"{_while(ends)} {rise.what} rose {change}"
         claim += ", as it does when a policy exploits its reward."
-        yield Symptom(kind=name, gravity=2, claim=claim)
+        yield Sign(kind=name, gravity=2, claim=claim)
 
 
-def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Symptom]:
+def _lags(rows: Rows, heldout: Comparison | None) -> Iterator[Sign]:
     """Yield held-out scores that lag behind what training gained up to the last evaluation."""
     last_evaluated = -1
     for row in rows:
@@ -206,7 +197,7 @@ def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Symptom]:
         claim = f"{_while(ends)} the held-out score {name}"
         if change.high < 0:
             claim += f" fell {change}: the policy is likely to exploit the reward."
-            yield Symptom(kind=f"{name} falls", gravity=5, claim=claim)
+            yield Sign(kind=f"{name} falls", gravity=5, claim=claim)
             continue
 
         trained = verdict(rows, key=f"reward/{name}")
@@ -219,10 +210,10 @@ def _lags(rows: Sequence[Row], heldout: Comparison | None) -> Iterator[Symptom]:
             values = f"({pretty_number(change.first)}, then {pretty_number(change.last)})"
             claim += f" did not follow {values}: the policy may be exploiting the reward, or "
             claim += "learning prompts by heart."
-            yield Symptom(kind=f"{name} lags", gravity=3, claim=claim)
+            yield Sign(kind=f"{name} lags", gravity=3, claim=claim)
 
 
-def _scores(rows: Sequence[Row], heldout: Comparison | None) -> dict[str, Change]:
+def _scores(rows: Rows, heldout: Comparison | None) -> dict[str, Change]:
     """Return held-out score → its change from the first evaluation to the last."""
     if heldout is not None:
         changes = {name: _paired_change(heldout, name) for name in heldout.reward_names}
@@ -243,7 +234,7 @@ def _paired_change(heldout: Comparison, name: str) -> Change | None:
     return Change(first=first, last=last, low=difference.low, high=difference.high)
 
 
-def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
+def _evaluated_change(rows: Rows, key: str) -> Change | None:
     """Compare first and last evaluation, give or take UNKNOWN_NOISE; None with fewer than two."""
     values = column(rows, key)
     if len(values) < 2:
@@ -253,7 +244,7 @@ def _evaluated_change(rows: Sequence[Row], key: str) -> Change | None:
     return _uncertain(values[0], values[-1], slack)
 
 
-def _change(rows: Sequence[Row], key: str) -> Change | None:
+def _change(rows: Rows, key: str) -> Change | None:
     """Compare the first and last steps, ± CLEAR standard errors; None for too few steps."""
     values = column(rows, key)
     window = min(MAX_STEPS, len(values) // 2)

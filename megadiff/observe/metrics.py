@@ -21,6 +21,7 @@ from megadiff.observe.text_files import parse_line, read_lines
 logger = logging.getLogger(__name__)
 
 Row = Mapping[str, float | None]
+Rows = Sequence[Row]
 
 STAGES = ("data", "rollout", "reward", "train", "sync")  # of a step, in the order in which they run
 LOSS = "loss/flow_matching"  # of supervised training, which has no reward
@@ -77,7 +78,7 @@ def median(values: Iterable[float | None]) -> float | None:
     return _median(numbers) if numbers else None
 
 
-def column(rows: Sequence[Row], key: str) -> list[float]:
+def column(rows: Rows, key: str) -> list[float]:
     """Return the finite values of one metric over the rows."""
     return finite(row.get(key) for row in rows)
 
@@ -89,7 +90,7 @@ def step_of(row: Row) -> int:
     return int(step)
 
 
-def metric_keys(rows: Sequence[Row]) -> list[str]:
+def metric_keys(rows: Rows) -> list[str]:
     """Return every metric of the rows, sorted, without `step`."""
     return sorted({key for row in rows for key in row} - {"step"})
 
@@ -154,7 +155,7 @@ class Verdict:
         return self.noise is not None and abs(self.gain) > 3 * self.noise
 
 
-def verdict(rows: Sequence[Row], *, key: str = "reward/mean") -> Verdict | None:
+def verdict(rows: Rows, *, key: str = "reward/mean") -> Verdict | None:
     """Compare first and last steps, which never overlap; None without a finite value."""
     values = column(rows, key)
     if not values:

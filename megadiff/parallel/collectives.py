@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megadiff.types import Figures
+
 T = TypeVar("T")
 
 
-def all_reduce_sums(values: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+def all_reduce_sums(values: Figures, group: dist.ProcessGroup) -> Figures:
     """Sum each value over the group, in one float64 all-reduce on CPU.
 
     The keys must be the same on every rank.
@@ -21,14 +23,12 @@ def all_reduce_sums(values: dict[str, float], group: dist.ProcessGroup) -> dict[
     return _all_reduce(values, group, dist.ReduceOp.SUM)
 
 
-def all_reduce_max(values: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+def all_reduce_max(values: Figures, group: dist.ProcessGroup) -> Figures:
     """Return the maximum of each value over the group; keys as for all_reduce_sums."""
     return _all_reduce(values, group, dist.ReduceOp.MAX)
 
 
-def _all_reduce(
-    values: dict[str, float], group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
-) -> dict[str, float]:
+def _all_reduce(values: Figures, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> Figures:
     keys = sorted(values)  # ranks may have filled their dicts in other orders
     # float64: counts stay exact, and a sum hardly depends on the number of ranks
     packed = torch.tensor([values[key] for key in keys], dtype=torch.float64)

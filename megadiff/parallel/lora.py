@@ -10,7 +10,7 @@ without a copy of anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from megadiff.config.schema import LoraConfig
 from megadiff.diffusion.noise import uniform
-from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, is_lora
-from megadiff.types import LoraSpec
+from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan
+from megadiff.types import LoraSpec, Shapes
 
 
 class Adapters:
@@ -60,9 +60,7 @@ def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> Lor
     )
 
 
-def lora_shapes(
-    spec: LoraSpec | None, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, int]]:
+def lora_shapes(spec: LoraSpec | None, shapes: Shapes) -> dict[str, tuple[int, int]]:
     """Return name → shape of every low-rank tensor, in the order of the base's parameters.
 
     shapes: of the base's parameters.
@@ -121,11 +119,6 @@ def adapt_linears(module: nn.Module, adapters: Adapters) -> None:
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear), name  # lora_modules() chose linears only
         adapt(linear, adapters, in_features=linear.in_features, out_features=linear.out_features)
-
-
-def lora_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return LoRA's parameters by name, in the module's order."""
-    return {name: parameter for name, parameter in module.named_parameters() if is_lora(name)}
 
 
 @cache

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from megadiff.types import Shape, Shapes
+
 LORA_A = "lora_A.weight"  # [rank, in], beside a linear module
 LORA_B = "lora_B.weight"  # [out, rank]
 
@@ -45,9 +47,9 @@ class Placement:
     """
 
     kind: str
-    shape: tuple[int, ...]
+    shape: Shape
     offsets: tuple[int, ...]
-    local_shape: tuple[int, ...]
+    local_shape: Shape
     sharded_dim: int | None
     sum_over_tp: bool
 
@@ -127,7 +129,7 @@ class ParallelPlan:
 
     def placements(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
         *,
         tp: int,
         tp_rank: int,
@@ -229,9 +231,7 @@ def sharded_dim(kind: str, name: str) -> int | None:
     return SHARDED_DIM[kind].get(name.removeprefix(f"{module_of(name)}."))
 
 
-def shard_box(
-    kind: str, name: str, shape: tuple[int, ...], *, tp: int, tp_rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shard_box(kind: str, name: str, shape: Shape, *, tp: int, tp_rank: int) -> tuple[Shape, Shape]:
     """Return (offsets, local_shape) of a rank's shard of the full tensor `shape`.
 
     Raises ValueError when tp does not divide it.

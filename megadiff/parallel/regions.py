@@ -27,15 +27,11 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _CopyToGroup.apply(x, group)
 
 
-class _SumOverGroup(torch.autograd.Function):
+class _SumOverGroup(_CopyToGroup):  # whose backward is the same
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return _summed(part, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
 
 
 def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -50,21 +46,19 @@ def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part if group.size() == 1 else _SumOverGroup.apply(part, group)
 
 
-def sum_over_tp(parameters: Iterable[Tensor], attribute: str, group: dist.ProcessGroup) -> None:
+def sum_over_tp(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Sum in place, in one all-reduce, the gradients of parameters whose placement asks for it.
 
-    attribute: where the gradient is, `grad` or megatron-core's `main_grad`; parameters without a
-    gradient are left out. Call it once a step, after the last backward.
+    Parameters without a gradient are left out. Call it once a step, after the last backward.
     """
     if group.size() == 1:
         return
 
     gradients = []
     for parameter in parameters:
-        gradient = getattr(parameter, attribute, None)
         placement = parameter.placement  # type: ignore[attr-defined]  # parallelize() sets it
-        if gradient is not None and placement.sum_over_tp:
-            gradients.append(gradient)
+        if parameter.grad is not None and placement.sum_over_tp:
+            gradients.append(parameter.grad)
     if not gradients:
         return
 

@@ -16,8 +16,9 @@ from functools import cached_property
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import ParallelPlan, shard_box
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Shape, Shapes
 
+Ranges = list[tuple[int, int]]  # (start, end) each
 GIB = 2**30
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32  # AdamW's exp_avg and exp_avg_sq
@@ -46,7 +47,7 @@ class ModelShape:
     """
 
     adapter: ModelAdapter
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     lora_spec: LoraSpec | None = None
     lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     num_components: int = 1
@@ -58,7 +59,7 @@ class ModelShape:
         return self.adapter.plan
 
     @cached_property
-    def trained(self) -> dict[str, tuple[int, ...]]:
+    def trained(self) -> dict[str, Shape]:
         """Parameters that get a gradient, in the module's order."""
         if self.lora:
             return dict(self.lora)
@@ -84,7 +85,7 @@ class ModelShape:
     def num_blocks(self) -> int:
         return len(self.units(self.shapes).keys() - {None})
 
-    def units(self, shapes: Mapping[str, tuple[int, ...]]) -> Counter[int | None]:
+    def units(self, shapes: Shapes) -> Counter[int | None]:
         """Return the elements of each block, and under None those of the rest."""
         sizes = Counter[int | None]()
         for name, shape in shapes.items():
@@ -201,7 +202,7 @@ def _fsdp_elements(model: ModelShape, placing: Placing) -> int:
     return sum(_fsdp_shard(shape, placing.shards) for shape in model.shapes.values())
 
 
-def _fsdp_shard(shape: tuple[int, ...], shards: int) -> int:
+def _fsdp_shard(shape: Shape, shards: int) -> int:
     return math.ceil(shape[0] / shards) * math.prod(shape[1:])
 
 
@@ -285,17 +286,15 @@ def _megatron_gathered(model: ModelShape, placing: Placing, work: Work, *, train
     return work.itemsize * largest // placing.layout.tp if training else 0
 
 
-def megatron_buffer(
-    sizes: Sequence[int], *, ranks: int, bucket_size: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def megatron_buffer(sizes: Sequence[int], *, ranks: int, bucket_size: int) -> tuple[Ranges, Ranges]:
     """Return (start, end) of each bucket and of each parameter in Megatron's buffers, in elements.
 
     sizes: of the parameters as the buffer has them, the module's last one first.
     bucket_size: a bucket is closed when it is reached.
     """
     divisor = math.lcm(ranks, MEGATRON_BUCKET_ALIGNMENT)
-    buckets: list[tuple[int, int]] = []
-    ranges: list[tuple[int, int]] = []
+    buckets: Ranges = []
+    ranges: Ranges = []
     bucket_start = 0
     end = 0
 
@@ -313,9 +312,7 @@ def megatron_buffer(
     return buckets, ranges
 
 
-def _owned(
-    buckets: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]], *, num_ranks: int
-) -> list[tuple[int, int]]:
+def _owned(buckets: Ranges, ranges: Ranges, *, num_ranks: int) -> list[tuple[int, int]]:
     """Return (elements, parameters) of each rank, which owns an equal range of every bucket."""
     elements = [0] * num_ranks
     num_tensors = [0] * num_ranks

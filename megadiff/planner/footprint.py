@@ -14,7 +14,7 @@ from torch import nn
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
-from megadiff.models.registry import FAMILIES
+from megadiff.models.registry import family_of
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.activation_memory import activation_bytes
 from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing
@@ -146,13 +146,12 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
     come from its empty module; a component with neither is unknown.
     """
     index = read_json(model_folder / "model_index.json")
-    family = next(family for family in FAMILIES if family.pipeline_class == index["_class_name"])
     transformers = 0
     others = 0
     encoder = 0
     unknown = []
 
-    for component in family.weighted(index):
+    for component in family_of(model_folder).weighted(index):
         shapes = _shapes(model_folder, component, index.get(component), dtype)
         if shapes is None:
             unknown.append(component)

@@ -14,10 +14,11 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megadiff.observe.evaluation import MeanEstimate
-from megadiff.observe.metrics import Row, column, finite, pretty_number, step_of
+from megadiff.observe.metrics import Rows, column, finite, pretty_number, step_of
 
 T = TypeVar("T")
 Values = Sequence[float | None]
+Drawing = dict[str, Any]  # what a template draws
 Points = Sequence[tuple[float, float | None]]
 
 MAX_POINTS = 600  # of a curve; beyond, neighbouring steps share a point
@@ -55,7 +56,7 @@ def mean_or_none(values: Values) -> float | None:
     return fmean(numbers) if numbers else None
 
 
-def curve(rows: Sequence[Row], key: str, *, std_key: str | None = None) -> MetricCurve:
+def curve(rows: Rows, key: str, *, std_key: str | None = None) -> MetricCurve:
     """Return the curve of a metric over the rows that hold it.
 
     Its band is ± the metric `std_key` where that is given and present. Otherwise, where steps
@@ -198,7 +199,7 @@ def running_mean(values: Values, *, window: int) -> list[float | None]:
     return means
 
 
-def _crosshair(x_axis: Axis, steps: Sequence[int], series: list) -> dict[str, Any]:
+def _crosshair(x_axis: Axis, steps: Sequence[int], series: list) -> Drawing:
     """Return what report.js reads. series: [name, one text per step]."""
     xs = [round(x_axis.place(step), 5) for step in steps]
     return {"steps": steps, "x": xs, "series": series}
@@ -206,7 +207,7 @@ def _crosshair(x_axis: Axis, steps: Sequence[int], series: list) -> dict[str, An
 
 def line_chart(
     line: MetricCurve, *, title: str, key: str, note: str = "", kind: str = "", smooth: bool = False
-) -> dict[str, Any]:
+) -> Drawing:
     """Return one metric's chart. smooth: draw a long curve faint, under its running mean.
 
     kind: a CSS class, `hero` for a wide one.
@@ -244,7 +245,7 @@ def line_chart(
 
 def stacked_chart(
     steps: Sequence[int], stacks: Mapping[str, Sequence[float]], *, title: str, key: str, unit: str
-) -> dict[str, Any]:
+) -> Drawing:
     """Return bars at `steps` (rising): stacks of name → values ≥ 0, from the bottom up."""
     pitch = min((later - step for step, later in zip(steps, steps[1:])), default=1)
     # Bars stand on their steps, so the axis reaches half a bar beyond both ends.
@@ -276,7 +277,7 @@ def bar_chart(
     key: str,
     is_share: bool = False,
     text: Callable[[float], str] = pretty_number,
-) -> dict[str, Any]:
+) -> Drawing:
     """Return lying bars with their intervals: one mean or None per series in every row.
 
     is_share: the axis goes from 0 to 100 %. text: how values are written.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.metrics import pretty_number
-from megadiff.report.charts import bar_chart
+from megadiff.report.charts import Drawing, bar_chart
 from megadiff.report.evaluation_table import (
     DIFFERENCE_HEAD,
     DIVERSITY,
@@ -70,6 +69,7 @@ def write_evaluation_page(
         # So that no line breaks between a number and its percent sign.
         headline=headline(evaluation, comparison).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(evaluation),
+        findings=(),
         sections=sections,
     )
 
@@ -127,7 +127,7 @@ def _difference_section(comparison: Comparison) -> Section:
     return Section(title="Difference", lead=lead, table=rows)
 
 
-def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> dict[str, Any]:
+def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> Drawing:
     """Return bars of a reward over all samples and by task. names: of the evaluations."""
     records = [evaluation for _, evaluation in evaluations]
     # One format for all: 0.5 beside 50 % could not be compared.
@@ -152,7 +152,7 @@ def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> d
 
 def wall(
     evaluations: Evaluations, names: Sequence[str], *, title: str = "", lead: str = ""
-) -> dict[str, Any] | None:
+) -> Drawing | None:
     """Return the pictured samples by task, each as every evaluation drew it; None without an image.
 
     evaluations drew the same samples; names: how to call them.

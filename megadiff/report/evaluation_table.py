@@ -69,11 +69,10 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
 def settings_text(evaluation: Evaluation) -> str:
     """Describe in one line which weights drew which samples, and how."""
     step = f"step {evaluation.step}, " if evaluation.step else ""
-    size = f"{evaluation.width}x{evaluation.height}"
-    size += f"x{evaluation.num_frames}" if evaluation.num_frames > 1 else ""
     return (
-        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, {size}, "
-        f"{evaluation.num_inference_steps} steps{_guidance(evaluation)}, seed {evaluation.seed}"
+        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, "
+        f"{evaluation.size_text}, {evaluation.num_inference_steps} steps{_guidance(evaluation)}, "
+        f"seed {evaluation.seed}"
     )
 
 

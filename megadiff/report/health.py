@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.hacking import signs
 from megadiff.observe.metrics import (
     STAGES,
-    Row,
+    Rows,
     column,
     config_number,
     finite,
@@ -35,9 +35,7 @@ SYNC_SHARE = 0.3  # of a step
 UNTIMED_SHARE = 0.25  # of a step
 
 
-def findings(
-    rows: Sequence[Row], config: Mapping[str, Any], heldout: Comparison | None = None
-) -> list[str]:
+def findings(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None = None) -> list[str]:
     """Return sentences on what deserves a look, the gravest first. Missing metrics are no finding.
 
     heldout: the last evaluation against the first one.
@@ -48,7 +46,7 @@ def findings(
     return [*_untrusted(rows, config), *texts, *_unsound(rows), *_slow(rows)]
 
 
-def _untrusted(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
+def _untrusted(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the findings with which no other number can be trusted."""
     # Rows hold None where a number was not finite; a metric that was not logged is not in them.
     bad = sorted({key for row in rows for key, value in row.items() if value is None})
@@ -70,7 +68,7 @@ def _untrusted(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _unsound(rows: Sequence[Row]) -> Iterator[str]:
+def _unsound(rows: Rows) -> Iterator[str]:
     """Yield what is wrong with the updates."""
     recent = rows[-RECENT_STEPS:]
     for key, (limit, sentence) in LIMITS.items():
@@ -88,7 +86,7 @@ def _unsound(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _slow(rows: Sequence[Row]) -> Iterator[str]:
+def _slow(rows: Rows) -> Iterator[str]:
     """Yield what takes too much of a step."""
     step = median(column(rows, "time/step_s"))
     if not step:

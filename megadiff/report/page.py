@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megadiff.observe.metrics import pretty_number
 from megadiff.observe.text_files import write_whole
+from megadiff.report.charts import Drawing
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Prompts and names are a user's text, so everything is escaped but what a template itself writes.
@@ -46,12 +47,12 @@ class Section:
 
     title: str
     lead: str = ""
-    bars: Sequence[dict[str, Any]] = ()
-    charts: Sequence[dict[str, Any]] = ()
+    bars: Sequence[Drawing] = ()
+    charts: Sequence[Drawing] = ()
     table: Sequence[Sequence[str]] = ()
-    wall: dict[str, Any] | None = None
-    strips: Sequence[dict[str, Any]] = ()
-    time: dict[str, Any] | None = None
+    wall: Drawing | None = None
+    strips: Sequence[Drawing] = ()
+    time: Drawing | None = None
     note: str = ""
     config: str = ""
 
@@ -61,31 +62,13 @@ class Section:
         return not any(value for name, value in vars(self).items() if name not in ("title", "lead"))
 
 
-def write_page(
-    path: Path,
-    *,
-    kind: str,
-    name: str,
-    state: str,
-    headline: str,
-    tiles: Sequence[Tile],
-    sections: Sequence[Section],
-    findings: Sequence[str] = (),
-) -> Path:
+def write_page(path: Path, **parts: Any) -> Path:
     """Write a page aside and rename it, so that a reader never sees half of one; return its path.
 
-    kind: report or evaluation.
+    parts: kind (report or evaluation), name, state and headline, texts; tiles: Tile each;
+    findings: sentences; sections: Section each. One that is left out is an error.
     """
-    html = ENVIRONMENT.get_template("page.html").render(
-        kind=kind,
-        name=name,
-        state=state,
-        headline=headline,
-        tiles=tiles,
-        findings=findings,
-        sections=sections,
-    )
-    write_whole(path, html)
+    write_whole(path, ENVIRONMENT.get_template("page.html").render(parts))
     return path
 
 

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
 from megadiff.observe import video
 from megadiff.observe.metrics import pretty_number
 from megadiff.observe.samples import SavedSample
+from megadiff.report.charts import Drawing
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
     return [list(map(by_step.get, sorted(columns))) for by_step in prompts]
 
 
-def strips(samples: Sequence[SavedSample]) -> list[dict[str, Any]]:
+def strips(samples: Sequence[SavedSample]) -> list[Drawing]:
     """Return a strip per prompt: its caption, and a look or None per step; [] without a picture."""
     rows = pick_rows(samples)
     pictures = load_pictures([sample.path for row in rows for sample in row if sample])
@@ -159,7 +159,7 @@ def strips(samples: Sequence[SavedSample]) -> list[dict[str, Any]]:
     return rows_of_looks if pictures else []
 
 
-def _look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> dict[str, Any] | None:
+def _look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | None:
     if sample.path not in pictures:
         return None
     step = f"step {sample.step}"

@@ -20,6 +20,7 @@ from megadiff.observe.metrics import (
     LOSS,
     STAGES,
     Row,
+    Rows,
     Verdict,
     column,
     config_number,
@@ -36,7 +37,7 @@ from megadiff.observe.metrics import (
 )
 from megadiff.observe.samples import SavedSample, read_samples
 from megadiff.observe.trackers import METRICS_NAME
-from megadiff.report.charts import buckets, curve, line_chart, stacked_chart
+from megadiff.report.charts import Drawing, buckets, curve, line_chart, stacked_chart
 from megadiff.report.evaluation_page import (
     Evaluations,
     leading_reward,
@@ -71,7 +72,7 @@ class RunRecord:
     """
 
     folder: Path
-    rows: Sequence[Row]
+    rows: Rows
     samples: Sequence[SavedSample]
     evaluations: Evaluations
     heldout: Comparison | None
@@ -187,7 +188,11 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     elif ends is not None:
         rewards = column(rows, ends.key)
         if len(rewards) > 1:
-            tiles.append(_gain_tile(ends))
+            gain = f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}"
+            detail = f"first {ends.window} → last {ends.window} steps"
+            if ends.noise:
+                detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
+            tiles.append(("Gain", gain, detail))
         # Beside the held-out tile it would begin a second row.
         if not run.evaluations:
             best = f"best step {pretty_number(max(rewards))}"
@@ -210,13 +215,6 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     return tiles
 
 
-def _gain_tile(ends: Verdict) -> Tile:
-    detail = f"first {ends.window} → last {ends.window} steps"
-    if ends.noise:
-        detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
-    return "Gain", f"{'+' if ends.gain > 0 else ''}{pretty_number(ends.gain)}", detail
-
-
 def _heldout_tile(last: Evaluation, heldout: Comparison | None) -> Tile:
     """Return the last evaluation's leading reward, with its change where there is one."""
     reward = leading_reward(last)
@@ -234,7 +232,7 @@ def _heldout_tile(last: Evaluation, heldout: Comparison | None) -> Tile:
     return label, form.value(mean.mean).replace("-", "−"), detail.replace("-", "−")
 
 
-def _chart(rows: Sequence[Row], key: str) -> dict[str, Any]:
+def _chart(rows: Rows, key: str) -> Drawing:
     # A key without a name of its own is titled by its quantity.
     quantity = key.partition("/")[2].replace("_", " ")
     title, note = TEXTS["metrics"].get(key, (quantity[:1].upper() + quantity[1:], ""))
@@ -292,7 +290,7 @@ def stage_seconds(row: Row) -> dict[str, float]:
     return {**seconds, UNTIMED: max(0.0, whole - sum(seconds.values()))}
 
 
-def stage_times(rows: Sequence[Row]) -> dict[str, Any] | None:
+def stage_times(rows: Rows) -> Drawing | None:
     """Return stacked bars over steps, with median seconds and share of each stage."""
     rows = [row for row in rows if step_seconds(row) is not None]
     if not rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import starmap
 from statistics import fmean
 
 import cv2
@@ -62,8 +63,11 @@ class TemporalConsistencyReward(Reward):
         self.pairs = checked_pairs(pairs)
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        errors = [warp_error(sample, pairs=self.pairs) for sample in samples]
-        return [1 / (1 + error / self.tolerance) for error in errors]
+        rewards = []
+        for sample in samples:
+            error = fmean(starmap(_pair_error, neighbours(sample, self.pairs)))
+            rewards.append(1 / (1 + error / self.tolerance))
+        return rewards
 
 
 def mean_flow(sample: RewardSample, *, pairs: int) -> float:
@@ -75,12 +79,8 @@ def mean_flow(sample: RewardSample, *, pairs: int) -> float:
     return fmean(lengths)
 
 
-def warp_error(sample: RewardSample, *, pairs: int) -> float:
-    """Return the mean difference of frames and their successors moved back, in levels of 255."""
-    return fmean([_pair_error(frame, following) for frame, following in neighbours(sample, pairs)])
-
-
 def _pair_error(frame: np.ndarray, following: np.ndarray) -> float:
+    """Return the mean difference of a frame and the following one moved back, of 255 levels."""
     height, width = frame.shape
     grid_HW2 = np.dstack(np.meshgrid(np.arange(width), np.arange(height)))
     # cv2.remap takes its map in float32.

@@ -18,7 +18,7 @@ from megadiff.rewards.answers import FLOAT32_MAX, samples_text, score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
 from megadiff.rewards.gil_watch import GRACE_S
 from megadiff.rewards.workers import Workers
-from megadiff.types import Prompt, RolloutGroup
+from megadiff.types import Prompt, RolloutGroup, Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,17 @@ class Scorer:
         num_workers: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        _check_names_and_weights(configs)
+        if TOTAL in configs:
+            raise ValueError(
+                f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
+            )
+        for name, config in configs.items():
+            if not abs(config.weight) <= FLOAT32_MAX:
+                raise ValueError(
+                    f"reward.{name}.weight={config.weight}, must be finite in float32 "
+                    f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
+                )
+
         num_workers = share_of_cores(MAX_WORKERS) if num_workers is None else num_workers
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}, must be at least 1")
@@ -130,7 +140,7 @@ class Scorer:
 
         self._groups.append(samples)
 
-    def collect(self) -> dict[str, Tensor]:
+    def collect(self) -> Tensors:
         """Wait for the groups submitted since the last collect(); the scorer is empty again.
 
         Returns reward name → [P, G] float32, groups in order of submission, and under "total" their
@@ -146,7 +156,7 @@ class Scorer:
         finally:
             self.reset()
 
-    def score(self, groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
+    def score(self, groups: Sequence[RolloutGroup]) -> Tensors:
         """Submit all groups and collect them."""
         for group in groups:
             self.submit(group)
@@ -207,7 +217,7 @@ class Scorer:
                 logger.error("reward %r failed", call.reward.name, exc_info=error.__cause__)
             raise error
 
-    def _gather(self) -> dict[str, Tensor]:
+    def _gather(self) -> Tensors:
         shape = (len(self._groups), len(self._groups[0]))
         scores = {name: torch.zeros(shape, dtype=torch.float32) for name in self.rewards}
         self.reward_s = dict.fromkeys(self.rewards, 0.0)
@@ -244,17 +254,3 @@ class Scorer:
             f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
             f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
         )
-
-
-def _check_names_and_weights(configs: Mapping[str, RewardConfig]) -> None:
-    if TOTAL in configs:
-        raise ValueError(
-            f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
-        )
-
-    for name, config in configs.items():
-        if not abs(config.weight) <= FLOAT32_MAX:
-            raise ValueError(
-                f"reward.{name}.weight={config.weight}, must be finite in float32 "
-                f"(at most {FLOAT32_MAX:.2g}); 0 only watches the reward"
-            )

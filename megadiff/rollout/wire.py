@@ -11,15 +11,14 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
 
 from megadiff.sync.bucket import own_host_tensor
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from megadiff.types import JsonObject, Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
 
 Record = TypeVar("Record")
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
@@ -34,7 +33,7 @@ PLAIN_FIELDS = (  # of a group, which travel in the header
 )
 
 
-def requests_to_json(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
+def requests_to_json(requests: Sequence[RolloutRequest]) -> list[JsonObject]:
     """Return RolloutRequests as a JSON list, a first frame in base64."""
     return [
         dataclasses.asdict(request)
@@ -93,7 +92,7 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
     sizes = [len(group["sample_indices"]) for group in headers]
     columns = {name: tensors.pop(name).split(sizes) for name in COLUMNS}
     schedule = tensors.pop("schedule")
-    conditioning: list[dict[str, Tensor]] = [{} for _ in headers]
+    conditioning: list[Tensors] = [{} for _ in headers]
 
     for key, tensor in tensors.items():
         # `<index>.<name>`, as encode_groups() writes them
@@ -118,11 +117,11 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
     return groups
 
 
-def _header(group: RolloutGroup) -> dict[str, Any]:
+def _header(group: RolloutGroup) -> JsonObject:
     return {name: getattr(group, name) for name in PLAIN_FIELDS}
 
 
-def _load(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _load(body: bytes) -> tuple[Tensors, JsonObject]:
     try:
         tensors = load(body)
     except SafetensorError as error:

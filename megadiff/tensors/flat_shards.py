@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from megadiff.tensors.shards import Shard
+from megadiff.types import Shape
 
 
 def flat_shards(flat: Tensor, start: int, box: Shard) -> list[Shard]:
@@ -29,9 +30,7 @@ def flat_shards(flat: Tensor, start: int, box: Shard) -> list[Shard]:
     return shards
 
 
-def _boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """Yield (offsets, shape) of the boxes that elements start … stop of a row-major array make."""
     shape = (1, *shape)  # so that the whole tensor is a row, too
     row_sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

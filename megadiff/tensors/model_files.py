@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; fetch the whole model folder")
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
 

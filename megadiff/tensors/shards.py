@@ -26,6 +26,7 @@ from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter, reserve_descriptors
+from megadiff.types import JsonObject, Shape
 
 SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
@@ -42,7 +43,7 @@ class Shard:
 
     local: Tensor
     offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class TensorBox:
     """A box of a tensor of some shape: where it begins, and its own shape."""
 
     tensor: str
-    shape: tuple[int, ...]
+    shape: Shape
     offsets: tuple[int, ...]
-    local_shape: tuple[int, ...]
+    local_shape: Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +173,9 @@ class ShardFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         file, index = _read_index(shard_file(self.folder, 0))
-        self.values: dict[str, Any] = index["values"]
+        self.values: JsonObject = index["values"]
         self.num_files: int = index["num_files"]
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, Shape] = {}
         self._shards: dict[str, list[StoredShard]] = {}
         # What was read last: boxes of one range often overlap the same shard.
         self._last: tuple[StoredShard, Tensor] | None = None
@@ -287,7 +288,7 @@ def _check_cover(folder: Path, name: str, shards: Sequence[StoredShard]) -> None
     )
 
 
-def _read_index(path: Path) -> tuple[TensorFile, dict[str, Any]]:
+def _read_index(path: Path) -> tuple[TensorFile, JsonObject]:
     """Open a shard file and parse its metadata. Raises ValueError where either is damaged."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; the checkpoint is incomplete, use the one before")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from megadiff.tensors.model_files import open_weights, weight_files
 from megadiff.tensors.shards import Shard
+from megadiff.types import Shapes
 
 
 class SourceFolder:
@@ -20,7 +20,7 @@ class SourceFolder:
         files = [open_weights(path) for path in weight_files(self.folder)]
         self._file_of = {name: file for file in files for name in file.keys()}
 
-    def check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check_names(self, shapes: Shapes) -> None:
         """Raise ValueError for what is missing, extra or of another shape than in the model."""
         names = self._file_of.keys()
         problems = [f"missing {name}" for name in sorted(shapes.keys() - names)]

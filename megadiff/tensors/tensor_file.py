@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, check_seal, sealed
+from megadiff.types import JsonObject, Shape
 
 # In the order in which the safetensors library puts tensors, which keeps them aligned.
 DTYPES_BY_NAME = {
@@ -57,7 +58,7 @@ class TensorMeta:
     """Dtype and shape of a tensor, as a header has them."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +147,7 @@ class TensorFile:
 
         return torch.frombuffer(pages, dtype=torch.uint8)[within:]
 
-    def _read_header(self) -> tuple[dict[str, Any], int]:
+    def _read_header(self) -> tuple[JsonObject, int]:
         try:
             text = header_of(self._descriptor)
             header = parse_json(text[LENGTH_BYTES:])
@@ -165,7 +166,7 @@ class TensorFile:
             check_seal(text, self.path, what="its header")
         return header, len(text)
 
-    def _read_tensors(self, header: dict[str, Any]) -> None:
+    def _read_tensors(self, header: JsonObject) -> None:
         try:
             entries = [_entry(name, values) for name, values in header.items()]
         except (KeyError, TypeError, ValueError) as error:
@@ -218,7 +219,7 @@ class _Entry(NamedTuple):
     end: int
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def _entry(name: str, values: Mapping[str, Any]) -> _Entry:

@@ -58,11 +58,7 @@ def check(
     sampling = sampling_of(config.rollout)
     on_policy = build_algorithm(config.algorithm).on_policy
     if on_policy:
-        check_window(
-            sampling.num_inference_steps,
-            window_size=sampling.sde_window_size,
-            window_range=sampling.sde_window_range,
-        )
+        check_window(sampling)
 
     adapter = _checked_adapter(config, layout, sampling, on_policy=on_policy)
     prompts = read_prompts(config, config.data.prompts) if on_policy else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from typing import Any
 
 import yaml
 
@@ -16,11 +15,12 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.train.components import describe_components
 from megadiff.train.sampling import sampling_of, sft_sampling
+from megadiff.types import JsonObject
 
 
 def describe(
     config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the plan of a run as JSON values: sigmas, components, batches, layout, config.
 
     Microbatches are counted as if every group had a signal.
@@ -55,7 +55,7 @@ def describe(
     }
 
 
-def to_text(plan: dict[str, Any], *, as_json: bool) -> str:
+def to_text(plan: JsonObject, *, as_json: bool) -> str:
     """Return one JSON object, or text with the stochastic window marked in the schedule."""
     if as_json:
         return json.dumps(plan) + "\n"

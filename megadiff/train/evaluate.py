@@ -24,7 +24,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.sampling import fetch_and_score, sampling_of
-from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
+from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
 NUM_IMAGES = 28  # saved to be looked at, over all tasks
@@ -108,7 +108,7 @@ class Outcome:
     """An evaluation and its images: a sample's `file` → its pixels, uint8 [F, H, W, 3]."""
 
     evaluation: Evaluation
-    images: dict[str, Tensor]
+    images: Tensors
 
 
 def evaluate(
@@ -143,18 +143,11 @@ def evaluate(
     # in the plan's order, whatever rank drew a sample
     order = {identity: position for position, identity in enumerate(identities)}
 
-    sampling = eval_sampling(config)
     evaluation = Evaluation(
+        **vars(eval_sampling(config)),
         model=model,
         step=policy_version or 0,
         seed=config.seed,
-        num_inference_steps=sampling.num_inference_steps,
-        true_cfg_scale=sampling.true_cfg_scale,
-        guidance_scale=sampling.guidance_scale,
-        guidance_scale_2=sampling.guidance_scale_2,
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
         samples=sorted(scored.samples, key=lambda sample: order[sample.identity]),
         diversity={name: _mean_figure(scored.figures, name) for name in FIGURES},
     )
@@ -178,7 +171,7 @@ class _Scored:
 
     samples: list[EvaluatedSample] = field(default_factory=list)
     figures: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    images: dict[str, Tensor] = field(default_factory=dict)
+    images: Tensors = field(default_factory=dict)
 
 
 def _requests(

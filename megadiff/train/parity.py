@@ -26,7 +26,14 @@ from megadiff.train.components import component_steps
 from megadiff.train.probe import Call
 from megadiff.train.replicas import RunReplicas
 from megadiff.train.sampling import broadcast_groups, for_replica, group_requests, sampling_of
-from megadiff.types import LOG_PROB_ROUNDING, PromptBatch, RolloutGroup, Sampling, TrainBatch
+from megadiff.types import (
+    LOG_PROB_ROUNDING,
+    Figures,
+    PromptBatch,
+    RolloutGroup,
+    Sampling,
+    TrainBatch,
+)
 
 logger = logging.getLogger(__name__)
 LOG_PROB_GAP = "parity/log_prob_gap_max"
@@ -41,9 +48,7 @@ class ParityError(RuntimeError):
     """Trainer and replica disagree by more than the clip range, or rounding, allows."""
 
 
-def check(
-    engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step: int
-) -> dict[str, float]:
+def check(engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step: int) -> Figures:
     """Recompute the calls of every replica and component, group by group. Collective.
 
     Returns the gaps, each the maximum over groups, replicas, components and ranks:
@@ -61,7 +66,7 @@ def check(
     fleet = replicas.fleet
     num_replicas = len(fleet.replicas)
     samplings = component_samplings(engine.adapter, sampling_of(config.rollout))
-    gaps: dict[str, float] = {}
+    gaps: Figures = {}
     problem = ""
 
     turns = range(fleet.rank, fleet.rank + num_replicas, fleet.num_ranks)
@@ -91,7 +96,7 @@ def check(
     return gaps
 
 
-def recomputes(gaps: dict[str, float], algorithm: AlgorithmConfig, *, before: bool) -> bool:
+def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bool:
     """Tell whether a step's old log_probs are recomputed by the trainer before its first update.
 
     gaps: from check(). before: whether the run did so until now, which old_log_prob=auto stays
@@ -140,7 +145,7 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
     return samplings
 
 
-def verdict(gaps: dict[str, float], config: Config) -> str:
+def verdict(gaps: Figures, config: Config) -> str:
     """Return '' when the gaps are harmless, else what is wrong, with both numbers.
 
     Half the clip range is too much of a gap where updates are relative to the rollout's log_probs.
@@ -218,7 +223,7 @@ def _sample(
 
 def _gaps(
     engine: Engine, groups: Sequence[RolloutGroup], call: Call, *, step: int
-) -> list[dict[str, float]]:
+) -> list[Figures]:
     """Compare each group with what the trainer computes. Returns a dict of gaps for each.
 
     A group is computed by itself, where no other row can be taken for its own, and once more
@@ -261,7 +266,6 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
     """Recompute the window's latents from the initial noise on, [N, W+1, L, C] float32."""
     shape = tuple(batch.latents_NSLC.shape[2:])
     start = int(batch.window_start_N[0])
-    sampling = batch.sampling
     schedule = batch.schedule
     group_key = noise.group_key(seed=engine.config.seed, step=step, prompt_id=group.prompt.id)
     keys = noise.sample_keys(group_key, group.sample_indices)
@@ -273,15 +277,9 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
 
     states = [latents_NLC]
     for index in range(start, start + batch.num_window_steps):
-        mean_NLC = _step_mean(engine, batch, states[-1], index, sampling.sde_type)
+        mean_NLC = _step_mean(engine, batch, states[-1], index, batch.sampling.sde_type)
         sigma_B, sigma_next_B = schedule[index : index + 2].split(1)
-        sde_step = sde.SdeStep(
-            sde_type=sampling.sde_type,
-            sigma_B=sigma_B,
-            sigma_next_B=sigma_next_B,
-            schedule=schedule,
-            eta=sampling.eta,
-        )
+        sde_step = sde.SdeStep(batch.sampling, schedule, sigma_B, sigma_next_B)
         noise_NLC = noise.sde_noise_rows(shape, keys, step_index=index)
         states.append(mean_NLC + sde.injected_std(sde_step) * noise_NLC.to(mean_NLC))
 

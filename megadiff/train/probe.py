@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor
 
 from megadiff.config.schema import Config
 from megadiff.data.prompts import prompt_id
@@ -22,7 +21,7 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.limits import Limits
 from megadiff.train.sampling import first_frame_of, sampling_of
-from megadiff.types import DTYPES, Prompt
+from megadiff.types import DTYPES, Prompt, Tensors
 
 LONG = (
     "a wide photograph of an old harbour at dusk, fishing boats tied to a wooden pier, "
@@ -50,7 +49,7 @@ class Call:
 
     prompts: list[Prompt]
     num_samples: int
-    conditioning: list[dict[str, Tensor]]
+    conditioning: list[Tensors]
     is_unlike: bool
 
 
@@ -116,7 +115,7 @@ def prepare(
         here=mesh.rank == 0,
     )
 
-    conditioning: list[dict[str, Tensor]] = [{} for _ in chosen]
+    conditioning: list[Tensors] = [{} for _ in chosen]
     for key, tensor in load(broadcast_bytes(payload, source=0, group=mesh.cpu_group)).items():
         # `<index>.<name>`, as _encode() writes them
         index, _, name = key.partition(".")

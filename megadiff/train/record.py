@@ -25,7 +25,7 @@ from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, a
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
 from megadiff.train.sampling import Rewards
-from megadiff.types import RolloutGroup
+from megadiff.types import Figures, RolloutGroup
 
 logger = logging.getLogger(__name__)
 # saved when samples are due
@@ -49,7 +49,7 @@ class Recorder:
         progress_bar: ProgressBar | None,
         config: Config,
         mesh: Mesh,
-        evaluate: Callable[[int], dict[str, float]] | None = None,
+        evaluate: Callable[[int], Figures] | None = None,
         *,
         timers: Timers,
         memory: DeviceMemory | None = None,
@@ -83,7 +83,7 @@ class Recorder:
     def step(
         self,
         step: int,
-        figures: dict[str, float],
+        figures: Figures,
         samples: Callable[[], list[SampleRecord]] | None = None,
     ) -> None:
         """Log the finished step `step` (from 1), with the timers' seconds.
@@ -117,7 +117,7 @@ class Recorder:
         if failure:
             raise failure
 
-    def _memory(self) -> dict[str, float]:
+    def _memory(self) -> Figures:
         """Return the fullest rank's peaks since the last call, without phases that none has seen.
 
         On CPU that is the process's resident set, over its whole life.
@@ -133,7 +133,7 @@ class Recorder:
         peaks = all_reduce_max(peaks, self.mesh.cpu_group)
         return {key: peak for key, peak in peaks.items() if peak}
 
-    def _evaluated(self, step: int) -> dict[str, float]:
+    def _evaluated(self, step: int) -> Figures:
         start_s = time.monotonic()
         assert self.evaluate is not None, "both callers have asked"
         metrics = self.evaluate(step)
@@ -143,7 +143,7 @@ class Recorder:
         return metrics | {"time/evaluate_s": seconds}
 
     def _write(
-        self, step: int, metrics: dict[str, float], samples: Callable[[], list[SampleRecord]] | None
+        self, step: int, metrics: Figures, samples: Callable[[], list[SampleRecord]] | None
     ) -> None:
         self.trackers.log(step, metrics)
         self.recorded_step = step
@@ -155,7 +155,7 @@ class Recorder:
 
 def step_work(
     groups: list[RolloutGroup], adapter: ModelAdapter, config: Config, mesh: Mesh
-) -> dict[str, float]:
+) -> Figures:
     """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
 
     Collective. Rollout is a forward for each step of a sample, training a forward and a backward
@@ -181,7 +181,7 @@ def step_work(
     }
 
 
-def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
+def reward_metrics(rewards: Rewards, mesh: Mesh) -> Figures:
     """Return the global mean of every reward, and how the total spreads. Collective.
 
     Of the total: its std, the mean std within groups, and the share of groups without signal.
@@ -211,7 +211,7 @@ def reward_metrics(rewards: Rewards, mesh: Mesh) -> dict[str, float]:
     return {**means, "reward/std": max(variance, 0.0) ** 0.5, **per_group}
 
 
-def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> dict[str, float]:
+def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:
     """Return means over all ranks' groups: how unlike samples are, and signs of hacked rewards.
 
     Collective. Of videos the middle frame is looked at, and how much they move. Diversity of colour

@@ -19,7 +19,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
 from megadiff.train.batch import to_train_batch, update_parts
 from megadiff.train.sampling import Rewards
-from megadiff.types import Progress, RolloutGroup, TrainBatch
+from megadiff.types import Figures, Progress, RolloutGroup, TrainBatch
 
 logger = logging.getLogger(__name__)
 SHOWN_PROMPTS = 3
@@ -32,7 +32,7 @@ def update(
     rewards: Rewards,
     *,
     progress: Progress,
-) -> dict[str, float]:
+) -> Figures:
     """Take train.updates_per_step optimizer steps. Collective.
 
     Returns the engine's figures, averaged over them.
@@ -77,7 +77,7 @@ def update(
     return figures
 
 
-def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> Figures:
     """Return the mean of each key over the rows that have it."""
     values = defaultdict(list)
     for row in rows:

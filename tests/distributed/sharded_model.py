@@ -22,6 +22,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.tensors.shards import Shard
 from megadiff.tensors.source_folder import SourceFolder
+from megadiff.types import Sampling
 from tests.distributed.ranks import run_ranks
 
 TOLERANCES = {
@@ -34,6 +35,7 @@ FLOOR = 1e-4
 NUM_SAMPLES, TEXT_LENGTHS, NEGATIVE_LENGTHS = 4, (9, 6, 7, 5), (3, 3, 3, 3)
 SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
 STEPS = torch.tensor([0, 1, 2, 1])  # of the samples
+SAMPLING = Sampling(height=32, width=32, num_inference_steps=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +54,7 @@ class Inputs:
 
     def log_probs(self, velocity_BLC: Tensor) -> Tensor:
         """Of prev_BLC, [B]."""
-        step = sde.SdeStep(
-            sde_type="flow_sde",
-            sigma_B=self.sigma_B,
-            sigma_next_B=self.sigma_next_B,
-            schedule=SIGMAS,
-            eta=0.7,
-        )
+        step = sde.SdeStep(SAMPLING, SIGMAS, self.sigma_B, self.sigma_next_B)
         mean_BLC = sde.step_mean(step, self.latents_BLC, velocity_BLC)
         return sde.log_prob(step, self.prev_BLC, mean_BLC)
 
@@ -276,7 +272,7 @@ class Ranks:
                 )
             assert all(torch.equal(value, silent[name]) for name, value in found.items())
             group = parallel_state.get_tensor_model_parallel_group()
-            regions.sum_over_tp(self.parameters.values(), "grad", group)
+            regions.sum_over_tp(self.parameters.values(), group)
             for p in self.parameters.values():
                 if p.grad is not None:
                     sum_over_data_parallel(p.grad)

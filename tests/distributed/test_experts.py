@@ -90,13 +90,7 @@ def _stock(
             found[name] = (
                 found.get(name, torch.zeros(())) + value.detach().float() / batch.denominator
             )
-        step = sde.SdeStep(
-            sde_type="flow_sde",
-            sigma_B=piece.sigma_B,
-            sigma_next_B=piece.sigma_next_B,
-            schedule=batch.schedule,
-            eta=batch.sampling.eta,
-        )
+        step = sde.SdeStep(batch.sampling, batch.schedule, piece.sigma_B, piece.sigma_next_B)
         mean = sde.step_mean(step, piece.latents_BLC, velocity_BLC)
         log_prob_B = sde.log_prob(step, piece.prev_sample_BLC, mean)
         found["log_probs"][piece.sample_B, piece.step_B] = log_prob_B.detach()

@@ -123,13 +123,7 @@ def _stock_log_probs(experts: dict, adapter: WanAdapter, batch: TrainBatch) -> L
                 batch.sampling,
                 component=component,
             )
-            step = sde.SdeStep(
-                sde_type="flow_sde",
-                sigma_B=piece.sigma_B,
-                sigma_next_B=piece.sigma_next_B,
-                schedule=batch.schedule,
-                eta=batch.sampling.eta,
-            )
+            step = sde.SdeStep(batch.sampling, batch.schedule, piece.sigma_B, piece.sigma_next_B)
             means_NWLC[piece.sample_B, piece.step_B] = sde.step_mean(
                 step, piece.latents_BLC, velocity_BLC
             )

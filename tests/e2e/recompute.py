@@ -54,13 +54,7 @@ def recomputed_log_probs(transformer: nn.Module, group: RolloutGroup) -> Tensor:
             sigmas[index].expand(num_samples),
             sigmas[index + 1].expand(num_samples),
         )
-        step = SdeStep(
-            sde_type=sampling.sde_type,
-            sigma_B=sigma_N,
-            sigma_next_B=sigma_next_N,
-            schedule=group.schedule,
-            eta=sampling.eta,
-        )
+        step = SdeStep(sampling, group.schedule, sigma_N, sigma_next_N)
         mean_NLC = step_mean(step, latents_NLC, guided)
         columns.append(log_prob(step, prev_sample_NLC, mean_NLC))
     return torch.stack(columns, dim=1)

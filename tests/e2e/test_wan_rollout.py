@@ -326,13 +326,7 @@ def _log_probs(
             sampling,
             component=component,
         )
-        sde_step = sde.SdeStep(
-            sde_type=sampling.sde_type,
-            sigma_B=sigma_N,
-            sigma_next_B=sigma_next_N,
-            schedule=schedule,
-            eta=sampling.eta,
-        )
+        sde_step = sde.SdeStep(sampling, schedule, sigma_N, sigma_next_N)
         mean_NLC = sde.step_mean(sde_step, latents_NLC, velocity_NLC)
         columns.append(sde.log_prob(sde_step, prev_sample_NLC, mean_NLC))
     return torch.stack(columns, dim=1), used

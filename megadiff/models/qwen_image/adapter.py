@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
@@ -49,6 +49,9 @@ class QwenImageAdapter(ModelAdapter):
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     tokenizer_class = "Qwen2Tokenizer"
+    adapt_veomni_module = staticmethod(rotate_in_real)
+    adapt_vae = staticmethod(convolve_single_frames_in_2d)
+    keep_streams_in_float32 = staticmethod(keep_streams_in_float32)
 
     def __init__(self, model_folder: Path | str) -> None:
         """Read the sizes from model_folder, a diffusers pipeline folder.
@@ -75,15 +78,6 @@ class QwenImageAdapter(ModelAdapter):
         from megadiff.models.qwen_image.attention import QwenImageAttention
 
         return QwenImageAttention(tokens)
-
-    def adapt_veomni_module(self, transformer: nn.Module) -> None:
-        rotate_in_real(transformer)
-
-    def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
-        keep_streams_in_float32(transformer, dtype)
-
-    def adapt_vae(self, vae: nn.Module) -> None:
-        convolve_single_frames_in_2d(vae)
 
     def validate(self, sampling: Sampling) -> None:
         check_pixels(sampling, PIXELS_PER_TOKEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models.adapter import FIRST_FRAME, encoded_text
+from megadiff.models.adapter import FIRST_FRAME, Conditioning, encoded_text
 from megadiff.models.packing import TokenGrid, pack, unpack
 
 # the text's width in every forward; beyond the prompt zeros, which the model attends to
@@ -21,7 +20,7 @@ def wan_velocity(
     transformer: Any,
     latents_BLC: Tensor,
     timestep_B: Tensor,
-    conditioning: Mapping[str, Tensor],
+    conditioning: Conditioning,
     *,
     grid: TokenGrid,
     guidance_scale: float,
@@ -64,7 +63,7 @@ def wan_velocity(
     return velocity_BLC.float()
 
 
-def _text(conditioning: Mapping[str, Tensor], prefix: str, device: torch.device) -> Tensor:
+def _text(conditioning: Conditioning, prefix: str, device: torch.device) -> Tensor:
     """Return [B, TEXT_TOKENS, D] on the device, zero beyond each row's own tokens.
 
     Raises ValueError when the embeddings are absent or too long.

@@ -33,7 +33,7 @@ from megadiff.rollout.proof import (
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.sync.bucket import BucketBody
 from megadiff.tensors.manifest import Manifest
-from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
+from megadiff.types import JsonObject, LoraSpec, RolloutGroup, RolloutRequest
 
 # /health waits for nothing, neither a lock nor the engine
 HEALTH_TIMEOUT_S = 2.0
@@ -97,7 +97,7 @@ class ReplicaClient:
         self._open.close()
         self._proven.close()
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> JsonObject:
         """Return what /health says, to anybody.
 
         name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8,
@@ -171,7 +171,7 @@ class ReplicaClient:
         )
         return decode_groups(answer.body)
 
-    def weights_places(self) -> list[dict[str, Any]]:
+    def weights_places(self) -> list[JsonObject]:
         """Return each worker's host, device and boxes.
 
         boxes: the part [begin, end) per dimension that it has of a base tensor. A tensor that boxes
@@ -203,7 +203,7 @@ class ReplicaClient:
         """Send a bucket chunk by chunk, without a copy of the whole, or tell where it lies."""
         self._call("POST", "/rl/weights/bucket", bucket)
 
-    def weights_commit(self, version: int) -> list[dict[str, Any]]:
+    def weights_commit(self, version: int) -> list[JsonObject]:
         """Close a push and return what each worker holds.
 
         fingerprints: name → digits, of all that it now uses. bound_modules: of the LoRA.
@@ -218,21 +218,25 @@ class ReplicaClient:
         """Give memory back that the allocator keeps of earlier samples."""
         self._call("POST", "/rl/trim")
 
-    def _workers(self, method: str, path: str, value: object = None) -> list[dict[str, Any]]:
+    def _workers(self, method: str, path: str, value: object = None) -> list[JsonObject]:
         workers = self._object(method, path, value).get("workers")
         if not isinstance(workers, list):
-            message = f"{method} {path} names no workers; start it with this version of megadiff"
-            raise ReplicaError(self.name, UNUSABLE, message)
+            raise ReplicaError(
+                self.name,
+                UNUSABLE,
+                f"{method} {path} names no workers; start it with this version of megadiff",
+            )
         return workers
 
-    def _object(
-        self, method: str, path: str, value: object = None, **arguments: Any
-    ) -> dict[str, Any]:
+    def _object(self, method: str, path: str, value: object = None, **arguments: Any) -> JsonObject:
         answer = self._call(method, path, value, **arguments)
         body = _json(answer)
         if not isinstance(body, dict):
-            message = f"{method} {path} answers no JSON object: {answer.body[:80]!r}"
-            raise ReplicaError(self.name, UNUSABLE, message)
+            raise ReplicaError(
+                self.name,
+                UNUSABLE,
+                f"{method} {path} answers no JSON object: {answer.body[:80]!r}",
+            )
         return body
 
     def _call(

@@ -29,6 +29,7 @@ from megadiff.rollout.client.client import (
     ReplicaError,
 )
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
+from megadiff.types import JsonObject
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -70,7 +71,7 @@ class Visit:
     is_odd: a running replica of this run would not answer so.
     """
 
-    health: dict[str, Any] | None = None
+    health: JsonObject | None = None
     reason: str = "no answer yet"
     is_odd: bool = False
 
@@ -83,7 +84,7 @@ def wait_until_announced(
     processes: Sequence[ReplicaProcess] = (),
     token: str | None = None,
     run: str = "",
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Wait for count healthy replicas and return their announcements by file name.
 
     "health" is what /health says. Logs a progress line every few seconds. Raises ReplicaDied when
@@ -151,7 +152,7 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
     return claims, reasons
 
 
-def _read_entry(path: Path) -> dict[str, Any]:
+def _read_entry(path: Path) -> JsonObject:
     """Return what an announcement says. Raises ValueError that says why it is none, and OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     try:
@@ -212,7 +213,7 @@ class _Wait:
         """Wait for nothing: what is still asked ends by its own deadline."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def look(self) -> list[dict[str, Any]]:
+    def look(self) -> list[JsonObject]:
         """Return the announcements that count by now, by file name; takes at most POLL_S."""
         self._warn_of_writers()
         self._claims, self._left_out = read_claims(self.registry)
@@ -250,7 +251,7 @@ class _Wait:
                 texts.append(f"{claim.address} ({visit.reason})")
         return f"; left out: {', '.join(texts[:SHOWN])}" if texts else ""
 
-    def _healthy(self) -> list[dict[str, Any]]:
+    def _healthy(self) -> list[JsonObject]:
         """Return the proven announcements, each name and address once."""
         # Only a proven one takes its name: else a claim could keep the real replica out.
         taken: dict[str, Path] = {}

@@ -55,10 +55,10 @@ class PolicyState:
         if self.state == "asleep":
             raise Refused(409, "the replica is asleep and holds no weights; push all of them")
         if asked_version not in (None, self.version):
-            text = (
-                f"policy_version {asked_version} was asked for, this replica holds {self.version}"
+            raise Refused(
+                409,
+                f"policy_version {asked_version} was asked for, this replica holds {self.version}",
             )
-            raise Refused(409, text)
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None = None) -> None:
         """Enter updating.
@@ -104,8 +104,9 @@ class PolicyState:
     def check_push(self, number: int) -> None:
         """Raise Refused(409) when the push that a request was sent for is not open any more."""
         if number != self.num_pushes:
-            text = "another push began while this request waited; it changed nothing, push again"
-            raise Refused(409, text)
+            raise Refused(
+                409, "another push began while this request waited; it changed nothing, push again"
+            )
 
     def loaded(self, bucket: Manifest) -> None:
         """Note that the bucket's tensors are in the pipeline."""
@@ -115,12 +116,15 @@ class PolicyState:
         """Raise Refused unless the push of this version is open (409) and complete (400)."""
         self._require_updating()
         if version != self.pending_version:
-            text = f"commit of version {version}, but the push that is open is "
-            raise Refused(409, f"{text}{self.pending_version}")
+            raise Refused(
+                409,
+                f"commit of version {version}, but the push that is open is {self.pending_version}",
+            )
         difference = name_difference(set(self._pending), self._received)
         if difference:
-            text = f"commit of version {version} before all tensors came: {difference}; send them"
-            raise Refused(400, text)
+            raise Refused(
+                400, f"commit of version {version} before all tensors came: {difference}; send them"
+            )
 
     def commit(self, *, keeps_base: bool = True) -> None:
         """Make the pending version the policy.
@@ -156,8 +160,11 @@ class PolicyState:
             expected = groups.get(group, set())
             difference = name_difference(expected, names)
             if difference:
-                text = f"the manifest differs from the {len(expected)} tensors of {group}"
-                raise Refused(400, f"{text}: {difference}")
+                raise Refused(
+                    400,
+                    f"the manifest differs from the {len(expected)} tensors of {group}: "
+                    f"{difference}",
+                )
 
         for name, row in manifest.items():
             _check_same(name, row, rows[name])
@@ -165,12 +172,16 @@ class PolicyState:
 
     def _require_updating(self) -> None:
         if self.state != "updating":
-            text = f"no weight push is open, the replica is {self.state}"
-            raise Refused(409, f"{text}; POST /rl/weights/begin first")
+            raise Refused(
+                409,
+                f"no weight push is open, the replica is {self.state}; POST /rl/weights/begin "
+                "first",
+            )
 
 
 def _check_same(name: str, row: TensorRow, expected: TensorRow) -> None:
     # JSON's 128.0 and true equal integers, but are no sizes further on.
     if row != expected or any(type(size) is not int for size in row["shape"]):
-        text = f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape"
-        raise Refused(400, text)
+        raise Refused(
+            400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape"
+        )

@@ -30,7 +30,7 @@ from megadiff.sync.transports.receive import resolve
 from megadiff.sync.transports.shared_memory import bucket_file
 from megadiff.sync.transports.table import TRANSPORTS
 from megadiff.tensors.manifest import Manifest
-from megadiff.types import LoraSpec, RolloutRequest
+from megadiff.types import JsonObject, LoraSpec, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Replica:
     engine: Any
     spec: ReplicaSpec
     expected: Manifest
-    workers: list[dict[str, Any]]
+    workers: list[JsonObject]
     model_rule: ModelRule
     private_folder: Path
     limits: Limits = Limits()
@@ -209,17 +209,20 @@ class Replica:
             async for chunk in chunks(receive):
                 size += len(chunk)
                 if size > self.limits.bucket_bytes:
-                    text = f"the bucket exceeds {self.limits.bucket_bytes} bytes"
-                    raise Refused(413, f"{text}; send smaller buckets (sync.bucket_mib)")
+                    raise Refused(
+                        413,
+                        f"the bucket exceeds {self.limits.bucket_bytes} bytes; send smaller "
+                        "buckets (sync.bucket_mib)",
+                    )
                 file.write(chunk)
                 self.owner.hear(run)
 
-    async def _load(self, bucket: Manifest, source: dict[str, Any]) -> None:
+    async def _load(self, bucket: Manifest, source: JsonObject) -> None:
         self.policy.check_bucket(bucket)
         await call_worker(self.engine, "load_bucket", source)
         self.policy.loaded(bucket)
 
-    async def weights_commit(self, version: int, *, run: str | None = None) -> list[dict[str, Any]]:
+    async def weights_commit(self, version: int, *, run: str | None = None) -> list[JsonObject]:
         """Put the pushed weights to use; return what each worker then uses.
 
         A worker's answer has fingerprints (name → digits; with FP8, of the weights that the copies

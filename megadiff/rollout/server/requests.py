@@ -131,11 +131,7 @@ def _check_sde(request: RolloutRequest) -> None:
     if sampling.sde_type == "flow_cps" and sampling.eta > 1:
         raise ValueError(f"eta={sampling.eta} with sde_type=flow_cps must be at most 1")
 
-    check_window(
-        sampling.num_inference_steps,
-        window_size=sampling.sde_window_size,
-        window_range=sampling.sde_window_range,
-    )
+    check_window(sampling)
 
 
 def _check_samples(sample_indices: tuple[int, ...], group_size: int) -> None:

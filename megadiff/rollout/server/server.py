@@ -59,9 +59,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
         family = check_model_folder(spec.model)
         adapter = build_adapter(spec.model)
 
-        check_device(spec.device)
-        check_tensor_parallel(spec, num_heads=adapter.num_heads)
-        check_fp8(spec)
+        check_hardware(spec, num_heads=adapter.num_heads)
         if spec.float32_streams:
             adapter.check_float32_streams()
 
@@ -114,20 +112,16 @@ def stay_on_loopback(host: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError when the installed vLLM is built for another device."""
+def check_hardware(spec: ReplicaSpec, *, num_heads: int) -> None:
+    """Raise ValueError for a --device, --tp, --dtype or --fp8 that the model cannot run with."""
+    import torch
     from vllm.platforms import current_platform
 
     built_for = current_platform.device_type or "no device that it found"
-    if device != "auto" and device != built_for:
+    if spec.device not in ("auto", built_for):
         raise ValueError(
-            f"--device {device}, but the installed vLLM runs on {built_for}; use --device auto"
+            f"--device {spec.device}, but the installed vLLM runs on {built_for}; use --device auto"
         )
-
-
-def check_tensor_parallel(spec: ReplicaSpec, *, num_heads: int) -> None:
-    """Raise ValueError for a --tp that does not divide the heads, or is more than the GPUs."""
-    import torch
 
     if spec.tp < 1 or num_heads % spec.tp:
         raise ValueError(
@@ -139,9 +133,6 @@ def check_tensor_parallel(spec: ReplicaSpec, *, num_heads: int) -> None:
             f"--tp {spec.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
         )
 
-
-def check_fp8(spec: ReplicaSpec) -> None:
-    """Raise ValueError for --fp8 without bfloat16 weights, and for --fp8-in-place alone."""
     if spec.fp8_in_place and not spec.fp8:
         raise ValueError(
             "--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither"
@@ -291,6 +282,6 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
     finally:
         is_ours = False
         with suppress(OSError, ValueError):  # whoever may write there may have changed it
-            is_ours = json.loads(path.read_text(encoding="utf-8")) == entry
+            is_ours = json.loads(path.read_text("utf-8")) == entry
         if is_ours:
             path.unlink(missing_ok=True)

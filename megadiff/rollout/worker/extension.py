@@ -25,7 +25,7 @@ from vllm_omni.platforms import current_omni_platform
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_stop import check_stop
 from megadiff.models.registry import build_adapter
-from megadiff.models.served_names import ServedPlace, served_places, served_view
+from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.plan import is_lora, module_of
 from megadiff.process.garbage import freeze_startup_objects
@@ -33,13 +33,13 @@ from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
 from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_targets
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
-from megadiff.rollout.worker.lora import WRAPPED, PolicyLora, plain_name
+from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
 from megadiff.rollout.worker.weight_feed import Pairs, WeightFeed
 from megadiff.sync.transports.receive import Receiver
 from megadiff.tensors.boxes import worker_boxes
 from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.manifest import Manifest, folder_manifest
-from megadiff.types import LoraSpec
+from megadiff.types import JsonObject, LoraSpec, Tensors
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
@@ -64,7 +64,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             )
         super().init_device()
 
-    def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
+    def re_init_pipeline(self, custom_pipeline_args: JsonObject) -> None:
         """Load our pipeline, and prepare it as the replica was told to compute."""
         parent = multiprocessing.parent_process()
         # a worker process of its own must not outlive the server
@@ -94,7 +94,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._pipeline, device=self.device, dtype=self.od_config.dtype
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return `manifest`, of every base tensor in full, and `workers`: host, device and boxes.
 
         boxes: the parts that a worker has of the tensors which it does not have whole.
@@ -127,7 +127,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         worker = {"host": host_name(), "device": device_name(pipeline.device), "boxes": boxes}
         return {"manifest": manifest, **self._gathered(worker)}
 
-    def begin_push(self, transport: dict[str, Any]) -> None:
+    def begin_push(self, transport: JsonObject) -> None:
         """Open a push: allocate what free_weights() gave away, drop what a broken-off push left.
 
         Joins the trainer's group where the transport has one.
@@ -143,7 +143,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._feed.close()
         self._receiver.begin(transport)
 
-    def load_bucket(self, source: dict[str, Any]) -> None:
+    def load_bucket(self, source: JsonObject) -> None:
         """Copy a bucket's tensors into the pipeline, by vllm-omni's own loader; set LoRA aside.
 
         Tensors are read one by one and never aliased: the memory is the sender's again afterwards.
@@ -172,7 +172,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._pipeline.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def bind_lora(self, spec: dict[str, Any] | None) -> None:
+    def bind_lora(self, spec: JsonObject | None) -> None:
         """Put the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""
         self._feed.close()
         self._receiver.end()
@@ -193,7 +193,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         self._has_new_weights = False
         return {"keeps_weights": self._fp8.keeps_weights}
 
-    def fingerprints(self) -> dict[str, Any]:
+    def fingerprints(self) -> JsonObject:
         """Return `workers`, each with fingerprints and the LoRA's bound_modules.
 
         fingerprints: name → digits of what the pipeline computes with at this moment, LoRA tensors
@@ -260,14 +260,14 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             layers |= {name: self._pipeline.get_submodule(name) for name in sorted(served)}
         return layers
 
-    def _gathered(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _gathered(self, value: JsonObject) -> JsonObject:
         """Return `workers`: this value of every worker, in order."""
         group = get_tp_group()
         workers = gather_json(value, group.cpu_group) if group.world_size > 1 else [value]
         # The server's side would unpack a bare list of one worker.
         return {"workers": workers}
 
-    def _views(self, *, meta: bool = False) -> dict[str, Tensor]:
+    def _views(self, *, meta: bool = False) -> Tensors:
         """Return diffusers name → this worker's part of the tensor, in the pipeline's memory.
 
         meta: on torch's meta device instead, for weights without any memory at the moment.
@@ -280,13 +280,14 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             for name, served in self._places.items()
         }
 
-    def _parameters(self, *, pushed: bool = True) -> dict[str, Tensor]:
+    def _parameters(self, *, pushed: bool = True) -> Tensors:
         """Return the base weights as vllm-omni packs them, under their names without LoRA.
 
         pushed=False: those that no push reaches instead, of the text encoder, the VAE and so on.
         """
         return {
-            plain_name(name): tensor
+            # the name before LoRA wrapped the layer
+            name.replace(f".{WRAPPED}.", "."): tensor
             for name, tensor in self._pipeline.named_parameters()
             if (name.partition(".")[0] in self._components) == pushed
         }
@@ -306,7 +307,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return build_adapter(Path(self._pipeline.od_config.model))
 
     @cached_property
-    def _places(self) -> dict[str, ServedPlace]:
+    def _places(self) -> ServedPlaces:
         """Diffusers name → where a base weight lives."""
         return served_places(list(self._parameters()), names=self._pipeline.served_names)
 

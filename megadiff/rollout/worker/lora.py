@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 
-from megadiff.models.served_names import ServedPlace
+from megadiff.models.served_names import ServedPlace, ServedPlaces
 from megadiff.parallel.plan import module_of
 from megadiff.tensors.lora_names import LORA_A, LORA_B, used_tensor
 from megadiff.tensors.manifest import name_difference
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Tensors
 
 WRAPPED = "base_layer"  # what a wrapped layer calls the layer that it wraps
 SLOT = 0  # a layer of vLLM can hold several LoRAs; the policy's is the only one
@@ -44,8 +44,8 @@ class PolicyLora(DiffusionLoRAManager):
     def __init__(self, pipeline: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(pipeline, device, dtype)
         self.spec: LoraSpec | None = None
-        self._modules: dict[str, ServedPlace] = {}  # those of the spec
-        self._set_aside: dict[str, Tensor] = {}
+        self._modules: ServedPlaces = {}  # those of the spec
+        self._set_aside: Tensors = {}
 
     def set_active_adapter(self, lora_request: Any, lora_scale: float = 1.0) -> None:
         """Do nothing, where vllm-omni would switch to the request's own LoRA or to none.
@@ -61,7 +61,7 @@ class PolicyLora(DiffusionLoRAManager):
         """Forget what an unfinished push left."""
         self._set_aside = {}
 
-    def bind(self, spec: LoraSpec | None, *, places: Mapping[str, ServedPlace]) -> None:
+    def bind(self, spec: LoraSpec | None, *, places: ServedPlaces) -> None:
         """Put the tensors set aside in place of whatever was bound; None: no LoRA from now on.
 
         Under an equal spec, a component without any tensor set aside keeps what it has.
@@ -79,7 +79,7 @@ class PolicyLora(DiffusionLoRAManager):
         self.spec = None
         self._modules = {}
 
-        modules: dict[str, ServedPlace] = {}
+        modules: ServedPlaces = {}
         try:
             self._reset_layers(except_of=unchanged)
             if spec is not None:
@@ -101,7 +101,7 @@ class PolicyLora(DiffusionLoRAManager):
         """Tell whether a module is wrapped: its weights are then named `….base_layer.…`."""
         return module in self._lora_modules
 
-    def used(self) -> dict[str, Tensor]:
+    def used(self) -> Tensors:
         """Return LoRA name → the tensor that a bound layer multiplies with, A or scale · B.
 
         They are views. A tensor-parallel worker holds its own columns of a row-parallel layer's A,
@@ -115,7 +115,7 @@ class PolicyLora(DiffusionLoRAManager):
                 tensors[name + LORA_B] = layer.lora_b_stacked[served.shard][SLOT, 0]
         return tensors
 
-    def bound_modules(self, *, places: Mapping[str, ServedPlace]) -> list[str]:
+    def bound_modules(self, *, places: ServedPlaces) -> list[str]:
         """Return the modules that compute with a LoRA, with their component, sorted.
 
         It is read off the layers themselves, so a LoRA other than the policy's shows, too.
@@ -131,9 +131,7 @@ class PolicyLora(DiffusionLoRAManager):
         layer = self._lora_modules.get(module)
         return layer is not None and layer._diffusion_lora_active_slices[shard]
 
-    def _bind(
-        self, spec: LoraSpec, pushed: Mapping[str, Tensor], modules: Mapping[str, ServedPlace]
-    ) -> None:
+    def _bind(self, spec: LoraSpec, pushed: Mapping[str, Tensor], modules: ServedPlaces) -> None:
         """Bind the pushed tensors to the modules, which are of one or more components."""
         expected = {name + suffix for name in modules for suffix in (LORA_A, LORA_B)}
         difference = name_difference(expected, set(pushed))
@@ -175,7 +173,7 @@ class PolicyLora(DiffusionLoRAManager):
                     f"module takes {self.dtype} {shape} at rank {spec.rank}"
                 )
 
-    def _wrap(self, spec: LoraSpec, modules: Mapping[str, ServedPlace]) -> None:
+    def _wrap(self, spec: LoraSpec, modules: ServedPlaces) -> None:
         """Wrap the modules' layers, unless they are already, with buffers of the LoRA's rank."""
         targets = sorted({served.parameter for served in modules.values()})
         layers = self._lora_modules.values()
@@ -215,16 +213,14 @@ class PolicyLora(DiffusionLoRAManager):
             if _component(name) not in except_of:
                 layer.reset_lora(SLOT)
 
-    def _served_modules(
-        self, spec: LoraSpec, places: Mapping[str, ServedPlace]
-    ) -> dict[str, ServedPlace]:
+    def _served_modules(self, spec: LoraSpec, places: ServedPlaces) -> ServedPlaces:
         """Return where each module lives: `<component>.<module>`, of every component that has it.
 
         `parameter` is a module's name here.
         Raises ValueError for modules that none of the pipeline's components has.
         """
         components = self.pipeline.policy_components
-        modules: dict[str, ServedPlace] = {}
+        modules: ServedPlaces = {}
 
         for component in components:
             for module in spec.modules:
@@ -245,8 +241,3 @@ class PolicyLora(DiffusionLoRAManager):
 
 def _component(name: str) -> str:
     return name.partition(".")[0]
-
-
-def plain_name(parameter: str) -> str:
-    """Return a parameter's name before its layer was wrapped."""
-    return parameter.replace(f".{WRAPPED}.", ".")

@@ -18,9 +18,7 @@ ARGS = {"clip_range": 1e-4, "adv_clip_max": 5.0, "kl_coef": 0.0}
 
 
 def _step(sigma, sigma_next):
-    return sde.SdeStep(
-        sde_type="flow_sde", sigma_B=sigma, sigma_next_B=sigma_next, schedule=SCHEDULE, eta=0.7
-    )
+    return sde.SdeStep(SAMPLING, SCHEDULE, sigma, sigma_next)
 
 
 def _inputs(old_shift=0.0, advantage=(1.0, -2.0, 0.5), weight=(1.0, 1.0, 1.0), ref_shift=None):

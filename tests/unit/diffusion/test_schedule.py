@@ -11,6 +11,7 @@ from megadiff.diffusion.schedule import (
     qwen_image_sigmas,
     wan_sigmas,
 )
+from megadiff.types import Sampling
 
 CONFIG = {
     "base_image_seq_len": 256,
@@ -102,9 +103,19 @@ def test_schedule_without_its_config_is_refused():
 )
 def test_windows_that_do_not_fit(num_steps, size, window, text):
     with pytest.raises(ValueError, match=text):
-        check_window(num_steps, window_size=size, window_range=window)
+        check_window(sampling(num_steps, size, window))
+
+
+def sampling(num_steps, size, window):
+    return Sampling(
+        height=32,
+        width=32,
+        num_inference_steps=num_steps,
+        sde_window_size=size,
+        sde_window_range=window,
+    )
 
 
 def test_windows_that_fit():
-    check_window(10, window_size=2, window_range=(0, 5))
-    check_window(10, window_size=9, window_range=(0, 9))
+    check_window(sampling(10, 2, (0, 5)))
+    check_window(sampling(10, 9, (0, 9)))

@@ -9,6 +9,7 @@ import torch
 
 from megadiff.diffusion import sde
 from megadiff.diffusion.guidance import plain_cfg, true_cfg
+from megadiff.types import Sampling
 
 SCHEDULE = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
 STOCHASTIC = ["flow_sde", "dance_sde", "flow_cps"]
@@ -20,9 +21,8 @@ def _tensors(seed=0, batch=3, scale=1.0):
 
 
 def _step(sde_type, sigma, sigma_next, eta=0.7):
-    return sde.SdeStep(
-        sde_type=sde_type, sigma_B=sigma, sigma_next_B=sigma_next, schedule=SCHEDULE, eta=eta
-    )
+    sampling = Sampling(height=32, width=32, num_inference_steps=4, sde_type=sde_type, eta=eta)
+    return sde.SdeStep(sampling, SCHEDULE, sigma, sigma_next)
 
 
 def _reference(sde_type, x, v, sigma, sigma_next, eta):

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_whole_folder(folder: Path) -> None:
-    assert check_model_folder(folder).name == "qwen_image"
+    assert check_model_folder(folder).pipeline_class == "QwenImagePipeline"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_what_the_tiny_folders_say(tiny_wan: dict[str, Path]) -> None:
     assert (two.components, two.spatial, two.channels) == (("transformer", "transformer_2"), 8, 16)
     assert (two.boundary_ratio, two.flow_shift, two.width, two.temporal) == (0.875, 5.0, 96, 4)
     for folder in tiny_wan.values():
-        assert check_model_folder(folder).name == "wan22"
+        assert check_model_folder(folder).pipeline_class == "WanPipeline"
         assert build_adapter(folder).components == WanCheckpoint(folder).components
 
 

@@ -16,12 +16,11 @@ from megadiff.config.schema import LoraConfig
 from megadiff.parallel.lora import (
     Adapters,
     adapt_linears,
-    lora_parameters,
     lora_shapes,
     lora_spec,
     start_values,
 )
-from megadiff.parallel.plan import ParallelPlan
+from megadiff.parallel.plan import ParallelPlan, is_lora
 from megadiff.types import LoraSpec
 
 PLAN = ParallelPlan(rules={"up": "column", "down": "row"}, lora_targets=("up", "down"))
@@ -61,7 +60,8 @@ def test_arithmetic_and_switch() -> None:
     module.up = nn.Linear(4, 6)
     adapters = Adapters(LoraSpec(rank=2, alpha=5.0, modules=("up",)))
     adapt_linears(module, adapters)
-    for name, empty in lora_parameters(module).items():
+    low_rank = {name: p for name, p in module.named_parameters() if is_lora(name)}
+    for name, empty in low_rank.items():
         weight = nn.Parameter(torch.randn(empty.shape))
         module.get_submodule(name.rpartition(".")[0]).weight = weight
     x = torch.randn(3, 4)

@@ -37,11 +37,7 @@ def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(recip
         return
     adapter, sampling = build_adapter(Path(recipe.model.path)), sampling_of(recipe.rollout)
     adapter.validate(sampling)
-    check_window(
-        sampling.num_inference_steps,
-        window_size=sampling.sde_window_size,
-        window_range=sampling.sde_window_range,
-    )
+    check_window(sampling)
     assert check_components(recipe, adapter, on_policy=True) == []
     components = describe_components(recipe, adapter)
     assert all(each["trained"] and each["pairs"] for each in components.values())
