@@ -30,6 +30,14 @@ MOST_CHARS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Why the run ends, '' as long as it goes on. exit_code: 1 for a failure."""
+
+    reason: str = ""
+    exit_code: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankState:
     """A rank's word about itself.
 
@@ -93,14 +101,14 @@ class Board:
             for rank, path in enumerate(self._files)
         ]
 
-    def raise_alarm(self, reason: str) -> None:
+    def raise_alarm(self, reason: str, exit_code: int = 1) -> None:
         """Tell all ranks that the run ends; the first reason stays."""
-        if not self.alarm():
-            _overwrite(self.folder / ALARM, {"reason": reason[:MOST_CHARS]})
+        if not self.alarm().reason:
+            alarm = Alarm(reason=reason[:MOST_CHARS], exit_code=exit_code)
+            _overwrite(self.folder / ALARM, asdict(alarm))
 
-    def alarm(self) -> str:
-        """Return why the run ends, '' as long as it goes on."""
-        return str(_read(self.folder / ALARM).get("reason", ""))
+    def alarm(self) -> Alarm:
+        return Alarm(**_read(self.folder / ALARM))
 
     def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
         """Return all states once a rank (None: every one) has come to the phase, or is gone.
