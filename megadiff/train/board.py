@@ -94,12 +94,20 @@ class Board:
         _overwrite(self._files[self.own_state.rank], asdict(self.own_state))
 
     def states(self) -> list[RankState]:
-        """Read what every rank says; one that is being written counts as running."""
+        """Read what every rank says."""
+        return [self.state(rank) for rank in range(len(self._files))]
+
+    def state(self, rank: int) -> RankState:
+        """Read what a rank says; one that is being written counts as running."""
         # a host that is none counts as alive
-        return [
-            RankState(**(_read(path) or {"rank": rank, "host": "?"}))
-            for rank, path in enumerate(self._files)
-        ]
+        return RankState(**(_read(self._files[rank]) or {"rank": rank, "host": "?"}))
+
+    def neighbour_is_gone(self) -> bool:
+        """Say whether the rank before or after this one has ended, on this host."""
+        # Two files, not all: many ranks ask every second.
+        num_ranks = len(self._files)
+        ranks = [(self.own_state.rank + step) % num_ranks for step in (-1, 1)]
+        return not all(self.state(rank).is_alive() for rank in ranks)
 
     def raise_alarm(self, reason: str, exit_code: int = 1) -> None:
         """Tell all ranks that the run ends; the first reason stays."""

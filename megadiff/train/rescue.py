@@ -177,7 +177,8 @@ class Rescue:
         if self._reason or self._is_last_save:
             return
         request = self.requests.first
-        if request and (self.requests.must_drop() or self._rank_is_gone()):
+        # torchrun sends SIGTERM also when a rank is gone, and the step can never be finished
+        if request and (self.requests.must_drop() or self.board.neighbour_is_gone()):
             self._reason = request.reason
             self.exit_code = request.exit_code
             return
@@ -188,10 +189,6 @@ class Rescue:
             self.exit_code = alarm.exit_code
         elif not self.board.folder.exists():
             self._reason = f"{self.board.folder} is gone, another attempt of the run began"
-
-    def _rank_is_gone(self) -> bool:
-        """Say whether the step in flight can never be finished; torchrun sends SIGTERM then too."""
-        return not all(state.is_alive() for state in self.board.states())
 
     def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""

@@ -219,8 +219,10 @@ class StopRequests:
             self.first = request
             self._drop_s = self._latest(now, request.grant_s)
             if request.grant_s and now < self._drop_s:
-                wait = f"the run ends after this step, at most {self._drop_s - now:.0f} s from now"
-                logger.warning("%s: %s", request.reason, wait)
+                seconds = self._drop_s - now
+                logger.warning(
+                    "%s: the run ends after its step, within %.0f s", request.reason, seconds
+                )
         elif not request.grant_s and now < self._drop_s:
             self._drop_s = now  # the step does not fit any more
         elif now - self._asked_s > AGAIN_S:

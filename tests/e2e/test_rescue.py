@@ -226,7 +226,7 @@ def test_ranks_end_with_torchrun_and_save(shared, start, number):
 
 
 def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
-    """Rank 1 is killed: the restarted ranks go on from the last checkpoint, with new replicas.
+    """Rank 0 is killed: the restarted ranks go on from the last checkpoint, with new replicas.
 
     Then a launcher asks by the file. torchrun must not start the ranks a third time.
     """
@@ -234,7 +234,7 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
     running = start(*two_ranks, "train.num_steps=1000", num_processes=2, max_restarts=3)
     running.wait_for_rows(3)
     first_family = running.family()
-    victim = next(rank for rank in first_family if rank.environ().get("RANK") == "1")
+    victim = next(rank for rank in first_family if rank.environ().get("RANK") == "0")
     victim.kill()
 
     # the rows are cut back to the checkpoint's when the next attempt begins

@@ -241,6 +241,22 @@ try:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with rank.engine.gate.step():
             pass
+    if case == "asked":  # the step that is on does not end
+        (folder / "stop").write_text("2")
+        time.sleep(60)
+    if case == "asked twice":
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(60)
+    if case == "granted":
+        rank.rescue.requests.step_ended()
+        os.environ["MEGADIFF_STOP_GRACE_S"] = "60"
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.5)
+        assert rank.rescue.requests.agreed_code() == 143
+        rank.rescue.leave_together(143)
+        raise SystemExit(143)
     if case == "no board":
         import shutil
         shutil.rmtree(rank.rescue.board.folder)
@@ -272,6 +288,9 @@ print("closed", flush=True)
     ("case", "code", "saved"),
     [
         ("gate", 143, True),
+        ("asked", 75, True),
+        ("asked twice", 75, False),
+        ("granted", 143, False),
         ("no board", 1, False),
         ("fork", 0, False),
         ("other signal", 0, False),
