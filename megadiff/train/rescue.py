@@ -29,7 +29,6 @@ from megadiff.train.stop import (
     StopRequests,
     end_now,
     handle_signals,
-    stopped_code,
 )
 from megadiff.types import Progress
 
@@ -220,8 +219,7 @@ class Rescue:
             step = self._settled_at.progress.step
             if step > self._first_step:  # its row must not be missing later
                 self._wait_until(lambda: self.recorded() >= step, LEAVE_S)
-            if is_whole and self.exit_code in (stopped_code(), 128 + signal.SIGTERM):
-                assert self.requests.files is not None
+            if is_whole and self.requests.files:
                 self.requests.files.obeyed(reason=reason, exit_code=self.exit_code)
             self.board.say(phase="done")
 

@@ -124,11 +124,17 @@ class StopFiles:
         )
 
     def obeyed(self, *, reason: str, exit_code: int) -> None:
-        """Say in `stopped` that the run ended on request, and from which step it can be resumed."""
+        """Say in `stopped` that a request was obeyed, and from which step the run goes on.
+
+        Not after SIGTERM: somebody may want the run to end for good, or torchrun sends it because
+        another rank has failed.
+        """
+        if exit_code != stopped_code():
+            return
         steps = [step for step, _ in step_folders(self._folder / "checkpoints")]
         began = datetime.fromtimestamp(self._start_s).astimezone().isoformat(timespec="seconds")
         newest = max(steps, default=0)
-        row = {"step": newest, "attempt": began, "reason": reason, "exit_code": exit_code}
+        row = {"step": newest, "attempt": began, "reason": reason}
         try:
             write_whole(self._folder / STOPPED, json.dumps(row) + "\n")
             (self._folder / STOP).unlink(missing_ok=True)
@@ -275,8 +281,7 @@ class BuildWatch:
             return
 
         request = requests.first
-        # not after SIGTERM, which torchrun sends as well when another rank has failed
-        if requests.files and request.exit_code == stopped_code():
+        if requests.files:
             requests.files.obeyed(reason=request.reason, exit_code=request.exit_code)
         # A real signal, as the main thread may wait in a system call.
         main = threading.main_thread().ident

@@ -273,6 +273,6 @@ def test_a_stop_under_torchrun_without_restarts(shared, start):
     assert not alive
     rows = rows_of(running.folder)
     mark = json.loads((running.folder / "stopped").read_text())
-    assert (mark["step"], mark["exit_code"]) == (len(rows), 75)
+    assert mark["step"] == len(rows)
     assert "exitcode  : 75" in running.log.read_text()
     assert saved_steps(running.folder) == [f"step_{len(rows):06d}"]

@@ -64,8 +64,7 @@ def test_a_stop_in_every_stage_loses_nothing(trainer, shared):
         assert f"step {step} is saved; the same command continues" in result.stderr, stage
         assert saved_steps(folder)[-1] == f"step_{step:06d}", stage
         assert [row["step"] for row in result.rows] == list(range(step + 1)), stage
-        mark = stopped(folder)
-        assert (mark["step"], mark["exit_code"]) == (step, EX_TEMPFAIL), stage
+        assert stopped(folder)["step"] == step, stage
 
     began = time.monotonic()
     result = attempt(asked("reward", folder=folder, text="2", pause_s=60))
