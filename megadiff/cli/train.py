@@ -4,7 +4,9 @@ On several GPUs: torchrun --nproc-per-node N -m megadiff.cli.main train …
 
 Config files are merged left to right, then key=value. --dry-run checks everything, prints the
 resolved config, the schedule with its stochastic window and the batch arithmetic, and stops.
-Exit codes: 0 done, 1 the run failed, 2 the config is wrong, 143 stopped by SIGTERM, 130 by Ctrl-C.
+Exit codes: 0 done, 1 the run failed, 2 the config is wrong, 143 stopped by SIGTERM, 130 by Ctrl-C,
+75 stopped by SIGUSR1 or the file `stop` in the run's folder: start it again, and it goes on.
+A stopped run leaves the file `stopped` in its folder, as torchrun turns all codes but 0 into 1.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from contextlib import ExitStack
 
@@ -37,6 +38,7 @@ from megadiff.train.loop import Run, train
 from megadiff.train.rescue import Rescue
 from megadiff.train.run_lock import lock
 from megadiff.train.sft import SftRun, train_sft
+from megadiff.train.stop import BuildWatch, StopFiles
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +86,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(config: Config, *, world_size: int) -> int:
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    building = BuildWatch()
     launcher = _Launcher()
 
     with ExitStack() as stack:
+        stack.callback(building.over)
         layout, adapter, data, scorer = check(config, world_size=world_size, stack=stack)
 
         check_engine_installed(config)
         if os.environ.get("RANK", "0") == "0":
             # One lock a run: its ranks share the folder.
             lock(run_folder(config), stack)
+            files = StopFiles(run_folder(config))
+            files.begin()
+            building.requests.files = files
 
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
         if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
@@ -109,6 +115,7 @@ def _train(config: Config, *, world_size: int) -> int:
             run = build_run(config, mesh, adapter, data, scorer, stack)
 
         freeze_startup_objects()
+        building.over()
         run.rescue.start()
         launcher.rescue = run.rescue
 
@@ -163,10 +170,6 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", type=int, default=0, help="with --dry-run: plan for this many processes"
     )
     return parser
-
-
-def _on_sigterm(*_: object) -> None:
-    raise SystemExit(143)  # unwinds through every finally: replicas are stopped, files closed
 
 
 def _fail(error: Exception, rank: int, *, code: int) -> int:

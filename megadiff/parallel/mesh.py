@@ -140,7 +140,18 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         # gloo beside NCCL: the loop's small collectives are about numbers on the host
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun keeps its store when it starts ranks again: addresses of dead ranks are in it
+            # (https://github.com/pytorch/pytorch/issues/135712). Nodes count apart from each other.
+            is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
+            dist.init_process_group(
+                backend,
+                timeout=timeout,
+                store=dist.PrefixStore(f"restart_{restart}", store),
+                rank=rank,
+                world_size=world_size,
+            )
         else:
             # in this process's memory, without a port
             dist.init_process_group(

@@ -30,6 +30,14 @@ MOST_CHARS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Why the run ends, '' as long as it goes on. exit_code: 1 for a failure."""
+
+    reason: str = ""
+    exit_code: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankState:
     """A rank's word about itself.
 
@@ -86,21 +94,29 @@ class Board:
         _overwrite(self._files[self.own_state.rank], asdict(self.own_state))
 
     def states(self) -> list[RankState]:
-        """Read what every rank says; one that is being written counts as running."""
+        """Read what every rank says."""
+        return [self.state(rank) for rank in range(len(self._files))]
+
+    def state(self, rank: int) -> RankState:
+        """Read what a rank says; one that is being written counts as running."""
         # a host that is none counts as alive
-        return [
-            RankState(**(_read(path) or {"rank": rank, "host": "?"}))
-            for rank, path in enumerate(self._files)
-        ]
+        return RankState(**(_read(self._files[rank]) or {"rank": rank, "host": "?"}))
 
-    def raise_alarm(self, reason: str) -> None:
+    def neighbour_is_gone(self) -> bool:
+        """Say whether the rank before or after this one has ended, on this host."""
+        # Two files, not all: many ranks ask every second.
+        num_ranks = len(self._files)
+        ranks = [(self.own_state.rank + step) % num_ranks for step in (-1, 1)]
+        return not all(self.state(rank).is_alive() for rank in ranks)
+
+    def raise_alarm(self, reason: str, exit_code: int = 1) -> None:
         """Tell all ranks that the run ends; the first reason stays."""
-        if not self.alarm():
-            _overwrite(self.folder / ALARM, {"reason": reason[:MOST_CHARS]})
+        if not self.alarm().reason:
+            alarm = Alarm(reason=reason[:MOST_CHARS], exit_code=exit_code)
+            _overwrite(self.folder / ALARM, asdict(alarm))
 
-    def alarm(self) -> str:
-        """Return why the run ends, '' as long as it goes on."""
-        return str(_read(self.folder / ALARM).get("reason", ""))
+    def alarm(self) -> Alarm:
+        return Alarm(**_read(self.folder / ALARM))
 
     def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
         """Return all states once a rank (None: every one) has come to the phase, or is gone.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import select
 import signal
 import threading
 import time
@@ -21,20 +20,22 @@ from dataclasses import dataclass, replace
 
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
-from megadiff.process.lifeline import kill_children
 from megadiff.train.board import MOST_CHARS, Board, RankState
+from megadiff.train.stop import (
+    CLOSE_S,
+    FINISH_S,
+    LEAVE_S,
+    StopFiles,
+    StopRequests,
+    end_now,
+    handle_signals,
+)
 from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
-LISTEN_S = 1.0  # between two looks at what other ranks say
 ANSWER_S = 30.0  # for a rank to say where it stands
-FINISH_S = 10.0  # for ranks to finish the step that they are in, where none of them has failed
 CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
 SAVE_S = 1800.0  # for a rank to write its part; one of this node that is gone is seen at once
-LEAVE_S = 10.0  # for the main thread to leave; then the process ends where it stands
-AGAIN_S = 2.0  # a second signal after this ends the process; torchrun repeats a Ctrl-C at once
-CLOSE_S = 60.0  # for all to be closed after an early end
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class Rescue:
     """Watches over one attempt of a run, from start() to stop(), on every rank.
 
     finish_step() is called by the loop. failed() is called by the main thread with its error.
+    A request that leaves time for the step in flight is first obeyed by the loop, at that step's
+    end (RunParts.end_step); the rescue comes when the time is over.
     recorded: returns the last step whose metrics are written; rank 0 waits for the newest one's.
     """
 
@@ -65,8 +68,10 @@ class Rescue:
         self.checkpoints = checkpoints
         self.board = board
         self.recorded = recorded
+        # One rank looks for the file: over NFS others may see one that is gone.
+        files = StopFiles(board.folder.parent) if board.own_state.rank == 0 else None
+        self.requests = StopRequests(files)
         self.exit_code = 1
-        self.is_leaving = False
 
         self._finished = Finished(progress=replace(progress), num_steps=engine.gate.num_steps)
         self._settled_at = self._finished
@@ -75,29 +80,25 @@ class Rescue:
         self._main_failed = threading.Event()
         self._stopped = threading.Event()
         self._reason = ""
-        self._signalled_s = 0.0
+        self._is_last_save = False  # all ranks write the checkpoint after which they leave
         self._patience_s = ANSWER_S
-        # set_wakeup_fd() takes a non-blocking descriptor only
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
 
     def start(self) -> None:
         """Take over SIGTERM and SIGINT, and listen. Every rank's board is laid out by now."""
         self.board.say()
-        # The handler itself may never run: see above. C code writes the signal's number here.
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        _handle_signals(self._on_signal)
-        os.register_at_fork(after_in_child=_forget_signals)
+        self.requests.pipe.open(self._on_signal)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop listening: the run is over, or its end has been dealt with."""
         self._stopped.set()
-        self._wake()
+        self.requests.pipe.wake()
         self._thread.join(timeout=1.0)
         signal.set_wakeup_fd(-1)
-        _handle_signals(_end_now)
-        if self.is_leaving or self._main_failed.is_set():
+        is_leaving = self.requests.is_over or self._is_last_save
+        handle_signals(lambda number, _: end_now(self.exit_code if is_leaving else 128 + number))
+        if is_leaving or self._main_failed.is_set():
             closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
             closing.daemon = True
             closing.start()
@@ -110,9 +111,22 @@ class Rescue:
         if self._is_last_step:
             self.engine.gate.close()
 
+    def leave_together(self, exit_code: int) -> None:
+        """Let the loop save and leave, as all ranks have agreed on. Only errors end it earlier."""
+        self.exit_code = exit_code
+        self._is_last_save = True
+
+    def say_stopped(self) -> None:
+        """Say on rank 0 what is on disk, for people and for the launcher."""
+        assert self.requests.files is not None
+        first = self.requests.first
+        reason = first.reason if first else "another rank was asked to stop"
+        self.requests.files.obeyed(reason=reason, exit_code=self.exit_code)
+        logger.warning("%s: %s", reason, _outcome(self.checkpoints, RankState(rank=0), ""))
+
     def failed(self, error: BaseException) -> None:
         """Save what is whole, after the main thread's error; returns when that is done."""
-        if self.is_leaving or not self._thread.is_alive():
+        if self.requests.is_over or not self._thread.is_alive():
             return
         self._main_failed.set()
         self._end(f"{type(error).__name__}: {error}")
@@ -124,18 +138,12 @@ class Rescue:
 
     def _end(self, reason: str) -> None:
         self._reason = self._reason or reason
-        self._wake()
+        self.requests.pipe.wake()
         self._thread.join()
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._pipe[1], b"\0")
-        except BlockingIOError:
-            pass  # full: it is awake
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Let the main thread leave once the rescue is over; until then signals only wake it."""
-        if self.is_leaving:
+        if self.requests.is_over:
             raise SystemExit(self.exit_code)
 
     def _run(self) -> None:
@@ -154,41 +162,32 @@ class Rescue:
     def _listen(self) -> str:
         """Wait for a reason to end; '' after stop()."""
         while not self._stopped.is_set():
-            self._read_signals()
-            if not self._reason:
-                self._reason = self.board.alarm()
-            if not self._reason and not self.board.folder.exists():
-                self._reason = f"{self.board.folder} is gone, another attempt of the run began"
+            self.requests.listen()
+            self._look_around()
             if self._reason and not self._stopped.is_set():
                 with suppress(OSError):  # the others have the same signal, or see this rank end
-                    self.board.raise_alarm(self._reason)
+                    self.board.raise_alarm(self._reason, self.exit_code)
                 return self._reason
         return ""
 
-    def _read_signals(self) -> None:
-        """Wait a moment for signals: a first one is the reason, a second one ends the process."""
-        poll = select.poll()
-        poll.register(self._pipe[0], select.POLLIN)
-        poll.poll(1000 * LISTEN_S)
-
-        try:
-            numbers = os.read(self._pipe[0], 4096)
-        except BlockingIOError:
+    def _look_around(self) -> None:
+        """Find a reason to end before the step in flight is finished, if there is one."""
+        # All ranks are in the last save, which another rank's alarm or a signal must not disturb.
+        if self._reason or self._is_last_save:
             return
-        for number in filter(None, numbers):
-            if self.is_leaving:  # what _leave() sends comes here as well
-                return
-            if number not in SIGNALS:  # a program's own
-                continue
+        request = self.requests.first
+        # torchrun sends SIGTERM also when a rank is gone, and the step can never be finished
+        if request and (self.requests.must_drop() or self.board.neighbour_is_gone()):
+            self._reason = request.reason
+            self.exit_code = request.exit_code
+            return
 
-            now = time.monotonic()
-            if self._signalled_s and now - self._signalled_s > AGAIN_S:
-                logger.error("a second signal: ending at once, nothing more is saved")
-                _end_now(number, None)
-            if not self._signalled_s:
-                self._signalled_s = now
-                self._reason = self._reason or signal.Signals(number).name
-                self.exit_code = 128 + number
+        alarm = self.board.alarm()
+        if alarm.reason:
+            self._reason = alarm.reason
+            self.exit_code = alarm.exit_code
+        elif not self.board.folder.exists():
+            self._reason = f"{self.board.folder} is gone, another attempt of the run began"
 
     def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
@@ -207,6 +206,7 @@ class Rescue:
 
         if is_new and not problem:
             problem = self._save(first)
+        is_whole = not problem  # else a launcher might start a run that fails again and again
         if not is_new and first.has_come("settled"):
             problem = ""  # whoever is missing takes nothing along that is not on disk
 
@@ -219,6 +219,8 @@ class Rescue:
             step = self._settled_at.progress.step
             if step > self._first_step:  # its row must not be missing later
                 self._wait_until(lambda: self.recorded() >= step, LEAVE_S)
+            if is_whole and self.requests.files:
+                self.requests.files.obeyed(reason=reason, exit_code=self.exit_code)
             self.board.say(phase="done")
 
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
@@ -305,36 +307,17 @@ class Rescue:
 
     def _leave(self) -> None:
         """Make the main thread unwind, which stops replicas; end the process if it cannot."""
-        self.is_leaving = True
+        self.requests.is_over = True
         # A real signal, as it may wait for a lock: one that Python only notes would not wake it.
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
         if not self._stopped.wait(LEAVE_S):
-            kill_children()
-            os._exit(self.exit_code)
+            end_now(self.exit_code)
 
     def _end_at_a_second_signal(self) -> None:
         while not self._stopped.is_set():
-            self._read_signals()
-
-
-def _forget_signals() -> None:
-    """Let a forked child, such as a reward's, end by its own signals and not tell this process."""
-    with suppress(ValueError):  # not of a main thread
-        signal.set_wakeup_fd(-1)
-        _handle_signals(signal.SIG_DFL)
-
-
-def _handle_signals(handler: Callable[[int, object], None] | signal.Handlers) -> None:
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, handler)
-
-
-def _end_now(number: int, frame: object) -> None:
-    kill_children()
-    os._exit(128 + number)
+            self.requests.listen()
 
 
 def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:

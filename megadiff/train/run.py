@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from megadiff.algorithms import Algorithm
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
+from megadiff.parallel.collectives import agreed, all_reduce_max
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
@@ -22,3 +24,29 @@ class RunParts:
     recorder: Recorder
     rescue: Rescue
     progress: Progress
+
+    def end_step(self) -> None:
+        """Save where a checkpoint is due, and leave where somebody asked for it. Collective.
+
+        Raises SystemExit on all ranks when the run ends on request before its last step.
+        """
+        step = self.progress.step
+        config = self.engine.config
+        mesh = self.engine.mesh
+        requests = self.rescue.requests
+        # every rank's word: a signal may have reached any one of them
+        code = int(all_reduce_max({"code": requests.agreed_code()}, mesh.cpu_group)["code"])
+        stops = code >= 0 and step < config.train.num_steps
+        if stops:
+            self.rescue.leave_together(code)
+
+        if stops or self.recorder.is_due(config.checkpoint.every, step):
+            start_s = time.monotonic()
+            self.checkpoints.save(self.engine, self.progress)
+            requests.save_s = time.monotonic() - start_s
+
+        requests.step_ended()
+        if stops:
+            # all ranks wait for it: torchrun ends them when the first of them ends
+            agreed(self.rescue.say_stopped, mesh.cpu_group, here=mesh.rank == 0)
+            raise SystemExit(code)

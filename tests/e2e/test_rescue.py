@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -85,6 +87,14 @@ def test_some_batches_may_be_stepped_over(trainer, shared):
     assert [row["optim/skipped_batches"] for row in result.rows] == [0.0, 1.0, 1.0, 1.0]
 
 
+def wait_until(condition: Callable[[], bool], running: Running, timeout_s: float = 200.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert running.process.poll() is None, running.log.read_text()
+        assert time.monotonic() < deadline, running.log.read_text()
+        time.sleep(0.05)
+
+
 class Running:
     """A trainer in the background, as a shell starts it, in a process group of its own."""
 
@@ -102,12 +112,8 @@ class Running:
             )
 
     def wait_for_rows(self, count: int, timeout_s: float = 200.0) -> None:
-        deadline = time.monotonic() + timeout_s
         path = self.folder / "metrics.jsonl"
-        while not path.exists() or path.read_text().count("\n") < count:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, self, timeout_s)
 
     def family(self) -> list[psutil.Process]:
         process = psutil.Process(self.process.pid)
@@ -127,8 +133,10 @@ def give_replicas_back(registry: Path) -> None:
 def start(trainer, registry):
     started = []
 
-    def start_one(*overrides: str, num_processes: int = 1) -> Running:
+    def start_one(*overrides: str, num_processes: int = 1, max_restarts: int = 0) -> Running:
         command = trainer.command(*overrides, num_processes=num_processes)
+        if max_restarts:
+            command.insert(command.index("--standalone"), f"--max-restarts={max_restarts}")
         started.append(Running(command, trainer.folder))
         return started[-1]
 
@@ -214,4 +222,57 @@ def test_ranks_end_with_torchrun_and_save(shared, start, number):
     stderr = running.log.read_text()
     assert "the same command continues from there" in stderr, stderr
     rows = rows_of(running.folder)
+    assert saved_steps(running.folder) == [f"step_{len(rows):06d}"]
+
+
+def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
+    """Rank 0 is killed: the restarted ranks go on from the last checkpoint, with new replicas.
+
+    Then a launcher asks by the file. torchrun must not start the ranks a third time.
+    """
+    two_ranks = ["parallel.dp=2", "checkpoint.every=2"]
+    running = start(*two_ranks, "train.num_steps=1000", num_processes=2, max_restarts=3)
+    running.wait_for_rows(3)
+    first_family = running.family()
+    victim = next(rank for rank in first_family if rank.environ().get("RANK") == "0")
+    victim.kill()
+
+    # the rows are cut back to the checkpoint's when the next attempt begins
+    wait_until(lambda: "resumed from" in running.log.read_text(), running)
+    _, alive = psutil.wait_procs(first_family[1:], timeout=10)
+    assert not alive
+    resumed = int(re.findall(r"resumed from .*\(step (\d+)\)", running.log.read_text())[-1])
+    assert resumed >= 2
+    running.wait_for_rows(resumed + 2)
+    family = running.family()
+    (running.folder / "stop").write_text("120\n")
+
+    assert running.process.wait(100) == 0, running.log.read_text()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    mark = json.loads((running.folder / "stopped").read_text())
+    rows = rows_of(running.folder)
+    assert mark["step"] == len(rows) == rows[-1]["step"]
+    assert saved_steps(running.folder)[-1] == f"step_{len(rows):06d}"
+    assert not (running.folder / "stop").exists()
+    stderr = running.log.read_text()
+    assert stderr.count("resumed from") == 1
+
+    whole = in_ranks("whole", 2, *two_ranks, f"train.num_steps={len(rows)}")
+    assert rows == rows_of(whole.folder)
+
+
+def test_a_stop_under_torchrun_without_restarts(shared, start):
+    """Its code is masked: `stopped` tells the launcher."""
+    running = start(*shared, "train.num_steps=1000", "parallel.dp=2", num_processes=2)
+    running.wait_for_rows(1)
+    family = running.family()
+    (running.folder / "stop").touch()
+    assert running.process.wait(60) == 1
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    rows = rows_of(running.folder)
+    mark = json.loads((running.folder / "stopped").read_text())
+    assert mark["step"] == len(rows)
+    assert "exitcode  : 75" in running.log.read_text()
     assert saved_steps(running.folder) == [f"step_{len(rows):06d}"]

@@ -31,6 +31,7 @@ from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
+from tests.e2e.asking import ask_in, by_file
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Result, Trainer
 
 CAPTIONS = [
@@ -275,6 +276,19 @@ def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
         for each in (resumed.folder, reference.folder)
     ]
     assert last[0].read_bytes() == last[1].read_bytes()
+
+
+def test_stopped_and_resumed_is_uninterrupted(trainer, shared, reference):
+    stop = trainer.folder / "stopped"
+    asks = partial(ask_in, "images", partial(by_file, stop))
+    stopped = trainer.run(*shared, AVERAGED, name="stopped", prepare=asks)
+    assert stopped.code == 75, stopped.stderr
+    assert json.loads((stop / "stopped").read_text())["step"] == 3
+    assert (stop / "checkpoints" / "step_000003").is_dir()
+    resumed = trainer.run(*shared, AVERAGED, "train.num_steps=5", "eval.every=0", name="stopped")
+    assert resumed.code == 0, resumed.stderr
+    rows = [[row[key] for key in SAME] for row in resumed.rows[1:]]
+    assert rows == [[row[key] for key in SAME] for row in reference.rows[1:6]]
 
 
 def test_the_report_tells_loss_and_evaluation(reference):

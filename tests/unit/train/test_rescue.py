@@ -17,7 +17,7 @@ import torch
 
 from megadiff.engines.gate import StepGate
 from megadiff.train import rescue as rescue_module
-from megadiff.train.board import Board, RankState
+from megadiff.train.board import Alarm, Board, RankState
 from megadiff.train.rescue import Rescue, disagreement
 from megadiff.types import Progress
 
@@ -192,13 +192,13 @@ def test_words_on_the_board_survive_torn_and_missing_files(tmp_path):
     (tmp_path / ".ranks-a" / "rank_00002.json").write_bytes(b'{"rank": 2, "ho')
     states = board.states()
     assert [state.steps for state in states] == [0, 7, 0]
-    assert board.alarm() == ""
+    assert board.alarm() == Alarm()
     board.raise_alarm("first " + "x" * 10_000)
     board.raise_alarm("second")
-    assert board.alarm().startswith("first")
+    assert board.alarm().reason.startswith("first")
     later = Board(tmp_path / ".ranks-b", rank=0, world_size=1)
     later.lay_out()
-    assert not (tmp_path / ".ranks-a").exists() and later.alarm() == ""
+    assert not (tmp_path / ".ranks-a").exists() and later.alarm() == Alarm()
 
 
 def test_rank_0_on_a_node_that_is_gone_is_not_waited_for(tmp_path, caplog, monkeypatch):
@@ -241,6 +241,22 @@ try:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with rank.engine.gate.step():
             pass
+    if case == "asked":  # the step that is on does not end
+        (folder / "stop").write_text("2")
+        time.sleep(60)
+    if case == "asked twice":
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(60)
+    if case == "granted":
+        rank.rescue.requests.step_ended()
+        os.environ["MEGADIFF_STOP_GRACE_S"] = "60"
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.5)
+        assert rank.rescue.requests.agreed_code() == 143
+        rank.rescue.leave_together(143)
+        raise SystemExit(143)
     if case == "no board":
         import shutil
         shutil.rmtree(rank.rescue.board.folder)
@@ -272,6 +288,9 @@ print("closed", flush=True)
     ("case", "code", "saved"),
     [
         ("gate", 143, True),
+        ("asked", 75, True),
+        ("asked twice", 75, False),
+        ("granted", 143, False),
         ("no board", 1, False),
         ("fork", 0, False),
         ("other signal", 0, False),
