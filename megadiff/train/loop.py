@@ -64,10 +64,10 @@ def train(run: Run) -> None:
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
         gate = {}  # its gaps belong to the first step
-        if run.recorder.is_due(config.checkpoint.every, progress.step):
-            run.checkpoints.save(engine, progress)
+        run.checkpoints.after_step(engine, progress)
 
     run.replicas.wake(progress.step)  # they serve the trained policy
+    run.checkpoints.settle()
 
 
 def pass_gate(run: Run) -> dict[str, float]:

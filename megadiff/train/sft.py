@@ -41,5 +41,6 @@ def train_sft(run: SftRun) -> None:
                     raise NonFiniteError(f"step {number}: {error}; lower optim.lr") from error
             run.rescue.finish_step(progress, run.batches.state())
         run.recorder.step(progress.step, stats)  # behind finish_step: a rescue waits for the row
-        if run.recorder.is_due(config.checkpoint.every, progress.step):
-            run.checkpoints.save(engine, progress)
+        run.checkpoints.after_step(engine, progress)
+
+    run.checkpoints.settle()
