@@ -134,7 +134,8 @@ class Checkpoints:
                 lambda: self._finish(write.aside, write.progress), group, here=not self.mesh.rank
             )
         self.in_flight = None
-        self.saved_step = write.progress.step
+        if self.mesh.rank:  # rank 0 has said so itself, unless a rescue has given it up
+            self.saved_step = write.progress.step
 
     def _settle_if_written(self) -> None:
         if self.in_flight:

@@ -142,10 +142,11 @@ def write_shards(
 
     Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A shard that
     several ranks hold is written by one of them. values: JSON, the same on every rank.
-    given_up: once it is set, it returns without a file of that name.
+    given_up: once it is set, it returns without a file of that name; the folder is there.
     """
-    # any rank may be the first
-    folder.mkdir(parents=True, exist_ok=True)
+    # Any rank may be the first. A folder that was given up is gone, and must not come back.
+    if given_up is None:
+        folder.mkdir(parents=True, exist_ok=True)
 
     boxes: dict[str, TensorBox] = {}
     tensors: dict[str, Tensor] = {}

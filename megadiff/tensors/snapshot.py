@@ -38,6 +38,7 @@ class Snapshot:
     def copied(self, memory: Tensor) -> Snapshot:
         """Return a copy whose tensors lie in memory: uint8 on the host, of num_bytes or more."""
         begin = 0
+        is_cuda = False
         copies: dict[str, list[Shard]] = {}
         for name, shards in self.shards.items():
             copies[name] = []
@@ -46,9 +47,10 @@ class Snapshot:
                 flat = memory[begin : begin + source.nbytes].view(source.dtype)
                 copy = flat.view(source.shape)
                 copy.copy_(source, non_blocking=True)
+                is_cuda |= source.is_cuda
                 copies[name].append(replace(shard, local=copy))
                 begin += _aligned(source.nbytes)
-        if torch.cuda.is_available():
+        if is_cuda:
             # Once for all copies; page-locked memory is not waited for by copy_().
             torch.cuda.current_stream().synchronize()
         return replace(self, shards=copies)
