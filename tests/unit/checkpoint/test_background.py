@@ -214,6 +214,22 @@ def test_ranks_of_a_node_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert background.free_bytes() == pytest.approx(alone / 8, rel=0.3)
 
 
+def test_a_jobs_own_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm and containers set it, on any folder above the process's own."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    job = tmp_path / "system.slice" / "job_12"
+    task = job / "step_0"
+    task.mkdir(parents=True)
+    (tmp_path / "own").write_text("4:memory:/elsewhere\n0::/system.slice/job_12/step_0\n")
+    (task / "memory.max").write_text("max\n")
+    (job / "memory.max").write_text("1000\n")
+    (job / "memory.current").write_text("900\n")
+    (job / "memory.stat").write_text("anon 500\nactive_file 100\ninactive_file 200\n")
+    monkeypatch.setattr(background, "CGROUPS", tmp_path)
+    monkeypatch.setattr(background, "PROCESS_CGROUPS", tmp_path / "own")
+    assert background.free_bytes() == 400
+
+
 def test_a_clock_makes_checkpoints_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now_s)
