@@ -41,7 +41,7 @@ from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import Progress, TrainBatch
 
-SOURCE = Path(__file__).parents[1] / "assets" / "qwen_image"
+ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_PARAMETER = 12  # a float32 weight and its two moments
 WIDE = 1_000_000_000  # parameters from which on a block has the model's own width
 HEADS = {True: 24, False: 4}
@@ -118,18 +118,18 @@ def _prepare(scratch: Path, num_parameters: float) -> Bench:
     heads = HEADS[num_parameters >= WIDE]
     num_layers = max(1, round(num_parameters / BLOCK_FACTOR / (heads * HEAD_DIM) ** 2))
 
-    source = shutil.copytree(SOURCE, scratch / "source")
+    source = shutil.copytree(ROOT / "assets" / "qwen_image", scratch / "source")
     config_file = source / "transformer" / "config.json"
     shape = json.loads(config_file.read_text()) | {"num_attention_heads": heads}
     config_file.write_text(json.dumps(shape))
     write_random_transformer(source, model, device=device, num_layers=num_layers)
 
     overrides = f"model.path={model} run.device={device} engine.compile=false".split()
-    config = load_config([RECIPE, *overrides, "rollout.height=64", "rollout.width=64"])
+    config = load_config([str(ROOT / RECIPE), *overrides, "rollout.height=64", "rollout.width=64"])
     mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), device)
     engine = build_engine(config, mesh, build_adapter(model))
-    shutil.rmtree(model)
     batch = synthetic_batch(config, engine.adapter, mesh, rows=4, text_tokens=64)
+    shutil.rmtree(model)  # the disk is the checkpoints' now
     return Bench(engine=engine, batch=batch, folder=scratch / "run")
 
 

@@ -18,7 +18,7 @@ from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
 # Of what is free: replicas, rewards and the system's page cache want some as well.
-COPY_SHARE = 0.5
+COPY_FRACTION = 0.5
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
 
@@ -40,14 +40,14 @@ class CopyMemory:
         if self._memory.nbytes < num_bytes:
             self._resize(0)  # given back first, or both would be there for a moment
             free = free_bytes()
-            if num_bytes > COPY_SHARE * free:
+            if num_bytes > COPY_FRACTION * free:
                 if not self._has_warned:
                     logger.warning(
                         "checkpoints are written while training waits: a rank's copy takes %.2f "
                         "GiB, at most %.2f (%.0f %% of what is free for it) may be taken",
                         num_bytes / 2**30,
-                        COPY_SHARE * free / 2**30,
-                        100 * COPY_SHARE,
+                        COPY_FRACTION * free / 2**30,
+                        100 * COPY_FRACTION,
                     )
                 self._has_warned = True
                 return None
@@ -106,17 +106,14 @@ class RankWrite:
         try:
             snapshot = take()
             copy = memory.copied(snapshot)
+            if copy is None:
+                self._write(snapshot)
+            else:
+                # A daemon: a disk that hangs must not keep the process.
+                threading.Thread(target=self._write, args=(copy,), daemon=True).start()
         except Exception as error:  # any kind: a rank that raised alone would hang the others
             self.error = error
             self._ended.set()
-            return
-        if copy is None:
-            self._write(snapshot)
-        else:
-            # A daemon: a disk that hangs must not keep the process.
-            threading.Thread(
-                target=self._write, args=(copy,), name="checkpoint", daemon=True
-            ).start()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end. Raises what writing raised, TimeoutError after timeout_s.
