@@ -1,4 +1,4 @@
-"""Atomic checkpoints: written aside, fingerprinted, renamed, then `latest` moved.
+"""Atomic checkpoints: copied, written aside, fingerprinted, renamed, then `latest` moved.
 
 checkpoints/step_000010/{rank_00000.safetensors, …, progress.json, config.yaml}
 checkpoints/latest      the name of the newest whole one, which is noticed when it goes missing
@@ -9,15 +9,18 @@ A torn checkpoint is named and skipped.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megadiff.checkpoint.background import CopyMemory, RankWrite
 from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
 from megadiff.checkpoint.run_folders import (
     CONFIG,
@@ -31,7 +34,13 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.step_folders import step_folder, step_name
-from megadiff.parallel.collectives import AgreedError, agreed, broadcast_json, gather_json
+from megadiff.parallel.collectives import (
+    AgreedError,
+    agreed,
+    all_reduce_max,
+    broadcast_json,
+    gather_json,
+)
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.whole_folder import sync_entry
 from megadiff.tensors.model_files import weight_files
@@ -43,6 +52,7 @@ logger = logging.getLogger(__name__)
 ASIDE = ".writing_"
 GIVEN_UP = "given_up_"  # nothing deletes these: they may be the better history
 LATEST = "latest"
+LOOK_S = 0.2  # between two looks for the files of all ranks
 
 
 class CheckpointError(AgreedError):
@@ -50,7 +60,11 @@ class CheckpointError(AgreedError):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. save() and load() are collective over the world."""
+    """The checkpoints of one run folder. after_step(), save(), settle() and load() are collective.
+
+    saved_step: of the newest whole one. in_flight: this rank's part of the next one, None where no
+    rank has begun.
+    """
 
     def __init__(
         self, run_folder: Path, config: Config, mesh: Mesh, *, base: Mapping[str, str] | None = None
@@ -60,35 +74,106 @@ class Checkpoints:
         self.config = config
         self.mesh = mesh
         self.saved_step = 0
-        self._finishing = threading.Lock()  # a rescue's thread may save while save() does
-        self._aside: set[Path] = set()  # what either of them writes at the moment
+        self.write_s = 0.0  # that this rank's part of the newest one took
+        self.in_flight: RankWrite | None = None
+        self._began_s = time.monotonic()  # the newest one, or this attempt of the run
+        self._memory = CopyMemory(mesh.device)
+        self._finishing = threading.Lock()  # of the loop, a rescue and _complete_early()
+        self._aside: set[Path] = set()  # what any of them writes at the moment
         self._base = dict(base or {})
 
-    def save(self, engine: Engine, progress: Progress) -> Path:
-        """Write the checkpoint of progress.step.
+    def after_step(self, engine: Engine, progress: Progress) -> None:
+        """Save the step if a checkpoint is due, and tell how the one in flight ended.
+
+        Raises CheckpointError for that one.
+        """
+        settings = self.config.checkpoint
+        self._settle_if_written()
+        is_due = progress.step == self.config.train.num_steps
+        is_due |= bool(settings.every) and progress.step % settings.every == 0
+        if settings.every_min:
+            # Rank 0's clock: others' may say something else at this step.
+            minutes = (time.monotonic() - self._began_s) / 60
+            is_late = float(self.mesh.rank == 0 and minutes >= settings.every_min)
+            is_due |= bool(all_reduce_max({"is_late": is_late}, self.mesh.cpu_group)["is_late"])
+        if is_due:
+            self.save(engine, progress)
+
+    def save(self, engine: Engine, progress: Progress) -> None:
+        """Copy the checkpoint of progress.step; it is written while training goes on.
+
+        It waits for one that is in flight, and raises CheckpointError as settle() does. Where the
+        host has no memory for a copy, it returns when all is written.
+        """
+        self.settle()
+        self._began_s = time.monotonic()
+        write = RankWrite(progress, self.aside_of(progress.step))
+        self._aside.add(write.aside)
+        is_first = self.mesh.rank == 0
+        with self._telling(write):
+            agreed(lambda: _fresh_folder(write.aside), self.mesh.cpu_group, here=is_first)
+
+        # Every rank has come here, so a rescue may count on every rank's part.
+        self.in_flight = write
+        write.start(engine.snapshot, self._memory)
+        if is_first:
+            threading.Thread(target=self._complete_early, args=(write,), daemon=True).start()
+        self._settle_if_written()  # at once where there was no memory for copies
+
+    def settle(self) -> None:
+        """Complete the checkpoint in flight, if there is one, when all ranks have written it.
 
         Raises CheckpointError, e.g. for a full disk; earlier checkpoints stay whole.
         """
-        target = self.folder_of(progress.step)
-        aside = self.aside_of(progress.step)
+        write = self.in_flight
+        if write is None:
+            return
         group = self.mesh.cpu_group
-        is_first = self.mesh.rank == 0
-        self._aside.add(aside)
+        with self._telling(write):
+            agreed(write.wait, group)
+            agreed(
+                lambda: self._finish(write.aside, write.progress), group, here=not self.mesh.rank
+            )
+        self.in_flight = None
+        self.write_s = write.seconds
+        if self.mesh.rank:  # rank 0 has said so itself, unless a rescue has given it up
+            self.saved_step = write.progress.step
 
+    def _settle_if_written(self) -> None:
+        if self.in_flight:
+            is_writing = {"is_writing": float(not self.in_flight.has_ended)}
+            if not all_reduce_max(is_writing, self.mesh.cpu_group)["is_writing"]:
+                self.settle()
+
+    @contextmanager
+    def _telling(self, write: RankWrite) -> Iterator[None]:
+        """Remove what was written, and raise CheckpointError for AgreedError."""
         try:
-            agreed(lambda: _fresh_folder(aside), group, here=is_first)
-            agreed(lambda: engine.save(aside), group)
-            # After all ranks agreed: before that some files may be half written.
-            agreed(lambda: self._finish(aside, target, progress), group, here=is_first)
+            yield
         except AgreedError as error:
-            if is_first:
-                shutil.rmtree(aside, ignore_errors=True)
+            self.in_flight = None
+            self._aside.discard(write.aside)
+            if self.mesh.rank == 0:
+                shutil.rmtree(write.aside, ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint {target} could not be written, earlier ones are whole: {error}"
+                f"checkpoint {self.folder_of(write.progress.step)} could not be written, earlier "
+                f"ones are whole: {error}"
             ) from error
 
-        self.saved_step = progress.step
-        return target
+    def _complete_early(self, write: RankWrite) -> None:
+        """Rename the checkpoint as soon as rank 0 sees every rank's file; runs in a thread.
+
+        A file has its name when it is whole and on the disk, so this takes no collective. The next
+        end of a step may be minutes away, and a rank may be killed before.
+        """
+        files = {shard_file(write.aside, rank).name for rank in range(self.mesh.world_size)}
+        try:
+            # By a listing: over NFS a name that was asked for too early stays unseen for a minute.
+            while write.aside in self._aside and not files <= set(os.listdir(write.aside)):
+                time.sleep(LOOK_S)
+            self._finish(write.aside, write.progress)
+        except (OSError, ValueError) as error:
+            write.error = error  # settle() tells
 
     def folder_of(self, step: int) -> Path:
         return step_folder(self.folder, step)
@@ -97,10 +182,27 @@ class Checkpoints:
         """Return where a checkpoint is written before it is renamed; a rescue's is its own."""
         return self.folder / f"{ASIDE}{step_name(step)}{'_rescue' if rescue else ''}"
 
+    def begin_rescue(self, step: int) -> Path:
+        """Return the folder for a rescue's files, in place of those in flight. Not collective."""
+        self._give_up()
+        aside = self.aside_of(step, rescue=True)
+        self._aside.add(aside)
+        aside.mkdir(parents=True, exist_ok=True)
+        return aside
+
     def complete(self, aside: Path, progress: Progress) -> None:
         """Turn the ranks' files of a rescue into a checkpoint, on rank 0 alone."""
-        self._aside.add(aside)
-        self._finish(aside, self.folder_of(progress.step), progress)
+        self._finish(aside, progress)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        with self._finishing:  # not while it is renamed
+            write = self.in_flight
+            if write and write.aside in self._aside:
+                write.give_up()
+                self._aside.discard(write.aside)
+                if self.mesh.rank == 0:
+                    shutil.rmtree(write.aside, ignore_errors=True)
 
     def load(
         self, engine: Engine, load_prompts: Callable[[dict[str, int | str]], None]
@@ -176,16 +278,20 @@ class Checkpoints:
         value = agreed(read, group, here=self.mesh.rank == 0)
         return broadcast_json(value, source=0, group=group)
 
-    def _finish(self, aside: Path, target: Path, progress: Progress) -> None:
+    def _finish(self, aside: Path, progress: Progress) -> None:
+        """Rename the folder, unless that has been done, or it was given up."""
         with self._finishing:
+            if aside not in self._aside:
+                return
             if progress.step > self.saved_step or not self.saved_step:
-                self._rename(aside, target, progress)
+                self._rename(aside, progress)
                 self.saved_step = progress.step
             else:  # the other writer was faster
                 shutil.rmtree(aside, ignore_errors=True)
             self._aside.discard(aside)
 
-    def _rename(self, aside: Path, target: Path, progress: Progress) -> None:
+    def _rename(self, aside: Path, progress: Progress) -> None:
+        target = self.folder_of(progress.step)
         save_config(self.config, aside / CONFIG)
         absent = [
             rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()

@@ -1,39 +1,19 @@
 """Declare every config key: its type, its one default, its bounds and a sentence for the docs.
 
 megadiff/config/validate.py refuses what the bounds exclude, megadiff/config/docs.py prints the
-sentences. This file imports neither torch nor anything of megadiff.
+sentences. This file imports neither torch nor anything of megadiff but key().
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
+from megadiff.config.key import key
+
 MAX_LORA_RANK = 512  # of vLLM's MaxLoRARanks; ranks between its steps are fine
-
-
-def key(
-    default: Any,
-    text: str,
-    *,
-    heading: str = "",
-    choices: tuple[str, ...] = (),
-    **bounds: float,
-) -> Any:
-    """Declare one key. `default` is MISSING where the user must give a value.
-
-    text: a sentence for the docs. heading: opens a group of keys there.
-    choices and bounds (above, at_least, below, at_most) are rules for the value, or for each value
-    of a list or mapping.
-    """
-    metadata = {"text": text, "heading": heading, "choices": choices, "bounds": bounds}
-    if isinstance(default, list | dict):
-        # A dataclass refuses a mutable default, which all its objects would share.
-        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -332,6 +312,11 @@ class CheckpointConfig:
 
     every: int = key(
         50, "A checkpoint is written every so many steps; 0 writes only the last.", at_least=0
+    )
+    every_min: float = key(
+        0.0,
+        "A checkpoint is also due when the last is this many minutes old; 0 is off.",
+        at_least=0,
     )
     keep: int = key(2, "This many checkpoints are kept, the newest ones.", at_least=1)
     resume: str = key(

@@ -14,6 +14,7 @@ from megadiff.engines.gate import StepGate
 from megadiff.engines.microbatch import Batch
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import FlowInputs, LogProbs, LoraSpec, LossOutput, StepInputs, TrainBatch
 
 Buckets = Iterator[list[tuple[str, Tensor]]]  # of tensors by name
@@ -82,14 +83,14 @@ class Engine(Protocol):
     def averaged(self) -> AbstractContextManager[None]:
         """Use the running average (algorithm.ema_decay), if there is one, within the context."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state into folder; each rank its own files."""
+    def snapshot(self) -> Snapshot:
+        """Return this rank's weights and optimizer state, where they are. Not collective."""
 
     def load(self, folder: Path) -> None:
-        """Read what save() wrote, under this or another layout and world size."""
+        """Read what snapshots wrote, under this or another layout and world size."""
 
     def save_now(self, folder: Path, timeout_s: float) -> None:
-        """Write what save() writes, from another thread and without collectives.
+        """Write the snapshot, from another thread and without collectives.
 
         Nothing changes any more after it. Raises TimeoutError when a change that is on does not
         end within timeout_s.

@@ -23,7 +23,8 @@ from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Figures, LogProbs, LoraSpec, TrainBatch
 
 
@@ -148,10 +149,10 @@ class ComponentsEngine:
             finally:
                 self.changed |= averaging
 
-    def save(self, folder: Path) -> None:
-        """Write one file a rank: its shards of the float32 weights and AdamW's moments.
+    def snapshot(self) -> Snapshot:
+        """Return this rank's shards of the float32 weights and AdamW's moments.
 
-        What several ranks hold is written once.
+        What several ranks hold is the first one's.
         """
         shards: dict[str, list[Shard]] = {}
         for member in self.members.values():
@@ -160,9 +161,13 @@ class ComponentsEngine:
         values: dict[str, object] = {"optimizer_steps": num_updates}
         if self.lora:
             values["lora"] = lora_values(self.lora)
-        write_shards(
-            folder, shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values
+        return Snapshot(
+            shards=shards, rank=self.mesh.rank, num_files=self.mesh.world_size, values=values
         )
+
+    def save(self, folder: Path) -> None:
+        """Write the snapshot, one file a rank."""
+        self.snapshot().write(folder)
 
     def save_now(self, folder: Path, timeout_s: float) -> None:
         """Save from a rescue's thread; see engines.base.Engine."""
@@ -176,7 +181,7 @@ class ComponentsEngine:
             self.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read what save() wrote under any layout, without collectives."""
+        """Read what snapshots wrote under any layout, without collectives."""
         source = ShardFolder(folder)
         check_lora(source, self.lora)
         for member in self.members.values():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ SHARD_SUFFIX = ".safetensors"
 METADATA_KEY = "megadiff"
 FORMAT = 4  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
+UNFINISHED = ".unfinished"  # behind the name of a file that is not closed
 # The kinds of weights in a checkpoint, whose names are KIND/COMPONENT.NAME.
 TRAINED = "model"
 AVERAGED = "average"
@@ -81,7 +83,7 @@ def shard_file(folder: Path, rank: int) -> Path:
 
 
 class ShardWriter:
-    """One rank's file of float32 shards, whose header is completed by close().
+    """One rank's file of float32 shards, which close() completes and gives its name.
 
     fingerprints: of each shard by its key, filled in before close().
     """
@@ -104,11 +106,15 @@ class ShardWriter:
             key: TensorMeta(dtype=torch.float32, shape=box.local_shape)
             for key, box in boxes.items()
         }
-        self.file = TensorWriter(shard_file(folder, rank), tensors, metadata=self._metadata())
+        self._target = shard_file(folder, rank)
+        # So whoever sees the name sees a whole file: other ranks look for it.
+        unfinished = self._target.with_suffix(UNFINISHED)
+        self.file = TensorWriter(unfinished, tensors, metadata=self._metadata())
 
     def close(self, *, sync: bool = False) -> None:
         """Write the fingerprints. sync: the file is on the disk when this returns."""
         self.file.close(metadata=self._metadata(), sync=sync)
+        self.file.path.rename(self._target)
 
     def _metadata(self) -> dict[str, str]:
         entries = {
@@ -131,14 +137,17 @@ def write_shards(
     rank: int,
     num_files: int,
     values: Mapping[str, object] | None = None,
+    given_up: threading.Event | None = None,
 ) -> None:
     """Write one rank's shards in float32, whatever dtype frozen weights are held in.
 
     Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A shard that
     several ranks hold is written by one of them. values: JSON, the same on every rank.
+    given_up: once it is set, it returns without a file of that name; the folder is there.
     """
-    # any rank may be the first
-    folder.mkdir(parents=True, exist_ok=True)
+    # Any rank may be the first. A folder that was given up is gone, and must not come back.
+    if given_up is None:
+        folder.mkdir(parents=True, exist_ok=True)
 
     boxes: dict[str, TensorBox] = {}
     tensors: dict[str, Tensor] = {}
@@ -155,6 +164,8 @@ def write_shards(
 
     writer = ShardWriter(folder, boxes, rank=rank, num_files=num_files, values=values or {})
     for key, tensor in tensors.items():
+        if given_up and given_up.is_set():
+            return
         # One by one, so that host memory holds the copy of one shard only.
         on_host = tensor.detach().to("cpu", torch.float32).contiguous()
         writer.fingerprints[key] = fingerprint(on_host)

@@ -43,8 +43,9 @@ class RankState:
 
     phase: one of PHASES. steps: optimizer steps of this attempt. counted_steps: those that were
     done when finished_step, its newest finished step, was counted. saved_step: of the newest
-    checkpoint. has_failed: its main thread has failed and will not step. error: why it could not
-    write its part.
+    checkpoint. writing_step: of the one whose part it writes in the background, 0 for none.
+    has_failed: its main thread has failed and will not step. error: why it could not write its
+    part.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankState:
     counted_steps: int = 0
     finished_step: int = 0
     saved_step: int = 0
+    writing_step: int = 0
     has_failed: bool = False
     error: str = ""
 

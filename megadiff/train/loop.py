@@ -67,6 +67,7 @@ def train(run: Run) -> None:
         run.end_step()
 
     run.replicas.wake(progress.step)  # they serve the trained policy
+    run.checkpoints.settle()
 
 
 def pass_gate(run: Run) -> dict[str, float]:

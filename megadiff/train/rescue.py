@@ -75,6 +75,7 @@ class Rescue:
 
         self._finished = Finished(progress=replace(progress), num_steps=engine.gate.num_steps)
         self._settled_at = self._finished
+        self._in_flight = checkpoints.in_flight
         self._first_step = progress.step
         self._is_last_step = False  # the step that is on is the last one
         self._main_failed = threading.Event()
@@ -205,7 +206,7 @@ class Rescue:
         problem = disagreement(states)
 
         if is_new and not problem:
-            problem = self._save(first)
+            problem = self._save(states)
         is_whole = not problem  # else a launcher might start a run that fails again and again
         if not is_new and first.has_come("settled"):
             problem = ""  # whoever is missing takes nothing along that is not on disk
@@ -273,8 +274,11 @@ class Rescue:
 
     def _say_where(self, phase: str, num_steps: int) -> None:
         self._settled_at = self._finished
+        # Before saved_step: the main thread may complete it meanwhile.
+        self._in_flight = write = self.checkpoints.in_flight
         self.board.say(
             phase=phase,
+            writing_step=write.progress.step if write else 0,
             steps=num_steps,
             counted_steps=self._settled_at.num_steps,
             finished_step=self._settled_at.progress.step,
@@ -282,12 +286,20 @@ class Rescue:
             has_failed=self._main_failed.is_set(),
         )
 
-    def _save(self, first: RankState) -> str:
+    def _save(self, states: list[RankState]) -> str:
         """Write this rank's part; rank 0 completes the checkpoint. Returns what went wrong."""
-        aside = self.checkpoints.aside_of(first.finished_step, rescue=True)
+        finished_step = states[0].finished_step
+        progress = self._settled_at.progress
+        write = self._in_flight
         try:
-            aside.mkdir(parents=True, exist_ok=True)
-            self.engine.save_now(aside, CATCH_UP_S)
+            if write and min(state.writing_step for state in states) >= finished_step:
+                # Every rank has a copy of this step, which no update of the next one has changed.
+                aside = write.aside
+                progress = write.progress
+                write.wait(SAVE_S)
+            else:
+                aside = self.checkpoints.begin_rescue(finished_step)
+                self.engine.save_now(aside, CATCH_UP_S)
             self.board.say(phase="saved")
         except (OSError, ValueError, RuntimeError) as error:
             self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
@@ -300,7 +312,7 @@ class Rescue:
 
         if self.board.own_state.rank == 0:
             try:
-                self.checkpoints.complete(aside, self._settled_at.progress)
+                self.checkpoints.complete(aside, progress)
             except (OSError, ValueError) as error:
                 return f"{type(error).__name__}: {error}"
         return ""
@@ -334,7 +346,8 @@ def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
     if first.finished_step <= first.saved_step:
         return f"step {newest} is saved; {then}" if newest else "no step was finished"
 
-    more = first.steps - first.counted_steps
+    is_copy = first.writing_step >= first.finished_step  # made before any further update
+    more = 0 if is_copy else first.steps - first.counted_steps
     updates = "1 update" if more == 1 else f"{more} updates"
     beyond = f" (with {updates} of step {first.finished_step + 1}, which is repeated)"
     folder = checkpoints.folder_of(first.finished_step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from megadiff.algorithms import Algorithm
@@ -30,21 +29,20 @@ class RunParts:
 
         Raises SystemExit on all ranks when the run ends on request before its last step.
         """
-        step = self.progress.step
-        config = self.engine.config
+        num_steps = self.engine.config.train.num_steps
         mesh = self.engine.mesh
         requests = self.rescue.requests
         # every rank's word: a signal may have reached any one of them
         code = int(all_reduce_max({"code": requests.agreed_code()}, mesh.cpu_group)["code"])
-        stops = code >= 0 and step < config.train.num_steps
+        stops = code >= 0 and self.progress.step < num_steps
         if stops:
             self.rescue.leave_together(code)
-
-        if stops or self.recorder.is_due(config.checkpoint.every, step):
-            start_s = time.monotonic()
             self.checkpoints.save(self.engine, self.progress)
-            requests.save_s = time.monotonic() - start_s
+            self.checkpoints.settle()
+        else:
+            self.checkpoints.after_step(self.engine, self.progress)
 
+        requests.save_s = self.checkpoints.write_s or requests.save_s
         requests.step_ended()
         if stops:
             # all ranks wait for it: torchrun ends them when the first of them ends

@@ -42,3 +42,5 @@ def train_sft(run: SftRun) -> None:
             run.rescue.finish_step(progress, run.batches.state())
         run.recorder.step(progress.step, stats)  # behind finish_step: a rescue waits for the row
         run.end_step()
+
+    run.checkpoints.settle()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from megadiff.checkpoint.checkpoints import Checkpoints
-from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.engines.components import ComponentsEngine
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.board import Board
 from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
@@ -60,7 +60,7 @@ def _stay_inside(
         raise SystemExit(143)  # as a rescue's signal does, once it has saved
 
 
-def test_a_stop_in_the_middle_of_a_periodic_save(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stop_beside_a_write_that_begins_late(tiny_model: Path, tmp_path: Path) -> None:
     """Either writer may be the faster one: there is one checkpoint of the step, and it is whole."""
     run_ranks(_stop_while_saving, 1, tiny_model, tmp_path)
 
@@ -70,45 +70,94 @@ def _stop_while_saving(model: Path, out: Path) -> None:
         engine = _engine(model)
         trained = _weights(engine)
         checkpoints, rescue = _run(engine, out / faster)
-        pauses = {"rescue": Pause(), "periodic": Pause()}
-        engine.save = partial(_slow_save, engine.save, pauses)  # type: ignore[method-assign]
-        threads = [
-            threading.Thread(target=checkpoints.save, args=(engine, Progress(step=1))),
-            threading.Thread(target=rescue.rescue, args=("SIGTERM",)),
-        ]
-        for thread, writer in zip(threads, ("periodic", "rescue"), strict=True):
+        with _slow_writes() as pauses:
+            thread = threading.Thread(target=rescue.rescue, args=("SIGTERM",))
             thread.start()
-            assert pauses[writer].begun.wait(STOP_S), (faster, writer)
-        pauses[faster].over.set()
-        deadline = time.monotonic() + STOP_S
-        while not checkpoints.saved_step:
-            assert time.monotonic() < deadline, faster
-            time.sleep(0.01)
-        for pause in pauses.values():
-            pause.over.set()
-        for thread in threads:
+            assert pauses["rescue"].begun.wait(STOP_S), faster
+            checkpoints.save(engine, Progress(step=1))
+            assert pauses["periodic"].begun.wait(STOP_S), faster
+            pauses[faster].over.set()
+            _wait_until_saved(checkpoints, 1)
+            for pause in pauses.values():
+                pause.over.set()
             thread.join(STOP_S)
             assert not thread.is_alive(), faster
-        assert [path.name for path in whole_looking(checkpoints.folder)] == ["step_000001"]
-        assert not list(checkpoints.folder.glob(".writing_*")), faster
+        if faster == "periodic":  # else it was given up, and has no end
+            checkpoints.settle()
+        assert _folders(checkpoints) == ["step_000001"], faster
         assert not _differing(trained, _load(checkpoints, model)), faster
 
 
+def test_a_stop_with_a_write_in_flight(tiny_model: Path, tmp_path: Path) -> None:
+    """The newest finished step wins: that of the write, or one that was finished since."""
+    run_ranks(_stop_in_flight, 1, tiny_model, tmp_path)
+
+
+def _stop_in_flight(model: Path, out: Path) -> None:
+    for newest in (1, 2):
+        engine = _engine(model)
+        checkpoints, rescue = _run(engine, out / str(newest))
+        with _slow_writes() as pauses:
+            checkpoints.save(engine, Progress(step=1))
+            if newest == 1:
+                trained = _weights(engine)
+            # the second step's only update; the step itself may be finished or not
+            engine.update(mine(engine), LOSS)
+            if newest == 2:
+                trained = _weights(engine)
+                rescue.finish_step(Progress(step=1), {})
+                pauses["rescue"].over.set()
+            rescue._main_failed.set()  # it is not waited for
+            thread = threading.Thread(target=rescue.rescue, args=("SIGTERM",))
+            thread.start()
+            if newest == 1:
+                time.sleep(0.5)
+                assert thread.is_alive()  # it waits for what is in flight
+                pauses["periodic"].over.set()
+            thread.join(STOP_S)
+            assert not thread.is_alive(), newest
+            pauses["periodic"].over.set()
+        assert _folders(checkpoints) == [f"step_{newest:06d}"], newest
+        assert not _differing(trained, _load(checkpoints, model, step=newest)), newest
+
+
 class Pause:
-    """Hold up one of the two writers once its tensors are on disk."""
+    """Hold up one of the two writers before it begins."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
         self.over = threading.Event()
 
 
-def _slow_save(
-    stock_save: Callable[[Path], None], pauses: Mapping[str, Pause], folder: Path
-) -> None:
-    stock_save(folder)
-    pause = pauses["rescue" if folder.name.endswith("_rescue") else "periodic"]
-    pause.begun.set()
-    assert pause.over.wait(STOP_S)
+@contextmanager
+def _slow_writes() -> Iterator[Mapping[str, Pause]]:
+    pauses = {"rescue": Pause(), "periodic": Pause()}
+    stock_write = Snapshot.write
+
+    def write(snapshot: Snapshot, folder: Path, given_up: threading.Event | None = None) -> None:
+        pause = pauses["rescue" if folder.name.endswith("_rescue") else "periodic"]
+        pause.begun.set()
+        assert pause.over.wait(STOP_S)
+        stock_write(snapshot, folder, given_up)
+
+    with patch.object(Snapshot, "write", write):
+        yield pauses
+
+
+def _wait_until_saved(checkpoints: Checkpoints, step: int) -> None:
+    deadline = time.monotonic() + STOP_S
+    while checkpoints.saved_step != step:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _folders(checkpoints: Checkpoints) -> list[str]:
+    """Return the names of whole and torn checkpoints."""
+    return sorted(
+        path.name
+        for path in checkpoints.folder.iterdir()
+        if not path.name.startswith(".ranks") and path.is_dir()
+    )
 
 
 def _engine(model: Path) -> ComponentsEngine:
@@ -129,11 +178,11 @@ def _run(engine: ComponentsEngine, folder: Path) -> tuple[Checkpoints, Rescue]:
     return checkpoints, rescue
 
 
-def _load(checkpoints: Checkpoints, model: Path) -> dict[str, Tensor]:
+def _load(checkpoints: Checkpoints, model: Path, *, step: int = 1) -> dict[str, Tensor]:
     """Return the policy's weights of a run that is resumed from the newest checkpoint."""
     resumed = _engine(model)
     again = Checkpoints(checkpoints.folder.parent, resumed.config, resumed.mesh)
-    assert again.load(resumed, lambda prompts: None).step == 1
+    assert again.load(resumed, lambda prompts: None).step == step
     return _weights(resumed)
 
 

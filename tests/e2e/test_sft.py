@@ -257,8 +257,9 @@ def test_killed_and_resumed_is_uninterrupted(trainer, shared, reference):
         cwd=trainer.folder,
     )
     metrics = trainer.folder / "killed" / "metrics.jsonl"
+    saved = trainer.folder / "killed" / "checkpoints" / "step_000010"  # written in the background
     _wait_for(
-        lambda: metrics.exists() and metrics.read_text().count("\n") >= 13
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 13 and saved.exists()
     )  # with step 0: 12 steps
     process.kill()
     assert process.wait(30) == -signal.SIGKILL

@@ -18,7 +18,8 @@ from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
 from megadiff.tensors.model_files import weight_files
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
 from tests.meshes import one_rank_mesh
 
@@ -35,8 +36,8 @@ class SmallEngine:
     def shard(self):
         return Shard(local=self.weight, offsets=(0,), shape=(1000,))
 
-    def save(self, folder):
-        write_shards(folder, {"weight": [self.shard]}, rank=0, num_files=1, values={})
+    def snapshot(self):
+        return Snapshot(shards={"weight": [self.shard]}, rank=0, num_files=1, values={})
 
     def load(self, folder):
         ShardFolder(folder).read_into("weight", self.shard)
@@ -55,6 +56,7 @@ def _save_steps(checkpoints, steps):
     for step in steps:
         engine.weight.fill_(step)
         checkpoints.save(engine, Progress(step=step, prompts={"position": 4 * step}))
+    checkpoints.settle()
 
 
 def _load(checkpoints):
@@ -136,10 +138,10 @@ def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):
     checkpoints = _checkpoints(tmp_path)
     _save_steps(checkpoints, [1])
 
-    def full(self, folder):
+    def full(self, folder, given_up):
         raise OSError(28, "No space left on device", str(folder / "rank_00000.safetensors"))
 
-    monkeypatch.setattr(SmallEngine, "save", full)
+    monkeypatch.setattr(Snapshot, "write", full)
     with pytest.raises(AgreedError, match="No space left on device"):
         _save_steps(checkpoints, [2])
     assert [path.name for path in checkpoints.folder.iterdir() if path.is_dir()] == ["step_000001"]
@@ -203,7 +205,7 @@ def _arm(moment: int) -> None:
         deadly(Path.rename),
     )
     Path.write_text, Path.write_bytes = deadly(Path.write_text), deadly(Path.write_bytes)
-    SmallEngine.save, Path.mkdir = deadly(SmallEngine.save), deadly(Path.mkdir)
+    Snapshot.write, Path.mkdir = deadly(Snapshot.write), deadly(Path.mkdir)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,7 @@ def test_a_checkpoint_over_another_base_is_refused_unless_it_is_meant(tmp_path, 
     first = _checkpoints(tmp_path, base=OURS)
     engine = SmallEngine()
     first.save(engine, first.load(engine, lambda _: None))
+    first.settle()
     moved = OURS | {"path": "/elsewhere"}
     assert _checkpoints(tmp_path, base=moved).load(engine, lambda _: None).base == moved
     assert _checkpoints(tmp_path).load(engine, lambda _: None).base == {}  # needs none
@@ -256,6 +259,7 @@ def test_a_checkpoint_over_another_base_is_refused_unless_it_is_meant(tmp_path, 
     progress = meant.load(engine, lambda _: None)
     assert progress.base == OTHER and "goes on over those" in caplog.text
     meant.save(engine, progress)  # from here on the other one is the base
+    meant.settle()
     assert _checkpoints(tmp_path, base=OTHER).load(engine, lambda _: None).base == OTHER
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
 from megadiff.tensors import shards
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
 from tests.meshes import one_rank_mesh
 
@@ -32,6 +34,22 @@ TENSORS = {
 Values = dict[str, object]
 
 
+class BothParts:
+    """What two ranks write, as one does."""
+
+    num_bytes = 0
+
+    def __init__(self, parts: list[Snapshot]) -> None:
+        self.parts = parts
+
+    def copied(self, memory: torch.Tensor) -> BothParts:
+        return self
+
+    def write(self, folder: Path, given_up: threading.Event) -> None:
+        for part in self.parts:
+            part.write(folder, given_up)
+
+
 class TwoRanks:
     """Writes and reads as an engine of two ranks does: matrices by rows, the rest on the first."""
 
@@ -39,7 +57,8 @@ class TwoRanks:
         self.factor = factor
         self.values: Values = {}
 
-    def save(self, folder: Path) -> None:
+    def snapshot(self) -> BothParts:
+        parts = []
         for rank in range(NUM_RANKS):
             pieces = {}
             for name, values in TENSORS.items():
@@ -51,7 +70,8 @@ class TwoRanks:
                 elif rank == 0:
                     pieces[name] = [Shard(local=tensor, offsets=(), shape=())]
             steps = {"optimizer_steps": {"transformer": 3}}
-            write_shards(folder, pieces, rank=rank, num_files=NUM_RANKS, values=steps)
+            parts.append(Snapshot(shards=pieces, rank=rank, num_files=NUM_RANKS, values=steps))
+        return BothParts(parts)
 
     def load(self, folder: Path) -> None:
         self.values = read_tensors(folder)
@@ -96,8 +116,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one checkpoint, written as runs do."""
     folder = tmp_path_factory.mktemp("run")
     prompts = {"position": 30, "num_prompts": 9, "seed": 0, "shuffle": 1, "digest": "00112233aabb"}
-    checkpoints(folder).save(TwoRanks(), Progress(step=5, prompts=prompts))
+    save(folder, TwoRanks(), Progress(step=5, prompts=prompts))
     return folder
+
+
+def save(run: Path, engine: TwoRanks, progress: Progress, *, num_steps: int = 70) -> Path:
+    written = checkpoints(run, num_steps=num_steps)
+    written.save(engine, progress)
+    written.settle()
+    return written.folder_of(progress.step)
 
 
 def flip_all(path: Path, read: Callable[[], Values]) -> Counter[str]:
@@ -143,7 +170,7 @@ def test_no_bit_of_latest_changes_what_a_run_goes_on_with(run: Path) -> None:
 @pytest.mark.parametrize("name", ["rank_00001.safetensors", "config.yaml"])
 def test_a_file_of_another_checkpoint_is_refused(run: Path, tmp_path: Path, name: str) -> None:
     """Whole by itself, and of the same size."""
-    later = checkpoints(tmp_path, num_steps=71).save(TwoRanks(factor=2.0), Progress(step=6))
+    later = save(tmp_path, TwoRanks(factor=2.0), Progress(step=6), num_steps=71)
     earlier = run / "checkpoints" / "step_000005"
     folder = shutil.copytree(earlier, tmp_path / "mixed")
     shutil.copyfile(later / name, folder / name)

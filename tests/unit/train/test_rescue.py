@@ -47,13 +47,16 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.saved_step = 0
+        self.in_flight = None
         self.config = SimpleNamespace(checkpoint=SimpleNamespace(resume="auto"))
 
     def folder_of(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
-    def aside_of(self, step: int, *, rescue: bool = False) -> Path:
-        return self.folder / f".writing_{step}"
+    def begin_rescue(self, step: int) -> Path:
+        aside = self.folder / f".writing_{step}"
+        aside.mkdir(exist_ok=True)
+        return aside
 
     def complete(self, aside: Path, progress: Progress) -> None:
         aside.rename(self.folder_of(progress.step))
