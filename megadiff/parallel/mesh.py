@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megadiff.process.allocator import grow_segments
 
+GPUS_PER_NODE = 8  # where nothing says it: DGX and HGX servers
 # where the caller names none; a run's follows from its config (train/build.py)
 COLLECTIVE_TIMEOUT_S = 1800.0
 
@@ -96,9 +97,35 @@ def check_heads(num_heads: int, *, sp: int, tp: int) -> None:
         )
 
 
+def check_nodes(layout: Layout, *, ranks_per_node: int) -> None:
+    """Raise ValueError where sp·tp peers, which are neighbours, would be on several nodes."""
+    peers = layout.sp * layout.tp
+    if layout.world_size > ranks_per_node and ranks_per_node % peers:
+        raise ValueError(
+            f"parallel.sp*parallel.tp = {layout.sp}*{layout.tp} = {peers} does not divide a node's "
+            f"{ranks_per_node} ranks: peers exchange tokens within every block and wait for it, so "
+            f"they stay on one node; set them so that their product divides {ranks_per_node}, "
+            "parallel.dp goes across nodes"
+        )
+
+
 def world_size_from_env() -> int:
     """Return the number of trainer processes that torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size_of(world_size: int) -> int:
+    """Return the number of trainer processes on this node, as torchrun says.
+
+    Raises ValueError where it does not divide world_size: all nodes have equally many.
+    """
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"{world_size} processes in all are no multiple of this node's {size}; start equally "
+            "many on every node"
+        )
+    return size
 
 
 def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Mesh:
