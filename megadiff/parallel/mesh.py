@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megadiff.process.affinity import bind
 from megadiff.process.allocator import grow_segments
 
 GPUS_PER_NODE = 8  # where nothing says it: DGX and HGX servers
@@ -195,4 +196,5 @@ def _local_device(device_type: str) -> torch.device:
 
     # libraries that say plain "cuda" then mean this GPU
     torch.cuda.set_device(local_rank)
+    bind(0, [local_rank])
     return torch.device("cuda", local_rank)

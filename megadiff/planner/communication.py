@@ -20,9 +20,9 @@ from megadiff.planner.network import (
     Links,
     StepPasses,
     Traffic,
+    link_seconds,
     push_traffic,
     step_traffic,
-    waiting_seconds,
 )
 from megadiff.planner.work import Machine, work_of
 from megadiff.train.sampling import sampling_of, sft_sampling
@@ -45,14 +45,13 @@ REACHED_TFLOPS_LORA = {"rollout": 0.60 * 761, "train": 0.34 * 761}
 class Communication:
     """Hold a layout's traffic in a step, and the seconds of it.
 
-    train_s, rollout_s: of computation on the trainer's GPUs. waiting_s: for links.
+    train_s, rollout_s: of computation on the trainer's GPUs.
     """
 
     traffic: Sequence[Traffic]
     links: Links
     train_s: float
     rollout_s: float
-    waiting_s: float
 
     @property
     def compute_s(self) -> float:
@@ -60,8 +59,15 @@ class Communication:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of links while GPUs compute."""
-        return sum(row.seconds(self.links) for row in self.traffic) - self.waiting_s
+        """Seconds of links while GPUs compute; training hides no more than it takes."""
+        return min(self.train_s, link_seconds(self.traffic, self.links, is_hidden=True))
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which GPUs wait for links: what nothing hides, or too little does."""
+        beside_s = link_seconds(self.traffic, self.links, is_hidden=True)
+        blocking_s = link_seconds(self.traffic, self.links, is_hidden=False)
+        return blocking_s + beside_s - self.hidden_s
 
     @property
     def is_bound(self) -> bool:
@@ -118,13 +124,11 @@ class Network:
         reached = REACHED_TFLOPS_LORA if config.lora.rank else REACHED_TFLOPS
         name = f"NVIDIA {self.gpu.partition('-')[0].upper()}"
         speed = PEAK_TFLOPS[name] / PEAK_TFLOPS[REACHED_ON] * placing.layout.world_size
-        train_s = tflop["train"] / reached["train"] / speed
         return Communication(
             traffic=traffic,
             links=self.links,
-            train_s=train_s,
+            train_s=tflop["train"] / reached["train"] / speed,
             rollout_s=0.0 if is_separate else tflop["rollout"] / reached["rollout"] / speed,
-            waiting_s=waiting_seconds(traffic, self.links, compute_s=train_s),
         )
 
     def limit(self, placing: Placing) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from math import prod
 
 from megadiff.parallel.recompute import kept_blocks
 from megadiff.planner.activation_memory import split_tokens
-from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing, Work, fsdp_shard
+from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing, Work, fsdp_shard, round_up
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -79,13 +79,15 @@ class Traffic:
         num_groups = 1 if self.is_lone else gpus_per_node // self.members(gpus_per_node)
         return num_groups * self.sent
 
-    def seconds(self, links: Links) -> float:
-        members = self.members(links.gpus_per_node)
-        within = self.sent / links.nvlink if members > 1 else 0.0
+    def nvlink_s(self, links: Links) -> float:
+        return self.sent / links.nvlink if self.members(links.gpus_per_node) > 1 else 0.0
+
+    def network_s(self, links: Links) -> float:
         if not self.crosses(links.gpus_per_node):
-            return within
+            return 0.0
         # a group has its own members' part of the node's network
-        return max(within, self.sent / (links.network * members / links.gpus_per_node))
+        gpus_per_node = links.gpus_per_node
+        return self.sent / (links.network * self.members(gpus_per_node) / gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +131,12 @@ def fsdp_traffic(
     """Count FSDP2's gathers of weights, its reductions of gradients, and those across replicas.
 
     What is outside of the blocks is whole from forward to backward. A block is gathered for each
-    forward and each backward, of which guidance has two. Where whole weights fit, they are gathered
-    in an update's first microbatch and gradients are reduced in its last (Work.accumulates).
+    forward and each backward, of which guidance has two; its gradient is reduced once. Where whole
+    weights fit, they are gathered in an update's first microbatch and gradients are reduced in its
+    last (Work.accumulates).
     """
     rest, blocks = _padded(model, {**model.shapes, **model.lora}, placing.shards)
-    trained_rest, trained_blocks = _padded(model, model.trained, placing.shards)
+    trained = sum(_padded(model, model.trained, placing.shards))
     once = work.accumulates and passes.microbatches > 1
     num_updates = passes.components * passes.updates
 
@@ -144,7 +147,7 @@ def fsdp_traffic(
         elements += passes.with_gradient * (rest + 2 * work.passes * blocks)
 
     num_reductions = num_updates if once else passes.with_gradient
-    gradients = FLOAT32 * num_reductions * (trained_rest + work.passes * trained_blocks)
+    gradients = FLOAT32 * num_reductions * trained
     return [
         Traffic(
             purpose=WEIGHTS,
@@ -180,13 +183,22 @@ def megatron_traffic(
 
 
 def ulysses_traffic(model: ModelShape, placing: Placing, work: Work, passes: StepPasses) -> Traffic:
-    """Count the exchanges of heads for tokens around self attention, forward and backward."""
+    """Count the exchanges of heads for tokens around self attention, forward and backward.
+
+    VeOmni's own module also gathers the image stream after the blocks, and sums its gradient.
+    """
     layout = placing.layout
     tokens = split_tokens(model, placing, work) * (layout.tp if placing.sequence_parallel else 1)
     exchange = EXCHANGED * tokens * model.adapter.width / layout.tp * work.itemsize
+    num_bytes = exchange * _block_passes(model, work, passes, backward=1.0)
+    if placing.backend == "veomni" and model.adapter.veomni_splits_tokens:
+        stream = work.rows * round_up(work.image_tokens, layout.sp) * model.adapter.width
+        # a gather, and an all-reduce, which goes round twice
+        num_streams = work.passes * (3 * passes.with_gradient + passes.without_gradient)
+        num_bytes += work.itemsize * num_streams * stream
     return Traffic(
         purpose=TOKENS,
-        num_bytes=exchange * _block_passes(model, work, passes, backward=1.0),
+        num_bytes=num_bytes,
         size=layout.sp,
         stride=layout.tp,
     )
@@ -239,11 +251,18 @@ def push_traffic(
     return [row for row in rows if row.size > 1 and row.num_bytes]
 
 
-def waiting_seconds(traffic: Sequence[Traffic], links: Links, *, compute_s: float) -> float:
-    """Return the seconds in which GPUs wait for links: what nothing hides, or too little does."""
-    beside = sum(row.seconds(links) for row in traffic if row.is_hidden)
-    blocking = sum(row.seconds(links) for row in traffic if not row.is_hidden)
-    return blocking + max(0.0, beside - compute_s)
+def link_seconds(traffic: Sequence[Traffic], links: Links, *, is_hidden: bool) -> float:
+    """Return the seconds of links beside computation, or of those that GPUs wait for.
+
+    What is hidden runs on streams of its own, on both kinds of links at once.
+    """
+    rows = [row for row in traffic if row.is_hidden == is_hidden]
+    if is_hidden:
+        return max(
+            sum(row.nvlink_s(links) for row in rows), sum(row.network_s(links) for row in rows)
+        )
+    # one after another, but a ring is on both kinds of links at once
+    return sum(max(row.nvlink_s(links), row.network_s(links)) for row in rows)
 
 
 def _block_passes(model: ModelShape, work: Work, passes: StepPasses, *, backward: float) -> float:

@@ -74,13 +74,13 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
     for first in range(0, num_nodes * num_ranks, num_ranks):
         line = f"node {first // num_ranks}: torchrun starts ranks {first}-{first + num_ranks - 1}"
         if is_colocated:
-            line += f"; rank {first} starts {per_node} replicas of {rollout.tp} GPUs beside them"
+            line += f"; rank {first} starts {per_node} replicas (rollout.tp={rollout.tp})"
         lines.append(line)
 
     if is_sampled and not is_colocated:
         count = rollout.num_replicas
         lines.append(
-            f"other nodes: you start {count} replicas of {rollout.tp} GPUs: "
+            f"other nodes: you start {count} replicas (rollout.tp={rollout.tp}): "
             f"megadiff serve MODEL --host ADDRESS --port 0 --registry {rollout.registry}"
         )
     return lines
