@@ -28,7 +28,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir()
         (folder / "numa_node").write_text(f"{node}\n")
         (folder / "local_cpulist").write_text(f"{text}\n")
-    properties = lambda gpu: SimpleNamespace(pci_domain_id=0, pci_bus_id=gpu, pci_device_id=0)  # noqa: E731
+
+    def properties(gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=gpu, pci_device_id=0)
+
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     affinity.start_cpus.cache_clear()
     return tmp_path
