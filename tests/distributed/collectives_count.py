@@ -15,6 +15,8 @@ WHOLE = {
     "_allgather_base_": lambda args: args[0],
     "allgather_": lambda args: args[0][0],
     "_reduce_scatter_base_": lambda args: args[1],
+    "allgather_into_tensor_coalesced_": lambda args: args[0],
+    "reduce_scatter_tensor_coalesced_": lambda args: args[1],
     "reduce_scatter_": lambda args: args[1][0],
     "allreduce_": lambda args: args[0],
     "alltoall_": lambda args: args[1],
