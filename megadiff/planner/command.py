@@ -37,7 +37,13 @@ from megadiff.planner.memory_plan import (
     largest_budget,
     make_plan,
 )
-from megadiff.planner.network_text import GPU, HEADROOM, TEXT_TOKENS, network_lines
+from megadiff.planner.network_text import (
+    GPU,
+    HEADROOM,
+    TEXT_TOKENS,
+    layout_cells,
+    network_lines,
+)
 from megadiff.planner.work import Machine
 from megadiff.train.dry_run import node_lines
 from megadiff.train.sampling import sampling_of
@@ -117,9 +123,9 @@ def _sizes(options: argparse.Namespace) -> tuple[int, int]:
         gpus_per_node = gpus_per_node or GPUS_PER_NODE
         return num_nodes * gpus_per_node, gpus_per_node
     if world_size % num_nodes or gpus_per_node not in (None, world_size // num_nodes):
-        each = "" if gpus_per_node is None else f" of --gpus-per-node {gpus_per_node}"
+        sizes = "" if gpus_per_node is None else f" of --gpus-per-node {gpus_per_node}"
         raise ValueError(
-            f"--world-size {world_size} is not --nodes {num_nodes}{each}; leave one of them out"
+            f"--world-size {world_size} is not --nodes {num_nodes}{sizes}; leave one of them out"
         )
     return world_size, world_size // num_nodes
 
@@ -222,13 +228,8 @@ def _cells(mark: str, cells: Sequence[str], last: str) -> str:
 
 
 def _row(plan: MemoryPlan, estimate: Estimate) -> str:
-    placing = estimate.placing
-    layout = placing.layout
     mark = ">" if estimate is plan.pick else "*" if estimate is plan.configured else " "
-    # Sequence parallelism splits tokens over tp ranks: without them it is neither on nor off.
-    split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
-    sizes = (layout.dp, layout.dp_replicate, layout.sp, layout.tp)
-    cells = [placing.backend, *map(str, sizes), split]
+    cells = layout_cells(estimate.placing)
 
     static = estimate.static
     if static is None:

@@ -123,6 +123,7 @@ class Network:
         tflop = step_tflop(config, self.model, self.text_tokens)
         reached = REACHED_TFLOPS_LORA if config.lora.rank else REACHED_TFLOPS
         name = f"NVIDIA {self.gpu.partition('-')[0].upper()}"
+        # as far as other GPUs reach the same part of their peak
         speed = PEAK_TFLOPS[name] / PEAK_TFLOPS[REACHED_ON] * placing.layout.world_size
         return Communication(
             traffic=traffic,
@@ -134,6 +135,7 @@ class Network:
     def limit(self, placing: Placing) -> tuple[int, str]:
         """Return the most nodes, of powers of two, that a layout pays on, and what stops it."""
         num_nodes = 1
+        # doubled, as dp has to divide the prompts of a step, which are mostly powers of two
         while num_nodes < MOST_NODES:
             more = 2 * num_nodes
             grown = self.on_nodes(placing, more)

@@ -9,7 +9,7 @@ from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.communication import GB, Communication, Network, default_links
-from megadiff.planner.engine_memory import GIB
+from megadiff.planner.engine_memory import GIB, Placing
 from megadiff.planner.memory_plan import USABLE_GIB, Estimate, MemoryPlan, make_plan
 from megadiff.planner.network import PURPOSES
 from megadiff.planner.work import Machine
@@ -63,6 +63,7 @@ def shards_across_nodes(plan: MemoryPlan, network: Network) -> str:
     num_nodes = machine.world_size // machine.gpus_per_node
     layout = replace(configured.placing.layout, dp_replicate=num_nodes)
     within = replace(configured.placing, layout=layout)
+    # there is none where the config's sp does not divide a node
     fitting = [
         estimate
         for estimate in plan.estimates
@@ -114,17 +115,20 @@ def layout_warning(
     return shards_across_nodes(plan, network)
 
 
-def _row(estimate: Estimate, communication: Communication) -> str:
-    placing = estimate.placing
+def layout_cells(placing: Placing) -> list[str]:
+    """Return the cells of a table's row that name a layout."""
     layout = placing.layout
+    # Sequence parallelism splits tokens over tp ranks: without them it is neither on nor off.
     split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
     sizes = (layout.dp, layout.dp_replicate, layout.sp, layout.tp)
+    return [placing.backend, *map(str, sizes), split]
+
+
+def _row(estimate: Estimate, communication: Communication) -> str:
     numbers = [communication.sent(purpose) / GB for purpose in PURPOSES]
     numbers += [communication.network_bytes / GB, communication.hidden_s]
     numbers += [communication.waiting_s, communication.compute_s]
-    return _cells(
-        (placing.backend, *map(str, sizes), split), [f"{number:.1f}" for number in numbers]
-    )
+    return _cells(layout_cells(estimate.placing), [f"{number:.1f}" for number in numbers])
 
 
 def _cells(layout: Sequence[str], numbers: Sequence[str]) -> str:
