@@ -38,7 +38,6 @@ from megadiff.parallel.collectives import (
     AgreedError,
     agreed,
     all_reduce_max,
-    broadcast_json,
     gather_json,
 )
 from megadiff.parallel.mesh import Mesh
@@ -275,8 +274,7 @@ class Checkpoints:
     def _from_first(self, read: Callable[[], object]) -> Any:
         """Return on all ranks the JSON value that rank 0 reads. Collective."""
         group = self.mesh.cpu_group
-        value = agreed(read, group, here=self.mesh.rank == 0)
-        return broadcast_json(value, source=0, group=group)
+        return read_once(read, source=0, group=group, world=group)
 
     def _finish(self, aside: Path, progress: Progress) -> None:
         """Rename the folder, unless that has been done, or it was given up."""

@@ -27,8 +27,9 @@ from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.data.images import ImageSource
 from megadiff.engines import check_engine_installed
+from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import init_mesh, world_size_from_env
+from megadiff.parallel.mesh import Layout, init_mesh, local_world_size_of, world_size_from_env
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.train.build import build_run, build_sft_run, collective_timeout_s, run_folder
@@ -60,9 +61,15 @@ def main(argv: list[str] | None = None) -> int:
 
         if options.dry_run:
             world_size = options.world_size or world_size
+            ranks_per_node = options.gpus_per_node or local_world_size_of(world_size)
             with ExitStack() as stack:
-                layout, adapter, data, _ = check(config, world_size=world_size, stack=stack)
-            plan = describe(config, layout, adapter, num_prompts=len(data))
+                layout, adapter, data, _ = check(
+                    config, world_size=world_size, stack=stack, ranks_per_node=ranks_per_node
+                )
+            _warn_of_layout(config, adapter, layout, ranks_per_node=ranks_per_node)
+            plan = describe(
+                config, layout, adapter, num_prompts=len(data), ranks_per_node=ranks_per_node
+            )
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
             return 0
         return _train(config, world_size=world_size)
@@ -107,6 +114,13 @@ def _train(config: Config, *, world_size: int) -> int:
             local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
 
+        if mesh.rank == 0 and mesh.device.type == "cuda":
+            num_bytes = torch.cuda.get_device_properties(mesh.device).total_memory
+            ranks_per_node = local_world_size_of(world_size)
+            _warn_of_layout(
+                config, adapter, layout, ranks_per_node=ranks_per_node, num_bytes=num_bytes
+            )
+
         run: Run | SftRun
         if isinstance(data, ImageSource):
             run = build_sft_run(config, mesh, adapter, data, scorer, stack)
@@ -132,6 +146,27 @@ def _train(config: Config, *, world_size: int) -> int:
 
     dist.destroy_process_group()  # not on the way out of an error: other ranks may never answer
     return 0
+
+
+def _warn_of_layout(
+    config: Config,
+    adapter: ModelAdapter,
+    layout: Layout,
+    *,
+    ranks_per_node: int,
+    num_bytes: int | None = None,
+) -> None:
+    """Warn where weights go across nodes in every step and need not. num_bytes: of one GPU."""
+    if layout.world_size <= ranks_per_node:
+        return
+    # it takes seconds, and a run on one node needs none of it
+    from megadiff.planner.network_text import layout_warning
+
+    warning = layout_warning(
+        config, adapter, layout, ranks_per_node=ranks_per_node, num_bytes=num_bytes
+    )
+    if warning:
+        logger.warning("%s", warning)
 
 
 class _Launcher:
@@ -168,6 +203,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--world-size", type=int, default=0, help="with --dry-run: plan for this many processes"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=0,
+        help="with --dry-run: processes on one node; by default as torchrun says, else all",
     )
     return parser
 

@@ -12,8 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megadiff.process.affinity import bind
 from megadiff.process.allocator import grow_segments
 
+GPUS_PER_NODE = 8  # where nothing says it: DGX and HGX servers
 # where the caller names none; a run's follows from its config (train/build.py)
 COLLECTIVE_TIMEOUT_S = 1800.0
 
@@ -100,6 +102,18 @@ def check_heads(num_heads: int, *, sp: int, tp: int) -> None:
             f"parallel.sp*parallel.tp = {sp}*{tp} = {sp * tp} does not divide the model's "
             f"{num_heads} attention heads; set them so that their product is a divisor of "
             f"{num_heads}"
+        )
+
+
+def check_nodes(layout: Layout, *, ranks_per_node: int) -> None:
+    """Raise ValueError where sp·tp peers, which are neighbours, would be on several nodes."""
+    peers = layout.sp * layout.tp
+    if layout.world_size > ranks_per_node and ranks_per_node % peers:
+        raise ValueError(
+            f"parallel.sp*parallel.tp = {layout.sp}*{layout.tp} = {peers} does not divide a node's "
+            f"{ranks_per_node} ranks: peers exchange tokens within every block and wait for it, so "
+            f"they stay on one node; set them so that their product divides {ranks_per_node}, "
+            "parallel.dp goes across nodes"
         )
 
 
@@ -212,4 +226,5 @@ def _local_device(device_type: str) -> torch.device:
 
     # libraries that say plain "cuda" then mean this GPU
     torch.cuda.set_device(local_rank)
+    bind(0, [local_rank])
     return torch.device("cuda", local_rank)

@@ -25,7 +25,7 @@ COMPILED_LORA = 0.84
 def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
     """Return what is saved for the backward, and what the one block at work has beside it."""
     # tokens whose norms this rank computes, and tokens that its MLPs see
-    split = _split_tokens(model, placing, work)
+    split = split_tokens(model, placing, work)
     gathered = split * (placing.layout.tp if placing.sequence_parallel else 1)
     mlp_width = model.adapter.mlp_ratio * model.adapter.width / placing.layout.tp
 
@@ -54,12 +54,12 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
 
     outside = _row_bytes(_saved(model, work).outside, model, placing, work)
     # checkpoint() keeps a block's input, which is the stream
-    inputs = work.stream_itemsize * model.adapter.width * _split_tokens(model, placing, work)
+    inputs = work.stream_itemsize * model.adapter.width * split_tokens(model, placing, work)
     recomputed = (model.num_blocks - num_whole) * inputs
     if work.modulates_tokens and recomputed:
         # and the modulations of each token, which are an input of all blocks
         modulation = MODULATIONS * work.itemsize * model.adapter.width
-        recomputed += modulation * _split_tokens(model, placing, work)
+        recomputed += modulation * split_tokens(model, placing, work)
 
     whole = num_whole * _block_bytes(model, placing, work)
     return work.passes * round(outside + recomputed + whole)
@@ -91,7 +91,7 @@ def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -
     return work.rows * num_bytes
 
 
-def _split_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
+def split_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
     """Return how many tokens of a stream this rank has between attention and MLPs."""
     num_slices = _num_slices(placing)
     tokens = round_up(work.image_tokens, num_slices)

@@ -1,6 +1,6 @@
 """Print which layouts fit on the GPUs, and which to take.
 
-    megadiff plan CONFIG.yaml … key=value … --world-size N
+    megadiff plan CONFIG.yaml … key=value … --world-size N | --nodes N
 
 Of the model only the config files are read (model_index.json, transformer/config.json; text encoder
 and VAE for the replicas), so that a run can be planned before its weights are there.
@@ -22,6 +22,12 @@ from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.registry import build_adapter
+from megadiff.parallel.mesh import GPUS_PER_NODE
+from megadiff.planner.communication import (
+    NETWORK_GBS_PER_GPU,
+    Network,
+    default_links,
+)
 from megadiff.planner.engine_memory import GIB, Placing
 from megadiff.planner.memory_plan import (
     PHASES,
@@ -31,7 +37,15 @@ from megadiff.planner.memory_plan import (
     largest_budget,
     make_plan,
 )
+from megadiff.planner.network_text import (
+    GPU,
+    HEADROOM,
+    TEXT_TOKENS,
+    layout_cells,
+    network_lines,
+)
 from megadiff.planner.work import Machine
+from megadiff.train.dry_run import node_lines
 from megadiff.train.sampling import sampling_of
 
 
@@ -52,17 +66,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
 
-    text = json.dumps(to_json(plan)) if options.json else to_text(plan, config, gpu=options.gpu)
+    network = Network(
+        config=config,
+        model=plan.model,
+        machine=machine,
+        links=default_links(machine, options.network_gbs),
+        gpu=options.gpu,
+        text_tokens=options.text_tokens,
+    )
+    text = json.dumps(to_json(plan, network)) if options.json else to_text(plan, config, network)
     sys.stdout.write(f"{text}\n")
     return 0 if plan.pick else 1
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    for name in ("world_size", "gpus_per_node", "text_tokens"):
+    for name in ("world_size", "nodes", "gpus_per_node", "network_gbs", "text_tokens"):
         value = getattr(options, name)
-        if value < 1:
+        if value is not None and value <= 0:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} {value} < 1; give a positive number")
+    world_size, gpus_per_node = _sizes(options)
 
     if not 0 <= options.headroom < 1:
         raise ValueError(
@@ -72,37 +95,64 @@ def _machine(options: argparse.Namespace) -> Machine:
     gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
     if gib <= 0:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
-    if options.world_size > options.gpus_per_node and options.world_size % options.gpus_per_node:
+    if world_size > gpus_per_node and world_size % gpus_per_node:
         raise ValueError(
-            f"--world-size {options.world_size} is not a multiple of "
-            f"--gpus-per-node {options.gpus_per_node}; give whole nodes"
+            f"--world-size {world_size} is not a multiple of --gpus-per-node {gpus_per_node}; "
+            "give whole nodes"
         )
 
     return Machine(
-        world_size=options.world_size,
-        gpus_per_node=options.gpus_per_node,
+        world_size=world_size,
+        gpus_per_node=gpus_per_node,
         num_bytes=int(gib * GIB),
         headroom=options.headroom,
     )
 
 
-def to_json(plan: MemoryPlan) -> dict[str, object]:
-    """Return every figure in bytes. `pick` and `config` are indices into `layouts`, or null."""
+def _sizes(options: argparse.Namespace) -> tuple[int, int]:
+    """Return (GPUs in all, GPUs a node): two of the three options give the third."""
+    world_size, num_nodes, gpus_per_node = (
+        getattr(options, name) for name in ("world_size", "nodes", "gpus_per_node")
+    )
+    if num_nodes is None:
+        if world_size is None:
+            raise ValueError("neither --world-size nor --nodes is given; give one of them")
+        return world_size, gpus_per_node or GPUS_PER_NODE
+
+    if world_size is None:
+        gpus_per_node = gpus_per_node or GPUS_PER_NODE
+        return num_nodes * gpus_per_node, gpus_per_node
+    if world_size % num_nodes or gpus_per_node not in (None, world_size // num_nodes):
+        sizes = "" if gpus_per_node is None else f" of --gpus-per-node {gpus_per_node}"
+        raise ValueError(
+            f"--world-size {world_size} is not --nodes {num_nodes}{sizes}; leave one of them out"
+        )
+    return world_size, world_size // num_nodes
+
+
+def to_json(plan: MemoryPlan, network: Network) -> dict[str, object]:
+    """Return every figure in bytes. `pick` and `config` are indices into `layouts`, or null.
+
+    `nodes`: the most that the layout to take pays on, and what stops it.
+    """
     layouts = plan.estimates
     return {
         "parameters": plan.model.num_parameters,
         "trained": plan.model.num_trained,
         "machine": asdict(plan.machine) | {"budget": plan.machine.budget},
         "replicas": asdict(plan.replicas),
-        "layouts": [_json_layout(estimate, plan.machine) for estimate in layouts],
+        "links": asdict(network.links),
+        "layouts": [_json_layout(estimate, plan.machine, network) for estimate in layouts],
         "pick": layouts.index(plan.pick) if plan.pick else None,
         "config": layouts.index(plan.configured) if plan.configured else None,
         "overrides": overrides(plan.pick.placing) if plan.pick else None,
+        "nodes": network.limit(plan.pick.placing) if plan.pick else None,
     }
 
 
-def _json_layout(estimate: Estimate, machine: Machine) -> dict[str, object]:
+def _json_layout(estimate: Estimate, machine: Machine, network: Network) -> dict[str, object]:
     placing = estimate.placing
+    communication = network.of(placing, estimate.work) if estimate.static else None
     return {
         "backend": placing.backend,
         **asdict(placing.layout),
@@ -112,6 +162,7 @@ def _json_layout(estimate: Estimate, machine: Machine) -> dict[str, object]:
         "phases": estimate.phases,
         "peak": estimate.peak(estimate.worst_phase) if estimate.phases else None,
         "host": estimate.host,
+        "network": communication.to_json() if communication else None,
         "fits": estimate.fits(machine),
         "obstacle": estimate.obstacle,
     }
@@ -133,7 +184,7 @@ def overrides(placing: Placing) -> str:
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
-def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
+def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
     """Return a table in GiB per GPU, in the order of preference, and the advice under it."""
     model = plan.model
     machine = plan.machine
@@ -141,7 +192,7 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
     times = f"{model.num_components} x " if model.num_components > 1 else ""
     lines = [
         f"{times}{model.num_parameters / 1e9:.2f} B parameters in {config.engine.dtype} on "
-        f"{machine.world_size} x {gpu}, {_gib(machine.num_bytes)} GiB each, of which "
+        f"{machine.world_size} x {network.gpu}, {_gib(machine.num_bytes)} GiB each, of which "
         f"{machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB"
     ]
 
@@ -162,6 +213,9 @@ def to_text(plan: MemoryPlan, config: Config, *, gpu: str) -> str:
         *(_row(plan, estimate) for estimate in plan.estimates),
         "",
         *_advice(plan, config),
+        *network_lines(plan, network),
+        "",
+        *node_lines(config, world_size=machine.world_size, ranks_per_node=machine.gpus_per_node),
     ]
     return "\n".join(lines)
 
@@ -174,13 +228,8 @@ def _cells(mark: str, cells: Sequence[str], last: str) -> str:
 
 
 def _row(plan: MemoryPlan, estimate: Estimate) -> str:
-    placing = estimate.placing
-    layout = placing.layout
     mark = ">" if estimate is plan.pick else "*" if estimate is plan.configured else " "
-    # Sequence parallelism splits tokens over tp ranks: without them it is neither on nor off.
-    split = "-" if layout.tp == 1 else "on" if placing.sequence_parallel else "off"
-    sizes = (layout.dp, layout.dp_replicate, layout.sp, layout.tp)
-    cells = [placing.backend, *map(str, sizes), split]
+    cells = layout_cells(estimate.placing)
 
     static = estimate.static
     if static is None:
@@ -308,18 +357,29 @@ def _parser() -> argparse.ArgumentParser:
         "config", nargs="*", help="yaml files and key=value overrides, as for train"
     )
 
-    parser.add_argument("--world-size", type=int, required=True, help="GPUs that train")
-    parser.add_argument("--gpus-per-node", type=int, default=8)  # as DGX and HGX servers have
-    parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default="h200")
+    parser.add_argument("--world-size", type=int, help="GPUs that train")
+    parser.add_argument("--nodes", type=int, help="nodes that train, instead of --world-size")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help=f"by default {GPUS_PER_NODE}, or --world-size / --nodes",
+    )
+    parser.add_argument(
+        "--network-gbs",
+        type=float,
+        help="GB/s of one node's network, each way; by default "
+        f"{NETWORK_GBS_PER_GPU:.0f} a GPU (400 Gb/s NDR InfiniBand), which is 400 for 8 GPUs",
+    )
+    parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default=GPU)
     parser.add_argument("--memory-gib", type=float, help="of one GPU, instead of what --gpu has")
     parser.add_argument(
-        "--headroom", type=float, default=0.1, help="share of the memory that is kept free"
+        "--headroom", type=float, default=HEADROOM, help="share of the memory that is kept free"
     )
 
     parser.add_argument(
         "--text-tokens",
         type=int,
-        default=128,
+        default=TEXT_TOKENS,
         help="of the longest prompt, unless all are padded",
     )
     parser.add_argument(

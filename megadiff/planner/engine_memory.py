@@ -184,8 +184,8 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     Masters, gradients and moments are float32. What LoRA leaves frozen is in engine.dtype.
     """
     base = _fsdp_elements(model, placing)
-    lora = sum(_fsdp_shard(shape, placing.shards) for shape in model.lora.values())
-    trained = [_fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
+    lora = sum(fsdp_shard(shape, placing.shards) for shape in model.lora.values())
+    trained = [fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
     masters = FLOAT32 * (lora or base)
 
     return Static(
@@ -199,10 +199,10 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
 
 def _fsdp_elements(model: ModelShape, placing: Placing) -> int:
     """Count the elements of a rank's shards of a component, without LoRA's."""
-    return sum(_fsdp_shard(shape, placing.shards) for shape in model.shapes.values())
+    return sum(fsdp_shard(shape, placing.shards) for shape in model.shapes.values())
 
 
-def _fsdp_shard(shape: Shape, shards: int) -> int:
+def fsdp_shard(shape: Shape, shards: int) -> int:
     return math.ceil(shape[0] / shards) * math.prod(shape[1:])
 
 

@@ -85,18 +85,7 @@ class MemoryPlan:
 def make_plan(
     config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int
 ) -> MemoryPlan:
-    """Estimate all layouts. text_tokens: of the longest prompt.
-
-    Raises ValueError for colocated replicas on several nodes.
-    """
-    # train/replicas.py refuses it too, once it knows the nodes.
-    if config.rollout.mode == "colocated" and machine.world_size > machine.gpus_per_node:
-        raise ValueError(
-            "rollout.mode=colocated starts replicas on one node, but "
-            f"{machine.world_size} GPUs are more than a node's {machine.gpus_per_node}; "
-            "add rollout.mode=separate rollout.registry=DIR"
-        )
-
+    """Estimate all layouts. text_tokens: of the longest prompt."""
     num_components = len(adapter.components)
     num_trained = len(trained_components(config, adapter))
     model = replace(

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import cv2
 
+from megadiff.process.affinity import start_cpus
 from megadiff.process.lifeline import exit_with
 
 
@@ -26,7 +27,8 @@ def worker_pool(num_workers: int) -> ProcessPoolExecutor:
 def share_of_cores(most: int) -> int:
     """Return this rank's part of the cores that the node's ranks use together, 1 to `most`."""
     # Not cpu_count(): a container or a batch system may give fewer than the machine has.
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Of those at the start: a rank bound to half of them shares these with half of the ranks.
+    cores = len(start_cpus()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, cores))
 
 

@@ -213,16 +213,20 @@ class SentFingerprints:
         self.num_bytes = 0
         self.new_names: set[str] = set()
         self._digits: dict[tuple[str, Box | None], str] = {}
+        # most workers have equal boxes: hundreds of them times two thousand names are seconds
+        workers = chain.from_iterable(boxes.values())
+        self._unlike = list({frozenset(worker.items()): worker for worker in workers}.values())
+        # filled by check(), when all of a push is here
+        self._of_boxes: dict[frozenset[tuple[str, Box]], tuple[dict[str, str], set[str]]] = {}
 
     def add(self, bucket: Bucket) -> None:
         """Fingerprint a bucket of this push."""
-        workers = list(chain.from_iterable(self.boxes.values()))
         cuts: dict[Box | None, dict[str, Tensor]] = {}
         for name, tensor in bucket:
             self.new_names.add(name)
             self.num_bytes += tensor.nbytes
-            # Most workers have the same box of a tensor, which is hashed once.
-            for box in {self._box(name, boxes) for boxes in workers}:
+            # a box that several workers have is hashed once
+            for box in {self._box(name, boxes) for boxes in self._unlike}:
                 cut = tensor[tuple(slice(begin, end) for begin, end in box or ())]
                 used = used_tensor(name, cut, self.lora) if self.lora else cut
                 cuts.setdefault(box, {})[name] = used
@@ -246,19 +250,27 @@ class SentFingerprints:
         if len(answer) != len(workers):
             raise SyncError(f"{replica} answers for {len(answer)} workers, and has {len(workers)}")
 
-        names = {name for name, _ in self._digits}
         for index, (boxes, row) in enumerate(zip(workers, answer, strict=True)):
             where = f"{replica} at version {version}"
             if len(workers) > 1:
                 where += f" (worker {index} of {len(workers)})"
 
-            expected = {name: self._digits[name, self._box(name, boxes)] for name in names}
+            expected, modules = self._expected(boxes)
             _check_fingerprints(where, expected, row["fingerprints"])
-            difference = name_difference(lora_modules(names), set(row["bound_modules"]))
+            difference = name_difference(modules, set(row["bound_modules"]))
             if difference:
                 raise SyncError(
                     f"{where} has LoRA bound to other modules than were sent: {difference}"
                 )
+
+    def _expected(self, boxes: Mapping[str, Box]) -> tuple[dict[str, str], set[str]]:
+        """Return what a worker with these boxes has to hold: name → digits, and LoRA's modules."""
+        key = frozenset(boxes.items())
+        if key not in self._of_boxes:
+            names = {name for name, _ in self._digits}
+            digits = {name: self._digits[name, self._box(name, boxes)] for name in names}
+            self._of_boxes[key] = digits, lora_modules(names)
+        return self._of_boxes[key]
 
     def _box(self, name: str, boxes: Mapping[str, Box]) -> Box | None:
         return worker_box(name, boxes, lora_rank=self.lora.rank if self.lora else 0)

@@ -16,7 +16,13 @@ from megadiff.diffusion.schedule import check_window
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.observe.trackers import check_trackers
-from megadiff.parallel.mesh import Layout, check_heads, resolve_layout
+from megadiff.parallel.mesh import (
+    Layout,
+    check_heads,
+    check_nodes,
+    local_world_size_of,
+    resolve_layout,
+)
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
 from megadiff.train.components import check_components
@@ -30,12 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def check(
-    config: Config, *, world_size: int, stack: ExitStack
+    config: Config, *, world_size: int, stack: ExitStack, ranks_per_node: int | None = None
 ) -> tuple[Layout, ModelAdapter, list[Prompt] | ImageSource, Scorer | None]:
     """Check all that needs neither a process group nor a GPU. Raises ValueError (ConfigError).
 
     The third value is what the run trains on: prompts, or for supervised training captioned images.
     The scorer, None without rewards, has them constructed once for the run. `stack` closes it.
+    ranks_per_node: by default as torchrun says.
     """
     parallel = config.parallel
     layout = resolve_layout(
@@ -45,6 +52,7 @@ def check(
         dp_replicate=parallel.dp_replicate,
         world_size=world_size,
     )
+    check_nodes(layout, ranks_per_node=ranks_per_node or local_world_size_of(world_size))
     # first what costs nothing: a wrong key must not wait for a model or a reward to load
     validate(config, dp=layout.dp)
     check_trackers(config.track)

@@ -19,9 +19,14 @@ from megadiff.types import JsonObject
 
 
 def describe(
-    config: Config, layout: Layout, adapter: ModelAdapter, *, num_prompts: int
+    config: Config,
+    layout: Layout,
+    adapter: ModelAdapter,
+    *,
+    num_prompts: int,
+    ranks_per_node: int,
 ) -> JsonObject:
-    """Return the plan of a run as JSON values: sigmas, components, batches, layout, config.
+    """Return the plan of a run as JSON values: sigmas, components, batches, layout, nodes, config.
 
     Microbatches are counted as if every group had a signal.
     """
@@ -51,8 +56,34 @@ def describe(
         "samples_total": samples * train.num_steps,
         "latents_shape": [tokens, channels],
         "layout": asdict(layout),
+        "nodes": node_lines(config, world_size=layout.world_size, ranks_per_node=ranks_per_node),
         "config": to_dict(config),
     }
+
+
+def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[str]:
+    """Say who starts what where, a line a node, as train/replicas.py does it."""
+    rollout = config.rollout
+    num_nodes = max(1, world_size // ranks_per_node)
+    num_ranks = min(world_size, ranks_per_node)
+    is_sampled = build_algorithm(config.algorithm).on_policy or bool(config.eval.every)
+    is_colocated = is_sampled and rollout.mode == "colocated"
+
+    per_node = rollout.num_replicas // num_nodes or max(1, num_ranks // rollout.tp)
+    lines = []
+    for first in range(0, num_nodes * num_ranks, num_ranks):
+        line = f"node {first // num_ranks}: torchrun starts ranks {first}-{first + num_ranks - 1}"
+        if is_colocated:
+            line += f"; rank {first} starts {per_node} replicas (rollout.tp={rollout.tp})"
+        lines.append(line)
+
+    if is_sampled and not is_colocated:
+        count = rollout.num_replicas
+        lines.append(
+            f"other nodes: you start {count} replicas (rollout.tp={rollout.tp}): "
+            f"megadiff serve MODEL --host ADDRESS --port 0 --registry {rollout.registry}"
+        )
+    return lines
 
 
 def to_text(plan: JsonObject, *, as_json: bool) -> str:

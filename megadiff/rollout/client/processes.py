@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megadiff.process.affinity import bind
 from megadiff.rollout.proof import check_token
 from megadiff.rollout.spec import ReplicaSpec
 
@@ -67,6 +68,9 @@ class ReplicaProcess:
                 # a process group of its own, so that stop() reaches the workers too
                 start_new_session=True,
             )
+        if gpus:
+            # at once, as threads that it starts inherit it
+            bind(self.process.pid, gpus, name=self.name)
 
     def check_alive(self) -> None:
         """Raise ReplicaDied, with the exit code and the end of its log, when it has ended."""

@@ -383,7 +383,6 @@ def test_nothing_fits(capsys):
         (("--world-size", "12"), "--world-size 12 is not a multiple of --gpus-per-node 8"),
         (("--world-size", "4", "--headroom", "1.5"), "--headroom 1.5 is not in [0, 1)"),
         (("--world-size", "4", "--memory-gib", "-1"), "--memory-gib -1.0 is not positive"),
-        (("--world-size", "16"), "16 GPUs are more than a node's 8; add rollout.mode=separate"),
         (("--world-size", "4", "train.microbatchsize=2"), "did you mean train.microbatch_size?"),
         (
             ("--world-size", "4", "rollout.height=500"),

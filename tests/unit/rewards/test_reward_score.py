@@ -257,7 +257,7 @@ def test_refused_configs(configs: dict[str, RewardConfig], message: str) -> None
 
 
 def test_workers_are_a_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr("megadiff.process.workers.start_cpus", lambda: range(64))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert share_of_cores(MAX_WORKERS) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "128")

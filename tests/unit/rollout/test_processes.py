@@ -102,3 +102,16 @@ def test_a_token_is_not_written_through_a_link(tmp_path):
     with pytest.raises(FileExistsError):
         write_token(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_replica_on_gpus_is_bound_beside_them_and_another_is_not(tmp_path, monkeypatch):
+    bound = []
+    monkeypatch.setattr(processes, "bind", lambda pid, gpus, *, name: bound.append((pid, gpus)))
+    monkeypatch.setattr(processes, "serve_command", lambda _: [sys.executable, "-c", "pass"])
+    for name, gpus in (("a", [2, 3]), ("b", [])):
+        spec = ReplicaSpec(name=name, model=tmp_path, dtype="float32", registry=tmp_path)
+        process = ReplicaProcess(spec, log=tmp_path / f"{name}.log", num_threads=1, gpus=gpus)
+        assert process.process.wait(30) == 0
+        if gpus:
+            on_gpus = process.process.pid
+    assert bound == [(on_gpus, [2, 3])]
