@@ -35,7 +35,7 @@ write_configuration() {
 ClusterName=test
 SlurmctldHost=head
 SlurmUser=root
-AuthInfo=socket=$DIR/munge.socket,cred_expire=5
+AuthInfo=socket=/run/munge.socket,cred_expire=5
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n
 SlurmctldPidFile=$DIR/pids/slurmctld
@@ -74,10 +74,10 @@ head_node() {
   ip address add "$SUBNET.100/24" dev bridge
   ip link set bridge up
 
-  munged --foreground --key-file="$DIR/munge.key" --socket="$DIR/munge.socket" \
+  munged --foreground --key-file="$DIR/munge.key" --socket="/run/munge.socket" \
     --pid-file="$DIR/pids/munged" --log-file="$DIR/log/munged.log" \
     --seed-file="$DIR/state/munged.seed" --num-threads=2 </dev/null &>"$DIR/log/munged.out" &
-  until [[ -S $DIR/munge.socket ]]; do sleep 0.02; done
+  until_true "munged" test -S "/run/munge.socket"
   slurmctld -D -i </dev/null &>"$DIR/log/slurmctld.out" &
 
   for ((node = 1; node <= nodes; node++)); do
@@ -89,7 +89,7 @@ head_node() {
     ip -n "node$node" link set lo up
     boot "node$node"
   done
-  until [[ $(sinfo -h --responding -t idle -o %D 2>/dev/null) == "$nodes" ]]; do sleep 0.05; done
+  until_true "$nodes idle nodes" are_idle "$nodes"
 
   echo ready
   while read -r verb node; do
@@ -99,6 +99,20 @@ head_node() {
       boot) ip link set "cable${node#node}" up && boot "$node" ;;
     esac
     echo "done"
+  done
+}
+
+are_idle() { [[ $(sinfo -h --responding -t idle -o %D 2>/dev/null) == "$1" ]]; }
+
+until_true() {
+  local what=$1 deadline=$((SECONDS + 30))
+  shift
+  until "$@"; do
+    if ((SECONDS > deadline)); then
+      echo "no $what after 30 s; see $DIR/log" >&2
+      exit 1
+    fi
+    sleep 0.05
   done
 }
 
