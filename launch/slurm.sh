@@ -24,7 +24,7 @@ set -euo pipefail
 
 STOP_S=${STOP_S:-300} # as --signal above
 STRAGGLER_S=600       # for all nodes to end, once the first one is done
-REPLICAS_GONE_S=30    # for the trainer to notice by itself, and to save
+REPLICAS_GONE_S=${REPLICAS_GONE_S:-30} # for the trainer to notice by itself, and to save
 UNSEEN_S=10           # for a new file to be seen on all nodes: NFS asks the server late
 
 asked_s='' folder='' until_limit_s=''

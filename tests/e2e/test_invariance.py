@@ -29,7 +29,7 @@ def reference(shared, tmp_path_factory, tiny_model):
     return result.rows
 
 
-def _close(rows, reference):
+def assert_close(rows, reference):
     for row, expected in zip(rows, reference, strict=True):
         for key in SAME:
             # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative
@@ -47,7 +47,7 @@ def _close(rows, reference):
 def test_layout_does_not_matter(in_ranks, shared, reference, name):
     num_processes, overrides = LAYOUTS[name]
     result = in_ranks(name, num_processes, *shared, *overrides, "rollout.num_replicas=2")
-    _close(result.rows, reference[:3])
+    assert_close(result.rows, reference[:3])
 
 
 def test_colocated_under_torchrun(trainer, reference):
@@ -58,11 +58,11 @@ def test_colocated_under_torchrun(trainer, reference):
         "parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", num_processes=2
     )
     assert result.code == 0, result.stderr
-    _close(result.rows, reference[:3])
+    assert_close(result.rows, reference[:3])
 
 
 def test_number_of_replicas_does_not_matter(in_ranks, shared, reference):
-    _close(in_ranks("replicas", 1, *shared, "rollout.num_replicas=2").rows, reference[:3])
+    assert_close(in_ranks("replicas", 1, *shared, "rollout.num_replicas=2").rows, reference[:3])
 
 
 def test_on_policy(reference):
@@ -91,7 +91,7 @@ def test_three_resume_three_is_six(trainer, shared, reference):
 
 
 def test_recomputed_old_log_probs_are_those_of_the_rollout(in_ranks, shared, reference):
-    _close(
+    assert_close(
         in_ranks("recomputed", 1, *shared, "algorithm.old_log_prob=recompute").rows, reference[:3]
     )
 

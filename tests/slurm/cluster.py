@@ -139,6 +139,15 @@ class Job:
         wait_for(lambda: not self.is_queued(), what=f"the end of job {self.number}", s=timeout_s)
         return self.state()
 
+    def steps(self) -> dict[str, str]:
+        """Return the steps that run: name → JOB.STEP."""
+        jobs = ("squeue", "--noheader", "--steps", f"--jobs={self.number}", "--format=%j %i")
+        return dict(line.split() for line in self.cluster.login(*jobs).splitlines())
+
+    def nodes(self) -> list[str]:
+        hosts = 'scontrol show hostnames "$(squeue --noheader --jobs="$0" --format=%N)"'
+        return self.cluster.login("bash", "-c", hosts, self.number).split()
+
     def signal(self, *arguments: str) -> None:
         self.cluster.login("scancel", *arguments, self.number)
 

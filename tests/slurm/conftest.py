@@ -1,7 +1,7 @@
 """A cluster of four nodes, and a way to submit runs of the tiny model to it."""
 
 import json
-import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from tests.slurm.cluster import Cluster, Job, reason_to_skip, wait_for
 ROOT = Path(__file__).parents[2]
 NODES = ("node1", "node2", "node3", "node4")
 # what a run's processes have in their command lines
-OURS = "megadiff|launch/"
+OURS = "megadiff|launch/|stub"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGADIFF_TOKEN": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +44,14 @@ class SlurmRun:
         wait_for(is_there, what=repr(text), s=s)
 
     def wait_for_checkpoint(self, step: int, s: float = 120.0) -> None:
-        name = f"step_{step:06d}"
-
         def is_there() -> bool:
             latest = self.folder / "checkpoints/latest"
-            if latest.exists() and latest.read_text().strip() >= name:
+            if latest.exists() and int(latest.read_text().removeprefix("step_") or 0) >= step:
                 return True
-            assert self.job.is_queued(), f"ended without {name}:\n{self.logs()}"
+            assert self.job.is_queued(), f"ended before step {step}:\n{self.logs()}"
             return False
 
-        wait_for(is_there, what=name, s=s)
+        wait_for(is_there, what=f"checkpoint of step {step}", s=s)
 
     def ends(self, state: str, s: float = 240.0) -> None:
         """Wait for its end, which must be this one, and nothing of it left on any node."""
@@ -75,37 +74,28 @@ class SlurmRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitter:
-    """Submits runs of the tiny model. folder: of all nodes."""
+    """Submits runs with these arguments from a repository. folder: of all nodes."""
 
     cluster: Cluster
     folder: Path
-    model: Path
+    repository: Path
+    arguments: tuple[str, ...]
 
     def __call__(
         self, name: str, *overrides: str, sbatch: tuple[str, ...] = (), **environment: str
     ) -> SlurmRun:
         """sbatch: its options. environment: settings of launch/slurm.sh."""
-        config = self.folder / "base.yaml"
-        config.write_text(CONFIG)
         log = self.folder / f"{name}.log"
         job = self.cluster.submit(
             f"--output={log}",
+            f"--chdir={self.repository}",
             *sbatch,
-            "launch/slurm.sh",
-            str(config),
+            str(ROOT / "launch/slurm.sh"),
+            *self.arguments,
             f"run.dir={self.folder}",
             f"run.name={name}",
-            f"model.path={self.model}",
-            "data.prompts=assets/prompts/colors.txt",
-            "reward.color.type=color",
-            "checkpoint.every=1",
             *overrides,
-            environment={
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-                "MEGADIFF_TOKEN": "",
-                **environment,
-            },
+            environment={**ENVIRONMENT, **environment},
         )
         return SlurmRun(job=job, folder=self.folder / name, log=log)
 
@@ -118,16 +108,45 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     base = tmp_path_factory.getbasetemp()
     # The rest of /tmp is each node's own.
     shared = [base, *(path for path in (ROOT, Path(sys.prefix)) if path.is_relative_to("/tmp"))]
-    before = os.getcwd()
-    os.chdir(ROOT)  # jobs are submitted from the repository
     cluster = Cluster(
         tmp_path_factory.mktemp("slurm") / "cluster", num_nodes=len(NODES), shared=shared
     )
     yield cluster
     cluster.close()
-    os.chdir(before)
 
 
 @pytest.fixture(scope="package")
-def submit(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path):
-    return Submitter(cluster=cluster, folder=tmp_path_factory.mktemp("runs"), model=tiny_model)
+def submit(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Submitter:
+    """Runs of the tiny model, as a user submits them."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = folder / "base.yaml"
+    config.write_text(CONFIG)
+    arguments = (
+        str(config),
+        f"model.path={tiny_model}",
+        "data.prompts=assets/prompts/colors.txt",
+        "reward.color.type=color",
+        "checkpoint.every=1",
+    )
+    return Submitter(cluster=cluster, folder=folder, repository=ROOT, arguments=arguments)
+
+
+@pytest.fixture(scope="package")
+def submit_stub(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitter:
+    """Runs of stub.sh: the launcher is real, and so is all that Slurm does."""
+    repository = tmp_path_factory.mktemp("stub")
+    shutil.copytree(ROOT / "launch", repository / "launch")
+    programs = repository / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("megadiff", "torchrun"):
+        (programs / name).symlink_to(Path(__file__).with_name("stub.sh"))
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (programs / "python").chmod(0o755)
+    return Submitter(
+        cluster=cluster,
+        folder=tmp_path_factory.mktemp("stub_runs"),
+        repository=repository,
+        arguments=("stub.yaml",),
+    )
