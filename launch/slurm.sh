@@ -169,10 +169,11 @@ if [[ $dry_run ]]; then
   exit 0
 fi
 
-mkdir -p "$logs" "$registry"
+mkdir -p "$logs"
 ln -sfn "$attempt" "$folder_of_run/logs/latest"
 echo "job $attempt: ${nodes[*]:0:num_trainers} train, $ranks ranks each; logs in $logs"
 if ((rollout_nodes)); then
+  mkdir -p "$registry"
   echo "job $attempt: ${nodes[*]:num_trainers} sample, $replicas replicas each"
 fi
 
@@ -237,7 +238,9 @@ fi
 # Only where this attempt came further: a wrong config, or a step longer than the time limit, would
 # be queued for ever. One that was preempted early has no fault of its own.
 again=''
-if ((code)) || [[ -e $folder/stopped ]]; then
+if [[ -e $folder/stopped && ! $asked_s ]]; then
+  echo "job $attempt: not queued again, as somebody made $folder/stop"
+elif ((code)) || [[ -e $folder/stopped ]]; then
   if [[ $(newest) != "$before" ]]; then
     again=yes
   elif [[ -e $folder/stopped ]] && ((until_limit_s > 2 * STOP_S)); then

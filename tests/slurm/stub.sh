@@ -22,7 +22,8 @@ folder=$dir/$name
 case ${0##*/}-${1:-} in
   megadiff-train)
     [[ $* == *--dry-run* ]]
-    echo "{\"config\": {\"run\": {\"dir\": \"$dir\", \"name\": \"$name\"}, \"rollout\": {\"tp\": 1}}}"
+    run="{\"dir\": \"$dir\", \"name\": \"$name\"}"
+    echo "{\"config\": {\"run\": $run, \"rollout\": {\"tp\": 1}}}"
     ;;
   megadiff-serve)
     echo "MASTER_ADDR=$MASTER_ADDR token=${#MEGADIFF_TOKEN} arguments=$*"
