@@ -14,8 +14,8 @@ from tests.slurm.cluster import Cluster, Job, reason_to_skip, wait_for
 
 ROOT = Path(__file__).parents[2]
 NODES = ("node1", "node2", "node3", "node4")
-# what a run's processes have in their command lines
-OURS = "megadiff|launch/|stub"
+# what runs on a node without a job, beside the question itself
+IDLE = {"cluster.sh", "slurmd", "sleep", "ps"}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGADIFF_TOKEN": ""}
 
 
@@ -57,13 +57,11 @@ class SlurmRun:
         """Wait for its end, which must be this one, and nothing of it left on any node."""
         assert self.job.wait_until_ended(s) == state, self.logs()
         for node in NODES:
-            count = ("bash", "-c", f"pgrep -fc '{OURS}' || true")
-            wait_for(
-                # pgrep's own bash has the pattern in its command line
-                lambda: int(self.job.cluster.on(node, *count)) <= 1,  # noqa: B023
-                what=f"end of what runs on {node}",
-                s=15,
-            )
+
+            def is_idle(node: str = node) -> bool:
+                return set(self.job.cluster.on(node, "ps", "-eo", "comm=").split()) <= IDLE
+
+            wait_for(is_idle, what=f"end of what runs on {node}", s=15)
 
     def logs(self) -> str:
         """Return the job's log and those of its nodes, for messages."""

@@ -58,10 +58,10 @@ def test_colocated_run_of_two_nodes(submit, one_process):
 
 
 def test_mistakes_in_the_config_end_the_job_before_anything_starts(submit):
-    unknown = submit("unknown", "train.num_step=3", sbatch=("--nodes=1",))
+    unknown = submit("unknown", "nowhere.yaml", sbatch=("--nodes=1",))
     uneven = submit("uneven", sbatch=("--nodes=2",), RANKS="3")
     for run, told in (
-        (unknown, "unknown key train.num_step; did you mean train.num_steps?"),
+        (unknown, "no config file nowhere.yaml"),
         (uneven, "train.prompts_per_step=4 is not a multiple of dp=6"),
     ):
         run.ends("FAILED", s=60)
