@@ -145,8 +145,11 @@ class Job:
         return dict(line.split() for line in self.cluster.login(*jobs).splitlines())
 
     def nodes(self) -> list[str]:
-        hosts = 'scontrol show hostnames "$(squeue --noheader --jobs="$0" --format=%N)"'
-        return self.cluster.login("bash", "-c", hosts, self.number).split()
+        """Return the nodes that it has now, none while it waits."""
+        hosts = self.cluster.login("squeue", "--noheader", f"--jobs={self.number}", "--format=%N")
+        if not hosts.strip():
+            return []
+        return self.cluster.login("scontrol", "show", "hostnames", hosts.strip()).split()
 
     def signal(self, *arguments: str) -> None:
         self.cluster.login("scancel", *arguments, self.number)

@@ -1,6 +1,7 @@
 """A cluster of four nodes, and a way to submit runs of the tiny model to it."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from tests.slurm.cluster import Cluster, Job, reason_to_skip, wait_for
 
 ROOT = Path(__file__).parents[2]
 NODES = ("node1", "node2", "node3", "node4")
-# what runs on a node without a job, beside the question itself
-IDLE = {"cluster.sh", "slurmd", "sleep", "ps"}
+# what runs on a node without a job, and the question itself
+IDLE = re.compile(r"slurmd -D|ps -eo|sleep |bash .*cluster\.sh node ")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGADIFF_TOKEN": ""}
 
 
@@ -57,11 +58,16 @@ class SlurmRun:
         """Wait for its end, which must be this one, and nothing of it left on any node."""
         assert self.job.wait_until_ended(s) == state, self.logs()
         for node in NODES:
+            wait_for(
+                lambda: not self.left_on(node),  # noqa: B023
+                what=f"end of {self.left_on(node)} on {node}",
+                s=15,
+            )
 
-            def is_idle(node: str = node) -> bool:
-                return set(self.job.cluster.on(node, "ps", "-eo", "comm=").split()) <= IDLE
-
-            wait_for(is_idle, what=f"end of what runs on {node}", s=15)
+    def left_on(self, node: str) -> list[str]:
+        """Return the command lines of what still runs there."""
+        lines = self.job.cluster.on(node, "ps", "-eo", "args=").splitlines()
+        return [line[:200] for line in lines if not IDLE.match(line)]
 
     def logs(self) -> str:
         """Return the job's log and those of its nodes, for messages."""

@@ -6,8 +6,6 @@ Times are those of cluster.sh: a job is requeued after 5 s, a silent node is giv
 import re
 import subprocess
 
-import pytest
-
 from tests.slurm.cluster import wait_for
 from tests.slurm.conftest import ROOT
 
@@ -75,18 +73,22 @@ def test_a_rank_that_hangs_is_killed(submit_stub):
     run.ends("CANCELLED", s=30)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_node_that_loses_its_power(submit_stub, index):
-    """Slurm starts the run again, on nodes that are left; the first one has the batch script."""
-    run = submit_stub(f"lost_{index}", "step_s=1", "steps=12", sbatch=TWO)
-    cluster = run.job.cluster
-    run.wait_for_checkpoint(2, s=30)
-    node = run.job.nodes()[index]
-    cluster.power(node, on=False)
-    run.wait_for_log(f"job {run.job.number}.1: ", s=90)
-    assert node not in run.job.nodes()
-    cluster.power(node, on=True)
-    run.ends("COMPLETED", s=60)
+def test_nodes_that_lose_their_power(submit_stub):
+    """Slurm starts both runs again: one lost the node of its batch script, one another node."""
+    runs = [submit_stub(f"lost_{index}", "step_s=1", "steps=12", sbatch=TWO) for index in (0, 1)]
+    for run in runs:
+        run.wait_for_checkpoint(2, s=30)
+    cluster = runs[0].job.cluster
+    lost = [run.job.nodes()[index] for index, run in enumerate(runs)]
+    for node in lost:
+        cluster.power(node, on=False)
+    for node, run in zip(lost, runs):
+        wait_for(lambda: node not in run.job.nodes(), what=f"end without {node}", s=60)  # noqa: B023
+    for node in lost:
+        cluster.power(node, on=True)
+    for run in runs:
+        run.ends("COMPLETED", s=60)
+        assert f"job {run.job.number}.1: " in run.log.read_text()
 
 
 def test_a_killed_step_is_started_again_as_it_had_saved(submit_stub):
