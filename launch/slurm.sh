@@ -92,9 +92,10 @@ if ((rollout_nodes)); then
   separate=(rollout.mode=separate rollout.registry=not-yet)
 fi
 
-# --export: under sbatch --export=NONE tasks would lose the token. --cpu-bind: torchrun is a single
-# task, and would be bound to a single core.
-step=(srun --export=ALL --cpu-bind=none "${container[@]}")
+# Else torchrun, a single task, may be bound to a single core.
+export SLURM_CPU_BIND=none
+# --export: under sbatch --export=NONE tasks would lose the token.
+step=(srun --export=ALL "${container[@]}")
 first_node=("${step[@]}" --job-name=check --nodes=1 --ntasks=1 --relative=0)
 if [[ $dry_run ]]; then
   first_node=() # the login node looks at the config itself
@@ -156,7 +157,7 @@ trainer_step=(
 )
 if [[ $dry_run ]]; then
   echo "# $num_trainers nodes train, $ranks ranks each"
-  for name in NNODES MASTER_ADDR MASTER_PORT RDZV_ID; do
+  for name in SLURM_CPU_BIND NNODES MASTER_ADDR MASTER_PORT RDZV_ID; do
     echo "export $name=${!name}"
   done
   if ((rollout_nodes)); then
