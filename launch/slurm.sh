@@ -232,7 +232,7 @@ done
 code=0
 wait "$trainer_pid" || code=$?
 echo "job $attempt: the trainer ended with code $code"
-if ((code)); then
+if ((code)) && [[ ! -e $folder/stopped ]]; then
   grep -hs '^error' "$logs"/*.log | sort -u | tail -n 10 || tail -n 5 "$logs"/trainer-*.log || true
 fi
 
