@@ -39,11 +39,15 @@ case ${0##*/}-${1:-} in
       sleep "$step_s" &
       wait $!
       step=$((step + 1))
-      if [[ ${SLURM_NODEID} == 0 ]]; then
+      if [[ $SLURM_NODEID == 0 ]]; then
         echo "$step" >"$folder/aside"
         mv "$folder/aside" "$folder/checkpoints/latest"
       fi
-      if [[ -e $folder/stop ]]; then
+      if [[ $SLURM_NODEID != 0 && -e $folder/stopped ]]; then
+        exit 1
+      fi
+      # One node decides for all, as ranks agree.
+      if [[ $SLURM_NODEID == 0 && -e $folder/stop ]]; then
         echo "stops after step $step, $(<"$folder/stop") s are left"
         touch "$folder/stopped"
         exit 1 # torchrun's, whatever the ranks' is
