@@ -121,8 +121,12 @@ if [[ ! $dry_run ]] && ((num_nodes > 1)); then
   last=${nodes[-1]}
 fi
 check=(bash -o pipefail -c "$look" "$last" "$world_size")
-plan=$("${first_node[@]}" "${check[@]}" "$@" "${separate[@]}") ||
-  die "$num_trainers nodes with $ranks ranks each cannot train this config; nothing was started"
+if [[ $dry_run && ${CONTAINER_IMAGE:-} ]]; then
+  plan=$'FOLDER_OF_THE_RUN\n1' # the image can read the config, and this node perhaps not
+else
+  plan=$("${first_node[@]}" "${check[@]}" "$@" "${separate[@]}") ||
+    die "$num_trainers nodes with $ranks ranks each cannot train this config; nothing was started"
+fi
 {
   read -r folder_of_run
   read -r tp

@@ -1,4 +1,4 @@
-"""One replica, until it is told to stop.
+"""Serve one replica, until it is told to stop.
 
 megadiff serve MODEL --flag …             says all by flags
 megadiff serve CONFIG.yaml … key=value …  samples for the run of this config: the same settings

@@ -17,7 +17,7 @@ from megadiff.config.schema import Config
 
 
 def _flag(help: str, default: Any = MISSING, *, key: str = "") -> Any:
-    """key: of a run's config, which says the same of the run's replicas."""
+    """Return a field with its flag's help. key: of a run's config, which decides it for a run."""
     return field(default=default, metadata={"help": help, "key": key})
 
 

@@ -6,6 +6,8 @@ Times are those of cluster.sh: a job is requeued after 5 s, a silent node is giv
 import re
 import subprocess
 
+import pytest
+
 from tests.slurm.cluster import wait_for
 from tests.slurm.conftest import ROOT
 
@@ -133,10 +135,12 @@ def test_mistakes_are_told_at_once(submit_stub, tmp_path):
         assert f"error: {told}" in run.log.read_text()
 
 
-def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub):
+@pytest.mark.parametrize("image", ["", "image.sqsh"])
+def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
+    settings = {"NODES": "3", "GPUS": "8", "ROLLOUT_NODES": "1", "CONTAINER_IMAGE": image}
     done = subprocess.run(
         [str(ROOT / "launch/slurm.sh"), "--dry-run", "a.yaml", "run.dir=/runs", "run.name=a"],
-        env={"PATH": "/usr/bin:/bin", "NODES": "3", "GPUS": "8", "ROLLOUT_NODES": "1"},
+        env={"PATH": "/usr/bin:/bin", **settings},
         cwd=submit_stub.repository,
         capture_output=True,
         text=True,
@@ -147,4 +151,6 @@ def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub):
     replicas, trainer = (line for line in lines if line.startswith("srun"))
     assert "launch/serve.sh 8 a.yaml" in replicas and "--relative=2" in replicas
     assert "launch/torchrun.sh 8 a.yaml" in trainer and "--nodes=2" in trainer
+    for line in (replicas, trainer):
+        assert ("--container-image=image.sqsh --container-mounts=" in line) == bool(image)
     assert submit_stub.cluster.login("squeue", "--noheader") == ""
