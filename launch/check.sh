@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Usage: launch/check.sh
-# Sets up .venv; lints, checks types, and builds the docs so that no link rots.
+# Sets up .venv; lints Python and shell scripts, checks types, and builds the docs so that no link
+# rots.
 # `.venv/bin/ruff format` mends the layout, `.venv/bin/ruff check --fix` what it can.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,6 +10,7 @@ bin=.venv/bin
 $bin/ruff check .
 $bin/ruff format --check .
 $bin/mypy megadiff
+$bin/shellcheck launch/*.sh tests/slurm/*.sh .ci/run
 site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
 trap 'rm -rf "$site"' EXIT
 $bin/mkdocs build --strict --quiet --site-dir "$site"

@@ -1,5 +1,6 @@
 """Which tests share one of pytest-xdist's workers: a file's; of tests/e2e also those that share
-running replicas, which no two tests may use at once, and whose start takes longer than most tests.
+running replicas, which no two tests may use at once, and whose start takes longer than most tests;
+and all of tests/slurm, which share one cluster.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from fnmatch import fnmatch
 
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = ("tests/gpu/*", "tests/e2e/test_wan_*")
+TOGETHER = ("tests/gpu/*", "tests/e2e/test_wan_*", "tests/slurm/*")
 ALONE = (
     "test_contracts",
     "test_float32_streams",
@@ -21,6 +22,7 @@ ALONE = (
 )  # of tests/e2e
 ORDER = (
     "tests/e2e/",
+    "tests/slurm/",
     "tests/gpu/",
     "tests/distributed/",
 )  # the longest first, the many short ones last

@@ -39,6 +39,7 @@ from megadiff.parallel.collectives import (
     agreed,
     all_reduce_max,
     gather_json,
+    read_once,
 )
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.whole_folder import sync_entry

@@ -1,4 +1,8 @@
-"""`megadiff serve MODEL`: one replica, until it is told to stop."""
+"""Serve one replica, until it is told to stop.
+
+megadiff serve MODEL --flag …             says all by flags
+megadiff serve CONFIG.yaml … key=value …  samples for the run of this config: the same settings
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from megadiff.cli.console import show_crashes
+from megadiff.config.load import load_config
+from megadiff.config.validate import validate
+from megadiff.process.network import address_towards
 from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.proof import check_token
 from megadiff.rollout.server.server import serve
-from megadiff.rollout.spec import ReplicaSpec, add_flags, flag_of, read_spec
+from megadiff.rollout.spec import (
+    ReplicaSpec,
+    add_flags,
+    config_keys,
+    config_spec,
+    flag_of,
+    read_spec,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 after SIGTERM or SIGINT, 2 for settings that cannot work, told on stderr."""
-    arguments = vars(_parser().parse_args(argv))
+    # intermixed: key=value may stand behind a flag
+    arguments = vars(_parser().parse_intermixed_args(argv))
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -38,20 +53,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def spec_of(arguments: dict[str, Any]) -> ReplicaSpec:
-    """Return the spec of a file, or of the flags. Raises ValueError for both, and for none."""
+    """Return the spec of a file, of a run's config, or of flags.
+
+    Raises ValueError where a setting is given twice, and for none of the three.
+    """
     given = {key: value for key, value in arguments.items() if value is not None}
     file = given.pop("spec", None)
-    if file is None and "model" not in given:
-        raise ValueError("no model; give a diffusers pipeline folder, or --spec FILE")
-
-    if file is None:
-        return ReplicaSpec(**given)
+    sources: list[str] = given.pop("sources")
 
     # Which of the two would count is not to be guessed.
-    if given:
-        flags = ", ".join("MODEL" if name == "model" else flag_of(name) for name in given)
+    if file is not None and (given or sources):
+        flags = ", ".join([*sources, *map(flag_of, given)])
         raise ValueError(f"--spec {file} has every setting; leave out {flags}, or --spec")
-    return read_spec(file)
+    if file is not None:
+        return read_spec(file)
+    if not sources:
+        raise ValueError(
+            "no model; give a diffusers pipeline folder, the CONFIG.yaml of a run, or --spec FILE"
+        )
+    first = Path(sources[0])
+    if len(sources) > 1 or first.is_file() or first.suffix in (".yaml", ".yml"):
+        return _spec_of_run(sources, given)
+    return ReplicaSpec(model=first, **given)
+
+
+def _spec_of_run(sources: Sequence[str], given: dict[str, Any]) -> ReplicaSpec:
+    """Return the spec of a run's replica. given: what its config does not say, such as its name."""
+    for name, key in config_keys().items():
+        if name in given:
+            raise ValueError(
+                f"{flag_of(name)} {given[name]} beside a config, which has {key}; "
+                f"give {key}=… instead, to the trainer too"
+            )
+    config = load_config(sources)
+    validate(config, dp=1)
+
+    # A launcher of several nodes names the trainer's: vLLM would take it for its own rendezvous.
+    trainer = os.environ.pop("MASTER_ADDR", "")
+    os.environ.pop("MASTER_PORT", None)
+    if trainer and "host" not in given:
+        given["host"] = address_towards(trainer)
+    # A node has several replicas: each takes a free port, which the registry tells.
+    return config_spec(config, **{"port": 0, **given})
 
 
 def read_token(file: Path | None) -> str | None:
@@ -90,7 +133,17 @@ class _NoToken(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megadiff serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megadiff serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="MODEL | CONFIG.yaml key=value",
+        help="a diffusers pipeline folder, or the config of the run that it samples for",
+    )
     add_flags(parser)
     parser.add_argument(
         "--spec",

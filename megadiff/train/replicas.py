@@ -33,7 +33,7 @@ from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
 from megadiff.rollout.client.registry import wait_until_announced
-from megadiff.rollout.spec import ReplicaSpec, flag_of
+from megadiff.rollout.spec import ReplicaSpec, config_spec, flag_of
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.disk import clear
 
@@ -332,21 +332,16 @@ def _launch(config: Config, mesh: Mesh, folder: Path, token: str) -> list[Replic
 def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> ReplicaSpec:
     """Return how a replica of a colocated run is started."""
     device_type = mesh.device.type
-    return ReplicaSpec(
-        model=Path(config.model.path),
+    return config_spec(
+        config,
         name=name,
         # any free one; its announcement tells which
         port=0,
         device="cuda" if device_type == "cuda" else "cpu",
-        dtype=config.model.dtype,  # type: ignore[arg-type]  # validate() has checked it
         registry=registry_folder(folder, mesh.node),
         weights=weights_folder(config, mesh, folder) if config.sync.transport == "disk" else None,
-        tp=config.rollout.tp,
         parent_pid=os.getpid(),
-        compile=config.rollout.compile,
-        fp8=config.rollout.fp8,
         fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
-        float32_streams=config.model.float32_streams,
     )
 
 

@@ -35,7 +35,7 @@ def reference(shared, tmp_path_factory, tiny_model):
     return result.rows
 
 
-def _close(rows, reference):
+def assert_close(rows, reference):
     for row, expected in zip(rows, reference, strict=True):
         for key in SAME:
             # loss/policy is a mean of terms of ± advantage that cancel to 1e-5 on policy: relative
@@ -53,7 +53,7 @@ def _close(rows, reference):
 def test_layout_does_not_matter(in_ranks, shared, reference, name):
     num_processes, overrides = LAYOUTS[name]
     result = in_ranks(name, num_processes, *shared, *overrides, "rollout.num_replicas=2")
-    _close(result.rows, reference[:3])
+    assert_close(result.rows, reference[:3])
 
 
 def test_colocated_on_two_nodes(trainer, reference):
@@ -81,14 +81,14 @@ def test_colocated_on_two_nodes(trainer, reference):
     assert [node.returncode for node in nodes] == [0, 0], errors
 
     run = Result(code=0, stderr="", folder=trainer.folder / "run")
-    _close(run.rows, reference[:3])
+    assert_close(run.rows, reference[:3])
     assert len(list((run.folder / "logs").glob("replica_*.log"))) == 2
     # the gate asked a replica of each node; both ended with the run
     assert not list((run.folder / "replicas").glob("node_*/*.json"))
 
 
 def test_number_of_replicas_does_not_matter(in_ranks, shared, reference):
-    _close(in_ranks("replicas", 1, *shared, "rollout.num_replicas=2").rows, reference[:3])
+    assert_close(in_ranks("replicas", 1, *shared, "rollout.num_replicas=2").rows, reference[:3])
 
 
 def test_on_policy(reference):
@@ -117,7 +117,7 @@ def test_three_resume_three_is_six(trainer, shared, reference):
 
 
 def test_recomputed_old_log_probs_are_those_of_the_rollout(in_ranks, shared, reference):
-    _close(
+    assert_close(
         in_ranks("recomputed", 1, *shared, "algorithm.old_log_prob=recompute").rows, reference[:3]
     )
 

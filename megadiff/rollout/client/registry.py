@@ -113,8 +113,9 @@ def wait_until_announced(
             if elapsed > timeout_s:
                 tails = "\n".join(log_tail(process.log) for process in processes)
                 raise ReplicaDied(
-                    f"{progress}; raise it, or start more with `megadiff serve MODEL --registry "
-                    f"{registry}` (on other nodes with --host ADDRESS){waiting.left_out_text()}\n"
+                    f"{progress}; raise it, or start more with `megadiff serve CONFIG.yaml … "
+                    "key=value`, the run's own (on other nodes with --host ADDRESS)"
+                    f"{waiting.left_out_text()}\n"
                     f"{tails}"
                 )
 

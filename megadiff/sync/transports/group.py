@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megadiff.process.network import address_family
 from megadiff.sync.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
 from megadiff.sync.transports.base import PushTarget, SyncError, Transport, first_done
-from megadiff.sync.transports.group_join import address_family, join, new_group, own_address
+from megadiff.sync.transports.group_join import join, new_group, own_address
 from megadiff.sync.transports.transfers import abandon, in_background, receive, send
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec

@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megadiff.process.network import source_address
 from megadiff.sync.transports import transfers
 from megadiff.sync.transports.transfers import POLL_S, broadcast, in_background
 
@@ -127,7 +128,7 @@ def new_group(
     options = gloo._Options()
     options._timeout = timeout
     # gloo must be told: this host's name may stand for an address that others cannot reach.
-    reachable = _source_address((address, port))
+    reachable = source_address((address, port))
     options._devices = [gloo.create_device(hostname=reachable)]
     return gloo(store, rank, world_size, options)
 
@@ -164,22 +165,8 @@ def own_address(urls: Sequence[str]) -> str:
     for url in map(urlsplit, urls):
         *_, address = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_STREAM)[0]
         if not ipaddress.ip_address(address[0]).is_loopback:
-            return _source_address(address)
+            return source_address(address)
     return "127.0.0.1"
-
-
-def _source_address(target: tuple[Any, ...]) -> str:
-    """Return this host's own address on the way to another one; nothing is sent.
-
-    Connecting a UDP socket only asks the routing table. Raises OSError where no way leads there.
-    """
-    with socket.socket(address_family(target[0]), socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
-
-
-def address_family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @contextmanager

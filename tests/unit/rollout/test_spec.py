@@ -29,6 +29,7 @@ WHOLE = ReplicaSpec(
 
 def parse(*arguments: str) -> ReplicaSpec:
     parser = ArgumentParser()
+    parser.add_argument("model", type=Path)
     add_flags(parser)
     given = vars(parser.parse_args(arguments))
     return ReplicaSpec(**{key: value for key, value in given.items() if value is not None})

@@ -1,0 +1,156 @@
+"""A cluster of four nodes, and a way to submit runs of the tiny model to it."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import CONFIG
+from tests.slurm.cluster import Cluster, Job, reason_to_skip, wait_for
+
+ROOT = Path(__file__).parents[2]
+NODES = ("node1", "node2", "node3", "node4")
+# what runs on a node without a job, and the question itself
+IDLE = re.compile(r"slurmd -D|ps -eo|sleep |bash .*cluster\.sh node ")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGADIFF_TOKEN": ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmRun:
+    """A job that runs launch/slurm.sh. folder: the run's."""
+
+    job: Job
+    folder: Path
+    log: Path
+
+    def rows(self) -> list[dict]:
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_log(self, text: str, s: float = 120.0) -> None:
+        """Wait for a text in the job's log, or fail with that log where the job ends before."""
+
+        def is_there() -> bool:
+            if text in self.logs():
+                return True
+            assert self.job.is_queued(), f"ended without {text!r}:\n{self.logs()}"
+            return False
+
+        wait_for(is_there, what=repr(text), s=s)
+
+    def wait_for_checkpoint(self, step: int, s: float = 120.0) -> None:
+        def is_there() -> bool:
+            latest = self.folder / "checkpoints/latest"
+            if latest.exists() and int(latest.read_text().removeprefix("step_") or 0) >= step:
+                return True
+            assert self.job.is_queued(), f"ended before step {step}:\n{self.logs()}"
+            return False
+
+        wait_for(is_there, what=f"checkpoint of step {step}", s=s)
+
+    def ends(self, state: str, s: float = 240.0) -> None:
+        """Wait for its end, which must be this one, and nothing of it left on any node."""
+        assert self.job.wait_until_ended(s) == state, self.logs()
+        for node in NODES:
+            wait_for(
+                lambda: not self.left_on(node),  # noqa: B023
+                what=f"end of {self.left_on(node)} on {node}",
+                s=15,
+            )
+
+    def left_on(self, node: str) -> list[str]:
+        """Return the command lines of what still runs there."""
+        lines = self.job.cluster.on(node, "ps", "-eo", "args=").splitlines()
+        return [line[:200] for line in lines if not IDLE.match(line)]
+
+    def logs(self) -> str:
+        """Return the job's log and those of its nodes, for messages."""
+        files = [self.log, *sorted(self.folder.glob("logs/*/*.log"))]
+        texts = [f"== {file}\n{file.read_text()[-4000:]}" for file in files if file.exists()]
+        return "\n".join(texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitter:
+    """Submits runs with these arguments from a repository. folder: of all nodes."""
+
+    cluster: Cluster
+    folder: Path
+    repository: Path
+    arguments: tuple[str, ...]
+
+    def __call__(
+        self, name: str, *overrides: str, sbatch: tuple[str, ...] = (), **environment: str
+    ) -> SlurmRun:
+        """sbatch: its options. environment: settings of launch/slurm.sh."""
+        log = self.folder / f"{name}.log"
+        job = self.cluster.submit(
+            f"--output={log}",
+            f"--chdir={self.repository}",
+            *sbatch,
+            str(ROOT / "launch/slurm.sh"),
+            *self.arguments,
+            f"run.dir={self.folder}",
+            f"run.name={name}",
+            *overrides,
+            environment={**ENVIRONMENT, **environment},
+        )
+        return SlurmRun(job=job, folder=self.folder / name, log=log)
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    reason = reason_to_skip()
+    if reason:
+        pytest.skip(reason)
+    base = tmp_path_factory.getbasetemp()
+    # The rest of /tmp is each node's own.
+    shared = [base, *(path for path in (ROOT, Path(sys.prefix)) if path.is_relative_to("/tmp"))]
+    cluster = Cluster(
+        tmp_path_factory.mktemp("slurm") / "cluster", num_nodes=len(NODES), shared=shared
+    )
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="package")
+def submit(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Submitter:
+    """Runs of the tiny model, as a user submits them."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = folder / "base.yaml"
+    config.write_text(CONFIG)
+    arguments = (
+        str(config),
+        f"model.path={tiny_model}",
+        "data.prompts=assets/prompts/colors.txt",
+        "reward.color.type=color",
+        "checkpoint.every=1",
+    )
+    return Submitter(cluster=cluster, folder=folder, repository=ROOT, arguments=arguments)
+
+
+@pytest.fixture(scope="package")
+def submit_stub(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitter:
+    """Runs of stub.sh: the launcher is real, and so is all that Slurm does."""
+    repository = tmp_path_factory.mktemp("stub")
+    shutil.copytree(ROOT / "launch", repository / "launch")
+    programs = repository / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("megadiff", "torchrun"):
+        (programs / name).symlink_to(Path(__file__).with_name("stub.sh"))
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (programs / "python").chmod(0o755)
+    return Submitter(
+        cluster=cluster,
+        folder=tmp_path_factory.mktemp("stub_runs"),
+        repository=repository,
+        arguments=("stub.yaml",),
+    )

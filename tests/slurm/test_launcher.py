@@ -1,0 +1,156 @@
+"""The launcher under a real Slurm, with stub.sh in place of trainer and replicas.
+
+Times are those of cluster.sh: a job is requeued after 5 s, a silent node is given up after 10 s.
+"""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.slurm.cluster import wait_for
+from tests.slurm.conftest import ROOT
+
+TWO = ("--nodes=2",)
+
+
+def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub):
+    run = submit_stub("separate", sbatch=("--nodes=3",), ROLLOUT_NODES="1", REPLICAS="2")
+    run.ends("COMPLETED", s=40)
+    logs = {path.name: path.read_text() for path in run.folder.glob("logs/latest/*.log")}
+    first, second, replicas = (
+        logs[name] for name in sorted(logs, key=lambda name: name.split("-")[1])
+    )
+    assert sorted(logs) == ["replicas-node3.log", "trainer-node1.log", "trainer-node2.log"]
+    for text in (first, second):
+        assert "GLOO_SOCKET_IFNAME=eth0" in text
+        assert "--nnodes 2" in text and "--rdzv-endpoint 10.213.7.1:" in text
+    assert "is_host=1" in first and "--local-addr 10.213.7.1 " in first
+    assert "is_host=0" in second and "--local-addr 10.213.7.2 " in second
+    attempt = f"{run.job.number}.0"
+    for text in (first, second, replicas):
+        assert f"rollout.mode=separate rollout.registry={run.folder}/replicas/{attempt}" in text
+        assert "rollout.num_replicas=2" in text
+    assert replicas.count("MASTER_ADDR=10.213.7.1 token=64") == 2
+
+
+def test_a_name_that_means_loopback_on_its_own_node(submit_stub):
+    """As Debian's installer writes /etc/hosts."""
+    cluster = submit_stub.cluster
+    hosts = cluster.folder / "etc/hosts"
+    for node in ("node1", "node2"):
+        own = cluster.folder / f"hosts.{node}"
+        own.write_text(f"127.0.1.1 {node}\n{hosts.read_text()}")
+        cluster.on(node, "mount", "--bind", str(own), "/etc/hosts")
+    run = submit_stub("loopback", "steps=1", sbatch=(*TWO, "--nodelist=node[1-2]"))
+    run.ends("COMPLETED", s=40)
+    for node in ("node1", "node2"):
+        cluster.on(node, "umount", "/etc/hosts")
+    text = (run.folder / "logs/latest/trainer-node1.log").read_text()
+    assert "--local-addr 10.213.7.1 " in text and "GLOO_SOCKET_IFNAME=eth0" in text
+
+
+def test_a_stop_before_the_first_step_is_passed_on_and_the_run_goes_on(submit_stub):
+    run = submit_stub("early", sbatch=TWO)
+    run.wait_for_log(f"job {run.job.number}.0: ", s=20)
+    run.job.signal("--batch", "--signal=USR1")
+    run.wait_for_log(f"job {run.job.number}.1: ", s=40)
+    run.ends("COMPLETED", s=60)
+    logs = [path.read_text() for path in run.folder.glob("logs/*.0/trainer-node1.log")]
+    assert re.search(r"stops after step \d+, (29\d|300) s are left", logs[0])
+
+
+def test_scancel_ends_all_nodes_and_is_final(submit_stub):
+    run = submit_stub("scancel", "steps=1000", sbatch=("--nodes=3",), ROLLOUT_NODES="1")
+    run.wait_for_checkpoint(2, s=30)
+    run.job.signal()
+    run.ends("CANCELLED", s=20)
+
+
+def test_a_rank_that_hangs_is_killed(submit_stub):
+    """TERM does not end it; KILL does after the cluster's KillWait of 5 s."""
+    run = submit_stub("hangs", "steps=1000", "hang=1", sbatch=TWO)
+    run.wait_for_checkpoint(2, s=30)
+    run.job.signal()
+    run.ends("CANCELLED", s=30)
+
+
+def test_nodes_that_lose_their_power(submit_stub):
+    """Slurm starts both runs again: one lost the node of its batch script, one another node."""
+    runs = [submit_stub(f"lost_{index}", "step_s=1", "steps=12", sbatch=TWO) for index in (0, 1)]
+    for run in runs:
+        run.wait_for_checkpoint(2, s=30)
+    cluster = runs[0].job.cluster
+    lost = [run.job.nodes()[index] for index, run in enumerate(runs)]
+    for node in lost:
+        cluster.power(node, on=False)
+    for node, run in zip(lost, runs):
+        wait_for(lambda: node not in run.job.nodes(), what=f"end without {node}", s=60)  # noqa: B023
+    for node in lost:
+        cluster.power(node, on=True)
+    for run in runs:
+        run.ends("COMPLETED", s=60)
+        assert f"job {run.job.number}.1: " in run.log.read_text()
+
+
+def test_a_killed_step_is_started_again_as_it_had_saved(submit_stub):
+    run = submit_stub("step", sbatch=TWO)
+    run.wait_for_checkpoint(2, s=30)
+    steps = run.job.steps()
+    run.job.cluster.login("scancel", "--signal=KILL", steps["trainer"])
+    run.wait_for_log(f"job {run.job.number}.1: ", s=40)
+    run.ends("COMPLETED", s=40)
+
+
+def test_a_run_that_fails_before_its_first_save_is_not_queued_again(submit_stub):
+    run = submit_stub("no_save", "step_s=100", sbatch=TWO)
+    wait_for(lambda: "trainer" in run.job.steps(), what="the trainer's step")
+    run.job.cluster.login("scancel", "--signal=KILL", run.job.steps()["trainer"])
+    run.ends("FAILED", s=30)
+    assert "not queued again, as it saved no step" in run.log.read_text()
+
+
+def test_no_replica_is_left(submit_stub):
+    run = submit_stub(
+        "no_replica", "serve_s=1", "step_s=100", sbatch=TWO, ROLLOUT_NODES="1", REPLICAS_GONE_S="2"
+    )
+    run.ends("FAILED", s=40)
+    assert "no replica is left; see " in run.log.read_text()
+
+
+def test_mistakes_are_told_at_once(submit_stub, tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/torchrun.sh").touch()
+    none_trains = submit_stub("none_trains", sbatch=TWO, ROLLOUT_NODES="2")
+    no_venv = submit_stub("no_venv", sbatch=(f"--chdir={tmp_path}",))
+    elsewhere = submit_stub("elsewhere", sbatch=("--chdir=/usr",))
+    not_shared = submit_stub("not_shared", "run.dir=/tmp", sbatch=TWO)
+    for run, told in (
+        (none_trains, "ROLLOUT_NODES=2 of the job's 2 nodes are to sample, none is left to train"),
+        (no_venv, f"{tmp_path} has no .venv; run launch/setup.sh there"),
+        (elsewhere, "/usr is no repository of megadiff; submit from there"),
+        (not_shared, "node2 does not see /tmp/not_shared/logs/"),
+    ):
+        run.ends("FAILED", s=40)
+        assert f"error: {told}" in run.log.read_text()
+
+
+@pytest.mark.parametrize("image", ["", "image.sqsh"])
+def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
+    settings = {"NODES": "3", "GPUS": "8", "ROLLOUT_NODES": "1", "CONTAINER_IMAGE": image}
+    done = subprocess.run(
+        [str(ROOT / "launch/slurm.sh"), "--dry-run", "a.yaml", "run.dir=/runs", "run.name=a"],
+        env={"PATH": "/usr/bin:/bin", **settings},
+        cwd=submit_stub.repository,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "# 2 nodes train, 8 ranks each" in lines and "export NNODES=2" in lines
+    replicas, trainer = (line for line in lines if line.startswith("srun"))
+    assert "launch/serve.sh 8 a.yaml" in replicas and "--relative=2" in replicas
+    assert "launch/torchrun.sh 8 a.yaml" in trainer and "--nodes=2" in trainer
+    for line in (replicas, trainer):
+        assert ("--container-image=image.sqsh --container-mounts=" in line) == bool(image)
+    assert submit_stub.cluster.login("squeue", "--noheader") == ""
