@@ -40,7 +40,7 @@ from megadiff.parallel.collectives import (
     agreed,
     all_reduce_max,
     all_reduce_sums,
-    broadcast_json,
+    read_once,
 )
 from megadiff.parallel.mesh import Mesh
 from megadiff.types import Prompt, Sampling
@@ -134,7 +134,7 @@ def encode_dataset(
     sampling = Sampling(height=height, width=width, num_inference_steps=1)
     agreed(lambda: adapter.validate(sampling), group)
 
-    def looked() -> tuple[dict[str, Any], bool, str]:
+    def look() -> tuple[dict[str, Any], bool, str]:
         _check_captions(source, adapter, max_chars)
         key = CacheKey(
             images=source.fingerprint,
@@ -147,8 +147,7 @@ def encode_dataset(
         return asdict(key), is_whole(folder / key.name), secrets.token_hex(4)
 
     # Rank 0 looks for all: ranks that disagreed would wait for each other in collectives.
-    seen = agreed(looked, group, here=is_first)
-    key_fields, whole, number = broadcast_json(seen, source=0, group=group)
+    key_fields, whole, number = read_once(look, source=0, group=group, world=group)
     key = CacheKey(**key_fields)
     cache = folder / key.name
     if whole:

@@ -120,6 +120,17 @@ def agreed(action: Callable[[], T], group: dist.ProcessGroup, *, here: bool = Tr
     return value
 
 
+def read_once(
+    read: Callable[[], object], *, source: int, group: dist.ProcessGroup, world: dist.ProcessGroup
+) -> Any:
+    """Return on a gloo group's ranks the JSON value that its global rank `source` reads.
+
+    Collective over the gloo group `world`, whose ranks agree on a failure of any source.
+    """
+    value = agreed(read, world, here=dist.get_rank() == source)
+    return broadcast_json(value, source=source, group=group)
+
+
 def sum_tensor(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the tensor over the group, out of place."""
     value = value.clone()

@@ -37,6 +37,8 @@ class Mesh(Layout):
     cpu_group: gloo over the world, for bytes.
     cpu_model_group: gloo over the sp·tp peers of this dp rank. Its first rank
     (`model_group_source`, a global rank) fetches data for all of them.
+    cpu_node_group: gloo over the local_world_size ranks of this node. Its first rank is
+    `node_source`. A node has whole model groups, and ranks that are neighbours.
     timeout_s: of every collective.
     """
 
@@ -45,11 +47,16 @@ class Mesh(Layout):
     dp_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
     cpu_model_group: dist.ProcessGroup
+    cpu_node_group: dist.ProcessGroup
+    local_world_size: int
     timeout_s: float = COLLECTIVE_TIMEOUT_S
 
     dp_rank = property(lambda self: self.rank // (self.sp * self.tp))
     model_group_source = property(lambda self: self.dp_rank * self.sp * self.tp)
     is_model_group_source = property(lambda self: self.rank == self.model_group_source)
+    num_nodes = property(lambda self: self.world_size // self.local_world_size)
+    node = property(lambda self: self.rank // self.local_world_size)
+    node_source = property(lambda self: self.node * self.local_world_size)
 
 
 def resolve_layout(*, dp: int, sp: int, tp: int, dp_replicate: int, world_size: int) -> Layout:
@@ -101,6 +108,20 @@ def world_size_from_env() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size_of(world_size: int) -> int:
+    """Return the number of trainer processes on this node, as torchrun says.
+
+    Raises ValueError where it does not divide world_size: all nodes have equally many.
+    """
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"{world_size} processes in all are no multiple of this node's {size}; start equally "
+            "many on every node"
+        )
+    return size
+
+
 def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Mesh:
     """Start torch.distributed and build the groups. Collective over the world.
 
@@ -139,6 +160,16 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         model_ranks, timeout=timeout, backend="gloo"
     )
 
+    # a gloo group has a thread that polls: one node needs no second group
+    local_world_size = local_world_size_of(layout.world_size)
+    cpu_node_group = cpu_group
+    if local_world_size < layout.world_size:
+        starts = range(0, layout.world_size, local_world_size)
+        node_ranks = [list(range(start, start + local_world_size)) for start in starts]
+        cpu_node_group, _ = dist.new_subgroups_by_enumeration(
+            node_ranks, timeout=timeout, backend="gloo"
+        )
+
     return Mesh(
         **vars(layout),
         rank=dist.get_rank(),
@@ -146,6 +177,8 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         dp_group=dp_group,
         cpu_group=cpu_group,
         cpu_model_group=cpu_model_group,
+        cpu_node_group=cpu_node_group,
+        local_world_size=local_world_size,
         timeout_s=timeout_s,
     )
 

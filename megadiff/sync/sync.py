@@ -66,7 +66,7 @@ class WeightSync:
     After a whole push only what was trained since travels: the base weights of the engine's changed
     components, or with LoRA their LoRA tensors.
     transport: to this rank's replicas, which may be none. manifest: of the base weights. boxes: of
-    all replicas' workers.
+    the workers of all replicas that this rank shares.
     seconds: of the last push on this rank: `gather` (waiting for buckets), `send` (waiting for
     replicas), `fingerprint` and `commit`.
     """

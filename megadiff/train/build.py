@@ -26,7 +26,7 @@ from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
-from megadiff.parallel.collectives import agreed, broadcast_json, gather_json
+from megadiff.parallel.collectives import agreed, broadcast_json, gather_json, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.identity import device_name, host_name
 from megadiff.rewards.score import Scorer
@@ -41,7 +41,7 @@ from megadiff.train.check import eval_prompts
 from megadiff.train.evaluate import eval_metrics, evaluate, spread
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
-from megadiff.train.replicas import RunReplicas, connect, launch, weights_folder
+from megadiff.train.replicas import RunReplicas, connect, launch, users_of, weights_folder
 from megadiff.train.rescue import Rescue
 from megadiff.train.run import RunParts
 from megadiff.train.sampling import sft_sampling
@@ -219,15 +219,16 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
     adapter = engine.adapter
     manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
 
+    users = users_of(config, mesh)
     targets = fleet.weight_targets()
-    first_workers = agreed(
-        lambda: {target.name: target.weights_places() for target in targets},
-        mesh.cpu_group,
-        here=mesh.rank == 0,
-    )
     # every rank needs to know which GPU each worker is on: a transport may send from any rank
-    workers = broadcast_json(first_workers, source=0, group=mesh.cpu_group)
-    ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, mesh.cpu_group)
+    workers = read_once(
+        lambda: {target.name: target.weights_places() for target in targets},
+        source=users.source,
+        group=users.group,
+        world=mesh.cpu_group,
+    )
+    ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, users.group)
 
     transport = agreed(
         lambda: build_transport(
@@ -235,9 +236,9 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
             targets,
             workers,
             ranks=ranks,
-            rank=mesh.rank,
+            rank=mesh.rank - users.source,
             device=mesh.device,
-            folder=weights_folder(config, run_folder(config)),
+            folder=weights_folder(config, mesh, run_folder(config)),
         ),
         mesh.cpu_group,
     )

@@ -22,7 +22,7 @@ from megadiff.rollout.limits import Limits
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import groups_in_a_call, spread
 from megadiff.train.probe import own_size
-from megadiff.train.replicas import check_placement
+from megadiff.train.replicas import check_num_replicas
 from megadiff.train.sampling import sampling_of
 from megadiff.types import Prompt, Sampling
 
@@ -54,7 +54,7 @@ def check(
             f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
         )
 
-    check_placement(config, world_size=world_size)
+    check_num_replicas(config, world_size=world_size)
     sampling = sampling_of(config.rollout)
     on_policy = build_algorithm(config.algorithm).on_policy
     if on_policy:

@@ -64,7 +64,7 @@ def check(
     gaps: dict[str, float] = {}
     problem = ""
 
-    turns = range(mesh.dp_rank, mesh.dp_rank + num_replicas, mesh.dp)
+    turns = range(fleet.rank, fleet.rank + num_replicas, fleet.num_ranks)
     for turn, (component, sampling), call in itertools.product(turns, samplings.items(), calls):
         # every rank makes equally many calls: some replicas may answer twice
         groups = _sample(fleet, turn % num_replicas, call, sampling, engine=engine, step=step)

@@ -1,4 +1,8 @@
-"""The run's replicas: started on the trainer's own devices (colocated), or found in a registry."""
+"""The run's replicas: started on each node of the trainer (colocated), or found in a registry.
+
+A colocated replica serves the ranks of its own node alone, so no request and no weight crosses
+nodes but in the engine's collectives.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,21 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import torch
+import torch.distributed as dist
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
 from megadiff.observe.text_files import write_whole
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import agreed, broadcast_json
-from megadiff.parallel.mesh import Mesh
+from megadiff.parallel.collectives import agreed, read_once
+from megadiff.parallel.mesh import Mesh, local_world_size_of
 from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
@@ -36,6 +42,46 @@ RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.limits at most
 RUN_ID_FILE = "run_id"  # in the run's folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaUsers:
+    """Say which ranks share replicas: a node's where they are colocated, else all.
+
+    source: the global rank that starts or finds them, watches them, and lets them rest.
+    group: gloo, over these ranks. here: whether this rank is the source.
+    dp_rank, dp: this rank's number among the dp ranks that share them, and how many there are.
+    node: a number in the names of colocated replicas' files, None for separate ones.
+    """
+
+    source: int
+    group: dist.ProcessGroup
+    here: bool
+    dp_rank: int
+    dp: int
+    node: int | None
+
+
+def users_of(config: Config, mesh: Mesh) -> ReplicaUsers:
+    """Return the ranks that this rank shares its replicas with."""
+    if config.rollout.mode == "separate":
+        return ReplicaUsers(
+            source=0,
+            group=mesh.cpu_group,
+            here=mesh.rank == 0,
+            dp_rank=mesh.dp_rank,
+            dp=mesh.dp,
+            node=None,
+        )
+    dp = max(1, mesh.local_world_size // (mesh.sp * mesh.tp))
+    return ReplicaUsers(
+        source=mesh.node_source,
+        group=mesh.cpu_node_group,
+        here=mesh.rank == mesh.node_source,
+        dp_rank=mesh.dp_rank % dp,
+        dp=dp,
+        node=mesh.node,
+    )
+
+
 class RunReplicas:
     """Decide who has the GPUs: the replicas, or the trainer. All methods are collective."""
 
@@ -43,6 +89,7 @@ class RunReplicas:
         self.fleet = fleet
         self.sync = sync
         self._mesh = mesh
+        self._leads = users_of(config, mesh).here
         self._sleeps = sleeps(config, device_type=mesh.device.type)
         self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
 
@@ -73,7 +120,7 @@ class RunReplicas:
         back what sampling needed.
         """
         if self._sleeps:
-            agreed(self.fleet.sleep, self._mesh.cpu_group, here=self._mesh.rank == 0)
+            agreed(self.fleet.sleep, self._mesh.cpu_group, here=self._leads)
             self.sync.forget()
         else:
             self.trim()
@@ -81,7 +128,7 @@ class RunReplicas:
     def trim(self) -> None:
         """Give the trainer what the replicas' allocators keep of the last samples, on its GPUs."""
         if self._share_gpus:
-            agreed(self.fleet.trim, self._mesh.cpu_group, here=self._mesh.rank == 0)
+            agreed(self.fleet.trim, self._mesh.cpu_group, here=self._leads)
 
     def _make_room(self) -> None:
         """Give the replicas what this rank's allocator keeps, an update's peak at most."""
@@ -89,50 +136,74 @@ class RunReplicas:
             agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
 
 
-def check_placement(config: Config, *, world_size: int) -> None:
-    """Raise ValueError for a colocated run over several nodes.
+def check_num_replicas(config: Config, *, world_size: int) -> None:
+    """Raise ValueError where the nodes of a colocated run would have unequal numbers of replicas.
 
-    Its replicas would all start on the first one.
+    Their ranks take equally many groups, so a node with fewer replicas would hold all others up.
     """
-    # torchrun's: the ranks of this node
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    if config.rollout.mode == "colocated" and local_world_size < world_size:
+    num_nodes = world_size // local_world_size_of(world_size)
+    count = config.rollout.num_replicas
+    if config.rollout.mode == "colocated" and count % num_nodes:
         raise ValueError(
-            f"rollout.mode=colocated starts replicas on one node, but {world_size} ranks run "
-            f"{local_world_size} a node; start `megadiff serve MODEL --host ADDRESS "
-            "--registry DIR` on every node and set rollout.mode=separate rollout.registry=DIR "
-            "rollout.num_replicas=N"
+            f"rollout.num_replicas={count} over {num_nodes} nodes: every node of a colocated run "
+            f"has equally many; set a multiple of {num_nodes}, or 0 for one per rollout.tp GPUs"
         )
 
 
 def num_replicas(config: Config, mesh: Mesh) -> int:
-    """Return rollout.num_replicas; 0 means one per rollout.tp GPUs of the trainer, one on CPU."""
-    on_gpus = max(1, mesh.world_size // config.rollout.tp)
-    return config.rollout.num_replicas or (on_gpus if mesh.device.type == "cuda" else 1)
+    """Return how many replicas this rank shares: its node's, of separate ones all."""
+    is_colocated = config.rollout.mode == "colocated"
+    num_nodes = mesh.num_nodes if is_colocated else 1
+    on_gpus = max(1, mesh.world_size // num_nodes // config.rollout.tp)
+    by_default = on_gpus if mesh.device.type == "cuda" else 1
+    return config.rollout.num_replicas // num_nodes or by_default
 
 
 def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
-    """Start the processes of a colocated run on rank 0, and return at once. Collective.
+    """Start a colocated run's processes on each node's first rank; return at once. Collective.
 
     Returns [] on the other ranks.
     """
-    here = mesh.rank == 0 and config.rollout.mode == "colocated"
-    return agreed(lambda: _launch(config, mesh, folder), mesh.cpu_group, here=here) or []
+    if config.rollout.mode != "colocated":
+        return []
+
+    token = read_once(
+        lambda: fresh_token(folder), source=0, group=mesh.cpu_group, world=mesh.cpu_group
+    )
+    here = mesh.rank == mesh.node_source
+    return agreed(lambda: _launch(config, mesh, folder, token), mesh.cpu_group, here=here) or []
+
+
+def fresh_token(folder: Path) -> str:
+    """Return the token of all replicas that the run starts; removes an earlier attempt's.
+
+    It is MEGADIFF_TOKEN, or drawn and written where the run's user alone can read it.
+    """
+    registry = registry_folder(folder)
+    shutil.rmtree(registry, ignore_errors=True)
+    # Without one anybody on a host could put its replicas to sleep, or push to them.
+    return environment_token() or write_token(registry)
 
 
 def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[ReplicaProcess]) -> Fleet:
-    """Wait on rank 0 until the replicas are healthy, and give every rank clients. Collective.
+    """Wait until the replicas are healthy, and give the ranks that share them clients. Collective.
 
     Raises AgreedError for a separate replica that computes otherwise than the run says.
     """
     rollout = config.rollout
-    is_colocated = rollout.mode == "colocated"
-    registry = registry_folder(folder) if is_colocated else Path(rollout.registry)
-    here = mesh.rank == 0
+    users = users_of(config, mesh)
+    is_colocated = users.node is not None
+    registry = registry_folder(folder, users.node) if is_colocated else Path(rollout.registry)
 
-    access = agreed(lambda: _access(config, folder, processes), mesh.cpu_group, here=here)
-    # Every rank gets rank 0's token: a run may have drawn its own, which no environment holds.
-    access = broadcast_json(access, source=0, group=mesh.cpu_group)
+    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
+    world = mesh.cpu_group
+    run = read_once(lambda: run_id(config, folder), source=0, group=world, world=world)
+    token = read_once(
+        lambda: processes[0].token if processes else environment_token(),
+        source=users.source,
+        group=users.group,
+        world=world,
+    )
 
     def announcements() -> list[dict[str, Any]]:
         healthy = wait_until_announced(
@@ -140,27 +211,32 @@ def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[Replic
             count=num_replicas(config, mesh),
             timeout_s=rollout.start_timeout_s,
             processes=processes,
-            **access,
+            token=token,
+            run=run,
         )
         for replica in healthy:
             check_arithmetic(replica, config)
         return healthy
 
-    announced = agreed(announcements, mesh.cpu_group, here=here)
+    announced = read_once(announcements, source=users.source, group=users.group, world=world)
     clients = [
         ReplicaClient(
-            replica["url"], replica["name"], timeout_s=rollout.request_timeout_s, **access
+            replica["url"],
+            replica["name"],
+            timeout_s=rollout.request_timeout_s,
+            token=token,
+            run=run,
         )
-        for replica in broadcast_json(announced, source=0, group=mesh.cpu_group)
+        for replica in announced
     ]
     return Fleet(
         clients,
         batch_size=rollout.batch_size,
         processes=processes,
         logs={client.name: log_file(folder, client.name) for client in clients if is_colocated},
-        rank=mesh.dp_rank,
-        num_ranks=mesh.dp,
-        holds_replicas=here and not is_colocated,  # colocated ones end with their run
+        rank=users.dp_rank,
+        num_ranks=users.dp,
+        holds_replicas=users.here and not is_colocated,  # colocated ones end with their run
     )
 
 
@@ -179,14 +255,6 @@ def run_id(config: Config, folder: Path) -> str:
     of_folder = hashlib.sha256(f"{digits}{folder.resolve()}".encode()).hexdigest()[:8]
     name = quote(config.run.name, safe="")[:RUN_NAME_CHARS]  # it travels in a header
     return f"{name}-{of_folder}"
-
-
-def _access(
-    config: Config, folder: Path, processes: Sequence[ReplicaProcess]
-) -> dict[str, str | None]:
-    """Return what clients need to be let in: the run's id, and its replicas' token."""
-    token = processes[0].token if processes else environment_token()
-    return {"run": run_id(config, folder), "token": token}
 
 
 def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
@@ -214,42 +282,51 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
             )
 
 
-def weights_folder(config: Config, folder: Path) -> Path:
-    """Return where sync.transport=disk writes: sync.folder, or weights/ in the run's folder."""
-    return Path(config.sync.folder) if config.sync.folder else folder / "weights"
+def weights_folder(config: Config, mesh: Mesh, folder: Path) -> Path:
+    """Return where sync.transport=disk writes: sync.folder, or weights/ in the run's folder.
+
+    Each node of a colocated run writes a folder of its own there.
+    """
+    weights = Path(config.sync.folder) if config.sync.folder else folder / "weights"
+    node = users_of(config, mesh).node
+    return weights / _node_name(node) if node is not None and mesh.num_nodes > 1 else weights
 
 
-def registry_folder(folder: Path) -> Path:
-    return folder / "replicas"
+def registry_folder(folder: Path, node: int | None = None) -> Path:
+    """Return where a colocated run's replicas are announced: all nodes' folder, or a node's."""
+    replicas = folder / "replicas"
+    return replicas if node is None else replicas / _node_name(node)
+
+
+def _node_name(node: int) -> str:
+    return f"node_{node}"
 
 
 def log_file(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.log"
 
 
-def _launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
-    registry = registry_folder(folder)
-    shutil.rmtree(registry, ignore_errors=True)  # dead replicas of an earlier start
+def _launch(config: Config, mesh: Mesh, folder: Path, token: str) -> list[ReplicaProcess]:
     if config.sync.transport == "disk":
         # Else replicas would load an older state before they get this one.
-        clear(weights_folder(config, folder))
+        clear(weights_folder(config, mesh, folder))
     count = num_replicas(config, mesh)
     gpus = _gpus(config, mesh, count)
     num_threads = _num_threads(config, count)
 
-    # Without a token anybody on this host could put the replicas to sleep, or push to them.
-    token = environment_token() or write_token(registry)
-
-    return [
-        ReplicaProcess(
-            replica_spec(config, mesh, folder, name=f"replica_{index}"),
-            log=log_file(folder, f"replica_{index}"),
-            num_threads=num_threads,
-            gpus=gpus[index],
-            token=token,
+    processes = []
+    for index in range(count):
+        name = f"replica_{mesh.node * count + index}"
+        processes.append(
+            ReplicaProcess(
+                replica_spec(config, mesh, folder, name=name),
+                log=log_file(folder, name),
+                num_threads=num_threads,
+                gpus=gpus[index],
+                token=token,
+            )
         )
-        for index in range(count)
-    ]
+    return processes
 
 
 def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> ReplicaSpec:
@@ -261,8 +338,8 @@ def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> Repl
         # any free one; its announcement tells which
         port=0,
         device="cuda" if device_type == "cuda" else "cpu",
-        registry=registry_folder(folder),
-        weights=weights_folder(config, folder) if config.sync.transport == "disk" else None,
+        registry=registry_folder(folder, mesh.node),
+        weights=weights_folder(config, mesh, folder) if config.sync.transport == "disk" else None,
         parent_pid=os.getpid(),
         fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
     )

@@ -99,7 +99,8 @@ def sync_between(
     mesh = init_mesh(layout, "cpu")
     components = sorted({name.partition(".")[0] for name in source.weights})
     clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
-    with Fleet(clients, batch_size=4) as fleet:
+    # it gives the replicas back at the end: the next run would wait until this one counts as gone
+    with Fleet(clients, batch_size=4, holds_replicas=True) as fleet:
         targets = fleet.weight_targets()
         workers = {target.name: target.weights_places() for target in targets}
         here = {"host": host_name(), "device": device_name(CPU)}

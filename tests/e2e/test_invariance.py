@@ -2,7 +2,13 @@
 policy.
 """
 
+import socket
+import subprocess
+import sys
+
 import pytest
+
+from tests.e2e.conftest import ENVIRONMENT, Result
 
 LAYOUTS = {
     "sp2": (2, ["parallel.sp=2"]),
@@ -50,15 +56,35 @@ def test_layout_does_not_matter(in_ranks, shared, reference, name):
     assert_close(result.rows, reference[:3])
 
 
-def test_colocated_under_torchrun(trainer, reference):
-    """The trainer starts its replica itself, from a process that torchrun started: it is a world of
-    its own. It sleeps, as on a GPU, while the trainer works.
+def test_colocated_on_two_nodes(trainer, reference):
+    """A torchrun for each node, whose rank starts a replica of its own: it is a world of its own.
+    It sleeps, as on a GPU, while the trainer works.
     """
-    result = trainer.run(
-        "parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", num_processes=2
-    )
-    assert result.code == 0, result.stderr
-    assert_close(result.rows, reference[:3])
+    overrides = ("parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always")
+    command = trainer.command(*overrides)[3:]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [
+        subprocess.Popen(
+            [*launcher, f"--node-rank={node}", "-m", "megadiff.cli.train", *command],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            cwd=trainer.folder,
+        )
+        for node in range(2)
+    ]
+    errors = [node.communicate(timeout=300)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+
+    run = Result(code=0, stderr="", folder=trainer.folder / "run")
+    assert_close(run.rows, reference[:3])
+    assert len(list((run.folder / "logs").glob("replica_*.log"))) == 2
+    # the gate asked a replica of each node; both ended with the run
+    assert not list((run.folder / "replicas").glob("node_*/*.json"))
 
 
 def test_number_of_replicas_does_not_matter(in_ranks, shared, reference):

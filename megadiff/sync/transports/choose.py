@@ -31,8 +31,8 @@ def build_transport(
 ) -> Transport:
     """Return sync.transport's end on this trainer rank, with the replicas that it sends to.
 
-    targets: all replicas of the run. ranks: host and device of each trainer rank; device: this
-    one's. folder: of transport disk.
+    targets: the replicas that this rank shares. ranks: host and device of each trainer rank that
+    shares them; rank: this one's number among those; device: its own. folder: of transport disk.
     Raises ValueError for devices that the transport cannot serve, the same on every rank.
     """
     if name == "auto":

@@ -18,16 +18,31 @@ from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.limits import RUN_CHARS
 from megadiff.train.replicas import (
     RunReplicas,
-    _access,
     _launch,
     _num_threads,
     check_arithmetic,
+    check_num_replicas,
+    fresh_token,
     registry_folder,
     replica_spec,
     run_id,
+    users_of,
 )
 
-MESH = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+MESH = SimpleNamespace(
+    device=torch.device("cpu"),
+    rank=0,
+    world_size=1,
+    local_world_size=1,
+    dp_rank=0,
+    sp=1,
+    tp=1,
+    node=0,
+    num_nodes=1,
+    node_source=0,
+    cpu_group=None,
+    cpu_node_group=None,
+)
 
 
 @pytest.fixture
@@ -78,7 +93,7 @@ def test_replicas_are_awake_to_sample_and_sleep_where_that_is_asked_for(monkeypa
     )
     config = _config(1)
     config.rollout.sleep = sleep
-    mesh = SimpleNamespace(device=torch.device("cpu"), rank=0, cpu_group=None)
+    mesh = MESH
     monkeypatch.setattr("megadiff.train.replicas.agreed", lambda call, group, here: call())
     replicas = RunReplicas(fleet, sync, config, mesh)
     timers = Timers()
@@ -155,14 +170,14 @@ def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
     monkeypatch.setattr(processes, "serve_command", lambda *_: ["true"])
     tokens = []
     for _ in range(2):  # the second start finds what the first left
-        started = _launch(_config(2), MESH, tmp_path)
+        token = fresh_token(tmp_path)
+        started = _launch(_config(2), MESH, tmp_path, token)
         for process in started:
             process.process.wait(30)
-        access = _access(_config(2), tmp_path, started)
-        assert [process.token for process in started] == [access["token"]] * 2
-        tokens.append(access["token"])
+        assert [process.token for process in started] == [token] * 2
+        tokens.append(token)
         path = registry_folder(tmp_path) / "token"
-        assert given or path.read_text().strip() == access["token"]
+        assert given or path.read_text().strip() == token
         assert path.exists() == (not given)
     assert tokens == [given, given] if given else len(set(tokens)) == 2
 
@@ -170,16 +185,45 @@ def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
 @pytest.mark.parametrize("odd", ["hushed\n", "two words", "húshed"])
 def test_a_token_that_no_header_holds_is_refused_and_not_shown(tmp_path, monkeypatch, odd):
     monkeypatch.setenv("MEGADIFF_TOKEN", odd)
-    for start in (lambda: _launch(_config(1), MESH, tmp_path), lambda: environment_token()):
+    for start in (lambda: fresh_token(tmp_path), environment_token):
         with pytest.raises(ValueError, match=f"{len(odd)} characters, has some") as error:
             start()
         assert odd.strip() not in str(error.value)
 
 
-def test_other_replicas_have_the_environments_token(tmp_path, monkeypatch):
-    for given in ("a-secret-of-20-chars", ""):
-        monkeypatch.setenv("MEGADIFF_TOKEN", given)
-        assert _access(_config(1), tmp_path, [])["token"] == (given or None)
+@pytest.mark.parametrize("rank", [0, 1, 4, 7])
+def test_a_colocated_rank_shares_replicas_with_its_node(rank):
+    """Eight ranks on two nodes, two model-parallel peers each: two dp ranks a node."""
+    mesh = SimpleNamespace(
+        rank=rank,
+        node=rank // 4,
+        node_source=rank // 4 * 4,
+        local_world_size=4,
+        sp=2,
+        tp=1,
+        dp=4,
+        dp_rank=rank // 2,
+        cpu_node_group="node",
+        cpu_group="world",
+    )
+    config = _config(0)
+    users = users_of(config, mesh)
+    assert (users.source, users.group, users.node) == (mesh.node_source, "node", mesh.node)
+    assert (users.here, users.dp_rank, users.dp) == (rank % 4 == 0, rank // 2 % 2, 2)
+    config.rollout.mode = "separate"
+    users = users_of(config, mesh)
+    assert (users.source, users.group, users.node) == (0, "world", None)
+    assert (users.here, users.dp_rank, users.dp) == (rank == 0, rank // 2, 4)
+
+
+def test_nodes_have_equally_many_replicas(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for count in (0, 2, 6):
+        check_num_replicas(_config(count), world_size=8)
+    with pytest.raises(ValueError, match="rollout.num_replicas=3 over 2 nodes.*a multiple of 2"):
+        check_num_replicas(_config(3), world_size=8)
+    with pytest.raises(ValueError, match="10 processes in all are no multiple of this node's 4"):
+        check_num_replicas(_config(4), world_size=10)
 
 
 def _config(num_replicas):
