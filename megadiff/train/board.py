@@ -30,7 +30,7 @@ MOST_CHARS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
+class RunAlarm:
     """Why the run ends, '' as long as it goes on. exit_code: 1 for a failure."""
 
     reason: str = ""
@@ -114,11 +114,11 @@ class Board:
     def raise_alarm(self, reason: str, exit_code: int = 1) -> None:
         """Tell all ranks that the run ends; the first reason stays."""
         if not self.alarm().reason:
-            alarm = Alarm(reason=reason[:MOST_CHARS], exit_code=exit_code)
+            alarm = RunAlarm(reason=reason[:MOST_CHARS], exit_code=exit_code)
             _overwrite(self.folder / ALARM, asdict(alarm))
 
-    def alarm(self) -> Alarm:
-        return Alarm(**_read(self.folder / ALARM))
+    def alarm(self) -> RunAlarm:
+        return RunAlarm(**_read(self.folder / ALARM))
 
     def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
         """Return all states once a rank (None: every one) has come to the phase, or is gone.

@@ -17,7 +17,7 @@ import torch
 
 from megadiff.engines.gate import StepGate
 from megadiff.train import rescue as rescue_module
-from megadiff.train.board import Alarm, Board, RankState
+from megadiff.train.board import RunAlarm, Board, RankState
 from megadiff.train.rescue import Rescue, disagreement
 from megadiff.types import Progress
 
@@ -195,13 +195,13 @@ def test_words_on_the_board_survive_torn_and_missing_files(tmp_path):
     (tmp_path / ".ranks-a" / "rank_00002.json").write_bytes(b'{"rank": 2, "ho')
     states = board.states()
     assert [state.steps for state in states] == [0, 7, 0]
-    assert board.alarm() == Alarm()
+    assert board.alarm() == RunAlarm()
     board.raise_alarm("first " + "x" * 10_000)
     board.raise_alarm("second")
     assert board.alarm().reason.startswith("first")
     later = Board(tmp_path / ".ranks-b", rank=0, world_size=1)
     later.lay_out()
-    assert not (tmp_path / ".ranks-a").exists() and later.alarm() == Alarm()
+    assert not (tmp_path / ".ranks-a").exists() and later.alarm() == RunAlarm()
 
 
 def test_rank_0_on_a_node_that_is_gone_is_not_waited_for(tmp_path, caplog, monkeypatch):

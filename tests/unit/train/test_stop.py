@@ -54,8 +54,8 @@ def requests_after(clock, *, step_s, elapsed_s, save_s):
     ("step_s", "elapsed_s", "save_s", "grant_s", "wait_s"),
     [
         (60, 30, 20, 240, 240 - 10 - 40),  # 30 s more, of 190
-        (60, 30, 20, 79, 0),  # 29 are left beside the margin
-        (60, 30, 20, 80, 30),
+        (60, 30, 20, 59, 0),  # half of it is the margin: 29.5 are left
+        (60, 30, 20, 60, 30),
         (60, 300, 20, 240, 190),  # slower than the last: it may end at any time
         (60, 0, 500, 240, 120),  # at most half is for the checkpoint
         (1, 0, 20, 0, 0),
@@ -65,7 +65,7 @@ def test_a_step_is_finished_where_it_fits(clock, step_s, elapsed_s, save_s, gran
     requests = requests_after(clock, step_s=step_s, elapsed_s=elapsed_s, save_s=save_s)
     assert requests.agreed_code() == -1 and not requests.must_drop()
     requests._ask(StopRequest(reason="a test", exit_code=75, grant_s=grant_s))
-    clock.now += wait_s - 0.01
+    clock.now += max(0, wait_s - 0.01)
     assert requests.must_drop() == (wait_s == 0)
     assert requests.agreed_code() == (75 if wait_s else -1)
     clock.now += 0.02
