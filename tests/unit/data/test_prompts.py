@@ -150,6 +150,7 @@ def test_repeated_prompts_are_kept_and_counted(
             ["p.jsonl:3", "not valid JSON", '{"prompt": "b"'],
         ),
         ("p.jsonl", "\n" + "[" * 100_000, ["p.jsonl:2", "not valid JSON", "nested too deep"]),
+        ("p.jsonl", '{"prompt": "a", "prompt": "b"}', ["p.jsonl:1", "'prompt' comes twice"]),
         (
             "p.jsonl",
             '{"prompt": "a", "x": ' + "9" * 5000 + "}",
