@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
@@ -75,10 +73,13 @@ def local_cpus(pci: str, *, devices: Path = PCI_DEVICES) -> frozenset[int]:
 
 
 def pci_id(gpu: int) -> str:
-    """Return a GPU's address as /sys names it."""
+    """Return a GPU's address as /sys names it, "" where torch does not tell."""
+    import torch  # worker processes, which ask for their CPUs only, are spared it
+
     properties = torch.cuda.get_device_properties(gpu)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return ""
+    domain, bus, device = (getattr(properties, name) for name in names)
     # its function is 0: others of the card are audio and USB
-    return (
-        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
-        f"{properties.pci_device_id:02x}.0"
-    )
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
