@@ -11,7 +11,7 @@ Not counted: norms, modulations, figures of the loop. They are thousandths of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megadiff.parallel.recompute import kept_blocks
@@ -174,12 +174,15 @@ def megatron_traffic(
     layout = placing.layout
     tp_parts = [prod(shape) / layout.tp for shape in model.trained.values()]
     num_bytes = passes.components * passes.updates * sum(tp_parts)
-    group = {"size": layout.dp * layout.sp, "stride": layout.tp}
-    return [
-        # the next forward waits for it
-        Traffic(purpose=WEIGHTS, num_bytes=work.itemsize * num_bytes, **group),
-        Traffic(purpose=GRADIENTS, num_bytes=FLOAT32 * num_bytes, is_hidden=True, **group),
-    ]
+    # the next forward waits for it
+    weights = Traffic(
+        purpose=WEIGHTS,
+        num_bytes=work.itemsize * num_bytes,
+        size=layout.dp * layout.sp,
+        stride=layout.tp,
+    )
+    gradients = replace(weights, purpose=GRADIENTS, num_bytes=FLOAT32 * num_bytes, is_hidden=True)
+    return [weights, gradients]
 
 
 def ulysses_traffic(model: ModelShape, placing: Placing, work: Work, passes: StepPasses) -> Traffic:

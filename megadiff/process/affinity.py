@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,7 +77,8 @@ def local_cpus(pci: str, *, devices: Path = PCI_DEVICES) -> frozenset[int]:
 
 def pci_id(gpu: int) -> str:
     """Return a GPU's address as /sys names it."""
-    properties = torch.cuda.get_device_properties(gpu)
+    # torch's own stub lacks the three fields
+    properties: Any = torch.cuda.get_device_properties(gpu)
     # its function is 0: others of the card are audio and USB
     return (
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
