@@ -17,7 +17,7 @@ import torch
 
 from megadiff.engines.gate import StepGate
 from megadiff.train import rescue as rescue_module
-from megadiff.train.board import RunAlarm, Board, RankState
+from megadiff.train.board import Board, RankState, RunAlarm
 from megadiff.train.rescue import Rescue, disagreement
 from megadiff.types import Progress
 
