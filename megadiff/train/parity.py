@@ -41,7 +41,9 @@ UNLIKE_GAP = "parity/unlike_log_prob_gap_max"  # of prompts more unlike than a c
 GUIDED_ROUNDING = 10  # guidance multiplies the difference of two velocities
 SCHEDULE_TOLERANCE = 1e-6  # both sides compute it in float64 and round once
 LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # other noise is off by 1 and more
-EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest entry
+# Relative to the largest entry. Prompts of unlike length in one call are 0.056 apart in bfloat16
+# (H200, a text encoder of the full size with random weights).
+EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
 class ParityError(RuntimeError):

@@ -26,7 +26,7 @@ STAGES: dict[str, tuple[object, str, int]] = {  # where, what is called, at whic
     "train": (ShardedEngine, "_backward", 2),
     "sync": (WeightSync, "push", 2),  # the first is the gate's
     "evaluation": (build, "evaluate", 1),
-    "checkpoint": (ComponentsEngine, "save", 1),
+    "checkpoint": (ComponentsEngine, "snapshot", 1),
     "images": (FlowBatches, "__next__", 3),
 }
 
