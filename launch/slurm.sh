@@ -109,7 +109,7 @@ fi
 # Once, before any rank starts: the checks of `megadiff train`, and what is needed of the config.
 # The first node's address is asked for, as its own /etc/hosts may call it 127.0.1.1.
 # shellcheck disable=SC2016  # the step's shell expands it
-look='megadiff train --dry-run --json --world-size "$1" "${@:2}" | python -c "
+look='megadiff train --dry-run --json --world-size "$1" --gpus-per-node "$2" "${@:3}" | python -c "
 import json, sys
 from pathlib import Path
 config = json.load(sys.stdin)[\"config\"]
@@ -120,7 +120,7 @@ last=''
 if [[ ! $dry_run ]] && ((num_nodes > 1)); then
   last=${nodes[-1]}
 fi
-check=(bash -o pipefail -c "$look" "$last" "$world_size")
+check=(bash -o pipefail -c "$look" "$last" "$world_size" "$ranks")
 if [[ $dry_run && ${CONTAINER_IMAGE:-} ]]; then
   plan=$'FOLDER_OF_THE_RUN\n1' # the image can read the config, and this node perhaps not
 else

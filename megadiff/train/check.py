@@ -52,7 +52,8 @@ def check(
         dp_replicate=parallel.dp_replicate,
         world_size=world_size,
     )
-    check_nodes(layout, ranks_per_node=ranks_per_node or local_world_size_of(world_size))
+    ranks_per_node = ranks_per_node or local_world_size_of(world_size)
+    check_nodes(layout, ranks_per_node=ranks_per_node)
     # first what costs nothing: a wrong key must not wait for a model or a reward to load
     validate(config, dp=layout.dp)
     check_trackers(config.track)
@@ -62,7 +63,7 @@ def check(
             f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
         )
 
-    check_num_replicas(config, world_size=world_size)
+    check_num_replicas(config, num_nodes=max(1, world_size // ranks_per_node))
     sampling = sampling_of(config.rollout)
     on_policy = build_algorithm(config.algorithm).on_policy
     if on_policy:

@@ -28,7 +28,7 @@ from megadiff.config.validate import sleeps
 from megadiff.observe.text_files import write_whole
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, read_once
-from megadiff.parallel.mesh import Mesh, local_world_size_of
+from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
@@ -136,12 +136,11 @@ class RunReplicas:
             agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
 
 
-def check_num_replicas(config: Config, *, world_size: int) -> None:
+def check_num_replicas(config: Config, *, num_nodes: int) -> None:
     """Raise ValueError where the nodes of a colocated run would have unequal numbers of replicas.
 
     Their ranks take equally many groups, so a node with fewer replicas would hold all others up.
     """
-    num_nodes = world_size // local_world_size_of(world_size)
     count = config.rollout.num_replicas
     if config.rollout.mode == "colocated" and count % num_nodes:
         raise ValueError(

@@ -13,6 +13,7 @@ import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
 from megadiff.observe.timers import Timers
+from megadiff.parallel.mesh import local_world_size_of
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.limits import RUN_CHARS
@@ -217,13 +218,13 @@ def test_a_colocated_rank_shares_replicas_with_its_node(rank):
 
 
 def test_nodes_have_equally_many_replicas(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for count in (0, 2, 6):
-        check_num_replicas(_config(count), world_size=8)
+        check_num_replicas(_config(count), num_nodes=2)
     with pytest.raises(ValueError, match="rollout.num_replicas=3 over 2 nodes.*a multiple of 2"):
-        check_num_replicas(_config(3), world_size=8)
+        check_num_replicas(_config(3), num_nodes=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="10 processes in all are no multiple of this node's 4"):
-        check_num_replicas(_config(4), world_size=10)
+        local_world_size_of(10)
 
 
 def _config(num_replicas):
