@@ -33,7 +33,7 @@ from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
-from megadiff.observe.step_folders import step_folder, step_name
+from megadiff.observe.step_folders import is_due, step_folder, step_name
 from megadiff.parallel.collectives import (
     AgreedError,
     agreed,
@@ -89,14 +89,14 @@ class Checkpoints:
         """
         settings = self.config.checkpoint
         self._settle_if_written()
-        is_due = progress.step == self.config.train.num_steps
-        is_due |= bool(settings.every) and progress.step % settings.every == 0
+        num_steps = self.config.train.num_steps
+        saves = is_due(settings.every, progress.step, num_steps=num_steps)
         if settings.every_min:
             # Rank 0's clock: others' may say something else at this step.
             minutes = (time.monotonic() - self._began_s) / 60
             is_late = float(self.mesh.rank == 0 and minutes >= settings.every_min)
-            is_due |= bool(all_reduce_max({"is_late": is_late}, self.mesh.cpu_group)["is_late"])
-        if is_due:
+            saves |= bool(all_reduce_max({"is_late": is_late}, self.mesh.cpu_group)["is_late"])
+        if saves:
             self.save(engine, progress)
 
     def save(self, engine: Engine, progress: Progress) -> None:

@@ -1,9 +1,14 @@
-"""Find and drop what a run keeps in one folder a step, e.g. `samples/step_000010/`."""
+"""Say when a step is kept, find and drop its folder, e.g. `samples/step_000010/`."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+
+
+def is_due(every: int, step: int, *, num_steps: int) -> bool:
+    """Say whether step is a multiple of `every` (0: never) or the last of the run."""
+    return step == num_steps or bool(every and step % every == 0)
 
 
 def step_name(step: int) -> str:

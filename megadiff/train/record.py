@@ -18,6 +18,7 @@ from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.metrics import format_number
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.samples import SampleRecord
+from megadiff.observe.step_folders import is_due
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers
 from megadiff.observe.utilisation import peak_tflops, utilisation
@@ -64,10 +65,6 @@ class Recorder:
         self.recorded_step = 0  # the last one whose metrics this rank has written
         self._peak_tflops = peak_tflops(mesh.device)
 
-    def is_due(self, every: int, step: int) -> bool:
-        """Say whether step is a multiple of `every` (0: never) or the last of the run."""
-        return step == self.config.train.num_steps or bool(every and step % every == 0)
-
     def start(self, step: int) -> None:
         """Log the figures of the untrained policy as step 0, before a run that evaluates.
 
@@ -96,7 +93,9 @@ class Recorder:
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
 
         failure: AgreedError | None = None
-        if self.evaluate and self.is_due(self.config.eval.every, step):
+        if self.evaluate and is_due(
+            self.config.eval.every, step, num_steps=self.config.train.num_steps
+        ):
             try:
                 metrics |= self._evaluated(step)
             except AgreedError as error:
@@ -147,7 +146,10 @@ class Recorder:
     ) -> None:
         self.trackers.log(step, metrics)
         self.recorded_step = step
-        if samples and (step == 1 or self.is_due(self.config.sample_every, step)):
+        if samples and (
+            step == 1
+            or is_due(self.config.sample_every, step, num_steps=self.config.train.num_steps)
+        ):
             self.trackers.images(step, samples())
         if self.progress_bar:
             self.progress_bar.update(step, metrics)
