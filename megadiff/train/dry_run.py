@@ -14,6 +14,7 @@ from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.train.components import describe_components
+from megadiff.train.replicas import replicas_per_node
 from megadiff.train.sampling import sampling_of, sft_sampling
 from megadiff.types import JsonObject
 
@@ -69,7 +70,13 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
     is_sampled = build_algorithm(config.algorithm).on_policy or bool(config.eval.every)
     is_colocated = is_sampled and rollout.mode == "colocated"
 
-    per_node = rollout.num_replicas // num_nodes or max(1, num_ranks // rollout.tp)
+    per_node = replicas_per_node(
+        config,
+        num_nodes=num_nodes,
+        num_ranks=num_ranks,
+        # `auto` may be planned on a machine without GPUs
+        on_gpus=config.run.device != "cpu",
+    )
     lines = []
     for first in range(0, num_nodes * num_ranks, num_ranks):
         line = f"node {first // num_ranks}: torchrun starts ranks {first}-{first + num_ranks - 1}"

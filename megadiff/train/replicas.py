@@ -151,10 +151,21 @@ def check_num_replicas(config: Config, *, num_nodes: int) -> None:
 
 def num_replicas(config: Config, mesh: Mesh) -> int:
     """Return how many replicas this rank shares: its node's, of separate ones all."""
-    is_colocated = config.rollout.mode == "colocated"
-    num_nodes = mesh.num_nodes if is_colocated else 1
-    on_gpus = max(1, mesh.world_size // num_nodes // config.rollout.tp)
-    by_default = on_gpus if mesh.device.type == "cuda" else 1
+    num_nodes = mesh.num_nodes if config.rollout.mode == "colocated" else 1
+    return replicas_per_node(
+        config,
+        num_nodes=num_nodes,
+        num_ranks=mesh.world_size // num_nodes,
+        on_gpus=mesh.device.type == "cuda",
+    )
+
+
+def replicas_per_node(config: Config, *, num_nodes: int, num_ranks: int, on_gpus: bool) -> int:
+    """Return each node's part of rollout.num_replicas; 0 is one per tp of its ranks' GPUs.
+
+    On a CPU it is one.
+    """
+    by_default = max(1, num_ranks // config.rollout.tp) if on_gpus else 1
     return config.rollout.num_replicas // num_nodes or by_default
 
 
