@@ -6,10 +6,12 @@ Shape letters
   N   samples of this data-parallel rank
   T   inference steps
   W   stochastic steps of the window
+  K   of those, the steps that are trained
   S   states around them, W + 1
   L   latent tokens
   C   latent channels
   B   rows of a microbatch
+  R   rows of a batch: N · K of a TrainBatch, N of a FlowBatch
   FHWC   frames, height, width, colours: of pixels only
 """
 
@@ -177,16 +179,18 @@ class TrainBatch:
     rollout_log_probs_NW: float64, of the replicas that drew the samples; they weigh the policy
     gradient. None where they are the old ones.
     window_start_N, group_index_N: int64. The latter is the sample's row of the conditioning.
+    trained_steps_NK: int64, the steps of the window that are rows; all of them, or a part.
     advantages_N, weights_N: float32. A weight of 0 keeps a sample's row without its gradient.
     conditioning: name → [P, …].
     schedule: [T+1] float32. sampling: height, width, guidance, SDE.
-    ref_means_NWLC: the reference policy's step means, only with a KL term.
-    denominator: global number of weighted (sample, step) pairs; the loss sum is divided by it.
+    velocities_NKLC: of other policies than the trained one, by what Algorithm.needs calls them.
+    denominator: global number of weighted rows; the loss sum is divided by it.
     """
 
     latents_NSLC: Tensor
     old_log_probs_NW: Tensor | None
     window_start_N: Tensor
+    trained_steps_NK: Tensor
     advantages_N: Tensor
     weights_N: Tensor
     group_index_N: Tensor
@@ -194,7 +198,7 @@ class TrainBatch:
     schedule: Tensor
     sampling: Sampling
     denominator: float
-    ref_means_NWLC: Tensor | None = None
+    velocities_NKLC: Mapping[str, Tensor] = field(default_factory=dict)
     rollout_log_probs_NW: Tensor | None = None
 
     @property
@@ -207,26 +211,31 @@ class TrainBatch:
 
     @property
     def num_rows(self) -> int:
-        """The number of (sample, window step) pairs."""
-        return self.num_samples * self.num_window_steps
+        """The number of trained (sample, window step) pairs."""
+        return self.trained_steps_NK.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBatch:
     """Clean samples of this data-parallel rank and the noise drawn for them, for flow matching.
 
+    Each row is a draw of noise for a sample, so N counts a sample once for each of its draws.
+
     latents_NLC: clean, float32. noise_NLC: standard normal, float32. sigma_N: float32 in (0, 1].
-    denominator: global number of weighted samples. The other fields are as in TrainBatch.
+    advantages_N: float32, 1 for given images. velocities_NLC: as TrainBatch.velocities_NKLC.
+    denominator: global number of weighted rows. The other fields are as in TrainBatch.
     """
 
     latents_NLC: Tensor
     noise_NLC: Tensor
     sigma_N: Tensor
+    advantages_N: Tensor
     weights_N: Tensor
     group_index_N: Tensor
     conditioning: Mapping[str, Tensor]
     sampling: Sampling
     denominator: float
+    velocities_NLC: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -234,16 +243,19 @@ class FlowBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowInputs:
-    """The arguments of a flow-matching loss for B samples; float32.
+class MatchInputs:
+    """The arguments of a matching loss for B draws of noise; float32. A loss is a sum over rows.
 
     velocity_BLC: the policy's at sigma_B, with gradient. target_BLC: noise − clean latents.
+    velocities: other policies' there, [B, L, C] each, by what Algorithm.needs calls them.
     """
 
     velocity_BLC: Tensor
     target_BLC: Tensor
     sigma_B: Tensor
+    advantage_B: Tensor
     weight_B: Tensor
+    velocities: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +264,7 @@ class StepInputs:
 
     float32, log_probs float64.
     latents_BLC: the state at sigma_B. prev_sample_BLC: the stored, less noisy one at sigma_next_B.
-    velocity_BLC: the policy's, with gradient. ref_mean_BLC: the reference policy's, or None.
+    velocity_BLC: the policy's, with gradient. velocities: as in MatchInputs.
     schedule: [T+1]. old_log_prob_B, rollout_log_prob_B: or None, as in TrainBatch.
     """
 
@@ -266,7 +278,7 @@ class StepInputs:
     weight_B: Tensor
     schedule: Tensor
     sampling: Sampling
-    ref_mean_BLC: Tensor | None = None
+    velocities: Mapping[str, Tensor] = field(default_factory=dict)
     rollout_log_prob_B: Tensor | None = None
 
 
@@ -281,17 +293,6 @@ class LossOutput:
 
     loss_sum: Tensor
     sums: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogProbs:
-    """The log_probs of a batch's steps.
-
-    log_probs_NW: float64. means_NWLC: float32, the means of p(prev_sample | latents).
-    """
-
-    log_probs_NW: Tensor
-    means_NWLC: Tensor
 
 
 @dataclass

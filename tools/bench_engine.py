@@ -50,7 +50,7 @@ from megadiff.types import TrainBatch
 
 RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"
 WARMUP = 2
-LOSS = partial(flow_grpo, clip_range=1e-5, adv_clip_max=5.0, kl_coef=0.0)
+LOSS = partial(flow_grpo, clip_range=(1e-5, 1e-5), adv_clip_max=5.0, kl_coef=0.0)
 
 
 def main(argv: list[str]) -> int:
@@ -215,6 +215,7 @@ def synthetic_batch(
         latents_NSLC=latents_NSLC,
         old_log_probs_NW=None,
         window_start_N=torch.ones(len(latents_NSLC), dtype=torch.int64),
+        trained_steps_NK=torch.zeros(len(latents_NSLC), 1, dtype=torch.int64),
         advantages_N=torch.randn(rows, generator=generator)[mine],
         weights_N=torch.ones(len(latents_NSLC)),
         group_index_N=torch.zeros(len(latents_NSLC), dtype=torch.int64),

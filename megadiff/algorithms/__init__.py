@@ -1,53 +1,174 @@
-"""Losses by name; each says what it needs of a batch."""
+"""Algorithms by name. Each is a row: what it trains on, whose velocities it needs, and its loss."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from megadiff.algorithms.awm import awm
+from megadiff.algorithms.dpo import dpo
+from megadiff.algorithms.flow_dppo import flow_dppo
 from megadiff.algorithms.flow_grpo import flow_grpo
-from megadiff.algorithms.flow_matching import flow_matching
-from megadiff.config.schema import AlgorithmConfig
+from megadiff.algorithms.flow_matching import flow_matching, weighted_matching
+from megadiff.algorithms.grpo_guard import grpo_guard
+from megadiff.algorithms.nft import nft
+from megadiff.config.schema import AlgorithmConfig, with_algorithm_defaults
 from megadiff.types import LossOutput
+
+# whose velocities a loss may ask for
+OLD = "old"  # the policy before a step's first update
+LAGGING = "lagging"  # the average that follows the policy by algorithm.lagging_decay
+REFERENCE = "reference"  # the policy of step 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """Hold a loss and what it needs.
 
-    loss: over StepInputs or FlowInputs. needs_reference: ref_mean_BLC must be there.
+    loss: over StepInputs (rows "steps") or MatchInputs.
+    rows: a key of train.rows.ROWS. "steps" are stored stochastic steps, "levels" clean latents at
+    drawn noise levels, "pairs" the best and the worst of a group at the same levels.
+    needs: whose velocities the inputs come with, without gradient. "old" is left out of a step's
+    first update, where it is the policy itself.
     on_policy: it trains on what replicas sample and rewards score (train/loop.py), not on given
     images (train/sft.py).
+    samples_lagging: replicas draw with the lagging policy instead of the trained one.
+    first_level: the first step of the schedule whose sigma may be drawn.
+    sde_types: the rollout.sde_type that its loss is defined for; empty means all.
     """
 
     loss: Callable[..., LossOutput]
-    needs_reference: bool = False
+    rows: str = "steps"
+    needs: frozenset[str] = frozenset()
     on_policy: bool = True
+    samples_lagging: bool = False
+    first_level: int = 0
+    sde_types: frozenset[str] = frozenset()
+
+
+def _ppo(config: AlgorithmConfig) -> dict[str, Any]:
+    return {
+        "clip_range": (config.clip_range, config.clip_range_high or config.clip_range),
+        "adv_clip_max": config.adv_clip_max,
+        "kl_coef": config.kl_coef,
+    }
+
+
+def _steps(config: AlgorithmConfig) -> dict[str, Any]:
+    return {"adv_clip_max": config.adv_clip_max, "kl_coef": config.kl_coef} | {
+        "step_weight": config.step_weight
+    }
+
+
+def _needs(config: AlgorithmConfig, *names: str) -> frozenset[str]:
+    """Return the names, with the reference where there is a KL to it."""
+    return frozenset(names) | ({REFERENCE} if config.kl_coef else set())
 
 
 def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
+    loss = partial(flow_grpo, **_ppo(config), step_weight=config.step_weight)
+    return Algorithm(loss=loss, needs=_needs(config))
+
+
+def _grpo_guard(config: AlgorithmConfig) -> Algorithm:
+    loss = partial(grpo_guard, **_ppo(config), step_weight=config.step_weight)
+    # Flow-CPS's log_prob is no density, so its ratio has no mean and spread to correct
+    sde_types = frozenset({"flow_sde", "dance_sde"})
+    return Algorithm(loss=loss, needs=_needs(config, OLD), sde_types=sde_types)
+
+
+def _flow_dppo(config: AlgorithmConfig) -> Algorithm:
+    loss = partial(flow_dppo, kl_limit=config.kl_limit, **_steps(config))
+    return Algorithm(loss=loss, needs=_needs(config, OLD))
+
+
+def _nft(config: AlgorithmConfig) -> Algorithm:
+    old = LAGGING if config.lagging_decay else OLD
     loss = partial(
-        flow_grpo,
-        clip_range=config.clip_range,
+        nft,
+        beta=config.beta,
+        adv_clip_max=config.adv_clip_max,
+        kl_coef=config.kl_coef,
+        old=old,
+    )
+    return Algorithm(
+        loss=loss,
+        rows="levels",
+        needs=_needs(config, old),
+        samples_lagging=old == LAGGING,
+    )
+
+
+def _awm(config: AlgorithmConfig) -> Algorithm:
+    loss = partial(
+        awm, matching=config.matching, **_ppo(config), lagging_kl_coef=config.lagging_kl_coef
+    )
+    lagging = {LAGGING} if config.lagging_kl_coef else set()
+    # at sigma 1 a velocity says nothing about the sample
+    return Algorithm(loss=loss, rows="levels", needs=_needs(config, OLD, *lagging), first_level=1)
+
+
+def _rwr(config: AlgorithmConfig) -> Algorithm:
+    loss = partial(
+        weighted_matching,
+        temperature=config.beta,
         adv_clip_max=config.adv_clip_max,
         kl_coef=config.kl_coef,
     )
-    return Algorithm(loss=loss, needs_reference=config.kl_coef > 0)
+    return Algorithm(loss=loss, rows="levels", needs=_needs(config))
+
+
+def _dpo(config: AlgorithmConfig, *, on_policy: bool = True) -> Algorithm:
+    loss = partial(dpo, beta=config.beta)
+    return Algorithm(loss=loss, rows="pairs", needs=frozenset({REFERENCE}), on_policy=on_policy)
 
 
 def _sft(config: AlgorithmConfig) -> Algorithm:
-    return Algorithm(loss=flow_matching, on_policy=False)
+    return Algorithm(loss=flow_matching, rows="levels", on_policy=False)
 
 
 ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
     "flow_grpo": _flow_grpo,
+    "grpo_guard": _grpo_guard,
+    "flow_dppo": _flow_dppo,
+    "nft": _nft,
+    "awm": _awm,
+    "rwr": _rwr,
+    "dpo": _dpo,
+    "offline_dpo": partial(_dpo, on_policy=False),
     "sft": _sft,
 }
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Build the algorithm that the config names. Raises ValueError for an unknown name."""
-    if config.name not in ALGORITHMS:
-        raise ValueError(f"algorithm.name={config.name!r} is not one of {sorted(ALGORITHMS)}")
-    return ALGORITHMS[config.name](config)
+    """Build the algorithm that the config names: one of ALGORITHMS, or module:function.
+
+    The function takes the AlgorithmConfig and returns an Algorithm. Raises ValueError for an
+    unknown name, and where the function is missing or returns something else.
+    """
+    name = config.name
+    if name in ALGORITHMS:
+        return ALGORITHMS[name](with_algorithm_defaults(config))
+
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise ValueError(
+            f"algorithm.name={name!r} is not one of {', '.join(ALGORITHMS)}; set one of them, or "
+            "module:function of your own"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"algorithm.name={name!r}: {error}; give an importable module and a function in it"
+        ) from error
+    algorithm = function(with_algorithm_defaults(config))
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(
+            f"algorithm.name={name!r} returned {type(algorithm).__name__}; "
+            "return a megadiff.algorithms.Algorithm"
+        )
+    return algorithm

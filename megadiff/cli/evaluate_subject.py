@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config, RewardConfig
@@ -75,7 +76,7 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
             "reward.<name>.type=TYPE"
         )
 
-    validate(config, dp=1)
+    validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
     adapter = _checked_adapter(config)
 
     prompts = read_prompts(config, config.eval.prompts)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megadiff.algorithms import build_algorithm
 from megadiff.cli.console import show_crashes
 from megadiff.config.load import load_config
 from megadiff.config.validate import validate
@@ -86,7 +87,7 @@ def _spec_of_run(sources: Sequence[str], given: dict[str, Any]) -> ReplicaSpec:
                 f"give {key}=… instead, to the trainer too"
             )
     config = load_config(sources)
-    validate(config, dp=1)
+    validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
 
     # A launcher of several nodes names the trainer's: vLLM would take it for its own rendezvous.
     trainer = os.environ.pop("MASTER_ADDR", "")

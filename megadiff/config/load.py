@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.schema import Config, RewardConfig, with_algorithm_defaults
 
 
 def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def load_config(arguments: Sequence[str]) -> Config:
 
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
+    config.algorithm = with_algorithm_defaults(config.algorithm)
     return config
 
 

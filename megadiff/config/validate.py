@@ -40,8 +40,11 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
 }
 
 
-def validate(config: Config, *, dp: int) -> None:
-    """Raises ConfigError for the first rule that is broken. dp: the resolved data-parallel size."""
+def validate(config: Config, *, dp: int, on_policy: bool = True) -> None:
+    """Raises ConfigError for the first rule that is broken.
+
+    dp: the resolved data-parallel size. on_policy: as of the config's algorithm.
+    """
     # First the numbers alone: the rules between keys compute with them.
     for key, value, rules in _leaves(config):
         _check_number(key, value)
@@ -52,10 +55,10 @@ def validate(config: Config, *, dp: int) -> None:
 
     _check_engine(config)
     _check_lora(config)
-    if config.algorithm.name == "sft":
-        _check_sft(config)
-    else:
+    if on_policy:
         _check_rl(config)
+    else:
+        _check_sft(config)
     _check_batch(config, dp=dp)
     _check_rollout(config)
 
@@ -230,8 +233,8 @@ def _check_rl(config: Config) -> None:
 def _check_sft(config: Config) -> None:
     if not config.data.images:
         raise ConfigError(
-            "algorithm.name=sft needs data.images: a folder with metadata.jsonl, a .parquet or "
-            ".tar file, or module:Class"
+            f"algorithm.name={config.algorithm.name} needs data.images: a folder with "
+            "metadata.jsonl, a .parquet or .tar file, or module:Class"
         )
 
     if config.eval.every and not config.reward:
@@ -243,7 +246,8 @@ def _check_sft(config: Config) -> None:
         value = attrgetter(key)(config)
         if value != neutral:
             raise ConfigError(
-                f"{key}={value} with algorithm.name=sft, which has no use for it; "
+                f"{key}={value} with algorithm.name={config.algorithm.name}, which has no use for "
+                "it; "
                 f"set {key}={neutral}"
             )
 

@@ -28,7 +28,7 @@ from megadiff.convert.model_folders import (
 from megadiff.convert.stored_tensors import StoredTensors, from_checkpoint, prefixed
 from megadiff.parallel.lora import lora_shapes
 from megadiff.tensors.lora_names import lora_from_json
-from megadiff.tensors.shards import AVERAGED, TRAINED, ShardFolder, shard_file
+from megadiff.tensors.shards import AVERAGED, LAGGING, TRAINED, ShardFolder, shard_file
 from megadiff.types import LoraSpec, Progress, Shape, Shapes
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def _check_state(
         whole_components: set[str] = set()  # with a tensor of this kind for each parameter
         if kind == TRAINED:
             whole_components = set(shapes)
-        elif kind == AVERAGED:
+        elif kind in (AVERAGED, LAGGING):
             whole_components = set(map(_component, tensors))
         # Moments may lack: a parameter that never had a gradient has none.
         wanted = {
@@ -263,7 +263,7 @@ def ordered_state(source: Source) -> list[str]:
     for component, shapes in _trained_shapes(source.base, source.lora).items():
         parameters += [f"{component}.{name}" for name in shapes]
     order = {name: index for index, name in enumerate(parameters)}
-    kinds = (TRAINED, AVERAGED)
+    kinds = (TRAINED, AVERAGED, LAGGING)
 
     def key(name: str) -> tuple[int, int, str]:
         kind, _, parameter = name.rpartition("/")

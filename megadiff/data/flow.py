@@ -84,6 +84,7 @@ class FlowBatches(EpochOrder, Iterator[FlowBatch]):
             latents_NLC=latents_NLC,
             noise_NLC=self._normals(tuple(latents_NLC.shape[1:]), position, "noise"),
             sigma_N=sigma_N,
+            advantages_N=torch.ones(len(rows_N)),
             weights_N=torch.ones(len(rows_N)),
             group_index_N=group_index_N,
             conditioning=conditioning,

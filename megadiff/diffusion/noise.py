@@ -64,6 +64,16 @@ def row_normals(shape: Shape, *, first: int, count: int, key: str) -> Tensor:
     return blocks.flatten(0, 1)[skipped : skipped + count]
 
 
+def normal_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
+    """Draw row i of [len(keys), *shape] from keys[i], standard normal float32 on CPU."""
+    return _normal_rows(shape, keys)
+
+
+def choice(count: int, num_chosen: int, *, key: str) -> Tensor:
+    """Choose num_chosen of 0 … count − 1 without replacement, [num_chosen] int64 in any order."""
+    return torch.from_numpy(_generator(key).permutation(count)[:num_chosen])
+
+
 def uniform(shape: Shape, *, key: str) -> Tensor:
     """Draw uniformly on [−1, 1), float32 on CPU, the same wherever `key` is."""
     return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)

@@ -2,9 +2,10 @@
 
 Conventions: x_sigma = (1−sigma)·x0 + sigma·noise, velocity = noise − x0. A step goes
 sigma → sigma_next with dt = sigma_next − sigma < 0. The noise scale s is *without* sqrt(−dt)
-everywhere. All arithmetic is float32: in bfloat16 it is wrong. log_prob is the mean over all
-non-batch elements, so ratios sit at 1 ± 1e-5. The mean is taken and kept in float64, because
-float32's rounding near 1 (6e-8) is already half a percent of a clip range of 1e-5.
+everywhere. All arithmetic is float32 or, of float64 tensors, float64: in bfloat16 it is wrong.
+log_prob is the mean over all non-batch elements, so ratios sit at 1 ± 1e-5. The mean is taken and
+kept in float64, because float32's rounding near 1 (6e-8) is already half a percent of a clip range
+of 1e-5.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def step_mean(step: SdeStep, latents_BLC: Tensor, velocity_BLC: Tensor) -> Tenso
     """Return the mean of p(prev_sample | latents), float32, differentiable in velocity."""
     if step.sampling.sde_type == "ode":
         return ode_step(latents_BLC, velocity_BLC, step.sigma_B, step.sigma_next_B)
-    latents_BLC = latents_BLC.float()
-    velocity_BLC = velocity_BLC.float()
+    latents_BLC = _wide(latents_BLC)
+    velocity_BLC = _wide(velocity_BLC)
     sigma = _spread(step.sigma_B, latents_BLC)
     sigma_next = _spread(step.sigma_next_B, latents_BLC)
     scale = _spread(noise_scale(step), latents_BLC)
@@ -115,7 +116,7 @@ def log_prob(step: SdeStep, prev_sample_BLC: Tensor, mean_BLC: Tensor) -> Tensor
     normaliser, as its authors do.
     """
     # Squared in float32, averaged in float64: see the top of this file.
-    error_B = _mean(((prev_sample_BLC.float() - mean_BLC.float()) ** 2).double())
+    error_B = _mean(((_wide(prev_sample_BLC) - _wide(mean_BLC)) ** 2).double())
     if step.sampling.sde_type == "flow_cps":
         return -error_B
     std_B = injected_std(step).double()
@@ -143,8 +144,8 @@ def ode_step(
     latents_BLC: Tensor, velocity_BLC: Tensor, sigma: Tensor, sigma_next: Tensor
 ) -> Tensor:
     """Take a deterministic Euler step in float32; sigma and sigma_next are scalars or [B]."""
-    latents_BLC = latents_BLC.float()
-    return latents_BLC + velocity_BLC.float() * _spread(sigma_next - sigma, latents_BLC)
+    latents_BLC = _wide(latents_BLC)
+    return latents_BLC + _wide(velocity_BLC) * _spread(sigma_next - sigma, latents_BLC)
 
 
 def kl_to_reference(step: SdeStep, mean_BLC: Tensor, ref_mean_BLC: Tensor) -> Tensor:
@@ -152,13 +153,17 @@ def kl_to_reference(step: SdeStep, mean_BLC: Tensor, ref_mean_BLC: Tensor) -> Te
 
     Flow-GRPO, arXiv 2505.05470.
     """
-    return _mean((mean_BLC.float() - ref_mean_BLC.float()) ** 2) / (2 * noise_scale(step) ** 2)
+    return _mean((_wide(mean_BLC) - _wide(ref_mean_BLC)) ** 2) / (2 * noise_scale(step) ** 2)
 
 
 def _spread(value: Tensor, like: Tensor) -> Tensor:
-    """Shape a scalar or [B] tensor, as float32, to broadcast against `like` [B, …]."""
-    value = value.float().to(like.device)
+    """Shape a scalar or [B] tensor, at least float32, to broadcast against `like` [B, …]."""
+    value = _wide(value).to(like.device)
     return value.reshape(-1, *([1] * (like.ndim - 1))) if value.ndim else value
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def _mean(value_BLC: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from megadiff.engines.microbatch import Batch
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.snapshot import Snapshot
-from megadiff.types import FlowInputs, LogProbs, LoraSpec, LossOutput, StepInputs, TrainBatch
+from megadiff.types import LoraSpec, LossOutput, MatchInputs, StepInputs
 
 Buckets = Iterator[list[tuple[str, Tensor]]]  # of tensors by name
-Loss = Callable[[StepInputs], LossOutput] | Callable[[FlowInputs], LossOutput]
+Loss = Callable[[StepInputs], LossOutput] | Callable[[MatchInputs], LossOutput]
 
 
 class NonFiniteError(FloatingPointError):
@@ -48,8 +48,11 @@ class Engine(Protocol):
     @property
     def changed(self) -> Set[str]: ...
 
-    def log_probs(self, batch: TrainBatch) -> LogProbs:
-        """Compute log_prob of each stored window step of the current policy, without gradient."""
+    def velocities(self, batch: Batch) -> Tensor:
+        """Return the current policy's velocity of each row, without gradient.
+
+        [R, L, C] float32 on the CPU.
+        """
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """Make one optimizer step over the whole batch.
@@ -75,13 +78,19 @@ class Engine(Protocol):
         """Note that replicas hold all weights as they are now: empty `changed`."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """Let log_probs() answer for the reference policy within the context.
+        """Let velocities() answer for the reference policy within the context.
 
         That is the weights at step 0, or with LoRA the frozen ones, its adapters switched off.
         """
 
     def averaged(self) -> AbstractContextManager[None]:
         """Use the running average (algorithm.ema_decay), if there is one, within the context."""
+
+    def lagging(self) -> AbstractContextManager[None]:
+        """Use the lagging policy (algorithm.lagging_decay), if there is one, within the context."""
+
+    def follow(self, decay: float) -> None:
+        """Move the lagging policy: decay · lagging + (1 − decay) · weights. 0 copies them."""
 
     def snapshot(self) -> Snapshot:
         """Return this rank's weights and optimizer state, where they are. Not collective."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megadiff.config.schema import Config
 from megadiff.engines.base import Buckets, Loss
@@ -25,7 +26,7 @@ from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
-from megadiff.types import Figures, LogProbs, LoraSpec, TrainBatch
+from megadiff.types import Figures, FlowBatch, LoraSpec
 
 
 class ComponentsEngine:
@@ -65,17 +66,14 @@ class ComponentsEngine:
         """The low-rank adapters beside frozen weights, the same for all components."""
         return self.members[self.adapter.components[0]].lora
 
-    def log_probs(self, batch: TrainBatch) -> LogProbs:
+    def velocities(self, batch: Batch) -> Tensor:
         self._offload_idle()
-        shape = (batch.num_samples, batch.num_window_steps)
-        log_probs = LogProbs(
-            log_probs_NW=torch.empty(shape, dtype=torch.float64),
-            means_NWLC=torch.empty(*shape, *batch.latents_NSLC.shape[2:]),
-        )
+        latents = batch.latents_NLC if isinstance(batch, FlowBatch) else batch.latents_NSLC
+        velocities_RLC = torch.empty(batch.num_rows, *latents.shape[-2:])
         for component, rows in self._component_rows(batch).items():
             if rows.num_microbatches:
-                self.members[component].log_probs(batch, rows, log_probs)
-        return log_probs
+                self.members[component].velocities(batch, rows, velocities_RLC)
+        return velocities_RLC
 
     def update(self, batch: Batch, loss: Loss) -> Figures:
         """Update the trained components in turn. Return global figures.
@@ -138,16 +136,33 @@ class ComponentsEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        averaging = set(self.members if self.config.algorithm.ema_decay else ())
+        with self._replaced(ShardedEngine.averaged, self.config.algorithm.ema_decay > 0):
+            yield
+
+    @contextmanager
+    def lagging(self) -> Iterator[None]:
+        with self._replaced(ShardedEngine.lagging, self.config.algorithm.lagging_decay > 0):
+            yield
+
+    @contextmanager
+    def _replaced(
+        self, by: Callable[[ShardedEngine], AbstractContextManager[None]], differs: bool
+    ) -> Iterator[None]:
+        """Enter the context of all members. differs: whether it changes weights."""
+        replaced = set(self.members if differs else ())
         with ExitStack() as stack:
             for member in self.members.values():
-                stack.enter_context(member.averaged())
+                stack.enter_context(by(member))
             # replicas hold the other weights: both ways have to be sent
-            self.changed |= averaging
+            self.changed |= replaced
             try:
                 yield
             finally:
-                self.changed |= averaging
+                self.changed |= replaced
+
+    def follow(self, decay: float) -> None:
+        for member in self.members.values():
+            member.follow(decay)
 
     def snapshot(self) -> Snapshot:
         """Return this rank's shards of the float32 weights and AdamW's moments.

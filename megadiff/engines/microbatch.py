@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megadiff.models.adapter import Conditioning
-from megadiff.types import FlowBatch, FlowInputs, StepInputs, TrainBatch
+from megadiff.types import FlowBatch, MatchInputs, StepInputs, TrainBatch
 
 Batch = TrainBatch | FlowBatch
 
@@ -24,11 +24,15 @@ Batch = TrainBatch | FlowBatch
 class Microbatch:
     """Hold B (sample, window step) pairs of a batch.
 
-    sample_B, step_B: int64, which pair each row is. conditioning: name → [B, …], left where the
-    batch has it, so masks stay on the CPU. The rest, float32 on the device, is as in StepInputs.
+    row_B: int64, which rows of the batch they are. sample_B, column_B: of each its sample and which
+    of the sample's trained steps; step_B: that step of the window. conditioning: name → [B, …],
+    left where the batch has it, so masks stay on the CPU. The rest, float32 on the device, is as in
+    StepInputs.
     """
 
+    row_B: Tensor
     sample_B: Tensor
+    column_B: Tensor
     step_B: Tensor
     latents_BLC: Tensor
     prev_sample_BLC: Tensor
@@ -39,16 +43,16 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowMicrobatch:
-    """Hold B samples of a FlowBatch, noised to sigma_B.
+    """Hold B rows of a FlowBatch, noised to sigma_B.
 
-    latents_BLC = (1 − sigma)·clean + sigma·noise, target_BLC = noise − clean. weight_B is float32
-    on the device too; the rest is as in Microbatch.
+    latents_BLC = (1 − sigma)·clean + sigma·noise, target_BLC = noise − clean. The rest is as in
+    Microbatch.
     """
 
+    row_B: Tensor
     latents_BLC: Tensor
     target_BLC: Tensor
     sigma_B: Tensor
-    weight_B: Tensor
     conditioning: Conditioning
 
 
@@ -74,13 +78,14 @@ def padded_microbatches(
 ) -> Iterator[tuple[Microbatch | FlowMicrobatch, bool]]:
     """Yield rows.num_microbatches microbatches, each with whether it counts.
 
-    A filler is the first row of this rank, of whichever component.
+    A filler is the first row of this rank, of whichever component, twice: a loss may want pairs.
     """
     for microbatch in microbatches(batch, rows.rows_R, size, device):
         yield microbatch, True
-    # one row is enough for a filler: collectives do not depend on the number of rows
+    # as few rows as can be: collectives do not depend on their number
+    first_row = torch.zeros(min(size, 2), dtype=torch.int64)
     for _ in range(rows.num_microbatches - num_microbatches(len(rows.rows_R), size)):
-        (filler,) = microbatches(batch, torch.zeros(1, dtype=torch.int64), 1, device)
+        (filler,) = microbatches(batch, first_row, size, device)
         yield filler, False
 
 
@@ -92,8 +97,8 @@ def component_rows(batch: Batch, component_of: Callable[[float], str]) -> dict[s
     if isinstance(batch, FlowBatch):
         sigma_R = batch.sigma_N
     else:
-        index_NW = batch.window_start_N.cpu()[:, None] + torch.arange(batch.num_window_steps)
-        sigma_R = batch.schedule[index_NW.flatten()]
+        index_NK = batch.window_start_N.cpu()[:, None] + batch.trained_steps_NK
+        sigma_R = batch.schedule[index_NK.flatten()]
     rows: dict[str, list[int]] = {}
     for row, sigma in enumerate(sigma_R.tolist()):
         rows.setdefault(component_of(sigma), []).append(row)
@@ -114,12 +119,16 @@ def microbatches(
 
 def _step_microbatch(batch: TrainBatch, row_B: Tensor, device: torch.device) -> Microbatch:
     # a sample's steps follow each other, so a text is seldom padded for another prompt's
-    sample_B = row_B // batch.num_window_steps
-    step_B = row_B % batch.num_window_steps
+    num_columns = batch.trained_steps_NK.shape[1]
+    sample_B = row_B // num_columns
+    column_B = row_B % num_columns
+    step_B = batch.trained_steps_NK[sample_B, column_B]
     index_B = batch.window_start_N.cpu()[sample_B] + step_B
 
     return Microbatch(
+        row_B=row_B,
         sample_B=sample_B,
+        column_B=column_B,
         step_B=step_B,
         latents_BLC=_on(device, batch.latents_NSLC[sample_B, step_B]),
         prev_sample_BLC=_on(device, batch.latents_NSLC[sample_B, step_B + 1]),
@@ -140,28 +149,35 @@ def _flow_microbatch(batch: FlowBatch, row_B: Tensor, device: torch.device) -> F
     sigma_B = _on(device, batch.sigma_N[rows])
 
     return FlowMicrobatch(
+        row_B=row_B,
         latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
         target_BLC=noise_BLC - latents_BLC,
         sigma_B=sigma_B,
-        weight_B=_on(device, batch.weights_N[rows]),
         conditioning=_conditioning(batch, batch.group_index_N[rows], device),
     )
 
 
 def loss_inputs(
     batch: Batch, microbatch: Microbatch | FlowMicrobatch, velocity_BLC: Tensor
-) -> StepInputs | FlowInputs:
+) -> StepInputs | MatchInputs:
     """Return the record that a loss sees."""
+    device = velocity_BLC.device
     if isinstance(microbatch, FlowMicrobatch):
-        return FlowInputs(
+        assert isinstance(batch, FlowBatch), "its microbatches are FlowMicrobatches"
+        row_B = microbatch.row_B
+        return MatchInputs(
             velocity_BLC=velocity_BLC,
             target_BLC=microbatch.target_BLC,
             sigma_B=microbatch.sigma_B,
-            weight_B=microbatch.weight_B,
+            advantage_B=_on(device, batch.advantages_N[row_B]),
+            weight_B=_on(device, batch.weights_N[row_B]),
+            velocities={
+                name: _moved(device, value_NLC[row_B])
+                for name, value_NLC in batch.velocities_NLC.items()
+            },
         )
     assert isinstance(batch, TrainBatch), "its microbatches are no FlowMicrobatch"
 
-    device = velocity_BLC.device
     sample_B = microbatch.sample_B
     step_B = microbatch.step_B
 
@@ -179,7 +195,10 @@ def loss_inputs(
         weight_B=_on(device, batch.weights_N[sample_B]),
         schedule=_on(device, batch.schedule),
         sampling=batch.sampling,
-        ref_mean_BLC=rows_of(batch.ref_means_NWLC),
+        velocities={
+            name: _moved(device, value_NKLC[sample_B, microbatch.column_B])
+            for name, value_NKLC in batch.velocities_NKLC.items()
+        },
         rollout_log_prob_B=rows_of(batch.rollout_log_probs_NW),
     )
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
-from megadiff.diffusion import sde
 from megadiff.engines.base import Buckets, Loss, NonFiniteError
 from megadiff.engines.gathering import GATHERED_AT_ONCE, runs
 from megadiff.engines.microbatch import (
@@ -35,7 +34,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
-from megadiff.types import DTYPES, LogProbs, LoraSpec, Tensors, TrainBatch
+from megadiff.types import DTYPES, LoraSpec, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +100,14 @@ class ShardedEngine(ComponentState):
         """The low-rank adapters beside frozen weights; None where all weights are trained."""
         return self._adapters.spec if self._adapters else None
 
-    def log_probs(self, batch: TrainBatch, rows: ComponentRows, into: LogProbs) -> None:
-        """Fill in the log_probs of the component's rows, without gradient."""
+    def velocities(self, batch: Batch, rows: ComponentRows, into_RLC: Tensor) -> None:
+        """Fill in the velocities of the component's rows, without gradient."""
         with torch.no_grad(), self._in_use():
             size = self.config.train.microbatch_size
             for microbatch, counts in padded_microbatches(batch, rows, size, self.mesh.device):
-                assert isinstance(microbatch, Microbatch)
                 velocity_BLC = self._velocity(batch, microbatch)
-                if not counts:  # a filler has joined the collectives, which was its use
-                    continue
-
-                step = sde.SdeStep(
-                    batch.sampling, batch.schedule, microbatch.sigma_B, microbatch.sigma_next_B
-                )
-                mean_BLC = sde.step_mean(step, microbatch.latents_BLC, velocity_BLC)
-                log_prob_B = sde.log_prob(step, microbatch.prev_sample_BLC, mean_BLC)
-                into.log_probs_NW[microbatch.sample_B, microbatch.step_B] = log_prob_B.cpu()
-                into.means_NWLC[microbatch.sample_B, microbatch.step_B] = mean_BLC.cpu()
+                if counts:  # a filler has joined the collectives, which was its use
+                    into_RLC[microbatch.row_B] = velocity_BLC.cpu()
 
     def update(self, batch: Batch, loss: Loss, rows: ComponentRows, *, denominator: float) -> Step:
         """Make one optimizer step over the component's rows.
@@ -170,9 +160,7 @@ class ShardedEngine(ComponentState):
                 yield
             return
         if self._reference is None:
-            raise ValueError(
-                "this engine keeps no reference weights; build it with algorithm.kl_coef > 0"
-            )
+            raise ValueError("this engine keeps no reference weights; its algorithm needs none")
         with self._swapped(self._reference):
             yield
 

@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from megadiff.algorithms import REFERENCE, build_algorithm
 from megadiff.config.schema import Config
 from megadiff.engines.gate import GateEndedError, StepGate
 from megadiff.engines.gathering import local
 from megadiff.engines.lora import is_frozen
 from megadiff.parallel.mesh import Mesh
-from megadiff.tensors.shards import AVERAGED, TRAINED, Shard, ShardFolder
+from megadiff.tensors.shards import AVERAGED, LAGGING, TRAINED, Shard, ShardFolder
 from megadiff.types import Tensors
 
 # torch's names for them in AdamW's state
@@ -83,7 +84,8 @@ class ComponentState(ABC):
         self.is_frozen = is_frozen(config, component)
         self._reference: Tensors | None = None
         # with LoRA the reference is the frozen weights
-        if config.algorithm.kl_coef > 0 and not config.lora.rank:
+        needs_reference = REFERENCE in build_algorithm(config.algorithm).needs
+        if needs_reference and not config.lora.rank:
             initial = {} if self.is_frozen else self._masters
             # on the host: only the pass for the reference policy needs it
             self._reference = {name: shard.to("cpu", copy=True) for name, shard in initial.items()}
@@ -93,6 +95,13 @@ class ComponentState(ABC):
             self._average = {
                 name: shard if self.is_frozen else shard.clone()
                 for name, shard in self._masters.items()
+            }
+
+        self._lagging: Tensors = {}  # sharded as the masters are
+        if config.algorithm.lagging_decay and not self.is_frozen:
+            # on the host: only rollouts and a pass before the update need it
+            self._lagging = {
+                name: shard.to("cpu", copy=True) for name, shard in self._masters.items()
             }
 
     @abstractmethod
@@ -112,6 +121,18 @@ class ComponentState(ABC):
         with self._swapped(self._average):
             yield
 
+    @contextmanager
+    def lagging(self) -> Iterator[None]:
+        with self._swapped(self._lagging):
+            yield
+
+    def follow(self, decay: float) -> None:
+        """Move the lagging policy towards the masters; see engines.base.Engine."""
+        for name, lagging in self._lagging.items():
+            key = f"{TRAINED}/{self.component}.{name}"
+            master = self._on_host.current(key, self._masters[name])
+            lagging.lerp_(master.to(lagging.device), 1 - decay)
+
     def shards(self) -> dict[str, list[Shard]]:
         """Return name in a checkpoint → this rank's shards of weights and moments, where they are.
 
@@ -129,13 +150,15 @@ class ComponentState(ABC):
         Raises ValueError that names the torn file and tensor. Without collectives: a rank that
         finds a torn file leaves no other waiting.
         """
-        has_average = any(name.startswith(f"{AVERAGED}/") for name in source.shapes)
-        if has_average != bool(self._average):  # it would be lost, or made up
-            raise ValueError(
-                f"{source.folder} has {'' if has_average else 'no '}averaged weights, but "
-                f"algorithm.ema_decay={self.config.algorithm.ema_decay}; set it as it was, or "
-                "start a new run"
-            )
+        algorithm = self.config.algorithm
+        for kind, key in ((AVERAGED, "ema_decay"), (LAGGING, "lagging_decay")):
+            is_there = any(name.startswith(f"{kind}/") for name in source.shapes)
+            decay = getattr(algorithm, key)
+            if is_there != bool(decay):  # it would be lost, or made up
+                raise ValueError(
+                    f"{source.folder} has {'' if is_there else 'no '}{kind} weights, but "
+                    f"algorithm.{key}={decay}; set it as it was, or start a new run"
+                )
 
         self._bring_back(f"{TRAINED}/")
         self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
@@ -236,7 +259,8 @@ class ComponentState(ABC):
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (name in a checkpoint, parameter's name, this rank's values) of all it holds."""
-        for kind, tensors in ((TRAINED, self._masters), (AVERAGED, self._average)):
+        averages = ((AVERAGED, self._average), (LAGGING, self._lagging))
+        for kind, tensors in ((TRAINED, self._masters), *averages):
             for name, values in tensors.items():
                 yield f"{kind}/{self.component}.{name}", name, values
         yield from self._moments()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megadiff.algorithms import build_algorithm
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config([*options.config, *config_arguments])
         machine = _machine(options)
         # dp=1 divides everything: what depends on dp is an obstacle of a layout, not of the config.
-        validate(config, dp=1)
+        validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
         adapter = build_adapter(Path(config.model.path))
         adapter.validate(sampling_of(config.rollout))
         if config.model.float32_streams:

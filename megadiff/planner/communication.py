@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megadiff.algorithms import build_algorithm
+from megadiff.algorithms import OLD, build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
 from megadiff.observe.utilisation import PEAK_TFLOPS
@@ -25,8 +25,9 @@ from megadiff.planner.network import (
     step_traffic,
 )
 from megadiff.planner.work import Machine, work_of
-from megadiff.train.sampling import sampling_of, sft_sampling
-from megadiff.types import DTYPES
+from megadiff.train.rows import rows_per_group, train_sampling
+from megadiff.train.sampling import sampling_of
+from megadiff.types import DTYPES, Sampling
 
 GB = 1e9
 NVLINK_GBS = 332.0  # a GPU: NCCL's all-gather on 4 H200s, docs/performance.md
@@ -183,8 +184,10 @@ class Network:
         # The first update's forwards give its old log_probs (train/update.py). "auto" counts as if
         # they were computed.
         recomputed = updates - 1 if algorithm.old_log_prob != "rollout" else 0
-        if build_algorithm(algorithm).needs_reference:
-            recomputed += updates
+        needs = build_algorithm(algorithm).needs
+        if OLD in needs:
+            recomputed = updates - 1
+        recomputed += updates * len(needs - {OLD})
         return StepPasses(
             components=components,
             updates=updates,
@@ -206,17 +209,20 @@ class Network:
 
 def step_tflop(config: Config, model: ModelShape, text_tokens: int) -> dict[str, float]:
     """Return the model's own TFLOP of a step on all GPUs, as perf/tflops_* count them."""
-    on_policy = build_algorithm(config.algorithm).on_policy
-    sampling = sampling_of(config.rollout) if on_policy else sft_sampling(config.rollout)
-    num_samples = config.train.prompts_per_step * config.algorithm.group_size
-    forward = num_samples * model.adapter.flops(sampling, text_tokens) / 1e12
+    algorithm = build_algorithm(config.algorithm)
+    num_prompts = config.train.prompts_per_step
 
+    def forward(sampling: Sampling) -> float:
+        return num_prompts * model.adapter.flops(sampling, text_tokens) / 1e12
+
+    drawn = sampling_of(config.rollout)
+    num_steps = config.algorithm.group_size * drawn.num_inference_steps
     # frozen weights have no gradient of their own
     backward = 1 if config.lora.rank else 2
-    rows = sampling.sde_window_size if on_policy else 1
+    rows = rows_per_group(config, algorithm)
     return {
-        "rollout": forward * sampling.num_inference_steps if on_policy else 0.0,
-        "train": forward * rows * (1 + backward),
+        "rollout": forward(drawn) * num_steps if algorithm.on_policy else 0.0,
+        "train": forward(train_sampling(config, algorithm)) * rows * (1 + backward),
     }
 
 

@@ -144,10 +144,11 @@ class Static:
 
     gradients: of the component whose update it is, gone when that is over.
     reference: float32 weights of a reference policy on the host. With LoRA it takes nothing: it is
-    the adapter switched off.
+    the adapter switched off. masters: the trained weights in float32, wherever they are.
     """
 
     reference: int
+    masters: int
     parameters: int
     gradients: int
     optimizer: int
@@ -166,6 +167,7 @@ def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
 
     return Static(
         reference=num_updated * component.reference,
+        masters=num_updated * component.masters,
         parameters=num_updated * component.parameters + frozen,
         gradients=component.gradients,
         optimizer=num_awake * component.optimizer,
@@ -190,6 +192,7 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
 
     return Static(
         reference=0 if lora else masters,
+        masters=masters,
         parameters=masters + (work.itemsize * base if lora else 0),
         gradients=FLOAT32 * sum(trained),
         optimizer=MOMENTS * sum(trained) + STEP_COUNTER * len(trained),
@@ -258,6 +261,7 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
 
     return Static(
         reference=0 if model.lora else FLOAT32 * (elements + unused),
+        masters=FLOAT32 * averaged,
         parameters=work.itemsize * (buffer + frozen),
         gradients=FLOAT32 * buffer,
         optimizer=moments_and_masters * elements + STEP_COUNTER * num_tensors,

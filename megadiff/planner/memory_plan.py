@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
-from megadiff.algorithms import build_algorithm
+from megadiff.algorithms import REFERENCE, build_algorithm
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config, LoraConfig
 from megadiff.config.validate import validate
@@ -175,8 +175,10 @@ def _estimate(
             placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error)
         )
 
-    needs_reference = build_algorithm(config.algorithm).needs_reference
-    host = {"reference": static.reference if needs_reference else 0}
+    needs = build_algorithm(config.algorithm).needs
+    host = {"reference": static.reference if REFERENCE in needs else 0}
+    if config.algorithm.lagging_decay:
+        host["lagging policy"] = static.masters
     if model.idle_offloaded:
         num_updated = model.num_components - model.num_frozen
         host["idle optimizer"] = num_updated * static.optimizer
@@ -274,7 +276,7 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
     )
 
     try:
-        validate(asked, dp=layout.dp)
+        validate(asked, dp=layout.dp, on_policy=build_algorithm(asked.algorithm).on_policy)
     except ConfigError as error:
         return str(error)
     return ""

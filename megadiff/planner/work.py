@@ -10,7 +10,7 @@ from megadiff.config.schema import Config
 from megadiff.engines.veomni import UNSHARDED_SHARE, unsharded_bytes
 from megadiff.models.adapter import ModelAdapter
 from megadiff.planner.engine_memory import ModelShape, Placing, Work
-from megadiff.train.sampling import sampling_of, sft_sampling
+from megadiff.train.rows import rows_per_group, train_sampling
 from megadiff.types import DTYPES, Sampling
 
 
@@ -36,13 +36,11 @@ def work_of(
     config: Config, model: ModelShape, placing: Placing, machine: Machine, text_tokens: int
 ) -> Work:
     """Return the longest microbatch of an update on one rank."""
-    on_policy = build_algorithm(config.algorithm).on_policy
-    sampling = sampling_of(config.rollout) if on_policy else sft_sampling(config.rollout)
+    algorithm = build_algorithm(config.algorithm)
+    sampling = train_sampling(config, algorithm)
 
-    samples_per_step = config.train.prompts_per_step * config.algorithm.group_size
-    num_samples = samples_per_step // placing.layout.dp // config.train.updates_per_step
-    # Flow matching has one row a sample, RL one for each SDE step of it.
-    rows = max(1, num_samples * (sampling.sde_window_size if on_policy else 1))
+    rows_per_step = config.train.prompts_per_step * rows_per_group(config, algorithm)
+    rows = max(1, rows_per_step // placing.layout.dp // config.train.updates_per_step)
     num_microbatches = math.ceil(rows / config.train.microbatch_size)
     itemsize = DTYPES[config.engine.dtype].itemsize
     # only VeOmni shards between microbatches; Megatron's buffers are always whole

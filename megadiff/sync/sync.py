@@ -84,14 +84,15 @@ class WeightSync:
     _sent: SentFingerprints | None = field(init=False, default=None)
 
     def push(self, version: int) -> dict[str, float]:
-        """Bring every replica to this version of the weights, unless it is there. Collective.
+        """Bring every replica to this version of the weights, unless it holds them. Collective.
 
         Returns `sync/gib`, the size of what travelled last, and after a push
         `time/sync_<stage>_s`, this rank's `seconds`.
         Raises AgreedError when any replica refuses or differs.
         """
         seconds = {}
-        if version != self.version:
+        # an evaluation may have pushed other weights of the same version, such as averaged ones
+        if version != self.version or self.engine.changed:
             self.version = None
             self._push(version)
             self.version = version

@@ -37,6 +37,7 @@ UNFINISHED = ".unfinished"  # behind the name of a file that is not closed
 # The kinds of weights in a checkpoint, whose names are KIND/COMPONENT.NAME.
 TRAINED = "model"
 AVERAGED = "average"
+LAGGING = "lagging"
 
 
 @dataclass(frozen=True, kw_only=True)

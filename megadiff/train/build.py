@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -193,7 +193,9 @@ def build_replicas(
     config = engine.config
     fleet = stack.enter_context(connect(config, engine.mesh, run_folder(config), processes))
     sync = stack.enter_context(closing(build_sync(engine, fleet)))
-    return RunReplicas(fleet, sync, config, engine.mesh)
+    samples_lagging = build_algorithm(config.algorithm).samples_lagging
+    sampled_policy = engine.lagging if samples_lagging else nullcontext
+    return RunReplicas(fleet, sync, config, engine.mesh, sampled_policy=sampled_policy)
 
 
 def _build_rescue(

@@ -25,6 +25,7 @@ from megadiff.parallel.mesh import (
 )
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
+from megadiff.train.check_algorithm import check_algorithm
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import groups_in_a_call, spread
 from megadiff.train.probe import own_size
@@ -55,7 +56,9 @@ def check(
     ranks_per_node = ranks_per_node or local_world_size_of(world_size)
     check_nodes(layout, ranks_per_node=ranks_per_node)
     # first what costs nothing: a wrong key must not wait for a model or a reward to load
-    validate(config, dp=layout.dp)
+    algorithm = build_algorithm(config.algorithm)
+    validate(config, dp=layout.dp, on_policy=algorithm.on_policy)
+    check_algorithm(config, algorithm)
     check_trackers(config.track)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
@@ -65,11 +68,11 @@ def check(
 
     check_num_replicas(config, num_nodes=max(1, world_size // ranks_per_node))
     sampling = sampling_of(config.rollout)
-    on_policy = build_algorithm(config.algorithm).on_policy
+    on_policy = algorithm.on_policy
     if on_policy:
         check_window(sampling)
 
-    adapter = _checked_adapter(config, layout, sampling, on_policy=on_policy)
+    adapter = _checked_adapter(config, layout, sampling, has_steps=algorithm.rows == "steps")
     prompts = read_prompts(config, config.data.prompts) if on_policy else []
     asked = [*prompts, *eval_prompts(config)]
     adapter.check_prompts(asked)
@@ -86,7 +89,7 @@ def check(
 
 
 def _checked_adapter(
-    config: Config, layout: Layout, sampling: Sampling, *, on_policy: bool
+    config: Config, layout: Layout, sampling: Sampling, *, has_steps: bool
 ) -> ModelAdapter:
     """Return the model's adapter. Raises ValueError where the config does not fit the model."""
     model = Path(config.model.path)
@@ -99,7 +102,7 @@ def _checked_adapter(
     adapter.validate(sampling)
     if config.model.float32_streams:
         adapter.check_float32_streams()
-    for warning in check_components(config, adapter, on_policy=on_policy):
+    for warning in check_components(config, adapter, has_steps=has_steps):
         if os.environ.get("RANK", "0") == "0":  # there is no mesh yet
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)

@@ -54,11 +54,11 @@ def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
     return samplings
 
 
-def check_components(config: Config, adapter: ModelAdapter, *, on_policy: bool) -> list[str]:
+def check_components(config: Config, adapter: ModelAdapter, *, has_steps: bool) -> list[str]:
     """Return warnings before step 1, of components that no window reaches.
 
     Raises ValueError for components that the model has not, and where nothing would be trained.
-    on_policy: rows come from windows, else from sigmas anywhere.
+    has_steps: rows come from windows, else from sigmas anywhere.
     """
     for key, names in (
         ("train.components", config.train.components),
@@ -78,8 +78,8 @@ def check_components(config: Config, adapter: ModelAdapter, *, on_policy: bool) 
             "to leave a component out set train.components"
         )
 
-    # supervised sigmas are drawn from the whole schedule, which reaches every component
-    return _unreached(config, adapter) if on_policy else []
+    # sigmas are else drawn from the whole schedule, which reaches every component
+    return _unreached(config, adapter) if has_steps else []
 
 
 def describe_components(config: Config, adapter: ModelAdapter) -> dict[str, dict[str, object]]:

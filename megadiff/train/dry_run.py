@@ -15,7 +15,8 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.train.components import describe_components
 from megadiff.train.replicas import replicas_per_node
-from megadiff.train.sampling import sampling_of, sft_sampling
+from megadiff.train.rows import rows_per_group, train_sampling
+from megadiff.train.sampling import sampling_of
 from megadiff.types import JsonObject
 
 
@@ -33,14 +34,12 @@ def describe(
     """
     sampling = sampling_of(config.rollout)
     train = config.train
-    on_policy = build_algorithm(config.algorithm).on_policy
-    tokens, channels = adapter.latents_shape(
-        sampling if on_policy else sft_sampling(config.rollout)
-    )
+    algorithm = build_algorithm(config.algorithm)
+    tokens, channels = adapter.latents_shape(train_sampling(config, algorithm))
 
     samples = train.prompts_per_step * config.algorithm.group_size
-    rows_per_sample = sampling.sde_window_size if on_policy else 1
-    update_rows = samples // layout.dp // train.updates_per_step * rows_per_sample
+    rank_prompts = train.prompts_per_step // layout.dp
+    update_rows = rank_prompts * rows_per_group(config, algorithm) // train.updates_per_step
 
     return {
         # float32 has six digits

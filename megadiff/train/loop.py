@@ -60,7 +60,7 @@ def train(run: Run) -> None:
             run.rescue.finish_step(progress, run.prompts.state())
             with timers("measure"):
                 stats |= reward_metrics(rewards, mesh) | diversity_metrics(groups, mesh)
-                stats |= step_work(groups, engine.adapter, config, mesh)
+                stats |= step_work(groups, engine.adapter, run.algorithm, config, mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
         gate = {}  # its gaps belong to the first step
@@ -88,6 +88,7 @@ def pass_gate(run: Run) -> dict[str, float]:
     with timers("parity"):
         gaps = parity.check(engine, run.replicas, calls, step=progress.step)
 
-    algorithm = engine.config.algorithm
-    progress.recomputes = parity.recomputes(gaps, algorithm, before=progress.recomputes)
+    if run.algorithm.rows == "steps":  # else no log_prob is compared with the replicas'
+        settings = engine.config.algorithm
+        progress.recomputes = parity.recomputes(gaps, settings, before=progress.recomputes)
     return {} if progress.step else gaps

@@ -21,10 +21,11 @@ from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.train.batch import to_train_batch
 from megadiff.train.components import component_steps
+from megadiff.train.log_probs import log_probs
 from megadiff.train.probe import Call
 from megadiff.train.replicas import RunReplicas
+from megadiff.train.rows import to_train_batch
 from megadiff.train.sampling import broadcast_groups, for_replica, group_requests, sampling_of
 from megadiff.types import (
     LOG_PROB_ROUNDING,
@@ -141,7 +142,8 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
         steps = [step for step in steps if step < sampling.num_inference_steps - 1]
         steps = [step for step in steps if low <= step < high] or steps
         if steps:
-            size = min(sampling.sde_window_size, len(steps))
+            # a run without stochastic steps is checked by two of them
+            size = min(sampling.sde_window_size or 2, len(steps))
             within = (steps[0], steps[-1] + 1)
             samplings[component] = replace(sampling, sde_window_size=size, sde_window_range=within)
     return samplings
@@ -261,7 +263,7 @@ def _batch(groups: Sequence[RolloutGroup]) -> TrainBatch:
 def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:
     """Return trainer minus replica, [N, W] float64 on the CPU."""
     assert batch.old_log_probs_NW is not None, "samples of a replica bring its log_probs"
-    return engine.log_probs(batch).log_probs_NW.double().cpu() - batch.old_log_probs_NW
+    return log_probs(engine, batch).log_probs_NW.double().cpu() - batch.old_log_probs_NW
 
 
 def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int) -> Tensor:
@@ -296,11 +298,12 @@ def _step_mean(
         batch,
         # log_probs() takes a state and the one after it; the latter changes no mean.
         latents_NSLC=torch.stack([latents_NLC, latents_NLC], dim=1),
+        trained_steps_NK=torch.zeros(len(latents_NLC), 1, dtype=torch.int64),
         old_log_probs_NW=None,
         window_start_N=torch.full_like(batch.window_start_N, index),
         sampling=replace(batch.sampling, sde_type=sde_type),
     )
-    return engine.log_probs(step_batch).means_NWLC[:, 0]
+    return log_probs(engine, step_batch).means_NWLC[:, 0]
 
 
 def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float:

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import torch
 
+from megadiff.algorithms import Algorithm
 from megadiff.algorithms.advantage import ZERO_STD
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
@@ -25,6 +26,7 @@ from megadiff.observe.utilisation import peak_tflops, utilisation
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
+from megadiff.train.rows import rows_per_group, train_sampling
 from megadiff.train.sampling import Rewards
 from megadiff.types import Figures, RolloutGroup
 
@@ -156,20 +158,27 @@ class Recorder:
 
 
 def step_work(
-    groups: list[RolloutGroup], adapter: ModelAdapter, config: Config, mesh: Mesh
+    groups: list[RolloutGroup],
+    adapter: ModelAdapter,
+    algorithm: Algorithm,
+    config: Config,
+    mesh: Mesh,
 ) -> Figures:
     """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
 
     Collective. Rollout is a forward for each step of a sample, training a forward and a backward
-    for each step of the window. Rollout's is left out where all replicas were started elsewhere.
+    for each row. Rollout's is left out where all replicas were started elsewhere.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
+    num_rows = rows_per_group(config, algorithm)
+    trained = train_sampling(config, algorithm)
     work = {"rollout": 0.0, "train": 0.0}
     for group in groups:
         num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
-        forward = adapter.flops(group.sampling, num_text_tokens) * len(group.sample_indices) / 1e12
-        work["rollout"] += forward * group.sampling.num_inference_steps
-        work["train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
+        num_steps = len(group.sample_indices) * group.sampling.num_inference_steps
+        work["rollout"] += adapter.flops(group.sampling, num_text_tokens) / 1e12 * num_steps
+        forward = adapter.flops(trained, num_text_tokens) / 1e12
+        work["train"] += forward * num_rows * (1 + backward)
 
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}

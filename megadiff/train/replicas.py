@@ -12,8 +12,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -85,8 +85,18 @@ def users_of(config: Config, mesh: Mesh) -> ReplicaUsers:
 class RunReplicas:
     """Decide who has the GPUs: the replicas, or the trainer. All methods are collective."""
 
-    def __init__(self, fleet: Fleet, sync: WeightSync, config: Config, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        sync: WeightSync,
+        config: Config,
+        mesh: Mesh,
+        *,
+        sampled_policy: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Take over a fleet. sampled_policy: an engine has the weights that steps draw with."""
         self.fleet = fleet
+        self._sampled_policy = sampled_policy
         self.sync = sync
         self._mesh = mesh
         self._leads = users_of(config, mesh).here
@@ -95,13 +105,13 @@ class RunReplicas:
 
     @contextmanager
     def awake(self, version: int, timers: Timers) -> Iterator[dict[str, float]]:
-        """Let the replicas sample from a version of the weights, and then rest; timed.
+        """Let the replicas draw a step's samples from a version of the weights, and rest; timed.
 
         Yields the sync's figures. Raises AgreedError when a replica refuses or differs.
         """
         with timers("room"):
             self._make_room()
-        with timers("sync"):
+        with timers("sync"), self._sampled_policy():
             figures = self.sync.push(version)
         yield figures
         # In no `finally`: after an error the other ranks may never come to this collective.

@@ -33,13 +33,12 @@ def sampling_of(config: RolloutConfig) -> Sampling:
 
 def sft_sampling(config: RolloutConfig) -> Sampling:
     """Return the sampling of a supervised run's forwards: images without guidance."""
-    return replace(
-        sampling_of(config),
-        num_frames=1,
-        true_cfg_scale=1.0,
-        guidance_scale=1.0,
-        guidance_scale_2=0.0,
-    )
+    return replace(unguided(sampling_of(config)), num_frames=1)
+
+
+def unguided(sampling: Sampling) -> Sampling:
+    """Return the sampling without guidance of either kind."""
+    return replace(sampling, true_cfg_scale=1.0, guidance_scale=1.0, guidance_scale_2=0.0)
 
 
 def group_requests(

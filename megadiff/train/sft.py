@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megadiff.data.flow import FlowBatches
 from megadiff.engines.base import NonFiniteError
 from megadiff.parallel.collectives import agreed
+from megadiff.train.policies import with_other_policies
 from megadiff.train.run import RunParts
 
 
@@ -32,9 +33,10 @@ def train_sft(run: SftRun) -> None:
         with timers("step"):
             with timers("data"):
                 # an image that cannot be read on one rank would leave the others in the update
-                batch = agreed(lambda: next(run.batches), engine.mesh.cpu_group)
+                drawn = agreed(lambda: next(run.batches), engine.mesh.cpu_group)
             with timers("train"):
                 try:
+                    batch = with_other_policies(engine, run.algorithm, drawn)
                     stats = engine.update(batch, run.algorithm.loss)
                 except NonFiniteError as error:  # no batch is stepped over: the data stay the same
                     number = progress.step + 1

@@ -1,28 +1,26 @@
-"""Run a step's policy update: reference means, then optimizer steps over the rollout batch."""
+"""Run a step's policy update: from scored groups to optimizer steps."""
 
 from __future__ import annotations
 
-import logging
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from megadiff.algorithms import Algorithm
+from megadiff.algorithms import LAGGING, OLD, Algorithm
 from megadiff.algorithms.advantage import group_advantages
-from megadiff.config.schema import Config
 from megadiff.engines.base import Engine, NonFiniteError
-from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json, sum_tensor
+from megadiff.engines.microbatch import Batch
+from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
-from megadiff.train.batch import to_train_batch, update_parts
+from megadiff.train.policies import lagging_decay, with_old_policy, with_other_policies
+from megadiff.train.rows import ROWS, rows_per_group, update_parts
 from megadiff.train.sampling import Rewards
-from megadiff.types import Figures, Progress, RolloutGroup, TrainBatch
-
-logger = logging.getLogger(__name__)
-SHOWN_PROMPTS = 3
+from megadiff.train.selection import ScoredGroups, best_and_worst, groups_to_train
+from megadiff.train.step_over import step_over
+from megadiff.types import Figures, Progress, RolloutGroup
 
 
 def update(
@@ -43,26 +41,32 @@ def update(
     """
     config = engine.config
     mesh = engine.mesh
+    settings = config.algorithm
     advantages_PG, weights_P = group_advantages(
         rewards[TOTAL],
-        kind=config.algorithm.advantage,
+        kind=settings.advantage,
         all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
     )
-    indices = groups_to_train(groups, weights_P, config=config, mesh=mesh)
-    batch = to_train_batch(
-        [groups[index] for index in indices], advantages_PG[indices], weights_P[indices]
+    if LAGGING in algorithm.needs:  # equal rewards still pull towards the lagging policy
+        weights_P = torch.ones_like(weights_P)
+    indices = groups_to_train(
+        weights_P, rows=rows_per_group(config, algorithm), config=config, mesh=mesh
     )
+    scored = ScoredGroups(
+        groups=[groups[index] for index in indices],
+        advantages_PG=advantages_PG[indices],
+        weights_P=weights_P[indices],
+        seed=config.seed,
+        step=progress.step,
+    )
+    if settings.trained_samples:
+        scored = best_and_worst(scored, settings.trained_samples)
 
-    if algorithm.needs_reference:
-        with engine.reference():
-            batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
-    parts = update_parts(
-        batch, group_size=config.algorithm.group_size, num_updates=config.train.updates_per_step
-    )
+    batch = with_other_policies(engine, algorithm, ROWS[algorithm.rows](scored, config, algorithm))
+    parts = update_parts(batch, num_updates=config.train.updates_per_step)
     del batch  # parts are copies, and two of all latents need not stay
-
-    if progress.recomputes:
-        parts = with_own_log_probs(engine, parts)
+    if OLD in algorithm.needs or progress.recomputes:
+        parts = with_old_policy(engine, parts, weighs=progress.recomputes)
 
     stats = []
     for part in parts:
@@ -70,11 +74,22 @@ def update(
             stats.append(engine.update(with_denominator(part, mesh), algorithm.loss))
         except NonFiniteError as error:
             step_over(error, groups, rewards, engine=engine, progress=progress)
+    if settings.lagging_decay:
+        engine.follow(lagging_decay(config, step=progress.step + 1))
 
     figures = mean_of_dicts(stats)
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
     return figures
+
+
+def with_denominator(batch: Batch, mesh: Mesh) -> Batch:
+    """Set the denominator: weighted samples over all dp ranks × rows of each. Collective."""
+    # a mean of the ranks' means would be wrong where their weights differ
+    weights = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)
+    weight = weights["weight"] / (mesh.sp * mesh.tp)  # model-parallel peers have the same samples
+    rows = batch.num_rows // len(batch.weights_N)
+    return replace(batch, denominator=max(weight, 1.0) * rows)
 
 
 def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> Figures:
@@ -84,90 +99,3 @@ def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> Figures:
         for key, value in row.items():
             values[key].append(value)
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
-
-
-def step_over(
-    error: NonFiniteError,
-    groups: Sequence[RolloutGroup],
-    rewards: Rewards,
-    *,
-    engine: Engine,
-    progress: Progress,
-) -> None:
-    """Count a batch whose update was given up. Collective; the error came on every rank.
-
-    Raises NonFiniteError with the largest rewards' prompts when optim.skip_nonfinite are used up.
-    """
-    mesh = engine.mesh
-    ranks = gather_json(_largest_rewards(groups, rewards), mesh.cpu_group)
-    largest = sorted((row for rows in ranks for row in rows), reverse=True)[:SHOWN_PROMPTS]
-    shown = "; ".join(dict.fromkeys(f"{text} {value:.4g}" for _, value, text in largest))
-    limit = engine.config.optim.skip_nonfinite
-    text = f"step {progress.step + 1}: {error}. Largest rewards: {shown}"
-
-    if progress.skipped >= limit:
-        raise NonFiniteError(
-            f"{text}. optim.skip_nonfinite={limit} batches may be stepped over, {progress.skipped} "
-            "were; look at these rewards, lower optim.lr, or raise it"
-        ) from error
-
-    progress.skipped += 1
-    if mesh.rank == 0:
-        logger.warning(
-            "%s. Stepped over, %d of optim.skip_nonfinite=%d", text, progress.skipped, limit
-        )
-
-
-def _largest_rewards(
-    groups: Sequence[RolloutGroup], rewards: Rewards
-) -> list[tuple[float, float, str]]:
-    """Return (magnitude, value, "reward 'name' of prompt 'text'") of this rank's largest."""
-    rows = []
-    for name in rewards.keys() - {TOTAL}:
-        for group, values_G in zip(groups, rewards[name].double(), strict=True):
-            value = values_G[values_G.abs().argmax()].item()
-            rows.append((abs(value), value, f"{name!r} of prompt {group.prompt.text[:60]!r}"))
-    return sorted(rows, reverse=True)[:SHOWN_PROMPTS]
-
-
-def groups_to_train(
-    groups: list[RolloutGroup], weights_P: torch.Tensor, *, config: Config, mesh: Mesh
-) -> list[int]:
-    """Return the indices, rising, of this rank's groups that an update computes. Collective.
-
-    Groups without a weight add nothing to a gradient or a figure and are dropped. Some of them stay
-    so that every rank has equally many groups and, where there are enough, full microbatches. One
-    microbatch stays where no rank has a weight.
-    """
-    group_size, num_steps = groups[0].log_probs_GW.shape
-    rows = group_size // config.train.updates_per_step * num_steps
-    most = all_reduce_max({"groups": float((weights_P > 0).sum())}, mesh.cpu_group)["groups"]
-    size = config.train.microbatch_size
-    step = size // math.gcd(size, rows)  # groups whose rows fill whole microbatches
-    count = min(max(math.ceil(most / step), 1) * step, len(groups))
-    return sorted(torch.argsort(weights_P, descending=True, stable=True)[:count].tolist())
-
-
-def with_own_log_probs(engine: Engine, parts: list[TrainBatch]) -> list[TrainBatch]:
-    """Return the parts with the engine's log_probs as the old ones. Collective.
-
-    The replicas' then weigh the policy gradient.
-    """
-    recomputed = []
-    for index, part in enumerate(parts):
-        # The first update trains the very policy that is asked for: its forwards answer themselves.
-        # The others take one more forward in the microbatches of their update, to round alike.
-        replicas_NW = part.old_log_probs_NW
-        part = replace(part, old_log_probs_NW=None, rollout_log_probs_NW=replicas_NW)
-        if index:
-            part = replace(part, old_log_probs_NW=engine.log_probs(part).log_probs_NW)
-        recomputed.append(part)
-    return recomputed
-
-
-def with_denominator(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
-    """Set the denominator: weighted samples over all dp ranks × window steps. Collective."""
-    # a mean of the ranks' means would be wrong where their weights differ
-    weights = all_reduce_sums({"weight": float(batch.weights_N.sum())}, mesh.cpu_group)
-    weight = weights["weight"] / (mesh.sp * mesh.tp)  # model-parallel peers have the same samples
-    return replace(batch, denominator=max(weight, 1.0) * batch.num_window_steps)

@@ -33,7 +33,7 @@ from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch
 
 # 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
 SAMPLING = Sampling(height=48, width=48, num_inference_steps=6, sde_window_range=(0, 5))
-LOSS = partial(flow_grpo, clip_range=100.0, adv_clip_max=5.0, kl_coef=0.0)
+LOSS = partial(flow_grpo, clip_range=(100.0, 100.0), adv_clip_max=5.0, kl_coef=0.0)
 
 
 def build(
@@ -124,6 +124,7 @@ def train_batch(
         latents_NSLC=torch.randn(8, 3, num_tokens, channels, generator=generator)[mine_N],
         old_log_probs_NW=torch.full((8, 2), -3.0)[mine_N],
         window_start_N=torch.tensor([0, 3, 1, 2])[groups_N][mine_N],
+        trained_steps_NK=torch.arange(2).repeat(8, 1)[mine_N],
         advantages_N=torch.randn(8, generator=generator)[mine_N],
         weights_N=weights_N[mine_N],
         group_index_N=groups_N[mine_N] - groups_N[mine_N][0],

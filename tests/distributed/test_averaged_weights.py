@@ -119,6 +119,7 @@ def _batch(engine: Engine, step: int) -> FlowBatch:
         latents_NLC=torch.randn(shape, generator=generator),
         noise_NLC=torch.randn(shape, generator=generator),
         sigma_N=torch.rand(2, generator=generator),
+        advantages_N=torch.ones(2),
         weights_N=torch.ones(2),
         group_index_N=torch.tensor([0, 1]),
         conditioning={

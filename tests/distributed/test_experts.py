@@ -25,6 +25,7 @@ from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.microbatch import component_rows, loss_inputs, microbatches
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import ShardFolder, write_shards
+from megadiff.train.log_probs import log_probs
 from megadiff.types import TrainBatch
 from tests.distributed.engines import LOSS, build, differing, gradient_shards, whole
 from tests.distributed.ranks import run_ranks
@@ -187,7 +188,7 @@ def _run_worker(model: Path, reference: Path, out: Path, layout: str) -> None:
 
 
 def _check_log_probs(engine: ComponentsEngine, expected: Tensor, windows: str) -> None:
-    found = engine.log_probs(_mine(engine, windows)).log_probs_NW
+    found = log_probs(engine, _mine(engine, windows)).log_probs_NW
     size = 8 // engine.mesh.dp
     mine = expected[engine.mesh.dp_rank * size :][:size]
     torch.testing.assert_close(found, mine, rtol=0, atol=2e-6)

@@ -19,7 +19,8 @@ from megadiff.engines.microbatch import component_rows, microbatches
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.plan import LORA_B
 from megadiff.tensors.shards import ShardFolder
-from megadiff.types import LogProbs, TrainBatch
+from megadiff.train.log_probs import LogProbs, log_probs
+from megadiff.types import TrainBatch
 from tests.distributed.engines import LOSS, build, differing
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import HIGH, LOW, batch_of, exact, held
@@ -65,20 +66,20 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
     assert differing(out / f"{backend}_0", out / f"{backend}_1") == []
     assert _all_moments_rest(engines[1])
     assert torch.equal(
-        engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC
+        log_probs(engines[1], batch).means_NWLC, log_probs(engines[0], batch).means_NWLC
     )
     for swapped in ("averaged", "reference"):
         found = []
         for engine in engines:
             with getattr(engine, swapped)():
                 assert engine is engines[0] or _all_moments_rest(engine)
-                found.append(engine.log_probs(batch).means_NWLC)
+                found.append(log_probs(engine, batch).means_NWLC)
         assert _all_moments_rest(engines[1]) and torch.equal(*found)
-        assert not torch.equal(found[0], engines[0].log_probs(batch).means_NWLC)
+        assert not torch.equal(found[0], log_probs(engines[0], batch).means_NWLC)
     engines[1].load(out / f"{backend}_0")
     assert _all_moments_rest(engines[1])
     assert torch.equal(
-        engines[1].log_probs(batch).means_NWLC, engines[0].log_probs(batch).means_NWLC
+        log_probs(engines[1], batch).means_NWLC, log_probs(engines[0], batch).means_NWLC
     )
     engines[1].save(out / f"{backend}_1_again")
     assert differing(out / f"{backend}_0", out / f"{backend}_1_again") == []
@@ -105,7 +106,7 @@ def _check_bfloat16(model: Path, adapter: WanAdapter, batch: TrainBatch) -> None
         expected = _stock_log_probs(experts, adapter, batch)
     for backend in ("veomni", "megatron"):
         engine = build(model, {}, backend=backend, dtype="bfloat16", adapter=adapter)
-        found = engine.log_probs(batch)
+        found = log_probs(engine, batch)
         gap = float((found.means_NWLC - expected.means_NWLC).abs().max())
         assert gap <= 2e-3, f"{backend}: {gap}"
         assert engine.update(batch, LOSS)["optim/grad_norm"] > 0
@@ -133,7 +134,7 @@ def _stock_log_probs(experts: dict, adapter: WanAdapter, batch: TrainBatch) -> L
 def _check_lora(model: Path, batch: TrainBatch, out: Path) -> None:
     """Both experts have adapters, which alone move, and of an idle one they do not."""
     engine = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model))
-    start = engine.log_probs(batch)
+    start = log_probs(engine, batch)
     figures = engine.update(batch, LOSS)
     assert figures[f"optim/grad_norm/{HIGH}"] > 0 and figures[f"optim/grad_norm/{LOW}"] > 0
     engine.update(batch_of(engine.adapter, "low"), LOSS)
@@ -141,7 +142,7 @@ def _check_lora(model: Path, batch: TrainBatch, out: Path) -> None:
     assert {name.partition(".")[0] for name in names} == {HIGH, LOW}
     assert len(names) == 2 * 2 * len(engine.lora.modules)
     with engine.reference():
-        assert torch.equal(engine.log_probs(batch).means_NWLC, start.means_NWLC)
+        assert torch.equal(log_probs(engine, batch).means_NWLC, start.means_NWLC)
     engine.save(out / "lora")
     saved = ShardFolder(out / "lora")
     assert saved.values["optimizer_steps"] == {HIGH: 1, LOW: 2}
@@ -150,7 +151,9 @@ def _check_lora(model: Path, batch: TrainBatch, out: Path) -> None:
     }
     resumed = build(model, {}, backend="veomni", lora=(3, 6.0), adapter=WanAdapter(model))
     resumed.load(out / "lora")
-    assert torch.equal(resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW)
+    assert torch.equal(
+        log_probs(resumed, batch).log_probs_NW, log_probs(engine, batch).log_probs_NW
+    )
 
 
 def _check_components(model: Path, batch: TrainBatch) -> None:
@@ -181,7 +184,9 @@ def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> No
     assert not any(each.requires_grad for each in parameters) and not frozen.optimizer.state
     storages = {local(each.detach()).untyped_storage().data_ptr() for each in parameters}
     assert {each.untyped_storage().data_ptr() for each in frozen._masters.values()} <= storages
-    assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+    assert torch.equal(
+        log_probs(engine, batch).means_NWLC, log_probs(whole_engine, batch).means_NWLC
+    )
     engine.update(batch, LOSS)
     sent = {name: tensor for bucket in engine.named_weights(1 << 20) for name, tensor in bucket}
     source = {
@@ -193,11 +198,15 @@ def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> No
     )
     engine.save(out / f"{backend}_frozen")
     whole_engine.load(out / f"{backend}_frozen")
-    assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+    assert torch.equal(
+        log_probs(engine, batch).means_NWLC, log_probs(whole_engine, batch).means_NWLC
+    )
     whole_engine.update(batch, LOSS)
     whole_engine.save(out / f"{backend}_both")
     engine.load(out / f"{backend}_both")
-    assert torch.equal(engine.log_probs(batch).means_NWLC, whole_engine.log_probs(batch).means_NWLC)
+    assert torch.equal(
+        log_probs(engine, batch).means_NWLC, log_probs(whole_engine, batch).means_NWLC
+    )
 
 
 def _check_frozen_average(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
@@ -209,7 +218,7 @@ def _check_frozen_average(model: Path, batch: TrainBatch, out: Path, backend: st
     both.update(batch, LOSS)
     both.save(out / f"{backend}_averaged")
     one.load(out / f"{backend}_averaged")
-    assert torch.equal(one.log_probs(batch).means_NWLC, both.log_probs(batch).means_NWLC)
+    assert torch.equal(log_probs(one, batch).means_NWLC, log_probs(both, batch).means_NWLC)
 
 
 def _check_frozen_lora(model: Path, batch: TrainBatch) -> None:

@@ -17,8 +17,10 @@ from megadiff.algorithms import build_algorithm
 from megadiff.engines.components import ComponentsEngine
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import ShardFolder
+from megadiff.train import selection
 from megadiff.train import update as update_module
-from megadiff.train.update import groups_to_train, update
+from megadiff.train.selection import groups_to_train
+from megadiff.train.update import update
 from megadiff.types import Progress, TrainBatch
 from tests.distributed.engines import build, forwards, group_of, mine, whole
 from tests.distributed.ranks import run_ranks
@@ -167,13 +169,11 @@ def test_microbatches_stay_full_and_equally_many(
     weights, elsewhere, microbatch, expected, monkeypatch
 ):
     monkeypatch.setattr(
-        update_module,
+        selection,
         "all_reduce_max",
         lambda values, _: {key: max(value, elsewhere) for key, value in values.items()},
     )
-    groups = [SimpleNamespace(log_probs_GW=torch.zeros(4, 2))] * 4
     config = SimpleNamespace(train=SimpleNamespace(updates_per_step=2, microbatch_size=microbatch))
     mesh = SimpleNamespace(cpu_group=None)
-    assert (
-        groups_to_train(groups, torch.tensor(weights).float(), config=config, mesh=mesh) == expected
-    )
+    weights_P = torch.tensor(weights).float()
+    assert groups_to_train(weights_P, rows=8, config=config, mesh=mesh) == expected

@@ -25,6 +25,7 @@ from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.parallel.lora import lora_shapes, start_values
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.train.log_probs import log_probs
 from megadiff.types import LoraSpec
 from tests.distributed.engines import (
     LOSS,
@@ -217,9 +218,9 @@ def _check_start(engine: ComponentsEngine, tiny_model: Path) -> None:
     for name, tensor in _tensors(engine.named_lora(10_000)).items():
         name = name.removeprefix("transformer.")
         assert torch.equal(tensor, start_values(name, shapes[name], seed=0)), name
-    policy = engine.log_probs(mine(engine))
+    policy = log_probs(engine, mine(engine))
     with engine.reference():
-        reference = engine.log_probs(mine(engine))
+        reference = log_probs(engine, mine(engine))
     assert torch.equal(policy.means_NWLC, reference.means_NWLC)
 
 
@@ -248,13 +249,13 @@ def _check_end(engine: ComponentsEngine, tiny_model: Path, end: ShardFolder, lay
     assert all(torch.equal(base[f"transformer.{name}"], tensor) for name, tensor in source.items())
 
     assert only(engine).optimizer.state.keys() == set(only(engine)._optimized.values())
-    policy = engine.log_probs(mine(engine))
+    policy = log_probs(engine, mine(engine))
     with engine.reference():
-        reference = engine.log_probs(mine(engine))
-    assert torch.equal(engine.log_probs(mine(engine)).log_probs_NW, policy.log_probs_NW)
+        reference = log_probs(engine, mine(engine))
+    assert torch.equal(log_probs(engine, mine(engine)).log_probs_NW, policy.log_probs_NW)
     backend, _, sizes, _ = LAYOUTS[layout]
     size = engine.config.train.microbatch_size
-    plain = build(tiny_model, sizes, backend=backend, microbatch_size=size).log_probs(mine(engine))
+    plain = log_probs(build(tiny_model, sizes, backend=backend, microbatch_size=size), mine(engine))
     assert torch.equal(reference.means_NWLC, plain.means_NWLC)
     assert (policy.log_probs_NW - plain.log_probs_NW).abs().max() > 1e-3
 
@@ -355,7 +356,7 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     resumed = _engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
     resumed.load(out / "checkpoint")
     assert torch.equal(
-        resumed.log_probs(mine(engine)).log_probs_NW, engine.log_probs(mine(engine)).log_probs_NW
+        log_probs(resumed, mine(engine)).log_probs_NW, log_probs(engine, mine(engine)).log_probs_NW
     )
 
 

@@ -22,6 +22,7 @@ from megadiff.engines.base import Engine
 from megadiff.engines.components import ComponentsEngine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.train.log_probs import log_probs
 from tests.distributed.engines import (
     LOSS,
     at_step,
@@ -116,17 +117,17 @@ def _check_named_weights(engine: ComponentsEngine, tiny_model: Path) -> None:
 
 def _check_reference(engine: ComponentsEngine) -> None:
     batch = mine(engine, 1.0)
-    start = engine.log_probs(batch)
+    start = log_probs(engine, batch)
     for _ in range(2):
         engine.update(batch, LOSS)
-    policy = engine.log_probs(batch)
+    policy = log_probs(engine, batch)
     assert (policy.log_probs_NW - start.log_probs_NW).abs().max() > 1e-3
     for _ in range(2):
         with engine.reference():
-            reference = engine.log_probs(batch)
+            reference = log_probs(engine, batch)
         assert torch.equal(reference.log_probs_NW, start.log_probs_NW)
         assert torch.equal(reference.means_NWLC, start.means_NWLC)
-        assert torch.equal(engine.log_probs(batch).log_probs_NW, policy.log_probs_NW)
+        assert torch.equal(log_probs(engine, batch).log_probs_NW, policy.log_probs_NW)
 
 
 def _check_broken_gradient(engine: ComponentsEngine) -> None:
@@ -134,13 +135,13 @@ def _check_broken_gradient(engine: ComponentsEngine) -> None:
     sound.
     """
     batch = mine(engine, 1.0)
-    before = engine.log_probs(batch).log_probs_NW
+    before = log_probs(engine, batch).log_probs_NW
     broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
     with pytest.raises(
         FloatingPointError, match="gradient norm is nan; the weights were left as they were"
     ):
         engine.update(broken if engine.mesh.dp_rank == 0 else batch, LOSS)
-    assert torch.equal(engine.log_probs(batch).log_probs_NW, before)
+    assert torch.equal(log_probs(engine, batch).log_probs_NW, before)
     unweighted = replace(batch, weights_N=torch.zeros_like(batch.weights_N), denominator=0.0)
     assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
 
@@ -297,7 +298,7 @@ def _precision_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> Non
         resumed = _engine(tiny_model, sizes, lr=1e-6, dtype=dtype)
         resumed.load(out / dtype)
         assert torch.equal(
-            resumed.log_probs(batch).log_probs_NW, engine.log_probs(batch).log_probs_NW
+            log_probs(resumed, batch).log_probs_NW, log_probs(engine, batch).log_probs_NW
         )
 
 

@@ -19,7 +19,8 @@ from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.collectives import sum_tensor
 from megadiff.tensors.shards import ShardFolder
-from megadiff.train.batch import to_train_batch, update_parts
+from megadiff.train.log_probs import log_probs
+from megadiff.train.rows import to_train_batch, update_parts, with_velocities
 from megadiff.train.update import update, with_denominator
 from megadiff.types import Progress, RolloutGroup
 from tests.distributed.engines import build, forwards, group_of, mine, whole
@@ -97,7 +98,7 @@ def _groups(engine: ComponentsEngine) -> list[RolloutGroup]:
     """This rank's, as if replicas had recorded log_probs that are ABOVE_W the trainer's."""
     is_pair = len(engine.members) > 1
     batch = batch_of(engine.adapter, "apart", 2, engine.mesh.dp_rank) if is_pair else mine(engine)
-    recorded_NW = engine.log_probs(batch).log_probs_NW + ABOVE_W
+    recorded_NW = log_probs(engine, batch).log_probs_NW + ABOVE_W
     return [group_of(batch, index, recorded_NW) for index in range(len(REWARDS_PG))]
 
 
@@ -111,9 +112,8 @@ def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[st
             {"total": REWARDS_PG},
             progress=Progress(recomputes=True),
         )
-    fillers = (
-        len(engine.members) - 1
-    )  # a rank has rows of one expert, and a row to throw away for each other
+    # a rank has rows of one expert, and two rows to throw away for each other
+    fillers = 2 * (len(engine.members) - 1)
     later = [NUM_ROWS // num_updates + fillers] * (num_updates - 1)
     assert sum(counted[False]) == sum(
         [NUM_ROWS + fillers, *later]
@@ -131,10 +131,10 @@ def _update_before(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict
         groups, *group_advantages(REWARDS_PG, kind=config.algorithm.advantage, **reduce)
     )
     with engine.reference():
-        batch = replace(batch, ref_means_NWLC=engine.log_probs(batch).means_NWLC)
-    old_NW = engine.log_probs(batch).log_probs_NW
+        batch = with_velocities(batch, "reference", engine.velocities(batch))
+    old_NW = log_probs(engine, batch).log_probs_NW
     batch = replace(batch, old_log_probs_NW=old_NW, rollout_log_probs_NW=batch.old_log_probs_NW)
-    parts = update_parts(batch, group_size=GROUP_SIZE, num_updates=config.train.updates_per_step)
+    parts = update_parts(batch, num_updates=config.train.updates_per_step)
     stats = [engine.update(with_denominator(part, engine.mesh), algorithm.loss) for part in parts]
     return {key: sum(stat[key] for stat in stats) / len(stats) for key in stats[0]}
 

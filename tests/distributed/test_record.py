@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.config.schema import Config
+from megadiff.algorithms import build_algorithm
+from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.observe import diversity
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.train.record import diversity_metrics, step_work
@@ -56,7 +57,9 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
         )
         for group in mine
     ]
-    metrics |= step_work(window, TeraAdapter(), Config(), mesh)
+    config = Config(algorithm=AlgorithmConfig(group_size=4))
+    algorithm = build_algorithm(config.algorithm)
+    metrics |= step_work(window, TeraAdapter(), algorithm, config, mesh)
     Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
 
 

@@ -27,6 +27,7 @@ from megadiff.engines.compiling import VARIANTS
 from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.microbatch import microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.train.log_probs import log_probs
 from tests.distributed.engines import LOSS, SAMPLING, build, mine, only, train_batch
 from tests.distributed.ranks import run_ranks
 
@@ -89,10 +90,10 @@ def _compiled_worker(tiny_model: Path) -> None:
     batch = mine(plain)
     norms = [engine.update(batch, LOSS)["optim/grad_norm"] for engine in (plain, compiled)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
-    log_probs = [engine.log_probs(batch).log_probs_NW for engine in (plain, compiled)]
+    log_probs = [log_probs(engine, batch).log_probs_NW for engine in (plain, compiled)]
     torch.testing.assert_close(log_probs[1], log_probs[0], rtol=0, atol=1e-7)
     with compiled.reference():
-        of_base = compiled.log_probs(batch).log_probs_NW
+        of_base = log_probs(compiled, batch).log_probs_NW
     assert (of_base - log_probs[1]).abs().max() > 1e-4, "the adapter is compiled in"
     stats = torch._dynamo.utils.counters
     assert 0 < stats["stats"]["unique_graphs"] <= VARIANTS and not stats["graph_break"], stats
@@ -170,7 +171,9 @@ def _lengths_worker(tiny_model: Path) -> None:
             mask = torch.ones(embeds.shape[:2]).bool()
             mask[0, length - num_padded :] = False
             batch = replace(whole, conditioning={"prompt_embeds": embeds, "prompt_mask": mask})
-            expected, found = (engine.log_probs(batch).log_probs_NW for engine in (plain, compiled))
+            expected, found = (
+                log_probs(engine, batch).log_probs_NW for engine in (plain, compiled)
+            )
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < counts[1] == counts[4] < counts[5] == counts[8], counts
@@ -285,11 +288,11 @@ def _precision_worker(tiny_model: Path, stock: Path) -> None:
     assert {p.dtype for p in only(engine).transformer.parameters()} == {torch.float32}
     assert {s["exp_avg"].dtype for s in only(engine).optimizer.state.values()} == {torch.float32}
 
-    before = engine.log_probs(batch).log_probs_NW
+    before = log_probs(engine, batch).log_probs_NW
     broken = replace(batch, advantages_N=torch.full_like(batch.advantages_N, torch.nan))
     with pytest.raises(FloatingPointError, match="gradient norm is nan"):
         engine.update(broken, LOSS)
-    assert torch.equal(engine.log_probs(batch).log_probs_NW, before)
+    assert torch.equal(log_probs(engine, batch).log_probs_NW, before)
 
     unweighted = replace(batch, weights_N=torch.zeros(8), denominator=0.0)
     assert engine.update(unweighted, LOSS)["optim/grad_norm"] == 0
@@ -330,17 +333,17 @@ def _weights_worker(tiny_model: Path, sizes: dict[str, int]) -> None:
         assert all(torch.equal(weights[f"transformer.{name}"], expected[name]) for name in source)
 
     batch = mine(engine, 4.0)
-    start = engine.log_probs(batch)
+    start = log_probs(engine, batch)
     for _ in range(2):
         engine.update(batch, LOSS)
-    policy = engine.log_probs(batch)
+    policy = log_probs(engine, batch)
     assert (policy.log_probs_NW - start.log_probs_NW).abs().max() > 1e-3
     for _ in range(2):
         with engine.reference():
-            reference = engine.log_probs(batch)
+            reference = log_probs(engine, batch)
         assert torch.equal(reference.log_probs_NW, start.log_probs_NW)
         assert torch.equal(reference.means_NWLC, start.means_NWLC)
-        assert torch.equal(engine.log_probs(batch).log_probs_NW, policy.log_probs_NW)
+        assert torch.equal(log_probs(engine, batch).log_probs_NW, policy.log_probs_NW)
 
 
 def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None) -> None:

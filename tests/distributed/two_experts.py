@@ -57,6 +57,7 @@ def batch_of(adapter: WanAdapter, windows: str, dp: int = 1, dp_rank: int = 0) -
         latents_NSLC=torch.randn(8, 3, num_tokens, channels, generator=generator)[mine_N],
         old_log_probs_NW=torch.full((8, 2), -3.0, dtype=torch.float64)[mine_N],
         window_start_N=torch.tensor(WINDOWS[windows])[groups_N][mine_N],
+        trained_steps_NK=torch.arange(2).repeat(8, 1)[mine_N],
         advantages_N=torch.randn(8, generator=generator)[mine_N],
         weights_N=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])[mine_N],
         group_index_N=groups_N[mine_N] - groups_N[mine_N][0],

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from megadiff.algorithms import build_algorithm
-from megadiff.algorithms.flow_grpo import flow_grpo, importance_weights
+from megadiff.algorithms.flow_grpo import flow_grpo
+from megadiff.algorithms.policy_steps import importance_weights
 from megadiff.config.schema import AlgorithmConfig
 from megadiff.diffusion import sde
 from megadiff.types import Sampling, StepInputs
 
 SCHEDULE = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
 SAMPLING = Sampling(height=32, width=32, num_inference_steps=4)
-ARGS = {"clip_range": 1e-4, "adv_clip_max": 5.0, "kl_coef": 0.0}
+ARGS = {"clip_range": (1e-4, 1e-4), "adv_clip_max": 5.0, "kl_coef": 0.0}
 
 
 def _step(sigma, sigma_next):
@@ -29,7 +30,10 @@ def _inputs(old_shift=0.0, advantage=(1.0, -2.0, 0.5), weight=(1.0, 1.0, 1.0), r
     sigma, sigma_next = sigma[[0, 1, 0]], sigma_next[[0, 1, 0]]
     step = _step(sigma, sigma_next)
     prev, log_prob = sde.sde_step(step, latents, velocity.detach(), noise)
-    mean = sde.step_mean(step, latents, velocity.detach())
+    # by as much velocity as moves the mean by ref_shift
+    zero = torch.zeros_like(latents)
+    slope = sde.step_mean(step, zero, torch.ones_like(latents))
+    velocities = {} if ref_shift is None else {"reference": velocity.detach() + ref_shift / slope}
     return StepInputs(
         latents_BLC=latents,
         prev_sample_BLC=prev,
@@ -41,7 +45,7 @@ def _inputs(old_shift=0.0, advantage=(1.0, -2.0, 0.5), weight=(1.0, 1.0, 1.0), r
         weight_B=torch.tensor(weight),
         schedule=SCHEDULE,
         sampling=SAMPLING,
-        ref_mean_BLC=None if ref_shift is None else mean + ref_shift,
+        velocities=velocities,
     )
 
 
@@ -154,7 +158,7 @@ def test_importance_is_truncated():
 
 
 def test_the_table():
-    assert build_algorithm(AlgorithmConfig(group_size=4, kl_coef=0.1)).needs_reference
-    assert not build_algorithm(AlgorithmConfig(group_size=4)).needs_reference
+    assert build_algorithm(AlgorithmConfig(group_size=4, kl_coef=0.1)).needs == {"reference"}
+    assert not build_algorithm(AlgorithmConfig(group_size=4)).needs
     with pytest.raises(ValueError, match="flow_grpo"):
         build_algorithm(AlgorithmConfig(name="ppo", group_size=4))

@@ -6,7 +6,7 @@ from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.flow_matching import flow_matching
 from megadiff.config.schema import AlgorithmConfig
 from megadiff.engines.microbatch import loss_inputs, microbatches, num_microbatches
-from megadiff.types import FlowBatch, FlowInputs, Sampling
+from megadiff.types import FlowBatch, MatchInputs, Sampling
 
 
 def test_value_and_gradient_by_hand():
@@ -15,10 +15,11 @@ def test_value_and_gradient_by_hand():
     velocity.requires_grad_()
     weight = torch.tensor([1.0, 0.0, 2.0])
     output = flow_matching(
-        FlowInputs(
+        MatchInputs(
             velocity_BLC=velocity,
             target_BLC=target,
             sigma_B=torch.tensor([0.1, 0.5, 0.9]),
+            advantage_B=torch.ones(3),
             weight_B=weight,
         )
     )
@@ -50,6 +51,7 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
         latents_NLC=clean,
         noise_NLC=noise,
         sigma_N=sigma,
+        advantages_N=torch.arange(5.0) + 5,
         weights_N=torch.arange(5.0),
         denominator=5.0,
         group_index_N=torch.tensor([1, 0, 0, 1, 1]),
@@ -65,6 +67,7 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
     torch.testing.assert_close(torch.cat([piece.latents_BLC for piece in pieces]), expected)
     assert torch.equal(torch.cat([each.target_BLC for each in inputs]), noise - clean)
     assert torch.equal(torch.cat([each.weight_B for each in inputs]), batch.weights_N)
+    assert torch.equal(torch.cat([each.advantage_B for each in inputs]), batch.advantages_N)
     assert torch.equal(torch.cat([each.sigma_B for each in inputs]), sigma)
     texts = torch.cat([piece.conditioning["prompt_embeds"] for piece in pieces])
     assert texts.flatten().tolist() == [4, 3, 3, 4, 4]
@@ -72,8 +75,4 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
 
 def test_sft_is_off_policy_and_needs_no_reference():
     algorithm = build_algorithm(AlgorithmConfig(name="sft"))
-    assert (
-        algorithm.loss is flow_matching
-        and not algorithm.on_policy
-        and not algorithm.needs_reference
-    )
+    assert algorithm.loss is flow_matching and not algorithm.on_policy and not algorithm.needs

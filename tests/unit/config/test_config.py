@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError, load_config, save_config, to_dict
 from megadiff.config.validate import sleeps, validate
+from megadiff.train.check_algorithm import check_algorithm
 
 ROOT = Path(__file__).parents[3]
 BASE = """
@@ -166,7 +168,7 @@ def test_what_the_user_must_give(tmp_path):
 def test_rules_between_keys(base, override, dp, text):
     config = load_config([base, override])
     with pytest.raises(ConfigError, match=text):
-        validate(config, dp=dp)
+        validate(config, dp=dp, on_policy=build_algorithm(config.algorithm).on_policy)
 
 
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
@@ -202,9 +204,10 @@ def test_rules_of_supervised_runs(tmp_path, override, text):
         "data.images=photos",
         "algorithm.group_size=1",
     ]
-    validate(load_config([*sft, "train.updates_per_step=1"]), dp=1)
+    validate(load_config([*sft, "train.updates_per_step=1"]), dp=1, on_policy=False)
     with pytest.raises(ConfigError, match=text):
-        validate(load_config([*sft, "train.updates_per_step=1", override]), dp=1)
+        config = load_config([*sft, "train.updates_per_step=1", override])
+        validate(config, dp=1, on_policy=False)
 
 
 def test_a_run_without_reward_is_refused(tmp_path):
@@ -217,7 +220,10 @@ def test_a_run_without_reward_is_refused(tmp_path):
     "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem
 )
 def test_every_shipped_config_loads(path):
-    validate(load_config([str(path)]), dp=1)
+    config = load_config([str(path)])
+    algorithm = build_algorithm(config.algorithm)
+    validate(config, dp=1, on_policy=algorithm.on_policy)
+    check_algorithm(config, algorithm)
 
 
 def test_the_gate_must_run_to_decide(base):

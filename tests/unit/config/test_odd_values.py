@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError, all_keys, load_config
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
@@ -142,7 +143,8 @@ def test_wrong_containers_are_refused_by_name(base: str, key: str, value: str) -
 def test_the_shipped_configs_pass() -> None:
     for path in sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml")):
         config = load_config([str(path)])
-        validate(config, dp=1 if config.train.prompts_per_step % 8 else 8)
+        dp = 1 if config.train.prompts_per_step % 8 else 8
+        validate(config, dp=dp, on_policy=build_algorithm(config.algorithm).on_policy)
 
 
 def test_the_sweep_knows_every_number() -> None:

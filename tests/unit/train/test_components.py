@@ -43,27 +43,27 @@ def pair(tiny_wan: dict[str, Path]):
 
 def test_a_window_that_misses_a_component_is_said_with_the_range_that_does_not(pair):
     config = _config(sde_window_range=[0, 5])
-    (warning,) = check_components(config, pair, on_policy=True)
+    (warning,) = check_components(config, pair, has_steps=True)
     assert "ONLY transformer LEARNS" in warning and "transformer_2, which has steps 5-9" in warning
     assert (
         "set rollout.sde_window_range=[3,7] to train both, or train.components=[transformer] "
         "to mean it" in warning
     )
     proposed = _config(sde_window_range=[3, 7])
-    assert check_components(proposed, pair, on_policy=True) == []
+    assert check_components(proposed, pair, has_steps=True) == []
     assert window_pairs(proposed, pair) == {HIGH: 3, LOW: 3}
-    late = check_components(_config(sde_window_range=[6, 9]), pair, on_policy=True)
+    late = check_components(_config(sde_window_range=[6, 9]), pair, has_steps=True)
     assert "ONLY transformer_2 LEARNS" in late[0] and "sde_window_range=[3,7]" in late[0]
 
 
 def test_what_is_meant_is_not_warned_of(pair, tiny_model):
     config = _config(sde_window_range=[0, 5])
     config.train.components = [HIGH]
-    assert check_components(config, pair, on_policy=True) == []
-    assert check_components(_config(sde_window_range=[0, 5]), pair, on_policy=False) == []
+    assert check_components(config, pair, has_steps=True) == []
+    assert check_components(_config(sde_window_range=[0, 5]), pair, has_steps=False) == []
     assert (
         check_components(
-            _config(sde_window_range=[0, 5]), build_adapter(tiny_model), on_policy=True
+            _config(sde_window_range=[0, 5]), build_adapter(tiny_model), has_steps=True
         )
         == []
     )
@@ -96,7 +96,7 @@ def test_refusals(components, rates, message, pair):
     config = _config(sde_window_range=[0, 5])
     config.train.components, config.optim.component_lr = components, rates
     with pytest.raises(ValueError, match=message):
-        check_components(config, pair, on_policy=True)
+        check_components(config, pair, has_steps=True)
 
 
 def test_balanced_windows_take_turns(pair, tiny_model):

@@ -38,7 +38,7 @@ def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(recip
     adapter, sampling = build_adapter(Path(recipe.model.path)), sampling_of(recipe.rollout)
     adapter.validate(sampling)
     check_window(sampling)
-    assert check_components(recipe, adapter, on_policy=True) == []
+    assert check_components(recipe, adapter, has_steps=True) == []
     components = describe_components(recipe, adapter)
     assert all(each["trained"] and each["pairs"] for each in components.values())
     assert len(components) == (2 if (Path(recipe.model.path) / "transformer_2").is_dir() else 1)

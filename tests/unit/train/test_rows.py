@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadiff.train.batch import to_train_batch, update_parts
+from megadiff.train.rows import to_train_batch, update_parts
 from megadiff.types import Prompt, RolloutGroup, Sampling
 
 GROUP_SIZE, STEPS, TOKENS = 4, 2, 3
@@ -51,14 +51,16 @@ def test_an_update_has_its_samples_of_every_group_in_every_column() -> None:
     batch = to_train_batch(groups, torch.arange(12.0).view(3, 4), torch.ones(3))
     batch = replace(
         batch,
-        ref_means_NWLC=batch.latents_NSLC[:, 1:] + 1000,
+        velocities_NKLC={"reference": batch.latents_NSLC[:, 1:] + 1000},
         rollout_log_probs_NW=batch.old_log_probs_NW + 1000,
     )
-    for part, first in zip(update_parts(batch, group_size=4, num_updates=2), (0, 2), strict=True):
+    for part, first in zip(update_parts(batch, num_updates=2), (0, 2), strict=True):
         rows = [first, first + 1, first + 4, first + 5, first + 8, first + 9]
         for name in vars(batch):
-            if name.rpartition("_")[2] in ("NSLC", "NW", "N", "NWLC"):
+            if name.rpartition("_")[2] in ("NSLC", "NW", "NK", "N"):
                 assert torch.equal(getattr(part, name), getattr(batch, name)[rows]), name
+        velocities_NKLC = batch.velocities_NKLC["reference"][rows]
+        assert torch.equal(part.velocities_NKLC["reference"], velocities_NKLC)
         assert part.schedule is batch.schedule
         assert part.conditioning is batch.conditioning
 

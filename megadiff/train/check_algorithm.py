@@ -1,0 +1,112 @@
+"""Refuse settings that contradict the algorithm. Each error gives both numbers and the fix."""
+
+from __future__ import annotations
+
+from megadiff.algorithms import LAGGING, Algorithm
+from megadiff.config.load import ConfigError
+from megadiff.config.schema import Config
+
+
+def check_algorithm(config: Config, algorithm: Algorithm) -> None:
+    """Raises ConfigError for the first setting that the algorithm cannot use."""
+    if algorithm.rows == "steps":
+        _check_steps(config, algorithm)
+    elif algorithm.on_policy:
+        _check_levels(config, algorithm)
+
+    settings = config.algorithm
+    name = f"algorithm.name={settings.name}"
+    if settings.lagging_decay and LAGGING not in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.lagging_decay={settings.lagging_decay} with {name}: nothing uses a lagging "
+            "policy; set algorithm.lagging_decay=0, or with awm algorithm.lagging_kl_coef"
+        )
+    if LAGGING in algorithm.needs and not settings.lagging_decay:
+        raise ConfigError(
+            f"algorithm.lagging_kl_coef={settings.lagging_kl_coef} needs a lagging policy; "
+            "set algorithm.lagging_decay, e.g. to 0.3"
+        )
+    _check_samples(config, algorithm)
+
+
+def _check_steps(config: Config, algorithm: Algorithm) -> None:
+    settings = config.algorithm
+    rollout = config.rollout
+    name = f"algorithm.name={settings.name}"
+    if not rollout.sde_window_size:
+        raise ConfigError(
+            f"rollout.sde_window_size=0 with {name}, which trains stochastic steps; "
+            "set rollout.sde_window_size, e.g. to 2"
+        )
+    if algorithm.sde_types and rollout.sde_type not in algorithm.sde_types:
+        raise ConfigError(
+            f"rollout.sde_type={rollout.sde_type} with {name}, whose ratio needs a log density; "
+            f"set rollout.sde_type to {' or '.join(sorted(algorithm.sde_types))}"
+        )
+    if settings.trained_steps > rollout.sde_window_size:
+        raise ConfigError(
+            f"algorithm.trained_steps={settings.trained_steps} > "
+            f"rollout.sde_window_size={rollout.sde_window_size}; set trained_steps to at most that"
+        )
+
+
+def _check_levels(config: Config, algorithm: Algorithm) -> None:
+    settings = config.algorithm
+    rollout = config.rollout
+    name = f"algorithm.name={settings.name}"
+    # else a sample would not end in clean latents alone, and its noise would be for nothing
+    for key, value, neutral in (
+        ("rollout.sde_window_size", rollout.sde_window_size, 0),
+        ("rollout.component_windows", rollout.component_windows, "any"),
+        ("algorithm.old_log_prob", settings.old_log_prob, "rollout"),
+        ("algorithm.trained_steps", settings.trained_steps, 0),
+        ("algorithm.step_weight", settings.step_weight, "none"),
+    ):
+        if value != neutral:
+            raise ConfigError(
+                f"{key}={value} with {name}, which trains clean samples at drawn noise levels, not "
+                f"stochastic steps; set {key}={neutral}"
+            )
+    num_levels = rollout.num_inference_steps - algorithm.first_level
+    if settings.noise_levels > num_levels:
+        raise ConfigError(
+            f"algorithm.noise_levels={settings.noise_levels} > {num_levels}, the levels that "
+            f"{name} draws from with rollout.num_inference_steps={rollout.num_inference_steps}; "
+            f"set algorithm.noise_levels<={num_levels}"
+        )
+
+
+def _check_samples(config: Config, algorithm: Algorithm) -> None:
+    """Check what a group leaves to train on, and that updates can share it."""
+    settings = config.algorithm
+    num_updates = config.train.updates_per_step
+    kept = settings.trained_samples
+    if kept > settings.group_size:
+        raise ConfigError(
+            f"algorithm.trained_samples={kept} > algorithm.group_size={settings.group_size}; "
+            "set it to at most that, or 0 for all"
+        )
+    if kept % num_updates:
+        raise ConfigError(
+            f"algorithm.trained_samples={kept} is not a multiple of "
+            f"train.updates_per_step={num_updates}: each update takes an equal part of every group"
+        )
+
+    if algorithm.rows != "pairs":
+        return
+    if kept:
+        raise ConfigError(
+            f"algorithm.trained_samples={kept} with algorithm.name={settings.name}, which trains "
+            "the best and the worst of a group; set algorithm.trained_samples=0"
+        )
+    if config.train.microbatch_size % 2:
+        raise ConfigError(
+            f"train.microbatch_size={config.train.microbatch_size} is odd, and a pair may not be "
+            f"split; set train.microbatch_size={config.train.microbatch_size + 1}"
+        )
+    if settings.noise_levels % num_updates:
+        raise ConfigError(
+            f"algorithm.noise_levels={settings.noise_levels} is not a multiple of "
+            f"train.updates_per_step={num_updates}: each update takes equally many of a pair's "
+            "levels"
+        )
