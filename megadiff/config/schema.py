@@ -158,10 +158,27 @@ class RolloutConfig:
     sde_window_range: list[int] = key(
         [0, 5], "Windows lie within these steps, the second one and the last step excluded."
     )
+    # MixGRPO, arXiv 2507.21802, moves it after 25 steps.
+    sde_window_moves: int = key(
+        0,
+        "The window moves on by a step after this many training steps, then begins anew; 0 draws "
+        "it at random.",
+        at_least=0,
+        at_most=1000,
+    )
     component_windows: str = key(
         "any",
         "Windows lie anywhere in the range, or (balanced) in one component's steps by turns.",
         choices=("any", "balanced"),
+    )
+    same_noise: bool = key(
+        False, "A group's samples share their initial noise, and the steps before their window."
+    )
+    # Evaluations are always by Euler, so that runs of other solvers compare.
+    ode_solver: str = key(
+        "euler",
+        "Deterministic steps after the window (without one, all) are of this kind.",
+        choices=("euler", "dpm2"),
     )
 
     batch_size: int = key(
