@@ -25,6 +25,7 @@ from megadiff.planner.network import (
     step_traffic,
 )
 from megadiff.planner.work import Machine, work_of
+from megadiff.train.components import forwards_per_sample
 from megadiff.train.sampling import sampling_of, sft_sampling
 from megadiff.types import DTYPES
 
@@ -215,7 +216,7 @@ def step_tflop(config: Config, model: ModelShape, text_tokens: int) -> dict[str,
     backward = 1 if config.lora.rank else 2
     rows = sampling.sde_window_size if on_policy else 1
     return {
-        "rollout": forward * sampling.num_inference_steps if on_policy else 0.0,
+        "rollout": forward * forwards_per_sample(config, model.adapter) if on_policy else 0.0,
         "train": forward * rows * (1 + backward),
     }
 

@@ -141,7 +141,8 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
         steps = [step for step in steps if step < sampling.num_inference_steps - 1]
         steps = [step for step in steps if low <= step < high] or steps
         if steps:
-            size = min(sampling.sde_window_size, len(steps))
+            # also of a run without windows: what the gate compares is a window's
+            size = min(max(sampling.sde_window_size, 1), len(steps))
             within = (steps[0], steps[-1] + 1)
             samplings[component] = replace(sampling, sde_window_size=size, sde_window_range=within)
     return samplings
@@ -271,9 +272,10 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
     schedule = batch.schedule
     group_key = noise.group_key(seed=engine.config.seed, step=step, prompt_id=group.prompt.id)
     keys = noise.sample_keys(group_key, group.sample_indices)
+    initial_keys = noise.initial_keys(keys, same_noise=batch.sampling.same_noise)
 
     # The device and dtype of what it is compared with.
-    latents_NLC = noise.initial_latents_rows(shape, keys).to(batch.latents_NSLC)
+    latents_NLC = noise.initial_latents_rows(shape, initial_keys).to(batch.latents_NSLC)
     for index in range(start):  # before the window steps are deterministic
         latents_NLC = _step_mean(engine, batch, latents_NLC, index, "ode")
 

@@ -160,16 +160,17 @@ def step_work(
 ) -> Figures:
     """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
 
-    Collective. Rollout is a forward for each step of a sample, training a forward and a backward
-    for each step of the window. Rollout's is left out where all replicas were started elsewhere.
+    Collective. Rollout is a forward for each step of a sample, one for all of a group while they
+    are in one state (rollout.same_noise); training is a forward and a backward for each step of the
+    window. Rollout's is left out where all replicas were started elsewhere.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
     work = {"rollout": 0.0, "train": 0.0}
     for group in groups:
         num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
-        forward = adapter.flops(group.sampling, num_text_tokens) * len(group.sample_indices) / 1e12
-        work["rollout"] += forward * group.sampling.num_inference_steps
-        work["train"] += forward * group.log_probs_GW.shape[1] * (1 + backward)
+        forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
+        work["rollout"] += forward * group.num_forwards
+        work["train"] += forward * group.log_probs_GW.numel() * (1 + backward)
 
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}

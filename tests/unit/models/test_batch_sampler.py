@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
-from megadiff.models.pipeline_base import BatchSampler, split_groups
+from megadiff.models.batch_sampler import BatchSampler, split_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 SHAPE, STEPS = (6, 4), 7
