@@ -42,7 +42,9 @@ SAMPLINGS = {
     "plain": PLAIN,
     "guided": dataclasses.replace(PLAIN, guidance_scale=3.0),
     "ode": dataclasses.replace(PLAIN, sde_type="ode"),
-    "one noise": dataclasses.replace(PLAIN, sde_window_size=2, same_noise=True),
+    "one noise": dataclasses.replace(
+        PLAIN, sde_window_size=2, sde_window_range=(2, 4), same_noise=True
+    ),
 }
 TEXTS = ("a red circle", "two blue stars on  white, 猫", "a red circle")
 REQUESTS = [
