@@ -29,7 +29,7 @@ def sample_keys(group: str, sample_indices: Iterable[int]) -> list[str]:
     return [f"{group}/{sample_index}" for sample_index in sample_indices]
 
 
-def initial_keys(keys: Sequence[str], *, same_noise: bool) -> Sequence[str]:
+def initial_keys(keys: list[str], *, same_noise: bool) -> list[str]:
     """Return by which key each of a group's samples draws its initial noise.
 
     keys: of the whole group. Under same_noise all take the first one's: groups of one prompt in a

@@ -200,11 +200,10 @@ class BatchSampler:
         before_NLC = self._clean_NLC
         index = self.step_index
         self._clean_NLC = latents_NLC.float() - self.schedule[index] * velocity_NLC.float()
-        looks_back_N = index > self._solved_from_N
-        if before_NLC is None or not looks_back_N.any():
+        if before_NLC is None:
             return torch.zeros_like(self._clean_NLC)
-        gain = dpm2_gain(*self.schedule[index - 1 : index + 2])
-        gain_N = looks_back_N.to(self.device, non_blocking=True) * gain
+        looks_back_N = (index > self._solved_from_N).to(self.device, non_blocking=True)
+        gain_N = looks_back_N * dpm2_gain(*self.schedule[index - 1 : index + 2])
         return gain_N[:, None, None] * (self._clean_NLC - before_NLC)
 
     def _record_states(self, latents_NLC: Tensor) -> None:
