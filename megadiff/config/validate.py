@@ -36,6 +36,8 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.kl_coef": 0,
     "train.updates_per_step": 1,
     "rollout.first_frame": False,
+    "rollout.same_noise": False,
+    "rollout.sde_window_moves": 0,
     "optim.skip_nonfinite": 0,
 }
 
@@ -139,6 +141,14 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"rollout.eta={rollout.eta} > 1 with rollout.sde_type=flow_cps (an angle of eta·90°); "
             "set rollout.eta<=1"
+        )
+
+    if not rollout.sde_window_size and (rollout.same_noise or rollout.sde_window_moves):
+        raise ConfigError(
+            f"rollout.same_noise={rollout.same_noise} and rollout.sde_window_moves="
+            f"{rollout.sde_window_moves} with rollout.sde_window_size=0: without stochastic steps "
+            "samples of one noise are alike, and no window moves; set same_noise=false "
+            "sde_window_moves=0, or sde_window_size=2"
         )
 
     # FP8 products come out in bfloat16.

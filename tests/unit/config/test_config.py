@@ -7,7 +7,7 @@ import pytest
 
 from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError, load_config, save_config, to_dict
-from megadiff.config.validate import sleeps, validate
+from megadiff.config.validate import _check_rollout, sleeps, validate
 from megadiff.train.check_algorithm import check_algorithm
 
 ROOT = Path(__file__).parents[3]
@@ -110,6 +110,8 @@ def test_what_the_user_must_give(tmp_path):
         ("optim.lr=nan", 1, r"optim.lr=nan is not a finite number"),
         ("rollout.mode=separate", 1, r"rollout.registry"),
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
+        ("rollout.ode_solver=heun", 1, r"rollout.ode_solver='heun' is not one of euler, dpm2"),
+        ("rollout.sde_window_moves=-1", 1, r"rollout.sde_window_moves=-1 < 0"),
         ("eval.every=5", 1, r"eval.prompts is empty"),
         ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
         (
@@ -169,6 +171,15 @@ def test_rules_between_keys(base, override, dp, text):
     config = load_config([base, override])
     with pytest.raises(ConfigError, match=text):
         validate(config, dp=dp, on_policy=build_algorithm(config.algorithm).on_policy)
+
+
+@pytest.mark.parametrize("key", ["same_noise=true", "sde_window_moves=5"])
+def test_without_a_window_nothing_shares_noise_or_moves(base, key):
+    config = load_config([base, f"rollout.{key}"])
+    validate(config, dp=1)
+    config.rollout.sde_window_size = 0
+    with pytest.raises(ConfigError, match="with rollout.sde_window_size=0: .*sde_window_size=2"):
+        _check_rollout(config)
 
 
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
