@@ -94,8 +94,9 @@ class AlgorithmConfig:
     )
     advantage: str = key(
         "global",
-        "A reward minus its group's mean is divided by the std of the batch, of the group, or not.",
-        choices=("global", "group", "none"),
+        "A reward minus its group's mean is divided by the std of the batch, of the group, or not; "
+        "gdpo divides each of several rewards by its std in the group before they are summed.",
+        choices=("global", "group", "none", "gdpo"),
     )
     old_log_prob: str = key(
         "rollout",

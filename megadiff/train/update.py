@@ -7,11 +7,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megadiff.algorithms import Algorithm
-from megadiff.algorithms.advantage import group_advantages
+from megadiff.algorithms.advantage import gdpo_advantages, group_advantages
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine, NonFiniteError
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json, sum_tensor
@@ -43,11 +44,7 @@ def update(
     """
     config = engine.config
     mesh = engine.mesh
-    advantages_PG, weights_P = group_advantages(
-        rewards[TOTAL],
-        kind=config.algorithm.advantage,
-        all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
-    )
+    advantages_PG, weights_P = step_advantages(rewards, config=config, mesh=mesh)
     indices = groups_to_train(groups, weights_P, config=config, mesh=mesh)
     batch = to_train_batch(
         [groups[index] for index in indices], advantages_PG[indices], weights_P[indices]
@@ -75,6 +72,18 @@ def update(
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
     return figures
+
+
+def step_advantages(
+    rewards: Rewards, *, config: Config, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (advantages_PG, weights_P) of this rank's groups. Collective."""
+    kind = config.algorithm.advantage
+    all_reduce = partial(sum_tensor, group=mesh.dp_group)
+    if kind == "gdpo":
+        weights = {name: reward.weight for name, reward in config.reward.items()}
+        return gdpo_advantages(rewards, weights, all_reduce=all_reduce)
+    return group_advantages(rewards[TOTAL], kind=kind, all_reduce=all_reduce)
 
 
 def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> Figures:
