@@ -277,6 +277,11 @@ class OptimConfig:
     warmup_steps: int = key(
         0, "The learning rate rises linearly over this many optimizer steps.", at_least=0
     )
+    schedule: str = key(
+        "constant",
+        "Then it stays, or falls to 0 at the run's end, which more train.num_steps move on resume.",
+        choices=("constant", "cosine", "linear"),
+    )
 
 
 @dataclass

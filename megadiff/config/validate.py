@@ -57,6 +57,7 @@ def validate(config: Config, *, dp: int) -> None:
     else:
         _check_rl(config)
     _check_batch(config, dp=dp)
+    _check_schedule(config)
     _check_rollout(config)
 
     if config.eval.every and not config.eval.prompts:
@@ -265,4 +266,16 @@ def _check_batch(config: Config, *, dp: int) -> None:
             f"algorithm.group_size={group_size} is not a multiple of "
             f"train.updates_per_step={num_updates}: each update takes an equal part of every "
             f"group; set algorithm.group_size={math.ceil(group_size / num_updates) * num_updates}"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    optim = config.optim
+    num_updates = config.train.num_steps * config.train.updates_per_step
+    if optim.schedule != "constant" and optim.warmup_steps >= num_updates > 0:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} >= {num_updates} optimizer steps "
+            "(train.num_steps * train.updates_per_step): none is left for "
+            f"optim.schedule={optim.schedule}; set optim.warmup_steps<{num_updates}, or "
+            "optim.schedule=constant"
         )

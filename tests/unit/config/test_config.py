@@ -111,10 +111,12 @@ def test_what_the_user_must_give(tmp_path):
         ("eval.every=5", 1, r"eval.prompts is empty"),
         ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
         (
-            "algorithm.ema_decay=0.9",
+            "optim={lr: 1.0, schedule: cosine, warmup_steps: 3}",
             1,
-            r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0",
+            r"optim.warmup_steps=3 >= 3 optimizer steps.*set optim.warmup_steps<3, or .*=constant",
         ),
+        ("optim.schedule=step", 1, r"optim.schedule='step' is not one of constant, cosine, linear"),
+        ("algorithm.advantage=sum", 1, r"'sum' is not one of global, group, none, gdpo"),
         ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         (
