@@ -107,7 +107,10 @@ class AlgorithmConfig:
         0.1, "SFT replaces this part of captions by empty ones.", at_least=0, at_most=1
     )
     ema_decay: float = key(
-        0.0, "SFT exports weights averaged with this decay; 0 keeps none.", at_least=0, at_most=1
+        0.0,
+        "Weights averaged with this decay are evaluated and exported; 0 keeps none.",
+        at_least=0,
+        at_most=1,
     )
 
 

@@ -209,12 +209,6 @@ def _check_rl(config: Config) -> None:
             f"algorithm.name={algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file"
         )
 
-    if algorithm.ema_decay:
-        raise ConfigError(
-            f"algorithm.ema_decay={algorithm.ema_decay} with algorithm.name={algorithm.name}: "
-            "replicas must sample from the trained weights, not from their average; "
-            "set algorithm.ema_decay=0"
-        )
     if algorithm.old_log_prob == "auto" and config.parity.mode == "off":
         raise ConfigError(
             "algorithm.old_log_prob=auto with parity.mode=off: the gate's gap decides; "

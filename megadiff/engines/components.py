@@ -138,7 +138,10 @@ class ComponentsEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        averaging = set(self.members if self.config.algorithm.ema_decay else ())
+        averaging: set[str] = set()
+        if self.config.algorithm.ema_decay:
+            # before its first update a component is its own average
+            averaging = {name for name, member in self.members.items() if member.num_updates}
         with ExitStack() as stack:
             for member in self.members.values():
                 stack.enter_context(member.averaged())

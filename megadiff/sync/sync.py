@@ -84,14 +84,16 @@ class WeightSync:
     _sent: SentFingerprints | None = field(init=False, default=None)
 
     def push(self, version: int) -> dict[str, float]:
-        """Bring every replica to this version of the weights, unless it is there. Collective.
+        """Bring every replica to this version of the weights, unless it holds them. Collective.
 
+        A version may have two sets of weights: those of a step, and their average for evaluation.
         Returns `sync/gib`, the size of what travelled last, and after a push
         `time/sync_<stage>_s`, this rank's `seconds`.
         Raises AgreedError when any replica refuses or differs.
         """
         seconds = {}
-        if version != self.version:
+        # averaged() marks its components as changed on both ways, under one version
+        if version != self.version or self.engine.changed:
             self.version = None
             self._push(version)
             self.version = version

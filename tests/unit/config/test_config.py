@@ -171,6 +171,13 @@ def test_rules_between_keys(base, override, dp, text):
         validate(config, dp=dp)
 
 
+def test_what_rl_and_schedules_may_have(base):
+    validate(load_config([base, "algorithm.ema_decay=0.9", "algorithm.advantage=gdpo"]), dp=1)
+    warm = [base, "optim.warmup_steps=3", "optim.schedule=linear"]
+    validate(load_config([*warm, "train.updates_per_step=2"]), dp=1)  # the fall has three updates
+    validate(load_config([*warm, "train.num_steps=0"]), dp=1)  # no update at all
+
+
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
     fp8 = "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}"
     with pytest.raises(
