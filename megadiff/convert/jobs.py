@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
-from megadiff.convert import lora_files
 from megadiff.convert.copying import Copier, Slot
 from megadiff.convert.layouts import LAYOUTS, Box, RankBoxes
 from megadiff.convert.model_folders import (
@@ -25,7 +24,9 @@ from megadiff.convert.model_folders import (
     write_index,
 )
 from megadiff.convert.sources import Source, ordered_state
-from megadiff.convert.stored_tensors import (
+from megadiff.tensors import lora_files
+from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
+from megadiff.tensors.stored_tensors import (
     StoredTensors,
     cast,
     from_checkpoint,
@@ -34,7 +35,6 @@ from megadiff.convert.stored_tensors import (
     prefixed,
     total_bytes,
 )
-from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
 from megadiff.tensors.tensor_file import TensorFile, canonical_order, reserve_descriptors
 from megadiff.types import DTYPES
 
