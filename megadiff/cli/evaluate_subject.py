@@ -45,6 +45,7 @@ FIXED = [
     "rollout.mode=colocated",
     "track=[]",
     "eval.every=0",
+    "lora.start=''",  # the checkpoint's LoRA comes over it
 ]
 
 

@@ -253,6 +253,15 @@ class LoraConfig:
     alpha: float = key(
         0.0, "The adapters' output is multiplied by alpha / rank; 0 takes the rank.", at_least=0
     )
+    targets: list[str] = key(
+        [],
+        "Only modules whose names end in these have one, as [to_q, to_out.0]; empty takes all "
+        "linears of attention and MLPs.",
+    )
+    exclude: list[str] = key([], "Modules whose names end in these have none, as [blocks.0.*].")
+    start: str = key(
+        "", "Start from this LoRA: a folder or file of peft or diffusers, or of `megadiff convert`."
+    )
 
 
 @dataclass

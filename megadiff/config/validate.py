@@ -38,6 +38,12 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "rollout.first_frame": False,
     "optim.skip_nonfinite": 0,
 }
+WITHOUT_USE_WITHOUT_LORA = {  # likewise
+    "lora.alpha": 0,
+    "lora.targets": [],
+    "lora.exclude": [],
+    "lora.start": "",
+}
 
 
 def validate(config: Config, *, dp: int) -> None:
@@ -187,11 +193,14 @@ def _check_engine(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     lora = config.lora
-    if lora.alpha and not lora.rank:
-        raise ConfigError(
-            f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; "
-            "set lora.rank, or lora.alpha=0"
-        )
+    if not lora.rank:
+        for key, neutral in WITHOUT_USE_WITHOUT_LORA.items():
+            value = attrgetter(key)(config)
+            if value != neutral:
+                raise ConfigError(
+                    f"{key}={value} with lora.rank=0, which is no LoRA; "
+                    f"set lora.rank, or {key}={neutral}"
+                )
 
     if lora.rank and config.engine.fp8 != "none":
         raise ConfigError(

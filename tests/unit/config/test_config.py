@@ -163,6 +163,17 @@ def test_what_the_user_must_give(tmp_path):
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
         ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number"),
         ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
+        (
+            "lora.targets=[to_q]",
+            1,
+            r"lora.targets=\['to_q'\] with lora.rank=0.*or lora.targets=\[\]",
+        ),
+        ("lora.exclude=[to_q]", 1, r"lora.exclude=\['to_q'\] with lora.rank=0"),
+        (
+            "lora.start=folder",
+            1,
+            r"lora.start=folder with lora.rank=0.*set lora.rank, or lora.start=",
+        ),
     ],
 )
 def test_rules_between_keys(base, override, dp, text):
