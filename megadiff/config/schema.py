@@ -107,10 +107,7 @@ class AlgorithmConfig:
         0.1, "SFT replaces this part of captions by empty ones.", at_least=0, at_most=1
     )
     ema_decay: float = key(
-        0.0,
-        "Weights averaged with this decay are evaluated and exported; 0 keeps none.",
-        at_least=0,
-        at_most=1,
+        0.0, "Evaluate and export weights averaged with this; 0 keeps none.", at_least=0, at_most=1
     )
 
 
@@ -254,11 +251,9 @@ class LoraConfig:
         0.0, "The adapters' output is multiplied by alpha / rank; 0 takes the rank.", at_least=0
     )
     targets: list[str] = key(
-        [],
-        "Only modules whose names end in these have one, as [to_q, to_out.0]; empty takes all "
-        "linears of attention and MLPs.",
+        [], "Only linears whose names end in these have LoRA, as [to_q, to_out.0]; empty takes all."
     )
-    exclude: list[str] = key([], "Modules whose names end in these have none, as [blocks.0.*].")
+    exclude: list[str] = key([], "Linears whose names end in these have none, as [blocks.0.*].")
     start: str = key(
         "", "Start from this LoRA: a folder or file of peft or diffusers, or of `megadiff convert`."
     )
