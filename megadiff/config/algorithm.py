@@ -36,8 +36,9 @@ class AlgorithmConfig:
     )
     advantage: str = key(
         "global",
-        "A reward minus its group's mean is divided by the std of the batch, of the group, or not.",
-        choices=("global", "group", "none"),
+        "A reward minus its group's mean is divided by the std of the batch, of the group, or not; "
+        "gdpo divides each of several rewards by its std in the group before they are summed.",
+        choices=("global", "group", "none", "gdpo"),
     )
     old_log_prob: str = key(
         "rollout",
@@ -100,7 +101,7 @@ class AlgorithmConfig:
         at_most=1,
     )
     ema_decay: float = key(
-        0.0, "SFT exports weights averaged with this decay; 0 keeps none.", at_least=0, at_most=1
+        0.0, "Evaluate and export weights averaged with this; 0 keeps none.", at_least=0, at_most=1
     )
 
 

@@ -236,6 +236,13 @@ class LoraConfig:
     alpha: float = key(
         0.0, "The adapters' output is multiplied by alpha / rank; 0 takes the rank.", at_least=0
     )
+    targets: list[str] = key(
+        [], "Only linears whose names end in these have LoRA, as [to_q, to_out.0]; empty takes all."
+    )
+    exclude: list[str] = key([], "Linears whose names end in these have none, as [blocks.0.*].")
+    start: str = key(
+        "", "Start from this LoRA: a folder or file of peft or diffusers, or of `megadiff convert`."
+    )
 
 
 @dataclass
@@ -262,6 +269,11 @@ class OptimConfig:
     )
     warmup_steps: int = key(
         0, "The learning rate rises linearly over this many optimizer steps.", at_least=0
+    )
+    schedule: str = key(
+        "constant",
+        "Then it stays, or falls to 0 at the run's end, which more train.num_steps move on resume.",
+        choices=("constant", "cosine", "linear"),
     )
 
 

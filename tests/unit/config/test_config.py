@@ -115,10 +115,12 @@ def test_what_the_user_must_give(tmp_path):
         ("eval.every=5", 1, r"eval.prompts is empty"),
         ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
         (
-            "algorithm.ema_decay=0.9",
+            "optim={lr: 1.0, schedule: cosine, warmup_steps: 3}",
             1,
-            r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0",
+            r"optim.warmup_steps=3 >= 3 optimizer steps.*set optim.warmup_steps<3, or .*=constant",
         ),
+        ("optim.schedule=step", 1, r"optim.schedule='step' is not one of constant, cosine, linear"),
+        ("algorithm.advantage=sum", 1, r"'sum' is not one of global, group, none, gdpo"),
         ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         (
@@ -165,6 +167,17 @@ def test_what_the_user_must_give(tmp_path):
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
         ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number"),
         ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
+        (
+            "lora.targets=[to_q]",
+            1,
+            r"lora.targets=\['to_q'\] with lora.rank=0.*or lora.targets=\[\]",
+        ),
+        ("lora.exclude=[to_q]", 1, r"lora.exclude=\['to_q'\] with lora.rank=0"),
+        (
+            "lora.start=folder",
+            1,
+            r"lora.start=folder with lora.rank=0.*set lora.rank, or lora.start=",
+        ),
     ],
 )
 def test_rules_between_keys(base, override, dp, text):
@@ -180,6 +193,13 @@ def test_without_a_window_nothing_shares_noise_or_moves(base, key):
     config.rollout.sde_window_size = 0
     with pytest.raises(ConfigError, match="with rollout.sde_window_size=0: .*sde_window_size=2"):
         _check_rollout(config)
+
+
+def test_what_rl_and_schedules_may_have(base):
+    validate(load_config([base, "algorithm.ema_decay=0.9", "algorithm.advantage=gdpo"]), dp=1)
+    warm = [base, "optim.warmup_steps=3", "optim.schedule=linear"]
+    validate(load_config([*warm, "train.updates_per_step=2"]), dp=1)  # the fall has three updates
+    validate(load_config([*warm, "train.num_steps=0"]), dp=1)  # no update at all
 
 
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
