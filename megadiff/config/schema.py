@@ -42,11 +42,14 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Name the prompts (RL) or captioned images (SFT) to train on."""
+    """Name what to train on: prompts (RL), captioned images (SFT) or pairs (offline DPO)."""
 
     prompts: str = key("", "RL reads its prompts from this .txt, .jsonl or .parquet file.")
     images: str = key(
         "", "SFT reads a folder with metadata.jsonl, a .parquet, a .tar or module:Class."
+    )
+    pairs: str = key(
+        "", "offline_dpo reads chosen and rejected images: metadata.jsonl's folder or a .parquet."
     )
     # A replica takes no longer ones, megadiff/rollout/limits.py.
     max_prompt_chars: int = key(2000, "Longer prompts are refused.", at_least=1, at_most=2000)
@@ -59,7 +62,9 @@ class TrainConfig:
 
     num_steps: int = key(MISSING, "The run ends after this many steps.", at_least=0)
     prompts_per_step: int = key(
-        MISSING, "A step has this many prompts (SFT: captioned images) over all ranks.", at_least=1
+        MISSING,
+        "A step has this many prompts (captioned images, pairs) over all ranks.",
+        at_least=1,
     )
     updates_per_step: int = key(
         1, "A batch of samples is trained on in this many optimizer steps.", at_least=1
@@ -130,7 +135,7 @@ class AlgorithmConfig:
     )
     noise_levels: int = key(
         2,
-        "A sample is noised to this many levels of the schedule (nft, awm, rwr, dpo).",
+        "A sample is noised to this many levels (nft, awm, rwr, dpo; a pair, offline_dpo).",
         heading="Algorithms over noised samples",
         at_least=1,
     )
@@ -164,13 +169,16 @@ class AlgorithmConfig:
     )
     caption_drop: float = key(
         0.1,
-        "SFT replaces this part of captions by empty ones.",
+        "Supervised training replaces this part of captions by empty ones.",
         heading="Supervised training, and averages",
         at_least=0,
         at_most=1,
     )
     ema_decay: float = key(
-        0.0, "SFT exports weights averaged with this decay; 0 keeps none.", at_least=0, at_most=1
+        0.0,
+        "Supervised training exports weights averaged with this decay; 0 keeps none.",
+        at_least=0,
+        at_most=1,
     )
 
 

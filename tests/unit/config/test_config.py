@@ -117,7 +117,6 @@ def test_what_the_user_must_give(tmp_path):
             1,
             r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0",
         ),
-        ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         (
             "engine.backend=deepspeed",
