@@ -87,6 +87,8 @@ class Sampling:
     guidance_scale_2: for the second component (Wan2.2's low-noise expert); 0 takes guidance_scale.
     sde_window_size: 0 makes every step an ODE step.
     sde_window_range: [low, high) in step indices.
+    same_noise: a group's samples begin with one noise, and differ from the window's first step on.
+    ode_solver: of steps after the window, and of all steps without one; those before it are Euler.
     """
 
     height: int
@@ -103,6 +105,8 @@ class Sampling:
     eta: float = 0.7
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] = (0, 5)
+    same_noise: bool = False
+    ode_solver: str = "euler"
 
     # Of the states as they are stored: log_probs are taken from these.
     latents_dtype: str = "float32"
@@ -118,7 +122,8 @@ class Sampling:
 class RolloutRequest:
     """One prompt group to be sampled.
 
-    (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise.
+    (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise. With
+    sampling.same_noise all samples have the initial noise of the first one.
     first_frame: RGB, height · width · 3 bytes row by row, b"" where the sampling has none. It is in
     no identity, so prompts of equal text and other images need other ids.
     policy_version: the version that the replica must hold; None takes any.
@@ -160,6 +165,14 @@ class RolloutGroup:
     conditioning: Mapping[str, Tensor]
     policy_version: int
     replica: str
+
+    @property
+    def num_forwards(self) -> int:
+        """Return how many velocities the replica computed, each of one sample and step."""
+        num_samples = len(self.sample_indices)
+        # samples of one noise are one state up to the window's first step, that one included
+        num_shared = self.window_start + 1 if self.sampling.same_noise else 0
+        return num_samples * self.sampling.num_inference_steps - (num_samples - 1) * num_shared
 
     @property
     def middle_frames_GHWC(self) -> Tensor:

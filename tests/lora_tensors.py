@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megadiff.rollout.client.client import ReplicaClient
 from megadiff.sync.bucket import encode_bucket
 from megadiff.tensors.fingerprint import fingerprints
+from megadiff.tensors.lora_files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS, diffusers_metadata
 from megadiff.tensors.lora_names import LORA_A, LORA_B, lora_manifest, used_tensor
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.types import LoraSpec
@@ -93,3 +95,19 @@ def push_lora(
         client.weights_bucket(encode_bucket(list(tensors.items())))
     (answer,) = client.weights_commit(version)
     return answer
+
+
+def write_lora(folder: Path, spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> Tensors:
+    """Write random tensors as the export does, in diffusers' file; returns them by our names."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {f"{DIFFUSERS_PREFIX}{name}": tensor for name, tensor in tensors.items()},
+        folder / DIFFUSERS_WEIGHTS,
+        metadata=diffusers_metadata(spec),
+    )
+    return tensors

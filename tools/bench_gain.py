@@ -3,13 +3,14 @@
 See docs/shapes.md.
 
     python tools/bench_gain.py [CONFIG.yaml …] --out DIR [--seeds 0 1 2] [--vary key=v1,v2 …] \\
-        [--parallel N] [key=value …]
+        [--algorithms NAME …] [--parallel N] [key=value …]
 
-Runs `megadiff train` once per setting (the product of all --vary) and seed, and compares: start and
-end score, steps and seconds to the target, seconds per step, diversity, alarms. A table goes to
-stdout; DIR gets gain.json, gain.svg and the runs with their logs. The same command again continues:
-finished runs are kept, others start over. Without a config: configs/shapes/flowgrpo.yaml. On
-several GPUs each of the parallel runs has one for itself while there are enough.
+Runs `megadiff train` once per setting (the product of --algorithms and all --vary) and seed, and
+compares: start and end score, steps and seconds to the target, seconds per step, diversity, alarms.
+A table goes to stdout; DIR gets gain.json, gain.svg and the runs with their logs. The same command
+again continues: finished runs are kept, others start over. Without a config:
+configs/shapes/flowgrpo.yaml. On several GPUs each of the parallel runs has one for itself while
+there are enough.
 
 Exit codes: 0 done, 1 a run failed, 2 something asked for is wrong, 130 or 143 interrupted.
 """
@@ -55,6 +56,7 @@ from megadiff.observe.metrics import parse_row, read_rows
 
 logger = logging.getLogger("bench_gain")
 DEFAULT_CONFIG = "configs/shapes/flowgrpo.yaml"
+ALGORITHMS = Path("configs/shapes/algorithms")  # NAME.yaml is laid over the config
 PREFERRED = (
     "eval/shapes_strict"  # what is compared, where the config has it and --metric says nothing
 )
@@ -159,9 +161,15 @@ def settings_of(varied: Sequence[str]) -> list[list[str]]:
 
 
 def setting_name(setting: Sequence[str], configs: Sequence[str]) -> str:
-    """Return the varied keys without their sections; without any, the names of the config files."""
+    """Return the algorithm's file and the varied keys without their sections.
+
+    Without any of them it is the names of the config files.
+    """
     short = [
-        f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}" for each in setting
+        f"{each.partition('=')[0].rpartition('.')[2]}={each.partition('=')[2]}"
+        if is_override(each)
+        else Path(each).stem
+        for each in setting
     ]
     return " ".join(short) or "+".join(Path(config).stem for config in configs)
 
@@ -178,8 +186,10 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             raise ValueError(
                 f"{each!r}: run.dir, run.name and seed are set for every run; use --out and --seeds"
             )
-    settings = {setting_name(setting, configs): setting for setting in settings_of(options.vary)}
-    if len({slug(name) for name in settings}) < len(settings_of(options.vary)):
+    files = [[str(ALGORITHMS / f"{name}.yaml")] for name in options.algorithms] or [[]]
+    asked = [file + varied for file, varied in product(files, settings_of(options.vary))]
+    settings = {setting_name(setting, configs): setting for setting in asked}
+    if len({slug(name) for name in settings}) < len(asked):
         raise ValueError(
             "two settings would share a name; vary keys and values that differ: "
             f"{', '.join(settings)}"
@@ -189,7 +199,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         _job(
             name,
             seed,
-            [*configs, *overrides, *setting],
+            # an algorithm's file before the overrides, which are meant for every setting
+            sorted([*configs, *setting[:1], *overrides, *setting[1:]], key=is_override),
             runs_folder=runs_folder,
             metric=options.metric,
         )
@@ -421,6 +432,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--vary", action="append", default=[], metavar="KEY=V1,V2,…", help="repeatable: the product"
+    )
+    parser.add_argument(
+        "--algorithms", nargs="+", default=[], metavar="NAME", help=f"files in {ALGORITHMS}"
     )
     parser.add_argument(
         "--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)"

@@ -3,14 +3,16 @@
 See docs/performance.md.
 
     python tools/bench_rollout.py [--images 16] [--size 512] [--steps 10] [--true-cfg-scale 1]
-        [--replicas eager compiled fp8] [--ways images rollout …] [--out FILE.json]
+        [--replicas eager compiled fp8] [--ways images rollout …] [--same-noise] [--out FILE.json]
 
 The same images by every way: `diffusers` (its own pipeline, eager, all images in one call),
 `images` (the replica's OpenAI route, as many images a request as it takes), `images, one a request`
 (as many requests at once as it takes), and `rollout` (what training uses: one call, with latents,
 log_probs and pixels back in this process). --replicas: one that is eager, one with compiled blocks,
 one that is compiled and multiplies in FP8. --ways: some of them only. Medians of --repeat calls
-after a first one that is told apart. Prints a line of JSON for each, a table with ratios to
+after a first one that is told apart. --same-noise: also a rollout whose samples share their noise,
+and so their steps before the window. Calls take the window's places in turn; `forwards` is the
+mean. Prints a line of JSON for each, a table with ratios to
 `images`, and writes all to --out. A model folder that holds configs only is filled with random
 weights in --scratch.
 """
@@ -44,6 +46,7 @@ from megadiff.types import DTYPES, Prompt, RolloutRequest, Sampling
 PROMPT = "a red star left of a blue circle in the sky"
 LIMITS = Limits()  # of the replicas that are started here
 WINDOW = (2, (0, 5))  # size and range, in steps
+SAME_NOISE = "rollout, same noise"
 WAYS = ("diffusers", "images", "images, one a request", "rollout")
 REPLICAS = {"eager": {}, "compiled": {"compile": True}, "fp8": {"compile": True, "fp8": True}}
 
@@ -74,12 +77,14 @@ def main(argv: list[str]) -> int:
         scratch = Path(folder)
         layers = {"layers": options.layers, "text_layers": options.text_layers}
         model = served_model(options.model, scratch, device=device, **layers)
-        for name, seconds in _measured(model, scratch, device, options):
+        for name, seconds, forwards in _measured(model, scratch, device, options):
             row = {
                 "way": name,
                 "first_s": round(seconds[0], 3),
                 "s": round(statistics.median(seconds[1:]), 3),
             }
+            if forwards:
+                row["forwards"] = statistics.fmean(forwards[1:])
             row["images_per_s"] = round(options.images / row["s"], 3)
             row["sample_steps_per_s"] = round(options.images * options.steps / row["s"], 2)
             report["rows"].append(row)
@@ -110,10 +115,13 @@ def table(rows: list[dict]) -> str:
 
 def _measured(
     model: Path, scratch: Path, device: str, options: argparse.Namespace
-) -> Iterator[tuple[str, list[float]]]:
-    """Return (way, seconds of each call). The GPU holds one model at a time."""
+) -> Iterator[tuple[str, list[float], list[int]]]:
+    """Yield (way, seconds of each call, forwards of each where it is a rollout).
+
+    The GPU holds one model at a time.
+    """
     if "diffusers" in options.ways:
-        yield "diffusers", _diffusers(model, device, options)
+        yield "diffusers", _diffusers(model, device, options), []
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -131,13 +139,14 @@ def _measured(
                 "images, one a request": lambda _, client=client: _images(
                     client, [1] * options.images, options
                 ),
-                "rollout": lambda call, client=client: _rollout(client, call, options),
             }
+            suffix = "" if kind == "eager" else f", {kind}"
             for name in [name for name in ways if name in options.ways]:
-                yield (
-                    name + ("" if kind == "eager" else f", {kind}"),
-                    _timed(ways[name], options.repeat),
-                )
+                yield name + suffix, _timed(ways[name], options.repeat), []
+            if "rollout" in options.ways:
+                yield "rollout" + suffix, *_rollouts(client, options, same_noise=False)
+            if options.same_noise:
+                yield SAME_NOISE + suffix, *_rollouts(client, options, same_noise=True)
 
 
 def _diffusers(model: Path, device: str, options: argparse.Namespace) -> list[float]:
@@ -211,16 +220,44 @@ def _images(client: ReplicaClient, counts: list[int], options: argparse.Namespac
         raise RuntimeError(f"the replica answered {received} images to requests of {counts}")
 
 
-def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> None:
-    size, interval = WINDOW
+def _rollouts(
+    client: ReplicaClient, options: argparse.Namespace, *, same_noise: bool
+) -> tuple[list[float], list[int]]:
+    """Return the seconds and the forwards of each call."""
+    size, (low, high) = WINDOW
+    num_places = high - size - low + 1
+    repeat = options.repeat
+    if options.same_noise:
+        # a call's forwards depend on where its window is: all places come equally often
+        repeat = -(-repeat // num_places) * num_places
+    forwards: list[int] = []
+
+    def draw(call: int) -> None:
+        start = low + call % num_places
+        window = (start, start + size)
+        forwards.append(_rollout(client, call, options, window, same_noise=same_noise))
+
+    return _timed(draw, repeat), forwards
+
+
+def _rollout(
+    client: ReplicaClient,
+    call: int,
+    options: argparse.Namespace,
+    window: tuple[int, int],
+    *,
+    same_noise: bool,
+) -> int:
+    """Draw one group; return how many forwards of one sample it took."""
     sampling = Sampling(
         height=options.size,
         width=options.size,
         num_inference_steps=options.steps,
         true_cfg_scale=options.true_cfg_scale,
         eta=1.2,
-        sde_window_size=size,
-        sde_window_range=interval,
+        sde_window_size=WINDOW[0],
+        sde_window_range=window,
+        same_noise=same_noise,
     )
     request = RolloutRequest(
         prompt=Prompt(text=PROMPT, id="0" * 16),
@@ -233,6 +270,7 @@ def _rollout(client: ReplicaClient, call: int, options: argparse.Namespace) -> N
     num_samples, _, height, *_ = group.pixels_GFHWC.shape
     if num_samples != options.images or height != options.size:
         raise RuntimeError(f"the replica answered {num_samples} of {options.images} samples")
+    return group.num_forwards
 
 
 def _timed(call: Callable[[int], object], repeat: int) -> list[float]:
@@ -264,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--true-cfg-scale", type=float, default=1.0)
     parser.add_argument("--replicas", nargs="+", choices=REPLICAS, default=["eager"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--same-noise", action="store_true", help="also a rollout that shares it")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")

@@ -43,6 +43,7 @@ from megadiff.observe.device_memory import GIB, phase_key
 from megadiff.observe.metrics import format_number, read_rows
 from megadiff.planner.memory_plan import USABLE_GIB, make_plan
 from megadiff.planner.work import Machine
+from megadiff.train.components import forwards_per_sample
 from megadiff.train.sampling import sampling_of
 
 POLL_S = 0.1
@@ -143,7 +144,7 @@ def figures(
     adapter, sampling = build_adapter(model_folder), sampling_of(config.rollout)
     samples = config.train.prompts_per_step * config.algorithm.group_size
     one_step = adapter.flops(sampling, options.text_tokens) * samples / max(options.gpus, 1) / 1e12
-    rollout = one_step * sampling.num_inference_steps
+    rollout = one_step * forwards_per_sample(config, adapter)
     train = one_step * sampling.sde_window_size * 3  # forward, and twice that backward
     if config.lora.rank:
         train = (

@@ -15,7 +15,7 @@ from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.algorithms.flow_matching import flow_matching, weighted_matching
 from megadiff.algorithms.grpo_guard import grpo_guard
 from megadiff.algorithms.nft import nft
-from megadiff.config.schema import AlgorithmConfig, with_algorithm_defaults
+from megadiff.config.algorithm import AlgorithmConfig, with_algorithm_defaults
 from megadiff.types import LossOutput
 
 # whose velocities a loss may ask for

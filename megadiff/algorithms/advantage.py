@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -41,3 +41,33 @@ def group_advantages(
         # rounding can bring the variance of equal rewards below 0
         std = (squares / count - (total / count) ** 2).clamp(min=0).sqrt()
     return (centred_PG / (std + EPSILON)).float(), weights_P
+
+
+def gdpo_advantages(
+    rewards: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    *,
+    all_reduce: Callable[[Tensor], Tensor] = lambda value: value,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages_PG, weights_P), float32: each reward counts by its weight, not its spread.
+
+    Each reward is normalised within its group, as kind=group does. The weighted sum is divided by
+    its root mean square over the groups with a signal, of all ranks. all_reduce sums a [2] float64
+    tensor over the data-parallel group (once).
+    rewards: name → [P, G]. weights: of those that take part; 0 is as good as left out.
+    A group whose normalised rewards cancel gets weight 0 and keeps its row.
+    GDPO, arXiv 2601.05242.
+    """
+    combined_PG = sum(
+        weight * group_advantages(rewards[name], kind="group")[0].double()
+        for name, weight in weights.items()
+    )
+    assert isinstance(combined_PG, Tensor), "validate() wants a reward"
+    has_signal_P = combined_PG.abs().amax(dim=1) > ZERO_STD
+
+    # without the others, which are 0: how many of them a batch has must not scale the rest
+    signal_PG = combined_PG[has_signal_P]
+    moments = [signal_PG.square().sum(), float(signal_PG.numel())]
+    squares, count = all_reduce(torch.tensor(moments, dtype=torch.float64))
+    rms = (squares / count.clamp(min=1)).sqrt()
+    return (combined_PG / (rms + EPSILON)).float(), has_signal_P.float()

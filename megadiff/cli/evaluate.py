@@ -143,7 +143,7 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     base = base_weights(config, subject.adapter, mesh)
     progress = Checkpoints(folder, config, mesh, base=base).load(engine, lambda _: None)
 
-    # An SFT run with algorithm.ema_decay exports its averaged weights, so they are evaluated.
+    # A run with algorithm.ema_decay exports its averaged weights, so they are evaluated.
     with engine.averaged():
         sync = build_sync(engine, fleet)
         replicas.RunReplicas(fleet, sync, config, mesh).wake(progress.step)

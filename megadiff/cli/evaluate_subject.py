@@ -46,6 +46,7 @@ FIXED = [
     "rollout.mode=colocated",
     "track=[]",
     "eval.every=0",
+    "lora.start=''",  # the checkpoint's LoRA comes over it
 ]
 
 

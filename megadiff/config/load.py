@@ -15,7 +15,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megadiff.config.schema import Config, RewardConfig, with_algorithm_defaults
+from megadiff.config.algorithm import with_algorithm_defaults
+from megadiff.config.schema import Config, RewardConfig
 
 
 def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:

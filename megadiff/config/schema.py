@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megadiff.config.algorithm import AlgorithmConfig
 from megadiff.config.key import key
 
 MAX_LORA_RANK = 512  # of vLLM's MaxLoRARanks; ranks between its steps are fine
@@ -83,124 +84,6 @@ class TrainConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """Choose the loss and its constants."""
-
-    name: str = key("flow_grpo", "Train with this algorithm, built-in or your own module:function.")
-    # 1 suits SFT; RL compares within a group, and megadiff/train/check.py wants 2 there.
-    group_size: int = key(
-        1, "A prompt gets this many samples (SFT: noise draws).", at_least=1, at_most=1024
-    )
-    trained_samples: int = key(
-        0,
-        "Of a group only the best and worst, this many together, are trained; 0 is all.",
-        at_least=0,
-    )
-    # Far below PPO's 0.2: log_prob is a mean over latent elements, so ratios stay near 1.
-    clip_range: float = key(
-        0.0, "The ratio is clipped to 1 ± this; 0 takes the algorithm's own.", at_least=0
-    )
-    clip_range_high: float = key(
-        0.0, "Above 1 the ratio is clipped at 1 + this; 0 takes clip_range.", at_least=0
-    )
-    adv_clip_max: float = key(
-        0.0, "Advantages are clipped to ± this; 0 takes the algorithm's own.", at_least=0
-    )
-    kl_coef: float = key(
-        0.0, "The loss adds the KL to the reference policy times this.", at_least=0, at_most=10**6
-    )
-    advantage: str = key(
-        "global",
-        "A reward minus its group's mean is divided by the std of the batch, of the group, or not.",
-        choices=("global", "group", "none"),
-    )
-    old_log_prob: str = key(
-        "rollout",
-        "Old log_probs come from the replica, the trainer, or by the parity gap (auto).",
-        choices=("rollout", "recompute", "auto"),
-    )
-    kl_limit: float = key(
-        1e-5, "flow_dppo leaves out steps that moved further than this KL.", above=0
-    )
-    trained_steps: int = key(
-        0,
-        "Of a sample's window this many steps, drawn at random, are trained; 0 is all.",
-        heading="Algorithms over stochastic steps",
-        at_least=0,
-    )
-    step_weight: str = key(
-        "none",
-        "A step counts by its injected noise (level), or all alike.",
-        choices=("none", "level"),
-    )
-    noise_levels: int = key(
-        2,
-        "A sample is noised to this many levels (nft, awm, rwr, dpo; a pair, offline_dpo).",
-        heading="Algorithms over noised samples",
-        at_least=1,
-    )
-    beta: float = key(
-        0.0,
-        "nft's step beyond the old policy, dpo's strength, rwr's temperature; 0: its own.",
-        at_least=0,
-    )
-    matching: str = key(
-        "ghuber",
-        "awm's log_prob is this function of the matching error.",
-        choices=("uniform", "t", "t2", "huber", "ghuber"),
-    )
-    lagging_decay: float = key(
-        0.0,
-        "nft's old policy, awm's lagging one, averages weights with at most this; 0 keeps none.",
-        at_least=0,
-        below=1,
-    )
-    lagging_decay_rate: float = key(
-        0.001, "That decay rises by this with each optimizer step.", above=0
-    )
-    lagging_decay_start: int = key(
-        0, "It is 0 for this many optimizer steps, then rises.", at_least=0
-    )
-    lagging_kl_coef: float = key(
-        0.0,
-        "awm adds the squared distance to the lagging policy's velocity times this.",
-        at_least=0,
-        at_most=10**6,
-    )
-    caption_drop: float = key(
-        0.1,
-        "Supervised training replaces this part of captions by empty ones.",
-        heading="Supervised training, and averages",
-        at_least=0,
-        at_most=1,
-    )
-    ema_decay: float = key(
-        0.0,
-        "Supervised training exports weights averaged with this decay; 0 keeps none.",
-        at_least=0,
-        at_most=1,
-    )
-
-
-# Values of keys that are 0. One algorithm's would break another: NFT's advantages saturate at
-# adv_clip_max, AWM is published with 1, and ratios of another kind need another clip range.
-ALGORITHM_DEFAULTS: dict[str, dict[str, float]] = {
-    "": {"clip_range": 1e-4, "adv_clip_max": 5.0, "beta": 1.0},
-    "grpo_guard": {"clip_range": 2e-6},
-    "awm": {"clip_range": 1.0, "adv_clip_max": 1.0},
-    "dpo": {"beta": 100.0},
-    "offline_dpo": {"beta": 2000.0},
-}
-
-
-def with_algorithm_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with the algorithm's own values in place of zeros."""
-    defaults = ALGORITHM_DEFAULTS[""] | ALGORITHM_DEFAULTS.get(config.name, {})
-    own = {name: value for name, value in defaults.items() if not getattr(config, name)}
-    return AlgorithmConfig(**vars(config) | own)
-
-
-@dataclass
 class RolloutConfig:
     """Say how samples are drawn, and how and where replicas run.
 
@@ -250,10 +133,27 @@ class RolloutConfig:
     sde_window_range: list[int] = key(
         [0, 5], "Windows lie within these steps, the second one and the last step excluded."
     )
+    # MixGRPO, arXiv 2507.21802, moves it after 25 steps.
+    sde_window_moves: int = key(
+        0,
+        "The window moves on by a step after this many training steps, then begins anew; 0 draws "
+        "it at random.",
+        at_least=0,
+        at_most=1000,
+    )
     component_windows: str = key(
         "any",
         "Windows lie anywhere in the range, or (balanced) in one component's steps by turns.",
         choices=("any", "balanced"),
+    )
+    same_noise: bool = key(
+        False, "A group's samples share their initial noise, and the steps before their window."
+    )
+    # Evaluations are always by Euler, so that runs of other solvers compare.
+    ode_solver: str = key(
+        "euler",
+        "Deterministic steps after the window (without one, all) are of this kind.",
+        choices=("euler", "dpm2"),
     )
 
     batch_size: int = key(
@@ -341,6 +241,13 @@ class LoraConfig:
     alpha: float = key(
         0.0, "The adapters' output is multiplied by alpha / rank; 0 takes the rank.", at_least=0
     )
+    targets: list[str] = key(
+        [], "Only linears whose names end in these have LoRA, as [to_q, to_out.0]; empty takes all."
+    )
+    exclude: list[str] = key([], "Linears whose names end in these have none, as [blocks.0.*].")
+    start: str = key(
+        "", "Start from this LoRA: a folder or file of peft or diffusers, or of `megadiff convert`."
+    )
 
 
 @dataclass
@@ -367,6 +274,11 @@ class OptimConfig:
     )
     warmup_steps: int = key(
         0, "The learning rate rises linearly over this many optimizer steps.", at_least=0
+    )
+    schedule: str = key(
+        "constant",
+        "Then it stays, or falls to 0 at the run's end, which more train.num_steps move on resume.",
+        choices=("constant", "cosine", "linear"),
     )
 
 

@@ -37,7 +37,15 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.trained_samples": 0,
     "train.updates_per_step": 1,
     "rollout.first_frame": False,
+    "rollout.same_noise": False,
+    "rollout.sde_window_moves": 0,
     "optim.skip_nonfinite": 0,
+}
+WITHOUT_USE_WITHOUT_LORA = {  # likewise
+    "lora.alpha": 0,
+    "lora.targets": [],
+    "lora.exclude": [],
+    "lora.start": "",
 }
 
 
@@ -61,6 +69,7 @@ def validate(config: Config, *, dp: int, on_policy: bool = True) -> None:
     else:
         _check_sft(config)
     _check_batch(config, dp=dp)
+    _check_schedule(config)
     _check_rollout(config)
 
     if config.eval.every and not config.eval.prompts:
@@ -142,6 +151,14 @@ def _check_rollout(config: Config) -> None:
             "set rollout.eta<=1"
         )
 
+    if not rollout.sde_window_size and (rollout.same_noise or rollout.sde_window_moves):
+        raise ConfigError(
+            f"rollout.same_noise={rollout.same_noise} and rollout.sde_window_moves="
+            f"{rollout.sde_window_moves} with rollout.sde_window_size=0: without stochastic steps "
+            "samples of one noise are alike, and no window moves; set same_noise=false "
+            "sde_window_moves=0, or sde_window_size=2"
+        )
+
     # FP8 products come out in bfloat16.
     if rollout.fp8 and config.model.dtype != "bfloat16":
         raise ConfigError(
@@ -190,11 +207,14 @@ def _check_engine(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     lora = config.lora
-    if lora.alpha and not lora.rank:
-        raise ConfigError(
-            f"lora.alpha={lora.alpha} with lora.rank=0, which is no LoRA; "
-            "set lora.rank, or lora.alpha=0"
-        )
+    if not lora.rank:
+        for key, neutral in WITHOUT_USE_WITHOUT_LORA.items():
+            value = attrgetter(key)(config)
+            if value != neutral:
+                raise ConfigError(
+                    f"{key}={value} with lora.rank=0, which is no LoRA; "
+                    f"set lora.rank, or {key}={neutral}"
+                )
 
     if lora.rank and config.engine.fp8 != "none":
         raise ConfigError(
@@ -212,12 +232,6 @@ def _check_rl(config: Config) -> None:
             f"algorithm.name={algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file"
         )
 
-    if algorithm.ema_decay:
-        raise ConfigError(
-            f"algorithm.ema_decay={algorithm.ema_decay} with algorithm.name={algorithm.name}: "
-            "replicas must sample from the trained weights, not from their average; "
-            "set algorithm.ema_decay=0"
-        )
     if algorithm.old_log_prob == "auto" and config.parity.mode == "off":
         raise ConfigError(
             "algorithm.old_log_prob=auto with parity.mode=off: the gate's gap decides; "
@@ -264,4 +278,16 @@ def _check_batch(config: Config, *, dp: int) -> None:
             f"algorithm.group_size={group_size} is not a multiple of "
             f"train.updates_per_step={num_updates}: each update takes an equal part of every "
             f"group; set algorithm.group_size={math.ceil(group_size / num_updates) * num_updates}"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    optim = config.optim
+    num_updates = config.train.num_steps * config.train.updates_per_step
+    if optim.schedule != "constant" and optim.warmup_steps >= num_updates > 0:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} >= {num_updates} optimizer steps "
+            "(train.num_steps * train.updates_per_step): none is left for "
+            f"optim.schedule={optim.schedule}; set optim.warmup_steps<{num_updates}, or "
+            "optim.schedule=constant"
         )

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from megadiff.convert.copying import Advance, Copier
 from megadiff.convert.jobs import CheckpointJob, Job, LoraJob, ModelJob
-from megadiff.convert.model_folders import listed
 from megadiff.convert.sources import Source, check_base, open_source
-from megadiff.convert.stored_tensors import StoredTensors
 from megadiff.process.whole_folder import (
     check_destination,
     check_space,
@@ -25,6 +23,7 @@ from megadiff.process.whole_folder import (
     whole_folder,
 )
 from megadiff.tensors.fingerprint import fingerprint
+from megadiff.tensors.stored_tensors import StoredTensors, listed
 
 logger = logging.getLogger(__name__)
 TARGETS = ("diffusers", "megatron", "fsdp", "peft", "merged")

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megadiff.convert.stored_tensors import StoredTensor, StoredTensors
 from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.shards import TensorBox
+from megadiff.tensors.stored_tensors import StoredTensor, StoredTensors
 from megadiff.tensors.tensor_file import TensorMeta, TensorWriter
 
 # Two threads share all of the work, which one reader beside one writer would not: reading and

@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
-from megadiff.convert import lora_files
 from megadiff.convert.copying import Copier, Slot
 from megadiff.convert.layouts import LAYOUTS, Box, RankBoxes
 from megadiff.convert.model_folders import (
@@ -25,7 +24,9 @@ from megadiff.convert.model_folders import (
     write_index,
 )
 from megadiff.convert.sources import Source, ordered_state
-from megadiff.convert.stored_tensors import (
+from megadiff.tensors import lora_files
+from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
+from megadiff.tensors.stored_tensors import (
     StoredTensors,
     cast,
     from_checkpoint,
@@ -34,7 +35,6 @@ from megadiff.convert.stored_tensors import (
     prefixed,
     total_bytes,
 )
-from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
 from megadiff.tensors.tensor_file import TensorFile, canonical_order, reserve_descriptors
 from megadiff.types import DTYPES
 
@@ -299,7 +299,7 @@ def _chosen_dtype(dtype: str, kept: torch.dtype) -> torch.dtype:
 
 
 def _check_lora_modules(source: Source, base: ModelFolder) -> None:
-    """Raise ValueError unless the LoRA is of the modules that engines wrap, in all components."""
+    """Raise ValueError unless the LoRA is of modules that engines can wrap, in all components."""
     if not source.lora:
         return
 
@@ -312,10 +312,9 @@ def _check_lora_modules(source: Source, base: ModelFolder) -> None:
 
     modules = set(source.lora.modules)
     for component in base.components.values():
-        wrapped = set(component.model.plan.lora_modules(component.model.shapes))
-        if modules != wrapped:
+        others = modules.difference(component.model.plan.lora_modules(component.model.shapes))
+        if others:
             raise ValueError(
-                f"{source.path} is a LoRA of {len(modules)} modules, the engines wrap "
-                f"{len(wrapped)} of this model: only there {sorted(modules - wrapped)[:4]}, only "
-                f"here {sorted(wrapped - modules)[:4]}; --to merged takes it as it is"
+                f"{source.path} is a LoRA of {len(modules)} modules, {len(others)} of which no "
+                f"engine wraps: {sorted(others)[:4]}; --to merged takes it as it is"
             )

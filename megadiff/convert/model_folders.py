@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from megadiff.convert.other_files import OtherFiles, other_files
-from megadiff.convert.stored_tensors import StoredTensors, from_file
 from megadiff.models.registry import (
     ComponentModel,
     build_adapter,
@@ -19,6 +18,7 @@ from megadiff.models.registry import (
     component_model,
 )
 from megadiff.tensors.model_files import read_json, weight_files
+from megadiff.tensors.stored_tensors import FLOATS, StoredTensors, from_file, listed
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
 from megadiff.types import Shapes
 
@@ -33,8 +33,6 @@ WEIGHT_SUFFIXES = (
     ".safetensors.index.json",
     ".bin.index.json",
 )
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-NUM_NAMED = 8  # problems that one message lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +174,6 @@ def misfits(
             wanted = " or ".join(map(_short, dtypes))
             problems.append(f"{where} is {_short(meta.dtype)}, weights must be {wanted}")
     return problems
-
-
-def listed(problems: Sequence[str]) -> str:
-    more = f" and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
-    return "; ".join(problems[:NUM_NAMED]) + more
 
 
 def file_tensors(base: Component, tensors: StoredTensors) -> dict[str, dict[str, TensorMeta]]:

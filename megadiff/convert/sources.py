@@ -17,18 +17,18 @@ from megadiff.checkpoint.run_folders import (
     read_config,
     read_progress,
 )
-from megadiff.convert.lora_files import has_loras, lora_misfits, open_loras
 from megadiff.convert.model_folders import (
+    COMPONENT,
     ModelFolder,
-    listed,
     misfits,
     open_model,
     open_single_file,
 )
-from megadiff.convert.stored_tensors import StoredTensors, from_checkpoint, prefixed
 from megadiff.parallel.lora import lora_shapes
+from megadiff.tensors.lora_files import ALONE, has_loras, lora_misfits, open_loras
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import AVERAGED, LAGGING, TRAINED, ShardFolder, shard_file
+from megadiff.tensors.stored_tensors import StoredTensors, from_checkpoint, listed, prefixed
 from megadiff.types import LoraSpec, Progress, Shape, Shapes
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ def _open_model(model: ModelFolder) -> Source:
 
 
 def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
-    loras = open_loras(path, base=base)
+    loras = open_loras(path)
+    if ALONE in loras:
+        loras = {_component_of_one(path, base): loras[ALONE]}
     spec = next(iter(loras.values())).spec
     policy = {name: lora.tensors for name, lora in loras.items()}
     if base:
@@ -133,6 +135,20 @@ def _open_lora(path: Path, *, base: ModelFolder | None) -> Source:
     return Source(
         path=path, base=base, lora=spec, policy=policy, state=_trained(policy), values=values
     )
+
+
+def _component_of_one(path: Path, base: ModelFolder | None) -> str:
+    """Name the component of a LoRA by its folder. Raises ValueError where that is not clear."""
+    if base is None or len(base.components) == 1:
+        return COMPONENT
+    name = (path.parent if path.is_file() else path).resolve().name
+    if name not in base.components:
+        folders = " or ".join(str(component.folder) for component in base.components.values())
+        raise ValueError(
+            f"{path} may be of any of the {len(base.components)} components of {base.path}: give "
+            f"--base {folders}, or name its folder {' or '.join(base.components)}"
+        )
+    return name
 
 
 def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:

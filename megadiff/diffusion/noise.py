@@ -29,6 +29,15 @@ def sample_keys(group: str, sample_indices: Iterable[int]) -> list[str]:
     return [f"{group}/{sample_index}" for sample_index in sample_indices]
 
 
+def initial_keys(keys: list[str], *, same_noise: bool) -> list[str]:
+    """Return by which key each of a group's samples draws its initial noise.
+
+    keys: of the whole group. Under same_noise all take the first one's: groups of one prompt in a
+    step have other samples, and so still differ.
+    """
+    return keys[:1] * len(keys) if same_noise else keys
+
+
 def initial_latents_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
     """Draw the states at sigma 1, [len(keys), *shape] standard normal float32 on CPU."""
     return _normal_rows(shape, [f"{key}/initial" for key in keys])

@@ -68,6 +68,9 @@ NOISE_SCALES: dict[str, Callable[[SdeStep], Tensor]] = {
 }
 
 
+ODE_SOLVERS = ("euler", "dpm2")
+
+
 def noise_scale(step: SdeStep) -> Tensor:
     """Return s(sigma), [B] float32. Raises ValueError for an unknown sde_type."""
     sde_type = step.sampling.sde_type
@@ -146,6 +149,20 @@ def ode_step(
     """Take a deterministic Euler step in float32; sigma and sigma_next are scalars or [B]."""
     latents_BLC = _wide(latents_BLC)
     return latents_BLC + _wide(velocity_BLC) * _spread(sigma_next - sigma, latents_BLC)
+
+
+def dpm2_gain(sigma_before: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+    """Return g of a second-order step: ode_step() + g · (clean latents now − one step before).
+
+    DPM-Solver++(2M), arXiv 2211.01095 algorithm 2, for alpha = 1 − sigma and the log SNR
+    λ = log(alpha / sigma). Clean latents are latents − sigma · velocity, sigma_before is where they
+    were predicted before. Scalars. 0 after sigma 1 and before sigma 0, where λ is infinite.
+    """
+    # float64: h is a difference of near-equal logarithms
+    before, now, after = (torch.logit(1 - s.double()) for s in (sigma_before, sigma, sigma_next))
+    # algorithm 2's first term alone is Euler's step; its second has 1/2r = h / (2 · last h)
+    gain = (1 - sigma_next / sigma) * (after - now) / (2 * (now - before))
+    return torch.where(sigma_next > 0, gain, 0.0).float()
 
 
 def kl_to_reference(step: SdeStep, mean_BLC: Tensor, ref_mean_BLC: Tensor) -> Tensor:

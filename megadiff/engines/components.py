@@ -149,7 +149,10 @@ class ComponentsEngine:
         self, by: Callable[[ShardedEngine], AbstractContextManager[None]], differs: bool
     ) -> Iterator[None]:
         """Enter the context of all members. differs: whether it changes weights."""
-        replaced = set(self.members if differs else ())
+        replaced: set[str] = set()
+        if differs:
+            # before its first update a component is its own average
+            replaced = {name for name, member in self.members.items() if member.num_updates}
         with ExitStack() as stack:
             for member in self.members.values():
                 stack.enter_context(by(member))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from megadiff.config.schema import Config
+from megadiff.config.schema import Config, LoraConfig
+from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, lora_spec, start_values
 from megadiff.parallel.plan import ParallelPlan, is_lora
+from megadiff.tensors.lora_files import ALONE, LoraFile, has_loras, lora_misfits, open_loras
+from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
+from megadiff.tensors.stored_tensors import StoredTensor, listed
 from megadiff.types import LoraSpec
 
 
@@ -26,13 +31,69 @@ def is_frozen(config: Config, component: str) -> bool:
     return bool(chosen) and component not in chosen and not config.lora.rank
 
 
-def fill_start(name: str, shards: Sequence[Shard], *, seed: int) -> None:
-    """Write a low-rank tensor's start into this rank's shards of it."""
+def lora_start(lora: LoraConfig, components: Sequence[str]) -> dict[str, LoraFile]:
+    """Open component → the LoRA that training starts from; {} without lora.start.
+
+    Raises ValueError for what is no LoRA, or none of exactly these components.
+    """
+    if not lora.start:
+        return {}
+    path = Path(lora.start)
+    if not path.exists() or not has_loras(path):
+        raise ValueError(
+            f"lora.start={path} {'is no LoRA' if path.exists() else 'does not exist'}; give the "
+            "folder of `megadiff convert --to peft`, or a LoRA of peft or diffusers"
+        )
+
+    loras = open_loras(path)
+    if ALONE in loras and len(components) == 1:
+        loras = {components[0]: loras[ALONE]}
+    if loras.keys() != set(components):
+        named = "one LoRA" if ALONE in loras else f"those of {', '.join(loras)}"
+        raise ValueError(
+            f"lora.start={path} holds {named}, and training begins with one for each component; "
+            f"give a folder with the folders {', '.join(components)}"
+        )
+    return loras
+
+
+def check_start(config: LoraConfig, adapter: ModelAdapter) -> None:
+    """Raise ValueError where lora's keys do not fit the model, or the LoRA to start from."""
+    if not config.rank:
+        return
+    start = lora_start(config, adapter.components)
+    for component in adapter.components:
+        parameters = adapter.empty_transformer(component).named_parameters()
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        spec = lora_spec(config, adapter.plan, shapes)
+        assert spec is not None, "None is for rank 0"
+        if not start:
+            continue
+
+        lora = start[component]
+        where = f"lora.start={lora.path}"
+        if difference := _difference(where, lora.spec, spec):
+            raise ValueError(difference)
+        if misfits := lora_misfits(lora, shapes):
+            raise ValueError(f"{where} does not fit {component} of the model: {listed(misfits)}")
+
+
+def open_source(config: Config, adapter: ModelAdapter, component: str) -> SourceFolder:
+    """Open what a component starts from: the model's weights and, where there is one, a LoRA."""
+    start = lora_start(config.lora, adapter.components)
+    lora = start[component].tensors if start else {}
+    return SourceFolder(adapter.model_folder / component, lora)
+
+
+def fill_start(
+    name: str, shards: Sequence[Shard], *, seed: int, start: Mapping[str, StoredTensor]
+) -> None:
+    """Write a low-rank tensor's start, or a fresh one, into this rank's shards of it."""
     if not shards:
         return
     rows, columns = shards[0].shape
     # whole, then cut: the draw must not depend on how ranks split the tensor
-    whole = start_values(name, (rows, columns), seed=seed)
+    whole = start[name].read() if start else start_values(name, (rows, columns), seed=seed)
     for shard in shards:
         sizes = shard.local.shape
         box = [slice(at, at + size) for at, size in zip(shard.offsets, sizes, strict=True)]
@@ -42,7 +103,7 @@ def fill_start(name: str, shards: Sequence[Shard], *, seed: int) -> None:
 def read_start(source: SourceFolder, name: str, shards: Sequence[Shard], *, seed: int) -> None:
     """Fill this rank's shards of a weight with what training starts from."""
     if is_lora(name):
-        fill_start(name, shards, seed=seed)
+        fill_start(name, shards, seed=seed, start=source.lora)
     else:
         for shard in shards:
             source.read_into(name, shard)
@@ -74,18 +135,27 @@ def check_lora(source: ShardFolder, lora: LoraSpec | None) -> None:
             "set lora.rank=0 to go on with it, or start a new run from its export (model.path)"
         )
 
+    spec = lora_from_json(theirs)
+    assert spec is not None, "only the run's own is None"
+    raise ValueError(f"{_difference(str(source.folder), spec, lora)}, or start a new run")
+
+
+def _difference(where: str, theirs: LoraSpec, ours: LoraSpec) -> str:
+    """Say in what a stored LoRA is not the run's, and what to set; "" for an equal one."""
     for key in ("rank", "alpha"):
-        if theirs[key] != ours[key]:
-            raise ValueError(
-                f"{source.folder} holds a LoRA of {key} {theirs[key]}, but lora.{key}={ours[key]}; "
-                f"set lora.rank={theirs['rank']} lora.alpha={theirs['alpha']}, or start a new run"
+        if getattr(theirs, key) != getattr(ours, key):
+            return (
+                f"{where} holds a LoRA of {key} {getattr(theirs, key)}, but "
+                f"lora.{key}={getattr(ours, key)}; "
+                f"set lora.rank={theirs.rank} lora.alpha={theirs.alpha}"
             )
 
-    # only the modules differ: another model, or a plan that has changed
-    missing = sorted(set(theirs["modules"]) - set(lora.modules))
-    extra = sorted(set(lora.modules) - set(theirs["modules"]))
-    raise ValueError(
-        f"{source.folder} holds a LoRA of {len(theirs['modules'])} modules, this model's plan "
-        f"wraps {len(lora.modules)}: only there {missing[:4]}, only here {extra[:4]}; load it with "
-        "the model and version that wrote it, or start a new run"
+    missing = sorted(set(theirs.modules) - set(ours.modules))
+    extra = sorted(set(ours.modules) - set(theirs.modules))
+    if not missing and not extra:
+        return ""
+    return (
+        f"{where} holds a LoRA of {len(theirs.modules)} modules, this run wraps "
+        f"{len(ours.modules)}: only there {missing[:4]}, only here {extra[:4]}; set lora.targets "
+        "and lora.exclude to the modules that it has"
     )

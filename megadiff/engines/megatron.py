@@ -24,7 +24,7 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Loss, NonFiniteError
 from megadiff.engines.flat_ranges import flat_ranges, placement_of, whole_range
 from megadiff.engines.gathering import gather_flat
-from megadiff.engines.lora import build_adapters, is_frozen, read_start
+from megadiff.engines.lora import build_adapters, is_frozen, open_source, read_start
 from megadiff.engines.microbatch import Batch, ComponentRows
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine, Step
@@ -62,7 +62,7 @@ class MegatronEngine(ShardedEngine):
         self._is_first_tp = mesh.rank % mesh.tp == 0
         self._is_first_data = mesh.rank // mesh.tp == 0
 
-        source = SourceFolder(adapter.model_folder / component)
+        source = open_source(config, adapter, component)
         empty = adapter.empty_transformer(component)
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
         source.check_names(shapes)

@@ -29,6 +29,7 @@ from megadiff.engines.microbatch import (
     loss_inputs,
     padded_microbatches,
 )
+from megadiff.engines.optimizer import learning_rate
 from megadiff.engines.state import ComponentState
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
@@ -225,7 +226,5 @@ class ShardedEngine(ComponentState):
 
     @property
     def learning_rate(self) -> float:
-        """The next update's: a linear warm-up over optim.warmup_steps updates, then constant."""
-        optim = self.config.optim
-        lr = optim.component_lr.get(self.component, optim.lr)
-        return lr * min(1.0, (self.num_updates + 1) / max(optim.warmup_steps, 1))
+        """The next update's, by optim.schedule."""
+        return learning_rate(self.config, self.component, num_updates=self.num_updates)

@@ -31,7 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
 from megadiff.engines.gathering import gather_rows, local
-from megadiff.engines.lora import build_adapters, is_frozen, read_start
+from megadiff.engines.lora import build_adapters, is_frozen, open_source, read_start
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine
@@ -42,7 +42,6 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
 from megadiff.tensors.shards import Shard
-from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import DTYPES
 
 if TYPE_CHECKING:  # needs megatron-core
@@ -82,7 +81,7 @@ class VeOmniEngine(ShardedEngine):
             transformer.named_parameters()  # type: ignore[arg-type]  # FSDP2 makes DTensors of them
         )
         low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
-        source = SourceFolder(adapter.model_folder / component)
+        source = open_source(config, adapter, component)
         source.check_names(
             {name: tuple(p.shape) for name, p in self._parameters.items() if name not in low_rank}
         )

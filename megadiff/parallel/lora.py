@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -55,9 +56,40 @@ def lora_spec(lora: LoraConfig, plan: ParallelPlan, names: Iterable[str]) -> Lor
     """
     if not lora.rank:
         return None
-    return LoraSpec(
-        rank=lora.rank, alpha=float(lora.alpha or lora.rank), modules=plan.lora_modules(names)
-    )
+    modules = _chosen(lora, plan.lora_modules(names))
+    return LoraSpec(rank=lora.rank, alpha=float(lora.alpha or lora.rank), modules=modules)
+
+
+def _chosen(lora: LoraConfig, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the modules that lora.targets name, all without any, but lora.exclude's.
+
+    A pattern is shell-style and for the end of a name, from a dot on; peft's suffixes are such.
+    Raises ValueError for a pattern that matches none, and where none is left.
+    """
+    matched: dict[str, set[str]] = {}
+    for key, patterns in (("targets", lora.targets), ("exclude", lora.exclude)):
+        matched[key] = set()
+        for pattern in patterns:
+            names = {name for name in modules if fnmatchcase(f".{name}", f"*.{pattern}")}
+            if not names:
+                raise ValueError(
+                    f"lora.{key}: {pattern!r} is the end of none of the {len(modules)} modules "
+                    f"that can have LoRA: {', '.join(_endings(modules))}; correct or remove it"
+                )
+            matched[key] |= names
+
+    chosen = (matched["targets"] or set(modules)) - matched["exclude"]
+    if not chosen:
+        raise ValueError(
+            f"lora.exclude={lora.exclude} leaves none of the {len(matched['targets'] or modules)} "
+            "modules of lora.targets; remove some of it"
+        )
+    return tuple(sorted(chosen))
+
+
+def _endings(modules: Iterable[str]) -> list[str]:
+    """Return the modules' names within a block, each once."""
+    return sorted({name.split(".", 2)[-1] for name in modules})
 
 
 def lora_shapes(spec: LoraSpec | None, shapes: Shapes) -> dict[str, tuple[int, int]]:

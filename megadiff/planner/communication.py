@@ -25,6 +25,7 @@ from megadiff.planner.network import (
     step_traffic,
 )
 from megadiff.planner.work import Machine, work_of
+from megadiff.train.components import forwards_per_sample
 from megadiff.train.rows import rows_per_group, train_sampling
 from megadiff.train.sampling import sampling_of
 from megadiff.types import DTYPES, Sampling
@@ -216,7 +217,7 @@ def step_tflop(config: Config, model: ModelShape, text_tokens: int) -> dict[str,
         return num_prompts * model.adapter.flops(sampling, text_tokens) / 1e12
 
     drawn = sampling_of(config.rollout)
-    num_steps = config.algorithm.group_size * drawn.num_inference_steps
+    num_steps = config.algorithm.group_size * forwards_per_sample(config, model.adapter)
     # frozen weights have no gradient of their own
     backward = 1 if config.lora.rank else 2
     rows = rows_per_group(config, algorithm)

@@ -86,12 +86,13 @@ class WeightSync:
     def push(self, version: int) -> dict[str, float]:
         """Bring every replica to this version of the weights, unless it holds them. Collective.
 
+        A version may have two sets of weights: those of a step, and their average for evaluation.
         Returns `sync/gib`, the size of what travelled last, and after a push
         `time/sync_<stage>_s`, this rank's `seconds`.
         Raises AgreedError when any replica refuses or differs.
         """
         seconds = {}
-        # an evaluation may have pushed other weights of the same version, such as averaged ones
+        # averaged() marks its components as changed on both ways, under one version
         if version != self.version or self.engine.changed:
             self.version = None
             self._push(version)

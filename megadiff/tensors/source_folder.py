@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from megadiff.tensors.model_files import open_weights, weight_files
 from megadiff.tensors.shards import Shard
+from megadiff.tensors.stored_tensors import StoredTensor, listed
 from megadiff.types import Shapes
+
+EMPTY: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
 class SourceFolder:
     """The weights of one diffusers component: one safetensors file, or several with an index.
 
+    lora: the LoRA that training starts from, by the tensors' names; empty for a new one.
     Raises ValueError when there are no weights, an indexed file is missing, or one is not whole.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lora: Mapping[str, StoredTensor] = EMPTY) -> None:
         self.folder = Path(folder)
+        self.lora = lora
         files = [open_weights(path) for path in weight_files(self.folder)]
         self._file_of = {name: file for file in files for name in file.keys()}
 
@@ -31,11 +38,7 @@ class SourceFolder:
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(shapes[name])}")
 
         if problems:
-            # another model's folder misfits in every name: eight show what kind is wrong
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ValueError(
-                f"{self.folder} does not fit its config.json: {'; '.join(problems[:8])}{more}"
-            )
+            raise ValueError(f"{self.folder} does not fit its config.json: {listed(problems)}")
 
     def read_into(self, name: str, shard: Shard) -> None:
         """Fill shard.local with its part of the tensor, cast to its dtype. Nothing else is read."""

@@ -93,8 +93,10 @@ def build_run(
 
     checkpoints, progress = resume(engine, sampler)
     replicas = build_replicas(engine, processes, stack)
-    # rest_after: the next step samples from the version that was evaluated
-    evaluation = build_evaluation(engine, replicas, scorer, rest_after=False)
+    # the next step samples from the weights that were evaluated, unless those are an average: then
+    # replicas that sleep get a whole push, as nothing else may follow a whole one of that version
+    rest_after = config.algorithm.ema_decay > 0
+    evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
     parts = build_parts(engine, checkpoints, progress, evaluation, stack)
     return Run(**vars(parts), replicas=replicas, scorer=scorer, prompts=sampler)
 

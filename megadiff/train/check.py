@@ -8,12 +8,13 @@ from contextlib import ExitStack, closing
 from operator import attrgetter
 from pathlib import Path
 
-from megadiff.algorithms import build_algorithm
+from megadiff.algorithms import REFERENCE, build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.data.images import ImageSource, open_images
 from megadiff.data.prompts import load_prompts
 from megadiff.diffusion.schedule import check_window
+from megadiff.engines.lora import check_start
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.observe.trackers import check_trackers
@@ -72,6 +73,14 @@ def check(
     on_policy = algorithm.on_policy
     if on_policy:
         check_window(sampling)
+    if config.lora.start and REFERENCE in algorithm.needs:
+        raise ValueError(
+            f"lora.start={config.lora.start} with algorithm.name={config.algorithm.name} and "
+            f"algorithm.kl_coef={config.algorithm.kl_coef}: the reference would be the model "
+            "without the LoRA that training starts from; set algorithm.kl_coef=0, or merge them by "
+            f"`megadiff convert {config.lora.start} MODEL --to merged --base {config.model.path}` "
+            "and set model.path=MODEL lora.start=''"
+        )
 
     adapter = _checked_adapter(config, layout, sampling, has_steps=algorithm.rows == "steps")
     prompts = read_prompts(config, config.data.prompts) if on_policy else []
@@ -109,6 +118,7 @@ def _checked_adapter(
         if os.environ.get("RANK", "0") == "0":  # there is no mesh yet
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
+    check_start(config.lora, adapter)
 
     # replicas split the same heads, by a size of their own
     if adapter.num_heads % config.rollout.tp:

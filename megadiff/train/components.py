@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
@@ -29,10 +31,31 @@ def trained_components(config: Config, adapter: ModelAdapter) -> list[str]:
 def step_samplings(config: Config, adapter: ModelAdapter) -> list[Sampling]:
     """Return how groups are sampled: step i takes number i modulo their count.
 
-    rollout.component_windows=any gives one. balanced gives one for each trained component, with its
-    window among that component's steps only. So components get equally many optimizer steps, and in
-    each of them only one has to be on the accelerator and to be pushed.
+    rollout.component_windows=any gives one range of windows. balanced gives one for each trained
+    component, among that component's steps only. So components get equally many optimizer steps,
+    and in each of them only one has to be on the accelerator and to be pushed.
+    With rollout.sde_window_moves a range's window slides over it (MixGRPO, arXiv 2507.21802): on by
+    one step after so many of the range's own turns, and from its end back to its start.
     """
+    moves = config.rollout.sde_window_moves
+    cycles = [_slid(sampling, moves) for sampling in _ranges(config, adapter)]
+    num_turns = math.lcm(*map(len, cycles))
+    return [cycle[turn % len(cycle)] for turn in range(num_turns) for cycle in cycles]
+
+
+def _slid(sampling: Sampling, moves: int) -> list[Sampling]:
+    """Return the samplings that a range's turns take: itself without moves, else fixed windows."""
+    if not moves:
+        return [sampling]
+    low, high = sampling.sde_window_range
+    size = sampling.sde_window_size
+    starts = range(low, high - size + 1)
+    windows = [replace(sampling, sde_window_range=(start, start + size)) for start in starts]
+    return [window for window in windows for _ in range(moves)]
+
+
+def _ranges(config: Config, adapter: ModelAdapter) -> list[Sampling]:
+    """Return a sampling for each range that windows lie in."""
     sampling = sampling_of(config.rollout)
     if config.rollout.component_windows == "any":
         return [sampling]
@@ -98,7 +121,7 @@ def window_pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
     Those are the starts of all samplings that steps take in turn.
     """
     covered: list[int] = []
-    for sampling in step_samplings(config, adapter):
+    for sampling in dict.fromkeys(step_samplings(config, adapter)):
         low, high = sampling.sde_window_range
         size = sampling.sde_window_size
         # a window begins anywhere in the range with equal chance, so inner steps count more
@@ -106,6 +129,17 @@ def window_pairs(config: Config, adapter: ModelAdapter) -> dict[str, int]:
             covered += range(start, start + size)
     steps = component_steps(adapter, sampling_of(config.rollout))
     return {name: sum(map(covered.count, steps[name])) for name in steps}
+
+
+def forwards_per_sample(config: Config, adapter: ModelAdapter) -> float:
+    """Return how many velocities a replica computes for a sample, the mean over windows."""
+    rollout = config.rollout
+    if not rollout.same_noise:
+        return rollout.num_inference_steps
+    ends = [sum(sampling.sde_window_range) for sampling in _ranges(config, adapter)]
+    # as RolloutGroup.num_forwards; starts are uniform, or pass over all of the range
+    num_shared = (fmean(ends) - rollout.sde_window_size) / 2 + 1
+    return rollout.num_inference_steps - num_shared * (1 - 1 / config.algorithm.group_size)
 
 
 def _unreached(config: Config, adapter: ModelAdapter) -> list[str]:

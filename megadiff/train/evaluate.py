@@ -39,10 +39,18 @@ Plan = list[tuple[Prompt, range]]  # each prompt once, with the indices of its s
 
 
 def eval_sampling(config: Config) -> Sampling:
-    """Return how evaluations are sampled: as the rollout, but by ODE alone."""
+    """Return how evaluations are sampled: as the rollout, but by Euler's ODE steps alone."""
     sampling = sampling_of(config.rollout)
     steps = config.eval.num_inference_steps or sampling.num_inference_steps
-    return replace(sampling, num_inference_steps=steps, sde_type="ode", sde_window_size=0)
+    return replace(
+        sampling,
+        num_inference_steps=steps,
+        sde_type="ode",
+        sde_window_size=0,
+        # every sample has noise of its own, and figures of runs with other solvers compare
+        same_noise=False,
+        ode_solver="euler",
+    )
 
 
 def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:

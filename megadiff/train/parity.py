@@ -273,9 +273,10 @@ def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int
     schedule = batch.schedule
     group_key = noise.group_key(seed=engine.config.seed, step=step, prompt_id=group.prompt.id)
     keys = noise.sample_keys(group_key, group.sample_indices)
+    initial_keys = noise.initial_keys(keys, same_noise=batch.sampling.same_noise)
 
     # The device and dtype of what it is compared with.
-    latents_NLC = noise.initial_latents_rows(shape, keys).to(batch.latents_NSLC)
+    latents_NLC = noise.initial_latents_rows(shape, initial_keys).to(batch.latents_NSLC)
     for index in range(start):  # before the window steps are deterministic
         latents_NLC = _step_mean(engine, batch, latents_NLC, index, "ode")
 

@@ -166,8 +166,9 @@ def step_work(
 ) -> Figures:
     """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
 
-    Collective. Rollout is a forward for each step of a sample, training a forward and a backward
-    for each row. Rollout's is left out where all replicas were started elsewhere.
+    Collective. Rollout is a forward for each step of a sample, one for all of a group while they
+    are in one state (rollout.same_noise); training is a forward and a backward for each row.
+    Rollout's is left out where all replicas were started elsewhere.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
     num_rows = rows_per_group(config, algorithm)
@@ -175,10 +176,9 @@ def step_work(
     work = {"rollout": 0.0, "train": 0.0}
     for group in groups:
         num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
-        num_steps = len(group.sample_indices) * group.sampling.num_inference_steps
-        work["rollout"] += adapter.flops(group.sampling, num_text_tokens) / 1e12 * num_steps
-        forward = adapter.flops(trained, num_text_tokens) / 1e12
-        work["train"] += forward * num_rows * (1 + backward)
+        forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
+        work["rollout"] += forward * group.num_forwards
+        work["train"] += adapter.flops(trained, num_text_tokens) / 1e12 * num_rows * (1 + backward)
 
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megadiff.algorithms import LAGGING, OLD, Algorithm
-from megadiff.algorithms.advantage import group_advantages
+from megadiff.algorithms.advantage import gdpo_advantages, group_advantages
+from megadiff.config.schema import Config
 from megadiff.engines.base import Engine, NonFiniteError
 from megadiff.engines.microbatch import Batch
 from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
@@ -42,11 +44,7 @@ def update(
     config = engine.config
     mesh = engine.mesh
     settings = config.algorithm
-    advantages_PG, weights_P = group_advantages(
-        rewards[TOTAL],
-        kind=settings.advantage,
-        all_reduce=lambda value: sum_tensor(value, mesh.dp_group),
-    )
+    advantages_PG, weights_P = step_advantages(rewards, config=config, mesh=mesh)
     if LAGGING in algorithm.needs:  # equal rewards still pull towards the lagging policy
         weights_P = torch.ones_like(weights_P)
     indices = groups_to_train(
@@ -90,6 +88,18 @@ def with_denominator(batch: Batch, mesh: Mesh) -> Batch:
     weight = weights["weight"] / (mesh.sp * mesh.tp)  # model-parallel peers have the same samples
     rows = batch.num_rows // len(batch.weights_N)
     return replace(batch, denominator=max(weight, 1.0) * rows)
+
+
+def step_advantages(
+    rewards: Rewards, *, config: Config, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (advantages_PG, weights_P) of this rank's groups. Collective."""
+    kind = config.algorithm.advantage
+    all_reduce = partial(sum_tensor, group=mesh.dp_group)
+    if kind == "gdpo":
+        weights = {name: reward.weight for name, reward in config.reward.items()}
+        return gdpo_advantages(rewards, weights, all_reduce=all_reduce)
+    return group_advantages(rewards[TOTAL], kind=kind, all_reduce=all_reduce)
 
 
 def mean_of_dicts(rows: Sequence[Mapping[str, float]]) -> Figures:

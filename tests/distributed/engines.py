@@ -49,6 +49,8 @@ def build(
     keep_reference: bool = False,
     average_decay: float = 0.0,
     lora: tuple[int, float] = (0, 0.0),
+    lora_targets: tuple[str, ...] = (),
+    lora_start: Path | str = "",
     budget: float = 0.5,
     compiled: bool = False,
     float32_streams: bool = False,
@@ -80,6 +82,7 @@ def build(
         max_grad_norm,
     )
     config.lora.rank, config.lora.alpha = lora
+    config.lora.targets, config.lora.start = list(lora_targets), str(lora_start)
     config.parallel.sequence_parallel = bool(sizes.get("sequence_parallel", True))
     config.train.microbatch_size = microbatch_size
     config.train.components, config.train.component_weighting = list(components), balance

@@ -1,5 +1,5 @@
-"""Learning rate warm-up and the running average of the weights, on both engines, of one and two
-ranks, with LoRA of that.
+"""The learning rate's schedule and the running average of the weights, on both engines, of one and
+two ranks, with LoRA of that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megadiff.types import FlowBatch, Sampling
 from tests.distributed.ranks import run_ranks
 
 SAMPLING = Sampling(height=48, width=48, num_inference_steps=4)
-DECAY, LR, WARMUP_STEPS = 0.25, 1e-3, 3
+DECAY, LR, WARMUP_STEPS, NUM_STEPS = 0.25, 1e-3, 3, 9
 
 
 @pytest.mark.parametrize(
@@ -38,20 +38,27 @@ def test_warm_up_average_swap_and_checkpoint(
 def _worker(model: Path, out: Path, backend: str, rank: int) -> None:
     engine = _engine(model, backend, decay=DECAY, rank=rank)
     expected, rates = _weights(engine), []
+    engine.mark_pushed()
+    with engine.averaged():
+        assert not engine.changed  # before the first update both are the same
     for step in range(1, 6):
         rates.append(engine.update(_batch(engine, step), flow_matching)["optim/lr"])
         decay = min(DECAY, (1 + step) / (10 + step))  # 2/11, 3/12 = DECAY, …
         for name, weight in _weights(engine).items():
             expected[name] = decay * expected[name] + (1 - decay) * weight
-    assert rates == [LR / 3, LR * (2 / 3), LR, LR, LR]
+    assert rates == [LR / 3, LR * (2 / 3), LR, LR, LR * (1 - 1 / 6)]
     _swap(engine, expected)
     _checkpoint(engine, model, out, backend, rank)
 
 
 def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
     trained = _weights(engine)
+    engine.mark_pushed()
     with engine.averaged():
+        assert engine.changed == {"transformer"}
         averaged = _weights(engine)
+        engine.mark_pushed()
+    assert engine.changed == {"transformer"}  # replicas hold the average
     for name, value in expected.items():
         torch.testing.assert_close(averaged[name], value, rtol=1e-5, atol=1e-7)
     assert _differing(trained, averaged)
@@ -64,7 +71,7 @@ def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
 
 
 def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int) -> None:
-    """The average goes on where it was, with its decay and the warm-up; a run without one does not
+    """The average goes on where it was, with its decay and the schedule; a run without one does not
     take it, nor lose it.
     """
     engine.save(out / "with")
@@ -72,7 +79,7 @@ def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int)
     resumed = _engine(model, backend, decay=DECAY, rank=rank)
     resumed.load(out / "with")
     for each in (engine, resumed):
-        assert each.update(_batch(each, 6), flow_matching)["optim/lr"] == LR
+        assert each.update(_batch(each, 6), flow_matching)["optim/lr"] == LR * (1 - 2 / 6)
     with engine.averaged(), resumed.averaged():
         assert not _differing(_weights(engine), _weights(resumed))
 
@@ -106,6 +113,7 @@ def _engine(model: Path, backend: str, *, decay: float, rank: int) -> Engine:
     config.engine.backend = backend
     config.model.path, config.model.dtype, config.engine.dtype = str(model), "float32", "float32"
     config.optim.lr, config.optim.warmup_steps, config.algorithm.ema_decay = LR, WARMUP_STEPS, decay
+    config.optim.schedule, config.train.num_steps = "linear", NUM_STEPS
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=world_size)
     return build_engine(config, init_mesh(layout, "cpu"), QwenImageAdapter(model))

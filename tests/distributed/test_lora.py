@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from megadiff.config.schema import LoraConfig as LoraKeys
 from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.lora import lora_values
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
-from megadiff.parallel.lora import lora_shapes, start_values
+from megadiff.parallel.lora import lora_shapes, lora_spec, start_values
+from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.train.log_probs import log_probs
 from megadiff.types import LoraSpec
@@ -41,6 +43,7 @@ from tests.distributed.engines import (
     whole,
 )
 from tests.distributed.ranks import run_ranks
+from tests.lora_tensors import write_lora
 
 RANK, ALPHA = 3, 7.5  # divides nothing, and a scale that is neither 1 nor a power of two
 WHOLE_TOKENS = {"sequence_parallel": False}
@@ -56,6 +59,7 @@ LAYOUTS = {  # engine, world size, sizes of the axes, budget
     "megatron_tp4": ("megatron", 4, {"tp": 4}, 1.0),
     "megatron_tp2_sp2": ("megatron", 4, {"tp": 2, "sp": 2}, 0.5),
 }
+TARGETS = ("to_q", "attn.add_k_proj", "img_mlp.net.2")
 STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 4, 2, 5e-3, 1e-1, 0.05
 
 
@@ -358,6 +362,55 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     assert torch.equal(
         log_probs(resumed, mine(engine)).log_probs_NW, log_probs(engine, mine(engine)).log_probs_NW
     )
+
+
+@pytest.mark.parametrize("layout", ["veomni_dp2", "veomni_sp2", "megatron_tp1", "megatron_tp2"])
+def test_some_modules_from_a_file(layout, tiny_model, tmp_path):
+    """The policy of step 0 is that of the file, whole on every rank; only its modules are trained,
+    and a resumed run goes on where it was, without the file's values.
+    """
+    base = {
+        name: tuple(p.shape)
+        for name, p in QwenImageAdapter(tiny_model).empty_transformer().named_parameters()
+    }
+    keys = LoraKeys(rank=RANK, alpha=ALPHA, targets=list(TARGETS))
+    spec = lora_spec(keys, PLAN, base)
+    write_lora(tmp_path / "lora", spec, lora_shapes(spec, base))
+    _, world_size, _, _ = LAYOUTS[layout]
+    run_ranks(_start_worker, world_size, tiny_model, tmp_path, layout)
+
+
+def _start_worker(tiny_model: Path, out: Path, layout: str) -> None:
+    options = {"lora_targets": TARGETS, "lora_start": out / "lora", "lr": LR}
+    engine = _engine(tiny_model, layout, **options)
+    stored = load_file(out / "lora" / DIFFUSERS_WEIGHTS)
+    served = _tensors(engine.named_lora(10_000))
+    assert served.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in served.items())
+    policy = engine.log_probs(mine(engine))
+    with engine.reference():
+        reference = engine.log_probs(mine(engine))
+    assert (policy.log_probs_NW - reference.log_probs_NW).abs().max() > 1e-3
+
+    fresh = _engine(tiny_model, layout, lora_targets=TARGETS, lr=LR)
+    assert fresh.lora == engine.lora
+    engine.save(out / "checkpoint")
+    dist.barrier()
+    fresh.load(out / "checkpoint")
+    assert torch.equal(fresh.log_probs(mine(engine)).log_probs_NW, policy.log_probs_NW)
+
+    figures = [each.update(mine(each), LOSS) for each in (engine, fresh)]
+    assert figures[0] == figures[1] and figures[0]["optim/grad_norm"] > 0
+    moved = _tensors(engine.named_lora(10_000))
+    assert moved.keys() == stored.keys()
+    assert not any(torch.equal(tensor, stored[name]) for name, tensor in moved.items())
+
+    engine.save(out / "later")
+    dist.barrier()
+    resumed = _engine(tiny_model, layout, **options)
+    resumed.load(out / "later")
+    figures = [each.update(mine(each), LOSS) for each in (engine, resumed)]
+    assert figures[0] == figures[1]
 
 
 def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:

@@ -60,6 +60,9 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
     config = Config(algorithm=AlgorithmConfig(group_size=4))
     algorithm = build_algorithm(config.algorithm)
     metrics |= step_work(window, TeraAdapter(), algorithm, config, mesh)
+    one_noise = [replace(group, sampling=replace(SAMPLING, same_noise=True)) for group in window]
+    shared = step_work(one_noise, TeraAdapter(), algorithm, config, mesh)
+    metrics["shared"] = shared["perf/tflop_rollout"]
     Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
 
 
@@ -75,6 +78,8 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
         "diversity/colour_entropy_bit": diversity.colour_entropy_bit(open_prompts),
         # 5 groups of 4 samples, 7 tokens; 4 steps, and a window of 2 forward and twice that back.
         "perf/tflop_rollout": 5 * 4 * 7 * 4 / world_size,
+        # windows begin at step 1, so that a group's first two steps are one sample's
+        "shared": 5 * (4 * 4 - 3 * 2) * 7 / world_size,
         "perf/tflop_train": 5 * 4 * 7 * 2 * 3 / world_size,
     }
     for rank in range(world_size):

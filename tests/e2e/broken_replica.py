@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megadiff.cli.serve import main
-from megadiff.models import pipeline_base
+from megadiff.models import batch_sampler
 from megadiff.models.qwen_image import adapter as qwen_adapter
 from megadiff.models.qwen_image import pipeline as qwen_rollout
 
@@ -133,8 +133,8 @@ def _flip(tensor):
 
 
 if __name__ == "__main__":
-    pipeline_base.BatchSampler.result = _round_latents(pipeline_base.BatchSampler.result)
-    pipeline_base.initial_latents_rows = _shift_noise(pipeline_base.initial_latents_rows)
+    batch_sampler.BatchSampler.result = _round_latents(batch_sampler.BatchSampler.result)
+    batch_sampler.initial_latents_rows = _shift_noise(batch_sampler.initial_latents_rows)
     qwen_adapter.qwen_image_sigmas = _shift_schedule(qwen_adapter.qwen_image_sigmas)
     pipeline = qwen_rollout.QwenImageRolloutPipeline
     pipeline.load_weights = _damage_bucket(pipeline.load_weights)
@@ -142,5 +142,5 @@ if __name__ == "__main__":
     pipeline.combine_cfg_noise, pipeline.cfg_normalize_function = _spoil_guidance(
         pipeline.combine_cfg_noise, pipeline.cfg_normalize_function
     )
-    pipeline_base.BatchSampler.model_sigma = _cast_timestep(pipeline_base.BatchSampler.model_sigma)
+    batch_sampler.BatchSampler.model_sigma = _cast_timestep(batch_sampler.BatchSampler.model_sigma)
     sys.exit(main(sys.argv[1:]))

@@ -28,20 +28,24 @@ def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, cap
     monkeypatch.setattr(bench_rollout, "start_replica", lambda *_, **__: (None, client))
     folders = [f"--model={tiny_model}", f"--scratch={tmp_path}", f"--out={tmp_path / 'out.json'}"]
     sizes = ["--images=12", "--size=64", "--steps=6", "--repeat=1"]
-    assert bench_rollout.main([*folders, *sizes, "--device=cpu", "--dtype=float32"]) == 0
+    how = ["--same-noise", "--device=cpu", "--dtype=float32"]
+    assert bench_rollout.main([*folders, *sizes, *how]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert [row["way"] for row in report["rows"]] == [
         "diffusers",
         "images",
         "images, one a request",
         "rollout",
+        "rollout, same noise",
     ]
+    # 12 samples of 6 steps; windows begin at 0 to 3, and 1 to 4 steps are one for the group
+    assert [row["forwards"] for row in report["rows"][3:]] == [72, 72 - 11 * 2.5]
     assert all(row["images_per_s"] > 0 and row["first_s"] > 0 for row in report["rows"])
     assert (
         report["command"].startswith("python tools/bench_rollout.py --model=")
         and report["versions"]["torch"]
     )
-    table = capfd.readouterr().out.splitlines()[-5:]
+    table = capfd.readouterr().out.splitlines()[-6:]
     assert table[2].startswith("| images |") and table[2].endswith("| 1.00 |")
 
 

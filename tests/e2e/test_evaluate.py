@@ -84,6 +84,24 @@ def test_a_run_evaluates_before_its_first_step_when_due_and_at_the_end(trained):
     )
 
 
+def test_an_average_is_evaluated_and_does_not_sample(trained, tiny_model, keys, tmp_path):
+    """The second evaluation is before step 3: that step's samples are of the trained weights."""
+    averaged = Trainer(tmp_path, tiny_model).run(*keys, "algorithm.ema_decay=0.9")
+    assert averaged.code == 0, averaged.stderr
+    machine = ("time/", "perf/", "memory/", "sync/")
+    for row, plain in zip(averaged.rows, trained.rows, strict=True):
+        figures = {key for key in {*row, *plain} if not key.startswith(machine)}
+        unlike = {key for key in figures if row[key] != plain[key]}
+        assert all(key.startswith("eval/") for key in unlike), unlike
+        assert ("eval/color" in unlike) == (row["step"] in (2, 3))
+    # the evaluation has pushed the average, and so the step pushes again
+    assert "time/sync_send_s" in averaged.rows[3] and "time/sync_send_s" not in trained.rows[3]
+    printed = evaluate(averaged.folder, folder=tmp_path)
+    assert printed["rewards"]["color"]["mean"] == pytest.approx(
+        averaged.rows[-1]["eval/color"], abs=2e-3
+    )
+
+
 def test_a_continued_run_does_not_repeat_step_0(trained, tiny_model, keys):
     again = Trainer(trained.folder.parent, tiny_model).run(*keys, "train.num_steps=4")
     assert again.code == 0, again.stderr

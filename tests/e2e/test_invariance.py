@@ -96,12 +96,22 @@ def test_on_policy(reference):
     assert first["parity/log_prob_gap_max"] <= 1e-5
 
 
-def test_on_policy_with_one_update_and_guidance(in_ranks, shared):
+@pytest.mark.parametrize(
+    "name, overrides",
+    [
+        ("guided", []),
+        (
+            "one_noise",
+            ["rollout.same_noise=true", "rollout.ode_solver=dpm2", "rollout.sde_window_moves=1"],
+        ),
+    ],
+)
+def test_on_policy_with_one_update_and_guidance(in_ranks, shared, name, overrides):
     """CFG 4 multiplies any mismatch; one update, so that every figure is that of the policy which
     sampled.
     """
     once = ("rollout.true_cfg_scale=4", "train.updates_per_step=1", "train.num_steps=1")
-    (row,) = in_ranks("guided", 1, *shared, *once).rows
+    (row,) = in_ranks(name, 1, *shared, *once, *overrides).rows
     assert row["parity/log_prob_gap_max"] <= 1e-4
     assert row["policy/kl_old"] <= 1e-6 and row["policy/clip_fraction"] == 0
 

@@ -155,6 +155,28 @@ def test_live_adapter_and_merged_export_draw_the_same(reference, tmp_path):
         assert abs(reward - exported[key]) <= 1e-3, key  # a pixel may round to its neighbour
 
 
+def test_a_run_starts_from_an_exported_lora(runs, reference, tmp_path):
+    """Before its first step it draws what the run drew that the LoRA comes from, bit for bit."""
+    convert(
+        reference.folder,
+        tmp_path / "lora",
+        Options(to="peft"),
+        progress=lambda *_: nullcontext(lambda _: None),
+    )
+    start = f"lora.start={tmp_path / 'lora'}"
+    begun = runs("begun", 1, *WHOLE, start, "train.num_steps=0", "algorithm.kl_coef=0")
+    drawn = _samples(begun.folder / "evaluations/step_000000/evaluation.json")
+    assert drawn == _samples(reference.folder / "evaluations/step_000006/evaluation.json")
+
+
+def test_replicas_follow_the_modules_that_are_trained(runs):
+    """With one update a batch, log_probs of later steps are the replica's, too."""
+    few = ["lora.targets=[attn.to_q,img_mlp.net.2]", "lora.exclude=[transformer_blocks.0.attn.*]"]
+    rows = runs("few", 1, *few, "train.updates_per_step=1", "optim.lr=1e-2").rows
+    assert max((2 * row["policy/kl_old"]) ** 0.5 for row in rows) <= 1e-6
+    assert rows[2]["policy/kl_ref"] >= 1e-8
+
+
 def test_an_openai_client_sees_the_policy(runs, registry, tiny_model):
     """The base, the adapter, the base again; a request with a LoRA of its own is refused, and the
     replica lives on.

@@ -96,6 +96,28 @@ def test_batched_is_serial(clients: list[ReplicaClient], tiny_model: Path, sde_t
         assert max(gap(tiny_model, group) for group in groups) <= 1e-6
 
 
+def test_one_noise_is_computed_once(clients: list[ReplicaClient], tiny_model: Path) -> None:
+    """A group is one state until its window, and each sample what it would be by itself."""
+    asked = requests(replace(SAMPLING, same_noise=True, true_cfg_scale=4.0, ode_solver="dpm2"))
+    groups = clients[0].generate_batch(asked)
+    assert len({group.window_start for group in groups}) > 1
+    for group, request in zip(groups, asked, strict=True):
+        begins_GLC = group.latents_GSLC[:, 0]
+        assert torch.equal(begins_GLC, begins_GLC[:1].expand_as(begins_GLC))
+        assert gap(tiny_model, group) <= 1e-4
+        # without it the first sample is the same, computed among as many rows as there are samples
+        first = replace(request, sample_indices=request.sample_indices[:1])
+        own = replace(request.sampling, same_noise=False)
+        alone = clients[0].generate(replace(first, sampling=own))
+        first_SLC = group.latents_GSLC[0]
+        assert (first_SLC - alone.latents_GSLC[0]).abs().max() <= 1e-4
+        assert (group.log_probs_GW[0] - alone.log_probs_GW[0]).abs().max() <= 1e-4
+        assert (group.pixels_GFHWC[0].int() - alone.pixels_GFHWC[0].int()).abs().max() <= 1
+    several = [group for group in groups if len(group.sample_indices) > 1]
+    for group in several:
+        assert not torch.equal(group.latents_GSLC[0, 1], group.latents_GSLC[1, 1])
+
+
 def test_true_cfg(clients: list[ReplicaClient], tiny_model: Path) -> None:
     """Each group is guided by its own negative prompt: `bad` changes the figure by far more than
     the tolerance.

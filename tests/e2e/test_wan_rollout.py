@@ -42,6 +42,9 @@ SAMPLINGS = {
     "plain": PLAIN,
     "guided": dataclasses.replace(PLAIN, guidance_scale=3.0),
     "ode": dataclasses.replace(PLAIN, sde_type="ode"),
+    "one noise": dataclasses.replace(
+        PLAIN, sde_window_size=2, sde_window_range=(2, 4), same_noise=True
+    ),
 }
 TEXTS = ("a red circle", "two blue stars on  white, 猫", "a red circle")
 REQUESTS = [
@@ -116,6 +119,23 @@ def test_log_probs_are_those_of_diffusers(drawn: dict[str, Drawn], kind: str, na
         swapped = dict(zip(transformers, reversed(transformers.values()), strict=True))
         wrong_NW, _ = _log_probs(one, swapped, name)
         assert (wrong_NW - log_probs_NW).abs().max(dim=0).values.min() > 10 * GAP[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_noise_is_one_state_until_the_window(drawn: dict[str, Drawn], kind: str) -> None:
+    one = drawn[kind]
+    recomputed_NW, _ = _log_probs(one, _transformers(one.adapter), "one noise")
+    assert (recomputed_NW - one.column("one noise", "log_probs_GW")).abs().max() <= 1e-5
+    for group in one.groups["one noise"]:
+        begins_GLC = group.latents_GSLC[:, 0]
+        assert torch.equal(begins_GLC, begins_GLC[:1].expand_as(begins_GLC))
+    # the first sample of a group is what it is without
+    request = dataclasses.replace(REQUESTS[1], sample_indices=REQUESTS[1].sample_indices[:1])
+    own = dataclasses.replace(sampling_of("one noise", one.adapter), same_noise=False)
+    alone = one.client.generate(dataclasses.replace(request, sampling=own))
+    group = one.groups["one noise"][1]
+    assert (group.latents_GSLC[0] - alone.latents_GSLC[0]).abs().max() <= 1e-5
+    assert not torch.equal(group.latents_GSLC[0, 1], group.latents_GSLC[1, 1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

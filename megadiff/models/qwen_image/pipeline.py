@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
 
-from megadiff.models.pipeline_base import BatchSampler, RolloutPipelineMixin, distinct, to_uint8
+from megadiff.models.batch_sampler import BatchSampler, distinct
+from megadiff.models.pipeline_base import RolloutPipelineMixin, to_uint8
 from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 

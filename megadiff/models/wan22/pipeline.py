@@ -15,8 +15,9 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.models.wan2_2 import Wan22Pipeline
 
 from megadiff.models.adapter import FIRST_FRAME
+from megadiff.models.batch_sampler import BatchSampler, distinct
 from megadiff.models.packing import unpack
-from megadiff.models.pipeline_base import BatchSampler, RolloutPipelineMixin, distinct, to_uint8
+from megadiff.models.pipeline_base import RolloutPipelineMixin, to_uint8
 from megadiff.models.vae import encode_pixels, latent_statistics
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.adapter import WanAdapter
@@ -82,15 +83,16 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         # on the host at once: to read a sigma later would wait for the GPU
         for sigma in sampler.schedule[:-1].tolist():
             component = self.adapter.component_of(sigma)
-            velocity_NLC = self.adapter.velocity(
+            rows_B, index_N = sampler.distinct_rows()
+            velocity_BLC = self.adapter.velocity(
                 getattr(self, component),
-                latents_NLC,
-                sampler.model_sigma(latents_NLC, torch.float32),
-                conditioning,
+                latents_NLC[rows_B],
+                sampler.model_sigma(len(rows_B), torch.float32),
+                {name: value_N[rows_B] for name, value_N in conditioning.items()},
                 sampling,
                 component=component,
             )
-            latents_NLC = sampler.step(velocity_NLC, latents_NLC)
+            latents_NLC = sampler.step(velocity_BLC[index_N], latents_NLC)
 
         # the given frames go in front again, clean
         given = [conditioning[FIRST_FRAME].to(latents_NLC)] if sampling.first_frame else []

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY, split_groups
+from megadiff.models.batch_sampler import split_groups
+from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import chunks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megadiff.diffusion.schedule import check_window
-from megadiff.diffusion.sde import NOISE_SCALES
+from megadiff.diffusion.sde import NOISE_SCALES, ODE_SOLVERS
 from megadiff.rollout.limits import Limits
 from megadiff.types import DTYPES, RolloutRequest, Sampling
 
@@ -115,6 +115,11 @@ def _check_sde(request: RolloutRequest) -> None:
     if sampling.sde_type not in NOISE_SCALES:
         raise ValueError(f"sde_type={sampling.sde_type!r} is not one of {', '.join(NOISE_SCALES)}")
 
+    if sampling.ode_solver not in ODE_SOLVERS:
+        raise ValueError(
+            f"ode_solver={sampling.ode_solver!r} is not one of {', '.join(ODE_SOLVERS)}"
+        )
+
     if sampling.latents_dtype not in DTYPES:
         raise ValueError(
             f"latents_dtype={sampling.latents_dtype!r} is not one of {', '.join(DTYPES)}"
@@ -122,6 +127,12 @@ def _check_sde(request: RolloutRequest) -> None:
 
     # no step is stochastic: eta and the window mean nothing
     if sampling.sde_type == "ode" or not sampling.sde_window_size:
+        if sampling.same_noise:
+            raise ValueError(
+                f"same_noise with sde_type={sampling.sde_type} and sde_window_size="
+                f"{sampling.sde_window_size}: without stochastic steps a group's samples are one; "
+                "set same_noise=false, or a window"
+            )
         return
     if not sampling.eta:
         raise ValueError(

@@ -1,9 +1,10 @@
 """Group-relative advantages."""
 
+import numpy as np
 import pytest
 import torch
 
-from megadiff.algorithms.advantage import group_advantages
+from megadiff.algorithms.advantage import gdpo_advantages, group_advantages
 
 REWARDS = torch.tensor([[1.0, 2.0, 3.0, 6.0], [0.0, 0.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
 
@@ -56,3 +57,81 @@ def test_advantages_do_not_depend_on_reward_offset():
         group_advantages(REWARDS, kind="global")[0],
         group_advantages(REWARDS + 10, kind="global")[0],
     )
+
+
+def _unlike_rewards() -> dict[str, torch.Tensor]:
+    """A reward that hardly spreads within a group beside one that spreads by 25 times as much."""
+    generator = np.random.default_rng(0)
+    return {
+        "pick": torch.tensor(0.85 + 0.02 * generator.standard_normal((8, 16))),
+        "ocr": torch.tensor(generator.choice([0, 0.5, 1.0], (8, 16))),
+    }
+
+
+def _correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float(np.corrcoef(first.flatten(), second.flatten())[0, 1])
+
+
+def test_gdpo_follows_both_rewards_where_their_sum_follows_one():
+    rewards = _unlike_rewards()
+    ours, weights = gdpo_advantages(rewards, {"pick": 1.0, "ocr": 1.0})
+    summed, _ = group_advantages(sum(rewards.values()), kind="group")
+    alone = {name: group_advantages(value, kind="group")[0] for name, value in rewards.items()}
+    assert [round(_correlation(ours, alone[name]), 2) for name in rewards] == [0.71, 0.71]
+    assert [round(_correlation(summed, alone[name]), 2) for name in rewards] == [0.04, 1.0]
+    assert weights.tolist() == [1.0] * 8 and ours.dtype == torch.float32
+
+
+def test_gdpo_is_the_whitened_sum_of_normalised_rewards():
+    """Against its definition in numpy, with weights of either sign."""
+    rewards, factors = _unlike_rewards(), {"pick": 2.0, "ocr": -0.5}
+    combined = 0.0
+    for name, factor in factors.items():
+        values = rewards[name].numpy()
+        deviations = values - values.mean(1, keepdims=True)
+        combined = combined + factor * deviations / (values.std(1, keepdims=True) + 1e-4)
+    expected = combined / ((combined**2).mean() ** 0.5 + 1e-4)
+    ours, _ = gdpo_advantages(rewards, factors)
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert float(ours.square().mean()) == pytest.approx(1, abs=1e-3)
+
+
+def test_gdpo_keeps_what_cancels_in_a_sum_and_drops_what_has_no_signal():
+    rewards = {
+        "a": torch.tensor([[0.0, 1, 0, 1], [5, 5, 5, 5], [0, 0, 1, 1]]),
+        "b": torch.tensor([[0.0, 0, 3, 3], [1, 1, 1, 1], [1, 1, 0, 0]]),
+        "c": torch.tensor([[4.0, 3, 1, 0], [2, 2, 2, 2], [0, 0, 0, 0]]),
+    }
+    assert (sum(rewards.values())[0] == 4).all()  # equal totals
+    ours, weights = gdpo_advantages(rewards, dict.fromkeys(rewards, 1.0))
+    # the third group's two rewards are at odds, and are worth the same
+    assert weights.tolist() == [1.0, 0.0, 0.0]
+    assert ours[0].abs().min() > 0.1 and not ours[1:].any()
+    nothing, weights = gdpo_advantages({"a": torch.ones(2, 4)}, {"a": 1.0})
+    assert not nothing.any() and not weights.any()
+
+
+def test_gdpo_scales_neither_with_a_reward_nor_with_groups_without_signal():
+    rewards, factors = _unlike_rewards(), {"pick": 1.0, "ocr": 1.0}
+    ours, _ = gdpo_advantages(rewards, factors)
+    larger, _ = gdpo_advantages({**rewards, "ocr": 7 * rewards["ocr"] + 3}, factors)
+    torch.testing.assert_close(larger, ours, rtol=2e-3, atol=2e-3)
+    watched = {**rewards, "watched": torch.rand(8, 16)}
+    assert torch.equal(gdpo_advantages(watched, factors | {"watched": 0.0})[0], ours)
+    padded = {name: torch.cat([value, torch.ones(5, 16)]) for name, value in rewards.items()}
+    assert torch.equal(gdpo_advantages(padded, factors)[0][:8], ours)
+
+
+def test_gdpo_of_all_ranks():
+    """Two ranks with one half each scale as the whole does, through one sum."""
+    rewards, factors = _unlike_rewards(), {"pick": 1.0, "ocr": 1.0}
+    halves = [{name: value[rank::2] for name, value in rewards.items()} for rank in range(2)]
+    moments = []
+    for half in halves:
+        gdpo_advantages(
+            half, factors, all_reduce=lambda value: moments.append(value.clone()) or value
+        )
+    total = moments[0] + moments[1]
+    parts = [gdpo_advantages(half, factors, all_reduce=lambda _: total)[0] for half in halves]
+    whole, _ = gdpo_advantages(rewards, factors)
+    torch.testing.assert_close(torch.stack(parts, dim=1).flatten(0, 1), whole)

@@ -7,7 +7,7 @@ import pytest
 
 from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError, load_config, save_config, to_dict
-from megadiff.config.validate import sleeps, validate
+from megadiff.config.validate import _check_rollout, sleeps, validate
 from megadiff.train.check_algorithm import check_algorithm
 
 ROOT = Path(__file__).parents[3]
@@ -110,13 +110,17 @@ def test_what_the_user_must_give(tmp_path):
         ("optim.lr=nan", 1, r"optim.lr=nan is not a finite number"),
         ("rollout.mode=separate", 1, r"rollout.registry"),
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
+        ("rollout.ode_solver=heun", 1, r"rollout.ode_solver='heun' is not one of euler, dpm2"),
+        ("rollout.sde_window_moves=-1", 1, r"rollout.sde_window_moves=-1 < 0"),
         ("eval.every=5", 1, r"eval.prompts is empty"),
         ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
         (
-            "algorithm.ema_decay=0.9",
+            "optim={lr: 1.0, schedule: cosine, warmup_steps: 3}",
             1,
-            r"ema_decay=0.9 with algorithm.name=flow_grpo.*set algorithm.ema_decay=0",
+            r"optim.warmup_steps=3 >= 3 optimizer steps.*set optim.warmup_steps<3, or .*=constant",
         ),
+        ("optim.schedule=step", 1, r"optim.schedule='step' is not one of constant, cosine, linear"),
+        ("algorithm.advantage=sum", 1, r"'sum' is not one of global, group, none, gdpo"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         (
             "engine.backend=deepspeed",
@@ -162,12 +166,39 @@ def test_what_the_user_must_give(tmp_path):
         ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
         ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number"),
         ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
+        (
+            "lora.targets=[to_q]",
+            1,
+            r"lora.targets=\['to_q'\] with lora.rank=0.*or lora.targets=\[\]",
+        ),
+        ("lora.exclude=[to_q]", 1, r"lora.exclude=\['to_q'\] with lora.rank=0"),
+        (
+            "lora.start=folder",
+            1,
+            r"lora.start=folder with lora.rank=0.*set lora.rank, or lora.start=",
+        ),
     ],
 )
 def test_rules_between_keys(base, override, dp, text):
     config = load_config([base, override])
     with pytest.raises(ConfigError, match=text):
         validate(config, dp=dp, on_policy=build_algorithm(config.algorithm).on_policy)
+
+
+@pytest.mark.parametrize("key", ["same_noise=true", "sde_window_moves=5"])
+def test_without_a_window_nothing_shares_noise_or_moves(base, key):
+    config = load_config([base, f"rollout.{key}"])
+    validate(config, dp=1)
+    config.rollout.sde_window_size = 0
+    with pytest.raises(ConfigError, match="with rollout.sde_window_size=0: .*sde_window_size=2"):
+        _check_rollout(config)
+
+
+def test_what_rl_and_schedules_may_have(base):
+    validate(load_config([base, "algorithm.ema_decay=0.9", "algorithm.advantage=gdpo"]), dp=1)
+    warm = [base, "optim.warmup_steps=3", "optim.schedule=linear"]
+    validate(load_config([*warm, "train.updates_per_step=2"]), dp=1)  # the fall has three updates
+    validate(load_config([*warm, "train.num_steps=0"]), dp=1)  # no update at all
 
 
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):

@@ -309,6 +309,9 @@ def test_what_needs_a_base_or_other_modules_says_so(
             capsys, adapter, tmp_path / "out", *target
         )
     tensors = {name: tensor for name, tensor in pairs(adapter / PEFT).items() if "to_q" in name}
+    num_outputs, num_inputs = load_file(tiny_model / WEIGHTS)["proj_out.weight"].shape
+    tensors["proj_out.lora_A.weight"] = torch.ones(RANK, num_inputs)
+    tensors["proj_out.lora_B.weight"] = torch.ones(num_outputs, RANK)
     save_file(
         {f"transformer.{name}": tensor for name, tensor in tensors.items()},
         tmp_path / "q.safetensors",
@@ -325,8 +328,8 @@ def test_what_needs_a_base_or_other_modules_says_so(
         tiny_model,
     )
     assert (
-        "is a LoRA of 2 modules, the engines wrap" in error
-        and "--to merged takes it as it is" in error
+        "is a LoRA of 3 modules, 1 of which no engine wraps: ['proj_out']; --to merged takes"
+        in error
     )
     assert (
         run(tmp_path / "q.safetensors", tmp_path / "out", "--to", "merged", "--base", tiny_model)

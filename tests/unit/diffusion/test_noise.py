@@ -5,6 +5,7 @@ import torch
 from megadiff.diffusion.noise import (
     ROWS_PER_STREAM,
     group_key,
+    initial_keys,
     initial_latents_rows,
     row_normals,
     sample_keys,
@@ -100,3 +101,12 @@ def test_window_start_is_uniform_and_fixed_within_a_group():
     assert set(starts) == {0, 1, 2, 3}
     assert min(starts.count(start) for start in range(4)) > 400
     assert window_start("0/1/p", window_size=5, window_range=(2, 7)) == 2
+
+
+def test_samples_of_one_noise_begin_with_the_first_ones():
+    group = group_key(seed=1, step=2, prompt_id="ab")
+    keys = sample_keys(group, [4, 5, 6])
+    assert initial_keys(keys, same_noise=False) == keys
+    assert initial_keys(keys, same_noise=True) == keys[:1] * 3
+    # the same prompt's other group in a step
+    assert initial_keys(sample_keys(group, [7, 8, 9]), same_noise=True)[0] != keys[0]

@@ -1,17 +1,20 @@
 """A batch of groups is the groups one by one: rows keep their own noise, window and
-conditioning.
+conditioning. Rows of one noise are computed once, and are what they would be.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
+from megadiff.diffusion import sde
 from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
-from megadiff.models.pipeline_base import BatchSampler, split_groups
+from megadiff.models.batch_sampler import BatchSampler, split_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 SHAPE, STEPS = (6, 4), 7
@@ -31,7 +34,10 @@ def velocity(latents_NLC: Tensor, sigma_N: Tensor, widths_N: Tensor) -> Tensor:
     return latents_NLC * (widths_N[:, None, None] / 8) + sigma_N[:, None, None]
 
 
-def draw(requests: list[RolloutRequest]) -> list[RolloutGroup]:
+def draw(
+    requests: list[RolloutRequest], *, computed: list[int] | None = None, shares: bool = True
+) -> list[RolloutGroup]:
+    """computed: gets the rows of each step's forward. shares: as a pipeline does, else all rows."""
     sampler = BatchSampler(
         requests, schedule=SCHEDULE, token_shape=SHAPE, device=torch.device("cpu")
     )
@@ -43,10 +49,15 @@ def draw(requests: list[RolloutRequest]) -> list[RolloutGroup]:
     }
     latents_NLC = sampler.initial_latents()
     for _ in range(STEPS):
-        sigma_N = sampler.model_sigma(latents_NLC, torch.float32)
-        latents_NLC = sampler.step(
-            velocity(latents_NLC, sigma_N, sampler.per_row(widths_P)), latents_NLC
-        )
+        rows_B, index_N = sampler.distinct_rows()
+        if not shares:
+            rows_B = index_N = torch.arange(len(latents_NLC))
+        sigma_B = sampler.model_sigma(len(rows_B), torch.float32)
+        widths_B = sampler.per_row(widths_P)[rows_B]
+        velocity_BLC = velocity(latents_NLC[rows_B], sigma_B, widths_B)
+        latents_NLC = sampler.step(velocity_BLC[index_N], latents_NLC)
+        if computed is not None:
+            computed.append(len(rows_B))
     pixels = (
         (latents_NLC * 20 + 128)
         .clamp(0, 255)
@@ -69,9 +80,19 @@ def assert_equal(left: RolloutGroup, right: RolloutGroup) -> None:
             assert value == other, name
 
 
-@pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "flow_cps"])
-def test_a_batch_is_its_groups_one_by_one(sde_type: str) -> None:
-    sampling = replace(SAMPLING, sde_type=sde_type)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sde_type": "flow_sde"},
+        {"sde_type": "dance_sde"},
+        {"sde_type": "flow_cps"},
+        {"same_noise": True},
+        {"ode_solver": "dpm2"},
+        {"same_noise": True, "ode_solver": "dpm2"},
+    ],
+)
+def test_a_batch_is_its_groups_one_by_one(changes: dict) -> None:
+    sampling = replace(SAMPLING, **changes)
     requests = [make_request(place, *range(1 + place % 3), sampling=sampling) for place in range(8)]
     groups = draw(requests)
     # or the windows are not mixed
@@ -140,3 +161,140 @@ def test_conditioning_is_cut_to_each_groups_tokens() -> None:
         assert group.conditioning["prompt_mask"].shape == (1, tokens) and bool(
             group.conditioning["prompt_mask"].all()
         )
+
+
+@pytest.mark.parametrize("size", [1, 2, STEPS - 1])  # the last: DanceGRPO's, noise at every step
+@pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "flow_cps"])
+def test_a_group_of_one_noise_is_computed_once_until_its_window(sde_type: str, size: int) -> None:
+    sampling = replace(SAMPLING, sde_type=sde_type, sde_window_size=size, same_noise=True)
+    requests = [make_request(place, *range(place, 5), sampling=sampling) for place in range(5)]
+    computed: list[int] = []
+    groups = draw(requests, computed=computed)
+    for group, unshared in zip(groups, draw(requests, shares=False), strict=True):
+        assert_equal(group, unshared)
+
+    num_rows = sum(len(group.sample_indices) for group in groups)
+    assert sum(computed) == sum(group.num_forwards for group in groups)
+    # all rows once every window has begun, and before that a row for each group that waits
+    latest = max(group.window_start for group in groups)
+    assert computed[0] == 5 and computed[latest + 1 :] == [num_rows] * (STEPS - latest - 1)
+    saved = sum((len(group.sample_indices) - 1) * (group.window_start + 1) for group in groups)
+    assert sum(computed) == num_rows * STEPS - saved
+
+    for group in groups[:-1]:  # the last has one sample
+        begins_GLC = group.latents_GSLC[:, 0]
+        assert torch.equal(begins_GLC, begins_GLC[:1].expand_as(begins_GLC))
+        assert not torch.equal(group.latents_GSLC[0, 1], group.latents_GSLC[1, 1])
+        assert group.log_probs_GW.shape == (len(group.sample_indices), size)
+
+
+def test_without_one_noise_every_row_is_computed() -> None:
+    requests = [make_request(place, 0, 1, 2) for place in range(4)]
+    computed: list[int] = []
+    groups = draw(requests, computed=computed)
+    assert computed == [12] * STEPS
+    assert [group.num_forwards for group in groups] == [3 * STEPS] * 4
+
+
+def test_one_noise_is_the_first_samples_own() -> None:
+    """Groups of one prompt in a step have other samples, and so other noise."""
+    sampling = replace(SAMPLING, same_noise=True)
+    first, second = draw(
+        [make_request(0, 0, 1, sampling=sampling), make_request(0, 2, 3, sampling=sampling)]
+    )
+    (alone,) = draw([make_request(0, 0, 1)])
+    assert torch.equal(first.latents_GSLC[0], alone.latents_GSLC[0])
+    assert not torch.equal(first.latents_GSLC[1], alone.latents_GSLC[1])
+    assert not torch.equal(first.latents_GSLC[:, 0], second.latents_GSLC[:, 0])
+
+
+def test_dpm2_leaves_all_that_is_recorded_of_a_window() -> None:
+    requests = [make_request(place, 0, 1) for place in range(6)]
+    second_order = replace(SAMPLING, ode_solver="dpm2")
+    others = [replace(request, sampling=second_order) for request in requests]
+    groups = draw(requests)
+    assert min(group.window_start for group in groups) + 3 < STEPS  # or no step may look back
+    for group, other in zip(groups, draw(others), strict=True):
+        assert torch.equal(group.latents_GSLC, other.latents_GSLC)
+        assert torch.equal(group.log_probs_GW, other.log_probs_GW)
+        # the pixels are of the last latents: after Euler's first step there are two or more left
+        if group.window_start + SAMPLING.sde_window_size + 2 < STEPS:
+            assert not torch.equal(group.pixels_GFHWC, other.pixels_GFHWC)
+
+
+def solve(schedule: Tensor, solver: str) -> tuple[Tensor, Tensor]:
+    """Return latents before the schedule's first step and after its last, without a window."""
+    sampling = replace(SAMPLING, sde_window_size=0, ode_solver=solver)
+    sampler = BatchSampler(
+        [make_request(0, 0, 1, sampling=sampling)],
+        schedule=schedule,
+        token_shape=SHAPE,
+        device=torch.device("cpu"),
+    )
+    noise_NLC = sampler.initial_latents()
+    latents_NLC = noise_NLC
+    for sigma in schedule[:-1]:
+        latents_NLC = sampler.step(gaussian_velocity(latents_NLC, sigma), latents_NLC)
+    return noise_NLC, latents_NLC
+
+
+def gaussian_velocity(latents_NLC: Tensor, sigma: Tensor) -> Tensor:
+    """The exact one of clean latents that are normal with mean 1 and std 0.5."""
+    clean_std = 0.5
+    variance = ((1 - sigma) * clean_std) ** 2 + sigma**2
+    centred_NLC = latents_NLC - (1 - sigma)
+    clean_NLC = 1 + (1 - sigma) * clean_std**2 / variance * centred_NLC
+    noise_NLC = sigma / variance * centred_NLC
+    return noise_NLC - clean_NLC
+
+
+def test_dpm2_is_of_second_order() -> None:
+    """On an ODE whose solution is known: a mean and a std that move with sigma."""
+
+    def error(num_steps: int, solver: str) -> float:
+        schedule = torch.linspace(0.9, 0.1, num_steps + 1)
+        noise_NLC, ends_NLC = solve(schedule, solver)
+        std, std_end = (torch.hypot((1 - s) * 0.5, s) for s in (schedule[0], schedule[-1]))
+        exact_NLC = (noise_NLC - (1 - schedule[0])) / std * std_end + (1 - schedule[-1])
+        return float((ends_NLC - exact_NLC).abs().max())
+
+    first = [error(num_steps, "euler") for num_steps in (32, 64, 128)]
+    second = [error(num_steps, "dpm2") for num_steps in (32, 64, 128)]
+    for coarse, fine in pairwise(first):
+        assert 1.9 < coarse / fine < 2.1
+    for coarse, fine in pairwise(second):
+        assert 3.8 < coarse / fine < 4.2
+    assert second[0] < first[0] / 10
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 10])
+def test_dpm2_is_that_of_diffusers(num_steps: int) -> None:
+    """From sigma 1 to 0, where the log SNR is infinite: the first two steps and the last one are
+    Euler's.
+    """
+    stock = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+        solver_type="midpoint",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        final_sigmas_type="zero",
+    )
+    stock.set_timesteps(num_steps)
+    schedule = torch.linspace(1, 0, num_steps + 1) ** 1.3
+    stock.sigmas = schedule
+    expected_NLC, ends_NLC = solve(schedule, "dpm2")
+    for timestep, sigma in zip(stock.timesteps, schedule, strict=False):
+        velocity_NLC = gaussian_velocity(expected_NLC, sigma)
+        expected_NLC = stock.step(velocity_NLC, timestep, expected_NLC).prev_sample
+    assert (ends_NLC - expected_NLC).abs().max() <= 2e-6
+    is_eulers = torch.equal(ends_NLC, solve(schedule, "euler")[1])
+    assert is_eulers == (num_steps <= 3)
+
+
+def test_dpm2_adds_nothing_where_the_log_snr_is_infinite() -> None:
+    sigmas = [torch.tensor(value) for value in (1.0, 0.8, 0.5, 0.0)]
+    assert sde.dpm2_gain(*sigmas[:3]) == 0
+    assert sde.dpm2_gain(*sigmas[1:]) == 0
+    assert sde.dpm2_gain(sigmas[0], sigmas[2], sigmas[3]) == 0
+    assert sde.dpm2_gain(*(torch.tensor(value) for value in (0.9, 0.8, 0.5))) > 0

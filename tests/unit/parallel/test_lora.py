@@ -6,9 +6,12 @@ Split over ranks: tests/distributed/test_lora.py.
 from __future__ import annotations
 
 import math
+import re
 
+import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from torch.nn import functional
 
@@ -37,6 +40,65 @@ def test_the_config_s_adapter() -> None:
         zip(names, [(3, 4), (6, 3), (3, 6), (4, 3)], strict=True)
     )
     assert lora_shapes(None, SHAPES) == {}
+
+
+TARGETS = {  # pattern of lora.targets → the modules of MODULES that peft takes for it, too
+    "to_q": {"blocks.0.attn.to_q", "blocks.1.attn.to_q"},
+    "attn.to_q": {"blocks.0.attn.to_q", "blocks.1.attn.to_q"},
+    "blocks.1.mlp": {"blocks.1.mlp"},
+    "to_out.0": {"blocks.0.attn.to_out.0", "blocks.1.attn.to_out.0"},
+}
+MODULES = [
+    f"blocks.{block}.{name}"
+    for block in range(2)
+    for name in ("attn.to_q", "attn.add_to_q", "attn.to_out.0", "mlp")
+]
+WIDE = ParallelPlan(rules={"blocks.*": "column"}, blocks="blocks.*", lora_targets=("blocks.*",))
+
+
+def _modules(**keys: list[str]) -> set[str]:
+    spec = lora_spec(LoraConfig(rank=2, **keys), WIDE, [f"{name}.weight" for name in MODULES])
+    assert spec is not None and list(spec.modules) == sorted(spec.modules)
+    return set(spec.modules)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets_are_ends_of_names_as_peft_takes_them(target: str) -> None:
+    assert _modules(targets=[target]) == TARGETS[target]
+    config = peft.LoraConfig(target_modules=[target])
+    by_peft = {name for name in MODULES if check_target_module_exists(config, name)}
+    assert by_peft == TARGETS[target]
+
+
+def test_targets_and_exclude_together() -> None:
+    assert _modules() == set(MODULES)
+    assert _modules(targets=["to_q", "mlp"], exclude=["blocks.0.*"]) == {
+        "blocks.1.attn.to_q",
+        "blocks.1.mlp",
+    }
+    assert _modules(exclude=["attn.*"]) == {"blocks.0.mlp", "blocks.1.mlp"}
+    assert _modules(targets=["attn.*to_[qk]"], exclude=["add_to_q"]) == TARGETS["to_q"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"targets": ["to_q", "to_k"]},
+            "lora.targets: 'to_k' is the end of none of the 8 modules that can have LoRA: "
+            "attn.add_to_q, attn.to_out.0, attn.to_q, mlp; correct or remove it",
+        ),
+        ({"targets": ["o_q"]}, "lora.targets: 'o_q' is the end of none"),
+        ({"exclude": ["norm"]}, "lora.exclude: 'norm' is the end of none of the 8"),
+        (
+            {"targets": ["mlp"], "exclude": ["blocks.*"]},
+            "lora.exclude=['blocks.*'] leaves none of the 2 modules of lora.targets",
+        ),
+    ],
+)
+def test_patterns_without_a_module(keys: dict[str, list[str]], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        _modules(**keys)
 
 
 def test_the_start_is_that_of_peft_and_the_same_for_a_name_and_seed() -> None:

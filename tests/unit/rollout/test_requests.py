@@ -39,6 +39,8 @@ def test_good_requests() -> None:
     check_request(replace(GOOD, prompt=replace(GOOD.prompt, text="猫" * 50)), LIMITS, model_rule)
     ode = replace(GOOD.sampling, sde_type="ode", num_inference_steps=1, eta=0.0)
     check_request(replace(GOOD, sampling=ode), LIMITS, model_rule)
+    shared = replace(GOOD.sampling, same_noise=True, ode_solver="dpm2")
+    check_request(replace(GOOD, sampling=shared), LIMITS, model_rule)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,12 @@ def test_good_requests() -> None:
         ({"eta": 0.0}, "eta=0"),
         ({"eta": 1.5, "sde_type": "flow_cps"}, "flow_cps must be at most 1"),
         ({"true_cfg_scale": -1.0}, "true_cfg_scale=-1.0"),
+        ({"ode_solver": "heun"}, "ode_solver='heun' is not one of euler, dpm2"),
+        (
+            {"same_noise": True, "sde_window_size": 0},
+            "same_noise with sde_type=flow_sde and sde_window_size=0: .*set same_noise=false",
+        ),
+        ({"same_noise": True, "sde_type": "ode"}, "same_noise with sde_type=ode"),
         ({"latents_dtype": "int8"}, "latents_dtype='int8'"),
         ({"sde_window_size": 6}, "sde_window_size=6"),
         ({"sde_window_range": (0, 6)}, "sde_window_range"),

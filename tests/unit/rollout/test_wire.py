@@ -82,6 +82,8 @@ def test_requests_round_trip() -> None:
     requests.append(
         make_request(first_frame=bytes(range(256)), sampling=replace(SAMPLING, first_frame=True))
     )
+    fields = {"same_noise": True, "ode_solver": "dpm2"}
+    requests.append(make_request(sampling=replace(SAMPLING, **fields)))
     assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
 
 
@@ -96,6 +98,8 @@ def test_requests_round_trip() -> None:
         (("sample_indices",), [1, "2"], "request.sample_indices"),
         (("prompt",), "a cat", "prompt is a str"),
         (("sampling", "first_frame"), 1, "sampling.first_frame=1 is a int"),
+        (("sampling", "same_noise"), "yes", "sampling.same_noise='yes' is a str"),
+        (("sampling", "ode_solver"), 2, "sampling.ode_solver=2 is a int"),
         (("first_frame",), "a*b=", "request.first_frame is 'a.b=', not bytes in base64"),
         (("first_frame",), "ü", "request.first_frame is 'ü', not bytes in base64"),
         (("first_frame",), [1], "request.first_frame is .1], not bytes in base64"),

@@ -230,6 +230,20 @@ def test_only_the_component_that_was_trained_travels(cpu_group):
     assert targets[1].begun[-1] == set(PAIR)
 
 
+def test_other_weights_under_the_same_version_travel(cpu_group):
+    """As an average that is evaluated does, and the trained weights after it."""
+    source, target = Source(dict(PAIR)), Target()
+    sync = _sync(cpu_group, source, target, manifest=PAIR_MANIFEST)
+    sync.push(3)
+    for factor in (2, 1):
+        source.weights = {name: factor * tensor for name, tensor in PAIR.items()}
+        source.changed = {"transformer", "transformer_2"}
+        sync.push(3)
+        assert target.version == 3 and torch.equal(target.held[NAME], factor * WEIGHTS[NAME])
+    sync.push(3)
+    assert len(target.begun) == 3  # nothing has changed since
+
+
 def test_what_was_forgotten_travels_again(cpu_group):
     """As after a replica slept: all of it, and for the same version too."""
     source, target = Source(dict(PAIR)), Target()

@@ -104,6 +104,13 @@ def test_the_console_script_finds_a_reward_in_the_current_folder(
             "engine.backend=megatron parallel.dp_replicate=2 parallel.dp=2",
             "parallel.dp_replicate=2 .* set parallel.dp_replicate=1",
         ),
+        (
+            "lora.rank=4 lora.start=my_lora algorithm.kl_coef=0.1",
+            "lora.start=my_lora with algorithm.name=flow_grpo and algorithm.kl_coef=0.1: .*"
+            "set algorithm.kl_coef=0, or merge them by `megadiff convert my_lora MODEL",
+        ),
+        ("lora.rank=4 lora.start=gone", "lora.start=gone does not exist"),
+        ("lora.rank=4 lora.targets=[norm]", "lora.targets: 'norm' is the end of none of the"),
         ("model.path=gone", "model.path=gone: model folder gone does not exist"),
     ],
 )

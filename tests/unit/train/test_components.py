@@ -16,6 +16,7 @@ from megadiff.planner import command as plan_command
 from megadiff.train.components import (
     check_components,
     describe_components,
+    forwards_per_sample,
     step_samplings,
     window_pairs,
 )
@@ -116,6 +117,62 @@ def test_balanced_windows_take_turns(pair, tiny_model):
         match=r"has 1 of transformer_2's steps \(5-9\), a window has rollout.sde_window_size=2",
     ):
         step_samplings(narrow, pair)
+
+
+def _starts(config: Config, adapter) -> list[int]:
+    samplings = step_samplings(config, adapter)
+    size = config.rollout.sde_window_size
+    assert all(low + size == high for low, high in (one.sde_window_range for one in samplings))
+    return [sampling.sde_window_range[0] for sampling in samplings]
+
+
+def test_a_window_slides_over_its_range_and_begins_anew(pair, tiny_model):
+    """MixGRPO's progressive strategy with roll_back, by a formula that is written apart."""
+    config = _config(sde_window_range=[0, 9], sde_window_size=4, sde_window_moves=2)
+    one_component = build_adapter(tiny_model)
+    starts = _starts(config, one_component)
+    assert [starts[step % len(starts)] for step in range(26)] == [
+        *(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 0),
+        *(0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 0, 0),
+    ]
+    at_random = _config(sde_window_range=[0, 9], sde_window_size=4)
+    assert window_pairs(config, pair) == window_pairs(at_random, pair)
+    # a range without room, and one window for ever
+    assert _starts(_config(sde_window_range=[1, 3], sde_window_moves=5), one_component) == [1] * 5
+
+
+def test_balanced_windows_slide_each_over_its_own_range(pair):
+    config = _config(
+        sde_window_range=[1, 9],
+        component_windows="balanced",
+        sde_window_size=3,
+        sde_window_moves=2,
+    )
+    # steps 1 to 4 are the first component's, 5 to 8 the second's, by turns
+    assert _starts(config, pair) == [1, 5, 1, 5, 2, 6, 2, 6]
+    uneven = _config(
+        sde_window_range=[2, 9],
+        component_windows="balanced",
+        sde_window_size=3,
+        sde_window_moves=1,
+    )
+    assert _starts(uneven, pair) == [2, 5, 2, 6]
+
+
+def test_forwards_of_a_sample_count_what_its_group_shares(pair, tiny_model):
+    adapter = build_adapter(tiny_model)
+    config = _config(sde_window_range=[0, 5])
+    config.algorithm.group_size = 16
+    assert forwards_per_sample(config, adapter) == 10
+    config.rollout.same_noise = True
+    # windows begin at 0, 1, 2 and 3: 2.5 steps on average have one forward for 16 samples
+    assert forwards_per_sample(config, adapter) == pytest.approx(10 - 2.5 * 15 / 16)
+    config.rollout.sde_window_moves = 7
+    assert forwards_per_sample(config, adapter) == pytest.approx(10 - 2.5 * 15 / 16)
+    balanced = _config(sde_window_range=[1, 9], component_windows="balanced", same_noise=True)
+    balanced.algorithm.group_size = 2
+    # at 1 to 3 and at 5 to 7
+    assert forwards_per_sample(balanced, pair) == pytest.approx(10 - 5 / 2)
 
 
 def test_dry_run_shows_every_component(tiny_wan, tmp_path, capsys, caplog):

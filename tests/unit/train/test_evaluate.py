@@ -13,7 +13,14 @@ from megadiff.data.prompts import prompt_id
 from megadiff.rewards.color import closeness
 from megadiff.rewards.score import Scorer
 from megadiff.train import evaluate as module
-from megadiff.train.evaluate import EVAL_STEP, eval_metrics, evaluate, pictured, spread
+from megadiff.train.evaluate import (
+    EVAL_STEP,
+    eval_metrics,
+    eval_sampling,
+    evaluate,
+    pictured,
+    spread,
+)
 from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.meshes import one_rank_mesh
 from tests.stub_fleet import StubFleet
@@ -36,6 +43,15 @@ def tasked(**counts: int) -> list[Prompt]:
     return [
         prompt(f"a {COLORS[number % 6]} {task} {number}", task) for number, task in sorted(numbered)
     ]
+
+
+def test_noise_of_its_own_for_every_sample_and_eulers_steps():
+    config = config_of(0, 4)
+    config.rollout.same_noise = True
+    config.rollout.ode_solver = "dpm2"
+    sampling = eval_sampling(config)
+    assert not sampling.same_noise and sampling.ode_solver == "euler"
+    assert sampling == eval_sampling(config_of(0, 4))
 
 
 def counts_by_task(plan):

@@ -1,8 +1,8 @@
-"""Tensors that a conversion reads: known by their headers, and read whole when their turn comes."""
+"""Tensors on disk: known by their files' headers, and read whole when their turn comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,9 @@ from torch import Tensor
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.tensors.shards import ShardFolder
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+NUM_NAMED = 8  # problems that one message lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +89,9 @@ def _with_lora(
 
     meta = TensorMeta(dtype=torch.float32, shape=weight.meta.shape)
     return StoredTensor(meta=meta, path=weight.path, read=read)
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Join the first problems, and count the others."""
+    more = f" and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
+    return "; ".join(problems[:NUM_NAMED]) + more

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadiff.convert.model_folders import COMPONENT, FLOATS, ModelFolder, listed
-from megadiff.convert.stored_tensors import StoredTensors, from_file
 from megadiff.parallel.plan import LORA_A, LORA_B
 from megadiff.tensors.lora_names import is_alpha
 from megadiff.tensors.model_files import read_json
+from megadiff.tensors.stored_tensors import FLOATS, StoredTensors, from_file, listed
 from megadiff.tensors.tensor_file import TensorFile
 from megadiff.types import LoraSpec, Shapes
 
+ALONE = ""  # in place of a component: nothing in a LoRA's files says whose it is
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -60,16 +60,15 @@ def has_loras(path: Path) -> bool:
     return _is_lora_folder(path) or bool(_component_folders(path))
 
 
-def open_loras(path: Path, *, base: ModelFolder | None) -> dict[str, LoraFile]:
+def open_loras(path: Path) -> dict[str, LoraFile]:
     """Open component → its LoRA: a peft folder, a folder with diffusers' file, or such a file.
 
-    For several components: a folder of such folders, each named as its component. One alone is of
-    the base's only component, or of that with its folder's name.
-    Raises ValueError that names file, tensor and reason, when the components' LoRAs are not of one
-    kind, or when one alone could be of several components.
+    One alone is under ALONE. For several components: a folder of such folders, each named as its
+    component.
+    Raises ValueError that names file, tensor and reason, or when the LoRAs are not of one kind.
     """
     if path.is_file() or _is_lora_folder(path):
-        return {_component_of_one(path, base): _open_lora(path)}
+        return {ALONE: _open_lora(path)}
 
     loras = {folder.name: _open_lora(folder) for folder in _component_folders(path)}
     first = next(iter(loras))
@@ -84,20 +83,6 @@ def open_loras(path: Path, *, base: ModelFolder | None) -> dict[str, LoraFile]:
                 "itself"
             )
     return loras
-
-
-def _component_of_one(path: Path, base: ModelFolder | None) -> str:
-    """Name the component of a LoRA by its folder, as nothing in its files says it."""
-    if base is None or len(base.components) == 1:
-        return COMPONENT
-    name = (path.parent if path.is_file() else path).resolve().name
-    if name not in base.components:
-        folders = " or ".join(str(component.folder) for component in base.components.values())
-        raise ValueError(
-            f"{path} may be of any of the {len(base.components)} components of {base.path}: give "
-            f"--base {folders}, or name its folder {' or '.join(base.components)}"
-        )
-    return name
 
 
 def _is_lora_folder(path: Path) -> bool:
