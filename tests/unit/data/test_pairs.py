@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,18 @@ def test_chosen_and_rejected_follow_each_other(tmp_path: Path, kind: str) -> Non
     assert list(source.captions) == [CAPTIONS[0], CAPTIONS[0], CAPTIONS[1], CAPTIONS[1]]
     for row in range(4):
         np.testing.assert_array_equal(source.pixels(row), picture(row))
+
+
+def test_the_rows_of_the_docs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/preference_pairs.md").read_text()
+    (rows,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "metadata.jsonl").write_text(rows)
+    for number, name in enumerate(re.findall(r'"([ab]/\d\.png)"', rows)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(encoded(number))
+    source = open_images(str(tmp_path), seed=0, kind=PAIRS)
+    assert (source.num_items, source.captions[3]) == (2, "two blue squares")
+    np.testing.assert_array_equal(source.pixels(3), picture(3))
 
 
 def test_images_of_unlike_sizes_are_cut_to_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def check(config: Config, algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("overrides", [SFT, DPO, (*DPO, "algorithm.noise_levels=7", "seed=1")])
 def test_what_is_fine(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     check(*loaded(tmp_path, *overrides))
+
+
+def test_the_config_of_the_docs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/preference_pairs.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "preferred.yaml").write_text(text)
+    config = load_config([str(tmp_path / "preferred.yaml")])
+    check(config, build_algorithm(config.algorithm))
 
 
 @pytest.mark.parametrize(
