@@ -43,6 +43,7 @@ from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.replicas import RunReplicas, connect, launch, users_of, weights_folder
 from megadiff.train.rescue import Rescue
+from megadiff.train.rows import rows_per_group
 from megadiff.train.run import RunParts
 from megadiff.train.sampling import sft_sampling
 from megadiff.train.sft import SftRun
@@ -130,10 +131,11 @@ def build_sft_run(
 
     # after that: VAE and text encoder need the memory that the engine takes
     engine = build_engine(config, mesh, adapter)
+    algorithm = build_algorithm(config.algorithm)
     batches = FlowBatches(
         dataset,
-        images_per_step=config.train.prompts_per_step,
-        draws_per_image=config.algorithm.group_size,
+        items_per_step=config.train.prompts_per_step,
+        draws_per_item=rows_per_group(config, algorithm) // source.images_per_item,
         caption_drop=config.algorithm.caption_drop,
         sampling=sampling,
         shift=partial(adapter.shift, sampling=sampling),
@@ -141,7 +143,8 @@ def build_sft_run(
         dp_rank=mesh.dp_rank,
         seed=config.seed,
         shuffle=config.data.shuffle,
-        source=config.data.images,
+        source=source.name,
+        images_per_item=source.images_per_item,
     )
     stack.callback(batches.close)
 

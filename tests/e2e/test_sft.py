@@ -406,7 +406,7 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
     )
     assert result.code == 1
     assert "the saved data position has digest=" in result.stderr
-    assert "restore data.prompts or data.images" in result.stderr
+    assert "restore data.prompts, data.images or data.pairs" in result.stderr
 
 
 def _servers(run: Path) -> list[int]:
