@@ -93,8 +93,9 @@ def build_run(
 
     checkpoints, progress = resume(engine, sampler)
     replicas = build_replicas(engine, processes, stack)
-    # the next step samples from the weights that were evaluated, unless those are an average: then
-    # replicas that sleep get a whole push, as nothing else may follow a whole one of that version
+    # The next step samples from the weights that were evaluated, and replicas stay awake for it.
+    # After an average it pushes under the same version: on disk a part may not replace a whole
+    # one, so replicas that sleep start from nothing again.
     rest_after = config.algorithm.ema_decay > 0
     evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
     parts = build_parts(engine, checkpoints, progress, evaluation, stack)
