@@ -1,7 +1,6 @@
 """A batch holds each group's rows in order, and its updates have equally many of every group.
 
-Rows of drawn noise have an identity: whatever rank a group is on, and whatever stands beside it, its
-draws are the same.
+Rows of drawn noise have an identity: a group's draws are the same on any rank, beside any others.
 """
 
 from __future__ import annotations
