@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megadiff.models.adapter import ModelAdapter
 from megadiff.train.selection import ScoredGroups
 from megadiff.types import Prompt, RolloutGroup, Sampling
 
@@ -58,4 +60,24 @@ def scored_groups(
         advantages_PG=advantages_PG,
         weights_P=torch.ones(len(indices)) if weights_P is None else weights_P,
         **{"seed": 1, "step": 2, **identity},
+    )
+
+
+def noise_group(
+    adapter: ModelAdapter, sampling: Sampling, index: int, *, num_steps: int, text_dim: int
+) -> RolloutGroup:
+    """Return a group of GROUP_SIZE samples of random latents and a text of its own length."""
+    generator = torch.Generator().manual_seed(index)
+    shape = (GROUP_SIZE, num_steps + 1, *adapter.latents_shape(sampling))
+    num_tokens = 4 + index
+    return replace(
+        make_group(index, num_steps=num_steps),
+        sampling=replace(sampling, sde_window_size=num_steps, guidance_scale=1.0),
+        latents_GSLC=torch.randn(shape, generator=generator),
+        log_probs_GW=torch.full((GROUP_SIZE, num_steps), -3.0, dtype=torch.float64),
+        schedule=adapter.schedule(sampling),
+        conditioning={
+            "prompt_embeds": torch.randn(1, num_tokens, text_dim, generator=generator),
+            "prompt_mask": torch.ones(1, num_tokens, dtype=torch.bool),
+        },
     )
