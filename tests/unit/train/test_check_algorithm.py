@@ -78,6 +78,11 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
             "that",
         ),
         (
+            "algorithm.step_weight=level rollout.sde_window_moves=25",
+            "algorithm.step_weight=level with rollout.sde_window_moves=25: a step would be weighed "
+            "against its own window alone; set sde_window_moves=0, or step_weight=none",
+        ),
+        (
             "algorithm.name=nft",
             "rollout.sde_window_size=2 with algorithm.name=nft, which trains clean samples at "
             "drawn noise levels, not stochastic steps; set rollout.sde_window_size=0",
