@@ -7,4 +7,5 @@ REWARDS = {
     "motion": "megadiff.rewards.motion:MotionReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",
     "temporal_consistency": "megadiff.rewards.motion:TemporalConsistencyReward",
+    "variety": "megadiff.rewards.variety:VarietyReward",
 }
