@@ -128,10 +128,11 @@ class ComponentState(ABC):
 
     def follow(self, decay: float) -> None:
         """Move the lagging policy towards the masters; see engines.base.Engine."""
-        for name, lagging in self._lagging.items():
-            key = f"{TRAINED}/{self.component}.{name}"
-            master = self._on_host.current(key, self._masters[name])
-            lagging.lerp_(master.to(lagging.device), 1 - decay)
+        with self.gate.change():  # a rescue may save neither a half nor a later one
+            for name, lagging in self._lagging.items():
+                key = f"{TRAINED}/{self.component}.{name}"
+                master = self._on_host.current(key, self._masters[name])
+                lagging.lerp_(master.to(lagging.device), 1 - decay)
 
     def shards(self) -> dict[str, list[Shard]]:
         """Return name in a checkpoint → this rank's shards of weights and moments, where they are.
@@ -151,12 +152,15 @@ class ComponentState(ABC):
         finds a torn file leaves no other waiting.
         """
         algorithm = self.config.algorithm
-        for kind, key in ((AVERAGED, "ema_decay"), (LAGGING, "lagging_decay")):
-            is_there = any(name.startswith(f"{kind}/") for name in source.shapes)
+        for kind, name, key in (
+            (AVERAGED, "averaged", "ema_decay"),
+            (LAGGING, "lagging", "lagging_decay"),
+        ):
+            is_there = any(stored.startswith(f"{kind}/") for stored in source.shapes)
             decay = getattr(algorithm, key)
             if is_there != bool(decay):  # it would be lost, or made up
                 raise ValueError(
-                    f"{source.folder} has {'' if is_there else 'no '}{kind} weights, but "
+                    f"{source.folder} has {'' if is_there else 'no '}{name} weights, but "
                     f"algorithm.{key}={decay}; set it as it was, or start a new run"
                 )
 
@@ -167,6 +171,9 @@ class ComponentState(ABC):
         for key, name, tensor in self._state():
             if key.startswith(f"{AVERAGED}/") and tensor is self._masters[name]:
                 continue  # an untrained weight is its own average, whatever the checkpoint's was
+            if key.startswith(f"{LAGGING}/") and key not in source.shapes:
+                tensor.copy_(self._masters[name])  # it was not trained, so it has not lagged
+                continue
             values = self._on_host.current(key, tensor)
             # checkpoints are float32; a frozen component's weights are in engine.dtype
             float_values = values.float()

@@ -81,6 +81,13 @@ def _check_steps(config: Config, algorithm: Algorithm) -> None:
             f"algorithm.trained_steps={settings.trained_steps} > "
             f"rollout.sde_window_size={rollout.sde_window_size}; set trained_steps to at most that"
         )
+    if settings.step_weight == "level" and rollout.sde_window_moves:
+        # the mean that a step's noise is divided by is of the steps that its window may reach
+        raise ConfigError(
+            f"algorithm.step_weight=level with rollout.sde_window_moves={rollout.sde_window_moves}:"
+            " a step would be weighed against its own window alone; set sde_window_moves=0, or "
+            "step_weight=none"
+        )
 
 
 def _check_levels(config: Config, algorithm: Algorithm) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megadiff.algorithms import OLD, build_algorithm
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
@@ -154,15 +155,18 @@ def verdict(gaps: Figures, config: Config) -> str:
 
     Half the clip range is too much of a gap where updates are relative to the rollout's log_probs.
     More than rounding is too much where they may be relative to the trainer's, and between prompts
-    that no call of the run puts together.
+    that no call of the run puts together. Where the loss has no ratio to the rollout's, its clip
+    range says nothing, and rounding alone is the limit.
     """
     dtype = config.model.dtype
-    half = config.algorithm.clip_range / 2
+    algorithm = build_algorithm(config.algorithm)
+    compares = algorithm.rows == "steps" and OLD not in algorithm.needs
+    half = config.algorithm.clip_range / 2 if compares else 0.0
     different = "rollout and trainer do not compute the same policy"
     rounding, coarsest = _rounding(config)
     beyond_rounding = (max(rounding, half), f"more than {coarsest} rounds: {different}")
     usual = beyond_rounding  # the trainer's own log_probs may be taken instead
-    if config.algorithm.old_log_prob == "rollout":
+    if compares and config.algorithm.old_log_prob == "rollout":
         usual = (half, f"half of algorithm.clip_range: {different}")
 
     limits = {

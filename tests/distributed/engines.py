@@ -18,7 +18,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
 from megadiff.algorithms.flow_grpo import flow_grpo
-from megadiff.config.schema import Config
+from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.engines import build_engine
 from megadiff.engines.base import Engine
 from megadiff.engines.components import ComponentsEngine
@@ -58,11 +58,13 @@ def build(
     adapter: ModelAdapter | None = None,
     components: tuple[str, ...] = (),
     balance: str = "share",
+    algorithm: AlgorithmConfig | None = None,
 ) -> ComponentsEngine:
     """An engine of this rank.
 
     sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha. adapter: of
-    another family than Qwen-Image. components: those that are trained, all by default.
+    another family than Qwen-Image. components: those that are trained, all by default. algorithm:
+    in place of keep_reference and average_decay.
     """
     from megatron.core import distributed
 
@@ -87,6 +89,7 @@ def build(
     config.train.microbatch_size = microbatch_size
     config.train.components, config.train.component_weighting = list(components), balance
     config.algorithm.kl_coef, config.algorithm.ema_decay = float(keep_reference), average_decay
+    config.algorithm = algorithm or config.algorithm
     return build_engine(
         config, init_mesh(layout_of(sizes), device), adapter or QwenImageAdapter(tiny_model)
     )

@@ -4,6 +4,7 @@ and that rest on the host.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
+from megadiff.config.schema import AlgorithmConfig
 from megadiff.diffusion import sde
 from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.gathering import local
@@ -41,6 +43,7 @@ def _alone_worker(model: Path, out: Path) -> None:
         for backend in ("veomni", "megatron"):
             _check_frozen(model, batch, out, backend)
             _check_frozen_average(model, batch, out, backend)
+            _check_lagging(model, batch, out, backend)
             _check_offloaded(model, batch, out, backend)
 
 
@@ -219,6 +222,41 @@ def _check_frozen_average(model: Path, batch: TrainBatch, out: Path, backend: st
     both.save(out / f"{backend}_averaged")
     one.load(out / f"{backend}_averaged")
     assert torch.equal(log_probs(one, batch).means_NWLC, log_probs(both, batch).means_NWLC)
+
+
+def _check_lagging(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
+    """A component that is trained from now on lags behind nothing yet. The policy follows between
+    changes of the weights only, so that a rescue saves a whole one.
+    """
+    algorithm = AlgorithmConfig(name="nft", lagging_decay=0.5)
+    sizes = dict(backend=backend, adapter=WanAdapter(model), algorithm=algorithm, lr=1e-2)
+    one = build(model, {}, components=(LOW,), **sizes)
+    one.update(batch, LOSS)
+    one.follow(0.5)
+    one.save(out / f"{backend}_lagging")
+
+    both = build(model, {}, **sizes)
+    both.load(out / f"{backend}_lagging")
+    assert _lags(both) == [LOW]
+    with both.gate.change():
+        following = threading.Thread(target=both.follow, args=(0.0,))
+        following.start()
+        following.join(0.2)
+        assert following.is_alive() and _lags(both) == [LOW]
+    following.join(10)
+    assert not following.is_alive() and _lags(both) == []
+
+
+def _lags(engine: ComponentsEngine) -> list[str]:
+    """Return the components whose lagging weights are not the trained ones."""
+    return [
+        component
+        for component, member in engine.members.items()
+        if any(
+            not torch.equal(lagging, local(member._masters[name]))
+            for name, lagging in member._lagging.items()
+        )
+    ]
 
 
 def _check_frozen_lora(model: Path, batch: TrainBatch) -> None:

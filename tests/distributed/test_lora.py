@@ -387,9 +387,9 @@ def _start_worker(tiny_model: Path, out: Path, layout: str) -> None:
     served = _tensors(engine.named_lora(10_000))
     assert served.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in served.items())
-    policy = engine.log_probs(mine(engine))
+    policy = log_probs(engine, mine(engine))
     with engine.reference():
-        reference = engine.log_probs(mine(engine))
+        reference = log_probs(engine, mine(engine))
     assert (policy.log_probs_NW - reference.log_probs_NW).abs().max() > 1e-3
 
     fresh = _engine(tiny_model, layout, lora_targets=TARGETS, lr=LR)
@@ -397,7 +397,7 @@ def _start_worker(tiny_model: Path, out: Path, layout: str) -> None:
     engine.save(out / "checkpoint")
     dist.barrier()
     fresh.load(out / "checkpoint")
-    assert torch.equal(fresh.log_probs(mine(engine)).log_probs_NW, policy.log_probs_NW)
+    assert torch.equal(log_probs(fresh, mine(engine)).log_probs_NW, policy.log_probs_NW)
 
     figures = [each.update(mine(each), LOSS) for each in (engine, fresh)]
     assert figures[0] == figures[1] and figures[0]["optim/grad_norm"] > 0

@@ -24,9 +24,10 @@ def config(
     engine: str = "float32",
     fp8: bool = False,
     guidance: float = 1.0,
+    name: str = "flow_grpo",
 ):
     return SimpleNamespace(
-        algorithm=AlgorithmConfig(old_log_prob=old_log_prob, clip_range=clip_range),
+        algorithm=AlgorithmConfig(name=name, old_log_prob=old_log_prob, clip_range=clip_range),
         model=ModelConfig(dtype=model),
         engine=EngineConfig(dtype=engine),
         rollout=RolloutConfig(fp8=fp8, true_cfg_scale=guidance),
@@ -58,6 +59,10 @@ def gaps(**changed: float) -> dict[str, float]:
         ("auto", 6e-2, {"model": "bfloat16", "fp8": True}, "= 0.06 >= 0.05 (more than fp8 rounds"),
         ("rollout", 6e-6, {"model": "bfloat16", "fp8": True}, "half of algorithm.clip_range"),
         ("auto", float("inf"), {"model": "bfloat16"}, "= inf >="),
+        # their losses have no ratio to the rollout's log_probs: neither is too strict, nor too lax
+        ("rollout", 6e-6, {"name": "grpo_guard", "clip_range": 2e-6}, ""),
+        ("rollout", 5e-4, {"name": "nft", "model": "bfloat16"}, ""),
+        ("rollout", 2e-5, {"name": "awm", "clip_range": 1.0}, "(more than float32 rounds"),
     ],
 )
 def test_how_far_log_probs_may_be_apart(old_log_prob, gap, settings, words):

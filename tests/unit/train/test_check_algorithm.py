@@ -1,0 +1,199 @@
+"""A config that contradicts its algorithm is refused with both numbers and the fix."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadiff.algorithms import Algorithm, build_algorithm
+from megadiff.config.load import ConfigError, load_config
+from megadiff.config.schema import AlgorithmConfig
+from megadiff.config.validate import validate
+from megadiff.train.check_algorithm import check_algorithm
+
+BASE = """
+run: {name: test}
+model: {path: model}
+data: {prompts: prompts.txt}
+train: {num_steps: 3, prompts_per_step: 4, microbatch_size: 4}
+algorithm: {group_size: 4}
+rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 5]}
+optim: {lr: 1e-4}
+reward: {color: {type: color}}
+"""
+CLEAN = "rollout.sde_window_size=0"
+
+
+@pytest.fixture
+def checked(tmp_path: Path):
+    """Load, validate and check a config with these overrides."""
+    base = tmp_path / "base.yaml"
+    base.write_text(BASE)
+
+    def check(*overrides: str) -> None:
+        config = load_config([str(base), *overrides])
+        algorithm = build_algorithm(config.algorithm)
+        validate(config, dp=1, on_policy=algorithm.on_policy)
+        check_algorithm(config, algorithm)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm.name=flow_grpo algorithm.trained_steps=2",
+        "algorithm.name=grpo_guard rollout.sde_type=dance_sde",
+        "algorithm.name=flow_dppo rollout.sde_type=flow_cps rollout.eta=0.8",
+        f"algorithm.name=nft {CLEAN} algorithm.noise_levels=6 algorithm.lagging_decay=0.5",
+        f"algorithm.name=awm {CLEAN} algorithm.noise_levels=5",
+        f"algorithm.name=awm {CLEAN} algorithm.lagging_kl_coef=1 algorithm.lagging_decay=0.3",
+        f"algorithm.name=rwr {CLEAN} algorithm.trained_samples=2 train.updates_per_step=2",
+        f"algorithm.name=dpo {CLEAN} algorithm.noise_levels=4 train.updates_per_step=2",
+    ],
+)
+def test_what_fits_together_passes(checked, overrides: str) -> None:
+    checked(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides, text",
+    [
+        (
+            f"algorithm.name=flow_grpo {CLEAN}",
+            "rollout.sde_window_size=0 with algorithm.name=flow_grpo, which trains stochastic "
+            "steps; set rollout.sde_window_size, e.g. to 2",
+        ),
+        (
+            "algorithm.name=grpo_guard rollout.sde_type=flow_cps",
+            "rollout.sde_type=flow_cps with algorithm.name=grpo_guard, whose ratio needs a log "
+            "density; set rollout.sde_type to dance_sde or flow_sde",
+        ),
+        (
+            "algorithm.name=flow_grpo algorithm.trained_steps=3",
+            "algorithm.trained_steps=3 > rollout.sde_window_size=2; set trained_steps to at most "
+            "that",
+        ),
+        (
+            "algorithm.step_weight=level rollout.sde_window_moves=25",
+            "algorithm.step_weight=level with rollout.sde_window_moves=25: a step would be weighed "
+            "against its own window alone; set sde_window_moves=0, or step_weight=none",
+        ),
+        (
+            "algorithm.name=nft",
+            "rollout.sde_window_size=2 with algorithm.name=nft, which trains clean samples at "
+            "drawn noise levels, not stochastic steps; set rollout.sde_window_size=0",
+        ),
+        (
+            f"algorithm.name=awm {CLEAN} rollout.component_windows=balanced",
+            "set rollout.component_windows=any",
+        ),
+        (
+            f"algorithm.name=nft {CLEAN} algorithm.old_log_prob=recompute",
+            "algorithm.old_log_prob=recompute with algorithm.name=nft",
+        ),
+        (f"algorithm.name=nft {CLEAN} algorithm.trained_steps=1", "set algorithm.trained_steps=0"),
+        (f"algorithm.name=dpo {CLEAN} algorithm.step_weight=level", "algorithm.step_weight=none"),
+        (
+            f"algorithm.name=nft {CLEAN} algorithm.noise_levels=7",
+            "algorithm.noise_levels=7 > 6, the levels that algorithm.name=nft draws from with "
+            "rollout.num_inference_steps=6; set algorithm.noise_levels<=6",
+        ),
+        (f"algorithm.name=awm {CLEAN} algorithm.noise_levels=6", "algorithm.noise_levels<=5"),
+        (
+            f"algorithm.name=rwr {CLEAN} algorithm.lagging_decay=0.5",
+            "algorithm.lagging_decay=0.5 with algorithm.name=rwr: nothing uses a lagging policy; "
+            "set algorithm.lagging_decay=0",
+        ),
+        (f"algorithm.name=awm {CLEAN} algorithm.lagging_decay=0.5", "nothing uses a lagging"),
+        (
+            f"algorithm.name=awm {CLEAN} algorithm.lagging_kl_coef=1",
+            "algorithm.lagging_kl_coef=1.0 needs a lagging policy; set algorithm.lagging_decay",
+        ),
+        (
+            "algorithm.trained_samples=5",
+            "algorithm.trained_samples=5 > algorithm.group_size=4; set it to at most that, or 0",
+        ),
+        (
+            "algorithm.trained_samples=3 train.updates_per_step=2",
+            "algorithm.trained_samples=3 is not a multiple of train.updates_per_step=2",
+        ),
+        (
+            f"algorithm.name=dpo {CLEAN} algorithm.group_size=1",
+            "algorithm.group_size=1 < 2: advantages are relative to a group; set "
+            "algorithm.group_size, e.g. to 16",
+        ),
+        (
+            f"algorithm.name=dpo {CLEAN} algorithm.trained_samples=2",
+            "algorithm.trained_samples=2 with algorithm.name=dpo, which trains the best and the "
+            "worst of a group; set algorithm.trained_samples=0",
+        ),
+        (
+            f"algorithm.name=dpo {CLEAN} train.microbatch_size=3",
+            "train.microbatch_size=3 is odd, and a pair may not be split; set "
+            "train.microbatch_size=4",
+        ),
+        (
+            f"algorithm.name=dpo {CLEAN} algorithm.noise_levels=3 train.updates_per_step=2",
+            "algorithm.noise_levels=3 is not a multiple of train.updates_per_step=2: each update "
+            "takes equally many of a pair's levels",
+        ),
+        (
+            f"algorithm.name=nft {CLEAN} rollout.same_noise=true",
+            "samples of one noise are alike",
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_the_fix(checked, overrides: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        checked(*overrides.split())
+
+
+OWN = """
+from megadiff.algorithms import Algorithm
+from megadiff.algorithms.flow_matching import flow_matching
+
+limits = []
+
+def mine(config):
+    limits.append(config.adv_clip_max)
+    return Algorithm(loss=flow_matching, rows="levels", first_level=2)
+
+def none(config):
+    return flow_matching
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_algorithms.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_algorithms"
+    sys.modules.pop("own_algorithms", None)
+
+
+def test_an_algorithm_of_another_package(checked, own_module: str) -> None:
+    name = f"{own_module}:mine"
+    algorithm = build_algorithm(AlgorithmConfig(name=name))
+    assert isinstance(algorithm, Algorithm) and algorithm.first_level == 2
+    assert sys.modules[own_module].limits == [5.0]  # zeros are filled in
+    checked(f"algorithm.name={name}", CLEAN)
+    with pytest.raises(ConfigError, match="algorithm.noise_levels=5 > 4"):
+        checked(f"algorithm.name={name}", CLEAN, "algorithm.noise_levels=5")
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("ppo", "algorithm.name='ppo' is not one of flow_grpo, grpo_guard, .*module:function"),
+        ("missing_module:mine", "No module named 'missing_module'; give an importable module"),
+        ("own_algorithms:other", "has no attribute 'other'; give an importable module and a"),
+        ("own_algorithms:none", "returned function; return a megadiff.algorithms.Algorithm"),
+    ],
+)
+def test_what_is_no_algorithm_is_named(own_module: str, name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build_algorithm(AlgorithmConfig(name=name))

@@ -1,0 +1,64 @@
+"""An update trains on groups with a signal, and of a group on its best and worst samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megadiff.config.schema import Config
+from megadiff.train.selection import best_and_worst, groups_to_train
+from tests.meshes import one_rank_mesh
+from tests.scored import STEPS, scored_groups
+
+
+@pytest.mark.parametrize(
+    "count, first, second", [(2, [1, 3], [2, 0]), (3, [1, 0, 3], [2, 1, 0]), (1, [1], [2])]
+)
+def test_the_best_come_first_then_the_worst(
+    count: int, first: list[int], second: list[int]
+) -> None:
+    advantages_PG = torch.tensor([[0.5, 2.0, -1.0, -1.5], [-2.0, 0.5, 2.0, -0.5]])
+    scored = scored_groups([0, 1], num_steps=STEPS, advantages_PG=advantages_PG)
+    chosen = best_and_worst(scored, count)
+    for index, samples in enumerate((first, second)):
+        group = chosen.groups[index]
+        before = scored.groups[index]
+        assert group.sample_indices == tuple(samples)
+        assert torch.equal(group.latents_GSLC, before.latents_GSLC[samples])
+        assert torch.equal(group.log_probs_GW, before.log_probs_GW[samples])
+        assert len(group.pixels_GFHWC) == count
+        assert torch.equal(chosen.advantages_PG[index], advantages_PG[index][samples])
+        keys = scored.sample_keys(index)
+        assert chosen.sample_keys(index) == [keys[sample] for sample in samples]
+    assert torch.equal(chosen.weights_P, scored.weights_P)
+
+
+def test_equal_samples_are_chosen_alike_everywhere() -> None:
+    scored = scored_groups([0], advantages_PG=torch.zeros(1, 4))
+    assert best_and_worst(scored, 2).groups[0].sample_indices == (0, 3)
+    assert best_and_worst(scored, 4).groups[0].sample_indices == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "rows, num_updates, microbatch_size, kept",
+    [
+        (4, 1, 4, [1, 3]),  # a group fills a microbatch
+        (4, 1, 8, [1, 3]),
+        (4, 2, 8, [0, 1, 2, 3]),  # in an update four groups fill one
+        (6, 1, 8, [0, 1, 2, 3]),
+        (4, 1, 1, [1, 3]),
+    ],
+)
+def test_groups_fill_microbatches(
+    rows: int, num_updates: int, microbatch_size: int, kept: list[int]
+) -> None:
+    config = Config()
+    config.train.updates_per_step = num_updates
+    config.train.microbatch_size = microbatch_size
+    weights_P = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])
+    mesh = one_rank_mesh()
+    assert groups_to_train(weights_P, rows=rows, config=config, mesh=mesh) == kept
+    # without any weight one microbatch stays
+    assert groups_to_train(torch.zeros(5), rows=4 * num_updates, config=config, mesh=mesh) == list(
+        range(max(1, microbatch_size // 4))
+    )
