@@ -45,7 +45,7 @@ from megadiff.rollout.proof import REPLICA, sign
 from megadiff.sync.bucket import Bucket
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
-from megadiff.tensors.fingerprint import fingerprints
+from megadiff.tensors.fingerprint import commit_digest, fingerprints
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 STEP_S = 73.0  # Qwen-Image on 4 H200s, docs/performance.md
@@ -61,8 +61,9 @@ class FakeReplicas:
 
     def __init__(self, registry: Path, digits: Mapping[str, str]) -> None:
         self.registry = registry
-        worker = {"fingerprints": digits, "bound_modules": []}
-        self._commit = json.dumps({"workers": [worker]}).encode()
+        self._worker = {"fingerprints": digits, "bound_modules": []}
+        # made once: the replicas' own work is not measured
+        self._digest = commit_digest(self._worker)
         self._names: dict[int, str] = {}
 
     async def run(self, count: int) -> None:
@@ -101,7 +102,10 @@ class FakeReplicas:
 
     def _answer(self, path: str, body: bytes, port: int) -> bytes:
         if path == "/rl/weights/commit":
-            return self._commit
+            # as commit_answer() does
+            is_expected = json.loads(body)["digests"] == [self._digest]
+            worker = {"digest": self._digest} if is_expected else self._worker
+            return json.dumps({"workers": [worker]}).encode()
         if path == "/rl/hello":
             nonce = json.loads(body)["nonce"]
             url = f"http://127.0.0.1:{port}"
