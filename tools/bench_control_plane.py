@@ -11,9 +11,9 @@ Qwen-Image by number and name length, and its bucket is told of as `nccl` does, 
     alive     a sign of life to each; every 15 s, in a thread of its own
     route     two groups for each replica, asked for and taken back
     push      begin, one bucket, commit, and the comparison of all fingerprints
-    rest      all fall asleep
+    rest      all fall asleep, as only colocated replicas do: a node's own
 
-"of a step" is the sum of route, push and rest over --step-s. MiB are what this process takes more.
+"of a step" is the sum of route and push over --step-s. MiB are what this process takes more.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
     print("replicas  " + "".join(f"{name + ' s':>9}" for name in COLUMNS) + "  of a step      MiB")
     for count in options.replicas:
         row = measure(count, options.tensors, cpu_group)
-        row["of_step"] = (row["route"] + row["push"] + row["rest"]) / options.step_s
+        row["of_step"] = (row["route"] + row["push"]) / options.step_s
         rows.append(row)
         seconds = "".join(f"{row[name]:9.3f}" for name in COLUMNS)
         print(f"{count:8}  {seconds}  {row['of_step']:9.2%}  {row['mib']:7.0f}", flush=True)

@@ -407,6 +407,20 @@ def test_only_rank_0_sends(memory, tmp_path):
     assert not (tmp_path / "weights").exists()
 
 
+def test_ranks_share_the_replicas_of_http(tmp_path):
+    names = ["replica_0", "replica_1", "replica_2"]
+    here = {"host": "h", "device": "cpu", "boxes": {}}
+    shared = dict(ranks=[here] * 2, device=CPU, folder=tmp_path)
+    targets = [Target() for _ in names]
+    for target, name in zip(targets, names):
+        target.name = name
+    built = [
+        build_transport("http", targets, {name: [here] for name in names}, rank=rank, **shared)
+        for rank in (0, 1)
+    ]
+    assert built[0].targets == targets[::2] and built[1].targets == targets[1::2]
+
+
 def test_http_waits_for_every_replica_before_it_raises():
     """Else a slow one would read what is already given back."""
     slow_done = threading.Event()
