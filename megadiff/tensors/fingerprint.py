@@ -52,8 +52,12 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def commit_digest(worker: JsonObject) -> str:
     """Return a SHA-256 over a worker's fingerprints and bound_modules, whatever their order."""
-    held = [worker["fingerprints"], sorted(set(worker["bound_modules"]))]
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(
+        # sorted, as JSON keeps the order of both
+        [worker["fingerprints"], sorted(set(worker["bound_modules"]))],
+        sort_keys=True,
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def commit_answer(workers: Sequence[JsonObject], digests: Sequence[str]) -> list[JsonObject]:
