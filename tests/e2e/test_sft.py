@@ -174,6 +174,7 @@ def push(client, version, folder):
         encode_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()])
     )
     client.weights_commit(version)
+    client.release()  # the next run would wait until this one counts as gone
 
 
 @pytest.fixture(scope="module")
