@@ -96,7 +96,7 @@ def build_run(
     # The next step samples from the weights that were evaluated, and replicas stay awake for it.
     # After an average it pushes under the same version: on disk a part may not replace a whole
     # one, so replicas that sleep start from nothing again.
-    rest_after = config.algorithm.ema_decay > 0
+    rest_after = config.algorithm.ema_decay > 0 or config.algorithm.lagging_decay > 0
     evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
     parts = build_parts(engine, checkpoints, progress, evaluation, stack)
     return Run(**vars(parts), replicas=replicas, scorer=scorer, prompts=sampler)
