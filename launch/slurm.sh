@@ -254,7 +254,11 @@ elif ((code)) || [[ -e $folder/stopped ]]; then
     echo "job $attempt: not queued again, as it saved no step since its start"
   fi
 fi
-if [[ $again ]]; then
+# Another one, where this node's slurmd is gone: Slurm could not end this script.
+current=$(scontrol show job "$SLURM_JOB_ID" | grep -o 'Restarts=[0-9]*' || true)
+if [[ $again && $current && $current != "Restarts=${SLURM_RESTART_COUNT:-0}" ]]; then
+  echo "job $attempt: runs elsewhere by now"
+elif [[ $again ]]; then
   echo "job $attempt: queued again"
   scontrol requeue "$SLURM_JOB_ID" || true # sbatch --no-requeue: one attempt only
 fi

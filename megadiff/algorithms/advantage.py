@@ -23,7 +23,7 @@ def group_advantages(
     [3] float64 tensor over the data-parallel group (once). group takes each group's own.
     none divides by nothing.
     A group whose rewards are all equal gets weight 0 and keeps its row.
-    `train.update.groups_to_train` says which of those are computed, so that ranks stay in step.
+    `train.selection.groups_to_train` says which of those are computed, so that ranks stay in step.
     Flow-GRPO, arXiv 2505.05470; none as in Dr. GRPO, arXiv 2503.20783.
     """
     # float64, because the mean of near-equal rewards cancels most of float32's digits

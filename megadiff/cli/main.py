@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from typing import NoReturn
 
@@ -43,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         hint = near(command, COMMANDS)
         sys.stderr.write(f"megadiff: unknown command {command!r}{hint}\n{_usage()}")
         return 2
+
+    if command == "train":
+        # It would kill the process, and imports take seconds. BuildWatch hears it afterwards.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     name, _ = COMMANDS[command]  # no other is imported: most take seconds
     with collection_paused():

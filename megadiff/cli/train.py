@@ -67,8 +67,9 @@ def main(argv: list[str] | None = None) -> int:
                     config, world_size=world_size, stack=stack, ranks_per_node=ranks_per_node
                 )
             _warn_of_layout(config, adapter, layout, ranks_per_node=ranks_per_node)
+            num_prompts = data.num_items if isinstance(data, ImageSource) else len(data)
             plan = describe(
-                config, layout, adapter, num_prompts=len(data), ranks_per_node=ranks_per_node
+                config, layout, adapter, num_prompts=num_prompts, ranks_per_node=ranks_per_node
             )
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
             return 0

@@ -61,7 +61,7 @@ class AlgorithmConfig:
     )
     noise_levels: int = key(
         2,
-        "A sample is noised to this many levels of the schedule (nft, awm, rwr, dpo).",
+        "A sample is noised to this many levels (nft, awm, rwr, dpo; a pair, offline_dpo).",
         heading="Algorithms over noised samples",
         at_least=1,
     )
@@ -95,7 +95,7 @@ class AlgorithmConfig:
     )
     caption_drop: float = key(
         0.1,
-        "SFT replaces this part of captions by empty ones.",
+        "Supervised training replaces this part of captions by empty ones.",
         heading="Supervised training, and averages",
         at_least=0,
         at_most=1,

@@ -43,11 +43,14 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Name the prompts (RL) or captioned images (SFT) to train on."""
+    """Name what to train on: prompts (RL), captioned images (SFT) or pairs (offline DPO)."""
 
     prompts: str = key("", "RL reads its prompts from this .txt, .jsonl or .parquet file.")
     images: str = key(
         "", "SFT reads a folder with metadata.jsonl, a .parquet, a .tar or module:Class."
+    )
+    pairs: str = key(
+        "", "offline_dpo reads chosen and rejected images: metadata.jsonl's folder or a .parquet."
     )
     # A replica takes no longer ones, megadiff/rollout/limits.py.
     max_prompt_chars: int = key(2000, "Longer prompts are refused.", at_least=1, at_most=2000)
@@ -60,7 +63,9 @@ class TrainConfig:
 
     num_steps: int = key(MISSING, "The run ends after this many steps.", at_least=0)
     prompts_per_step: int = key(
-        MISSING, "A step has this many prompts (SFT: captioned images) over all ranks.", at_least=1
+        MISSING,
+        "A step has this many prompts (captioned images, pairs) over all ranks.",
+        at_least=1,
     )
     updates_per_step: int = key(
         1, "A batch of samples is trained on in this many optimizer steps.", at_least=1

@@ -34,6 +34,7 @@ ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, its value under
 }
 WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.kl_coef": 0,
+    "algorithm.trained_samples": 0,
     "train.updates_per_step": 1,
     "rollout.first_frame": False,
     "rollout.same_noise": False,
@@ -245,12 +246,6 @@ def _check_rl(config: Config) -> None:
 
 
 def _check_sft(config: Config) -> None:
-    if not config.data.images:
-        raise ConfigError(
-            f"algorithm.name={config.algorithm.name} needs data.images: a folder with "
-            "metadata.jsonl, a .parquet or .tar file, or module:Class"
-        )
-
     if config.eval.every and not config.reward:
         raise ConfigError(
             f"eval.every={config.eval.every} without a reward; add e.g. reward.color.type=color"

@@ -1,4 +1,4 @@
-"""Draw the images of a step of flow matching and their noise, the same for every layout."""
+"""Draw the images or pairs of a supervised step and their noise, the same for every layout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from megadiff.types import FlowBatch, Sampling, Shape
 class FlowBatches(EpochOrder, Iterator[FlowBatch]):
     """Iterate endlessly over this rank's FlowBatch of every step; a thread makes the next one.
 
-    An image comes draws_per_image times in a step, each time with noise, sigma and caption drop of
-    its own. They follow from (seed, images taken before this step, index in the step) alone, so
-    they are the same for every dp.
+    An item is images_per_item consecutive rows of the dataset: an image, or the chosen and the
+    rejected one of a pair, which are rows 2i and 2i + 1 of the batch. It comes draws_per_item times
+    in a step, each time with noise, sigma and caption drop of its own, which its images have in
+    common. They follow from (seed, items taken before this step, index in the step) alone, so they
+    are the same for every dp.
     sigma: logit-normal(0, 1), then shifted (ModelAdapter.shift).
     caption_drop: fraction of rows that get the empty caption.
     """
@@ -28,8 +30,8 @@ class FlowBatches(EpochOrder, Iterator[FlowBatch]):
         self,
         dataset: LatentDataset,
         *,
-        images_per_step: int,
-        draws_per_image: int,
+        items_per_step: int,
+        draws_per_item: int,
         caption_drop: float,
         sampling: Sampling,
         shift: Callable[[Tensor], Tensor],
@@ -38,20 +40,23 @@ class FlowBatches(EpochOrder, Iterator[FlowBatch]):
         seed: int,
         shuffle: bool,
         source: str = "data.images",
+        images_per_item: int = 1,
     ) -> None:
-        assert images_per_step % dp == 0, f"{images_per_step} images over dp={dp}"
+        assert items_per_step % dp == 0, f"{items_per_step} items over dp={dp}"
         digest = dataset.captions_digest
-        super().__init__(len(dataset), seed=seed, shuffle=shuffle, source=source, digest=digest)
+        num_items = len(dataset) // images_per_item
+        super().__init__(num_items, seed=seed, shuffle=shuffle, source=source, digest=digest)
 
         self._dataset = dataset
         self._sampling = sampling
         self._shift = shift
-        self._images_per_step = images_per_step
-        self._draws = draws_per_image
+        self._items_per_step = items_per_step
+        self._draws = draws_per_item
+        self._images_per_item = images_per_item
         # A standard normal is below it as often as captions are dropped.
         self._drop_below = torch.special.ndtri(torch.tensor(caption_drop, dtype=torch.float64))
 
-        self._num_local = images_per_step // dp
+        self._num_local = items_per_step // dp
         self._first = dp_rank * self._num_local
         # One thread: the next batch is drawn while this one trains.
         self._pool = ThreadPoolExecutor(max_workers=1)
@@ -62,7 +67,7 @@ class FlowBatches(EpochOrder, Iterator[FlowBatch]):
         # load_state() moves the position: the batch that was made ahead is then of no use.
         if batch is None or made_for != self._position:
             batch = self._pool.submit(self._batch, self._position)
-        self._position += self._images_per_step
+        self._position += self._items_per_step
         self._ahead = (self._position, self._pool.submit(self._batch, self._position))
         return batch.result()
 
@@ -71,32 +76,38 @@ class FlowBatches(EpochOrder, Iterator[FlowBatch]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _batch(self, position: int) -> FlowBatch:
-        # All draws of an image follow each other, as the samples of a group do in RL.
-        rows_N = torch.from_numpy(self.take(position + self._first, self._num_local))
-        rows_N = rows_N.repeat_interleave(self._draws)
+        # All draws of an item follow each other, as the samples of a group do in RL.
+        items = torch.from_numpy(self.take(position + self._first, self._num_local))
+        items = items.repeat_interleave(self._draws)
+        rows = items[:, None] * self._images_per_item + torch.arange(self._images_per_item)
+        rows_N = rows.flatten()
 
         latents_NLC = self._dataset.latents(rows_N)
-        sigma_N = self._shift(torch.sigmoid(self._normals((), position, "sigma").double())).float()
+        normals_N = self._normals((), position, "sigma")
         dropped_N = self._normals((), position, "drop") < self._drop_below
         conditioning, group_index_N = self._dataset.conditioning(rows_N, dropped_N)
 
         return FlowBatch(
             latents_NLC=latents_NLC,
             noise_NLC=self._normals(tuple(latents_NLC.shape[1:]), position, "noise"),
-            sigma_N=sigma_N,
+            sigma_N=self._shift(torch.sigmoid(normals_N.double())).float(),
             advantages_N=torch.ones(len(rows_N)),
             weights_N=torch.ones(len(rows_N)),
             group_index_N=group_index_N,
             conditioning=conditioning,
             sampling=self._sampling,
-            denominator=float(self._images_per_step * self._draws),
+            denominator=float(self._items_per_step * self._draws * self._images_per_item),
         )
 
     def _normals(self, shape: Shape, position: int, purpose: str) -> Tensor:
-        """Draw [N, *shape] for this rank's rows. Another purpose gives other numbers."""
-        return row_normals(
+        """Draw [N, *shape] for this rank's rows, the same for the images of an item.
+
+        Another purpose gives other numbers.
+        """
+        normals = row_normals(
             shape,
             first=self._first * self._draws,
             count=self._num_local * self._draws,
             key=f"{self.seed}/{position}/flow/{purpose}",
         )
+        return normals.repeat_interleave(self._images_per_item, dim=0)

@@ -1,4 +1,4 @@
-"""Captioned images for supervised training: stored ones, or those of a user's class."""
+"""Captioned images for supervised training: stored ones, pairs too, or those of a user's class."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import numpy as np
 
 from megadiff.data.pixels import decode, fit, is_enlarged
 from megadiff.data.prompts import digest_of
-from megadiff.data.stores import METADATA, STORES, FolderStore, ImageStore
+from megadiff.data.stores import IMAGES, METADATA, ImageStore, ItemKind
 from megadiff.process.doors import import_class
 from megadiff.process.workers import share_of_cores
 
 T = TypeVar("T")
 
 MAX_WORKERS = 16
-KINDS = "a folder, .parquet, .tar or module:Class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +41,21 @@ class ImageSource:
     and the config's seed: Class("A", "B", run_seed=seed). It may raise ValueError.
     name: as configured, set by open_images. fingerprint: changes when the data does.
     captions: of all rows; empty where blocks() alone knows them.
+    images_per_item: 2 where rows 2i and 2i + 1 are a pair of one caption, chosen and rejected.
     """
 
     name: str
     fingerprint: str
     captions: Sequence[str] = ()
+    images_per_item: int = 1
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+    @property
+    def num_items(self) -> int:
+        """The number of images or pairs."""
+        return len(self) // self.images_per_item
 
     def where(self, row: int) -> str:
         """Name a row in errors."""
@@ -86,14 +92,16 @@ class ImageSource:
             start += len(rows)
 
 
-def open_images(source: str, *, seed: int) -> ImageSource:
-    """Open the images that data.images names. Stored ones are indexed; none is read yet.
+def open_images(source: str, *, seed: int, kind: ItemKind = IMAGES) -> ImageSource:
+    """Open what data.images or data.pairs names. Stored images are indexed; none is read yet.
 
     A folder with metadata.jsonl; a .parquet or .tar file; a folder of files of one of these kinds,
-    in the order of their names; or a class derived from ImageSource, see there.
+    in the order of their names; or a class derived from ImageSource, see there. Pairs are in
+    neither a .tar nor a class.
     Raises ValueError for anything else, for no images at all and for what a store refuses.
     """
     path = Path(source)
+    key = f"{kind.key}={source}"
 
     # An older form of the key; as it reads like module:Class it would fail with another message.
     if source.startswith("shapes:"):
@@ -101,22 +109,22 @@ def open_images(source: str, *, seed: int) -> ImageSource:
         raise ValueError(f"data.images={source}: the shapes are a class now; say data.images={now}")
 
     if path.is_dir():
-        stores = _stores_of_folder(path)
-    elif not path.exists() and ":" in source:
+        stores = _stores_of_folder(path, kind)
+    elif not path.exists() and ":" in source and kind is IMAGES:
         return _constructed(source, seed)
     elif not path.exists():
-        raise ValueError(f"data.images={source}: no such file or folder; give {KINDS}")
-    elif path.suffix.lower() not in STORES:
+        raise ValueError(f"{key}: no such file or folder; give {kind.formats}")
+    elif path.suffix.lower() not in kind.files:
         raise ValueError(
-            f"data.images={source}: unknown suffix {path.suffix!r}; "
-            f"known: {', '.join(STORES)}, or a folder"
+            f"{key}: unknown suffix {path.suffix!r}; known: {', '.join(kind.files)}, or a folder"
         )
     else:
-        stores = [STORES[path.suffix.lower()](path)]
+        stores = [kind.files[path.suffix.lower()](path)]
 
-    images = StoredImages(source, stores)
+    images = StoredImages(source, stores, images_per_item=kind.images)
     if not len(images):
-        raise ValueError(f"data.images={source}: holds 0 captioned images, need at least 1")
+        items = kind.key.removeprefix("data.")
+        raise ValueError(f"{key}: holds 0 captioned {items}, need at least 1")
     return images
 
 
@@ -132,29 +140,30 @@ def _constructed(source: str, seed: int) -> ImageSource:
     return images
 
 
-def _stores_of_folder(folder: Path) -> list[ImageStore]:
+def _stores_of_folder(folder: Path, kind: ItemKind) -> list[ImageStore]:
     if (folder / METADATA).is_file():
-        return [FolderStore(folder)]
+        return [kind.folder(folder)]
 
     files = sorted(
-        path for path in folder.iterdir() if path.suffix.lower() in STORES and path.is_file()
+        path for path in folder.iterdir() if path.suffix.lower() in kind.files and path.is_file()
     )
     # One kind only: of two it is unclear which order the rows have.
     suffixes = sorted({path.suffix.lower() for path in files})
     if len(suffixes) != 1:
         raise ValueError(
-            f"data.images={folder}: holds {' and '.join(suffixes) or 'none of them'}; "
-            f"need {METADATA}, or files of one kind of {', '.join(STORES)}"
+            f"{kind.key}={folder}: holds {' and '.join(suffixes) or 'none of them'}; "
+            f"need {METADATA}, or files of one kind of {', '.join(kind.files)}"
         )
 
-    return [STORES[suffixes[0]](path) for path in files]
+    return [kind.files[suffixes[0]](path) for path in files]
 
 
 class StoredImages(ImageSource):
     """The images of one store after the other."""
 
-    def __init__(self, name: str, stores: Sequence[ImageStore]) -> None:
+    def __init__(self, name: str, stores: Sequence[ImageStore], *, images_per_item: int) -> None:
         self.name = name
+        self.images_per_item = images_per_item
         self.captions = [caption for store in stores for caption in store.captions]
         # Stamps and not bytes: to read all images would take as long as to encode them.
         self.fingerprint = digest_of("\n".join(store.stamp for store in stores))

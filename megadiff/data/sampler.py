@@ -1,4 +1,4 @@
-"""Choose the prompts (or images) of a step and of a rank, in an order that resumes."""
+"""Choose the prompts (or images, pairs) of a step and of a rank, in an order that resumes."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class EpochOrder:
 
         if not accept_changes:
             raise ValueError(
-                f"{problem}. They must be equal for the order to continue: restore data.prompts or "
-                "data.images, seed and data.shuffle, start a new run, or if you mean it set "
-                "checkpoint.accept_changes=true"
+                f"{problem}. They must be equal for the order to continue: restore data.prompts, "
+                "data.images or data.pairs, seed and data.shuffle, start a new run, or if you mean "
+                "it set checkpoint.accept_changes=true"
             )
         logger.warning("%s; checkpoint.accept_changes: it goes on at %d", problem, position)
         self._position = position

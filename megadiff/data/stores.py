@@ -1,4 +1,4 @@
-"""Stored captioned images: a folder with metadata.jsonl, a parquet file, a webdataset tar.
+"""Stored captioned images or pairs of them: metadata.jsonl, a parquet file, a webdataset tar.
 
 A store is indexed once, when it is opened: captions, and where the bytes of each image lie.
 Images are read one by one.
@@ -16,7 +16,8 @@ import os
 import tarfile
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -27,13 +28,15 @@ from megadiff.data.prompts import damage_named, digest_of, jsonl_rows, open_parq
 METADATA = "metadata.jsonl"
 # Columns go by several names in others' data sets. The first that a row has counts.
 FILE_KEYS = ("file_name", "image")
+# of a pair's two images; Hugging Face's imagefolder knows a file by the suffix
+PAIR_KEYS = (("chosen_file_name", "chosen"), ("rejected_file_name", "rejected"))
 CAPTION_KEYS = ("caption", "text", "prompt")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 CAPTION_SUFFIXES = ("txt", "json")
 
 
 class ImageStore:
-    """Base of the stores. captions: of all images, in order.
+    """Base of the stores. captions: of all images, in order; those of a pair follow each other.
 
     stamp: changes when a file does (names, sizes, modification times).
     """
@@ -53,25 +56,37 @@ class ImageStore:
 class FolderStore(ImageStore):
     """metadata.jsonl with rows {"file_name" | "image": path, "caption" | "text" | "prompt": text}.
 
-    Raises ValueError, with file and line, for a row without either, a path that leaves the folder
-    and a missing image.
+    image_keys: for each image of a row the names that it may go by.
+    Raises ValueError, with file and line, for a row without caption or image, a path that leaves
+    the folder, a missing image, and one that is both images of a pair.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, image_keys: tuple[tuple[str, ...], ...] = (FILE_KEYS,)
+    ) -> None:
         self.captions = []
         self._paths: list[Path] = []
         self._lines: list[str] = []
         stamps = []
 
         for where, row in jsonl_rows(folder / METADATA):
-            name = row[_first_key(where, row, FILE_KEYS, "image")]
-            path = _path_inside(folder, name, where)
-            if not path.is_file():
-                raise ValueError(f"{where}: {path} does not exist; restore it or remove the row")
-            self._paths.append(path)
-            self._lines.append(where)
-            self.captions.append(_caption(where, row))
-            stamps.append(_stamp(path))
+            paths: list[Path] = []
+            for keys in image_keys:
+                name = row[_first_key(where, row, keys, keys[-1])]
+                path = _path_inside(folder, name, where)
+                if not path.is_file():
+                    raise ValueError(
+                        f"{where}: {path} does not exist; restore it or remove the row"
+                    )
+                if path in paths:
+                    raise ValueError(
+                        f"{where}: {path} is both chosen and rejected; name two images"
+                    )
+                paths.append(path)
+                self._lines.append(where)
+                self.captions.append(_caption(where, row))
+                stamps.append(_stamp(path))
+            self._paths += paths
         self.stamp = digest_of(json.dumps(stamps + self.captions))
 
     def where(self, row: int) -> str:
@@ -82,31 +97,39 @@ class FolderStore(ImageStore):
 
 
 class ParquetStore(ImageStore):
-    """Columns image (bytes, or Hugging Face's struct with bytes) and caption | text | prompt.
+    """Columns of images (bytes, or Hugging Face's struct with bytes) and caption | text | prompt.
 
+    columns: those of a row's images. key: the config key that named the file.
     In memory are the captions and two row groups of images, for all threads.
     Raises ValueError for other columns, and for a row without caption or image.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, *, columns: tuple[str, ...] = ("image",), key: str = "data.images"
+    ) -> None:
         self._path = path
-        self._file = open_parquet(path, key="data.images")
+        self._file = open_parquet(path, key=key)
+        self._columns = columns
         self._lock = threading.Lock()
         # Readers work in order, so that at most two neighbouring groups are read at a time.
-        read_group = partial(self._file.read_row_group, columns=["image"])
+        read_group = partial(self._file.read_row_group, columns=list(columns))
         self._cached_group = lru_cache(maxsize=2)(read_group)
 
         names = self._file.schema_arrow.names
-        if "image" not in names:
-            raise ValueError(
-                f"{path}: no column 'image' among {sorted(names)}; "
-                "name the column of image bytes so"
-            )
+        for column in columns:
+            if column not in names:
+                raise ValueError(
+                    f"{path}: no column {column!r} among {sorted(names)}; "
+                    "name the column of image bytes so"
+                )
 
-        key = _first_key(str(path), dict.fromkeys(names), CAPTION_KEYS, "caption")
+        caption_key = _first_key(str(path), dict.fromkeys(names), CAPTION_KEYS, "caption")
         with damage_named(self._path):
-            texts = self._file.read(columns=[key])[key].to_pylist()
-        self.captions = [_caption(self.where(row), {key: text}) for row, text in enumerate(texts)]
+            texts = self._file.read(columns=[caption_key])[caption_key].to_pylist()
+        self.captions = []
+        for text in texts:
+            where = self.where(len(self.captions))
+            self.captions += [_caption(where, {caption_key: text})] * len(columns)
         self.stamp = _stamp(path)
 
         metadata = self._file.metadata
@@ -114,19 +137,22 @@ class ParquetStore(ImageStore):
         self._ends = list(accumulate(metadata.row_group(group).num_rows for group in groups))
 
     def where(self, row: int) -> str:
-        return f"{self._path}: row {row + 1}"
+        return f"{self._path}: row {row // len(self._columns) + 1}"
 
     def read(self, row: int) -> bytes:
+        where = self.where(row)
+        row, number = divmod(row, len(self._columns))
+        column = self._columns[number]
         group = bisect_right(self._ends, row)
         with self._lock, damage_named(self._path):
-            images = self._cached_group(group)["image"]
+            images = self._cached_group(group)[column]
             # Negative: counted from the group's end.
             value = images[row - self._ends[group]].as_py()
 
         data = value.get("bytes") if isinstance(value, Mapping) else value
         if not isinstance(data, bytes):
             raise ValueError(
-                f"{self.where(row)}: 'image' holds no bytes but {str(value)[:80]!r}; "
+                f"{where}: {column!r} holds no bytes but {str(value)[:80]!r}; "
                 "write the encoded images into the file"
             )
         return data
@@ -180,7 +206,38 @@ class TarMember(NamedTuple):
     size: int
 
 
-STORES = {".parquet": ParquetStore, ".tar": TarStore}
+@dataclass(frozen=True, kw_only=True)
+class ItemKind:
+    """Say what an item of a supervised run is, and what stores it.
+
+    key: of the config. images: of an item. formats: for errors. folder: opens one with
+    metadata.jsonl. files: suffix → what opens such a file.
+    """
+
+    key: str
+    images: int
+    formats: str
+    folder: Callable[[Path], ImageStore]
+    files: Mapping[str, Callable[[Path], ImageStore]]
+
+
+IMAGES = ItemKind(
+    key="data.images",
+    images=1,
+    formats="a folder with metadata.jsonl, a .parquet or .tar file, or module:Class",
+    folder=FolderStore,
+    files={".parquet": ParquetStore, ".tar": TarStore},
+)
+# A row is two images of one caption: the chosen one, then the rejected one.
+PAIRS = ItemKind(
+    key="data.pairs",
+    images=2,
+    formats="a folder with metadata.jsonl, or a .parquet file",
+    folder=partial(FolderStore, image_keys=PAIR_KEYS),
+    files={
+        ".parquet": partial(ParquetStore, columns=("chosen", "rejected"), key="data.pairs"),
+    },
+)
 
 
 def _samples(path: Path) -> dict[str, dict[str, TarMember]]:

@@ -24,7 +24,7 @@ from megadiff.observe.metrics import stage_key
 from megadiff.parallel.collectives import raise_together
 from megadiff.sync.bucket import Bucket
 from megadiff.sync.transports.base import SyncError, Transport
-from megadiff.tensors.fingerprint import fingerprints
+from megadiff.tensors.fingerprint import commit_digest, fingerprints
 from megadiff.tensors.lora_names import Box, lora_manifest, lora_modules, used_tensor, worker_box
 from megadiff.tensors.manifest import Manifest, name_difference
 from megadiff.tensors.weight_groups import (
@@ -33,7 +33,7 @@ from megadiff.tensors.weight_groups import (
     rows_of_weight_groups,
     weight_group_of,
 )
-from megadiff.types import LoraSpec
+from megadiff.types import JsonObject, LoraSpec
 
 # replica → for each of its workers: name → the box of the tensor that the worker has.
 WorkerBoxes = Mapping[str, Sequence[Mapping[str, Box]]]
@@ -82,6 +82,17 @@ class WeightSync:
     _num_bytes: int = field(init=False, default=0)
     # None while replicas may hold anything.
     _sent: SentFingerprints | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        # Most workers have equal boxes. From here on those are one object, so that no push compares
+        # hundreds of workers' two thousand boxes again.
+        unlike: dict[frozenset[tuple[str, Box]], Mapping[str, Box]] = {}
+        shared = {}
+        for replica, workers in self.boxes.items():
+            shared[replica] = [
+                unlike.setdefault(frozenset(worker.items()), worker) for worker in workers
+            ]
+        self.boxes = shared
 
     def push(self, version: int) -> dict[str, float]:
         """Bring every replica to this version of the weights, unless it holds them. Collective.
@@ -156,7 +167,9 @@ class WeightSync:
                 )
 
             if not error:
-                commit = thread.submit(self.transport.commit, version, sent.check)
+                names = [target.name for target in self.transport.targets]
+                digests = {name: sent.digests(name) for name in names}
+                commit = thread.submit(self.transport.commit, version, digests, sent.check)
                 error = self._outcome(commit, "commit")
         except BaseException as failure:
             error = failure
@@ -215,11 +228,10 @@ class SentFingerprints:
         self.num_bytes = 0
         self.new_names: set[str] = set()
         self._digits: dict[tuple[str, Box | None], str] = {}
-        # most workers have equal boxes: hundreds of them times two thousand names are seconds
-        workers = chain.from_iterable(boxes.values())
-        self._unlike = list({frozenset(worker.items()): worker for worker in workers}.values())
-        # filled by check(), when all of a push is here
-        self._of_boxes: dict[frozenset[tuple[str, Box]], tuple[dict[str, str], set[str]]] = {}
+        # by identity, see WeightSync
+        self._unlike = {id(worker): worker for worker in chain.from_iterable(boxes.values())}
+        # filled when all of a push is here: id of boxes → what is expected there, and its digest
+        self._of_boxes: dict[int, tuple[JsonObject, str]] = {}
 
     def add(self, bucket: Bucket) -> None:
         """Fingerprint a bucket of this push."""
@@ -228,7 +240,7 @@ class SentFingerprints:
             self.new_names.add(name)
             self.num_bytes += tensor.nbytes
             # a box that several workers have is hashed once
-            for box in {self._box(name, boxes) for boxes in self._unlike}:
+            for box in {self._box(name, boxes) for boxes in self._unlike.values()}:
                 cut = tensor[tuple(slice(begin, end) for begin, end in box or ())]
                 used = used_tensor(name, cut, self.lora) if self.lora else cut
                 cuts.setdefault(box, {})[name] = used
@@ -243,9 +255,14 @@ class SentFingerprints:
             if weight_group_of(name) in groups:
                 self._digits[name, box] = digits
 
+    def digests(self, replica: str) -> list[str]:
+        """Return the digest of what each of a replica's workers has to hold."""
+        return [self._expected(boxes)[1] for boxes in self.boxes[replica]]
+
     def check(self, replica: str, version: int, answer: Sequence[Mapping[str, Any]]) -> None:
         """Compare a replica's answer to a commit, a row for each worker, with what was sent.
 
+        A row is all names, or their digest alone.
         Raises SyncError that names the replica and what differs.
         """
         workers = self.boxes[replica]
@@ -253,25 +270,31 @@ class SentFingerprints:
             raise SyncError(f"{replica} answers for {len(answer)} workers, and has {len(workers)}")
 
         for index, (boxes, row) in enumerate(zip(workers, answer, strict=True)):
+            expected, digest = self._expected(boxes)
+            if row.get("digest") == digest:
+                continue
+
             where = f"{replica} at version {version}"
             if len(workers) > 1:
                 where += f" (worker {index} of {len(workers)})"
 
-            expected, modules = self._expected(boxes)
-            _check_fingerprints(where, expected, row["fingerprints"])
-            difference = name_difference(modules, set(row["bound_modules"]))
+            # A digest that is another one names nothing: it counts as an answer without tensors.
+            _check_fingerprints(where, expected["fingerprints"], row.get("fingerprints", {}))
+            modules = set(row.get("bound_modules", ()))
+            difference = name_difference(expected["bound_modules"], modules)
             if difference:
                 raise SyncError(
                     f"{where} has LoRA bound to other modules than were sent: {difference}"
                 )
 
-    def _expected(self, boxes: Mapping[str, Box]) -> tuple[dict[str, str], set[str]]:
-        """Return what a worker with these boxes has to hold: name → digits, and LoRA's modules."""
-        key = frozenset(boxes.items())
+    def _expected(self, boxes: Mapping[str, Box]) -> tuple[JsonObject, str]:
+        """Return what a worker with these boxes has to answer, and its digest."""
+        key = id(boxes)
         if key not in self._of_boxes:
             names = {name for name, _ in self._digits}
             digits = {name: self._digits[name, self._box(name, boxes)] for name in names}
-            self._of_boxes[key] = digits, lora_modules(names)
+            expected = {"fingerprints": digits, "bound_modules": lora_modules(names)}
+            self._of_boxes[key] = expected, commit_digest(expected)
         return self._of_boxes[key]
 
     def _box(self, name: str, boxes: Mapping[str, Box]) -> Box | None:

@@ -11,11 +11,14 @@ about 2^-56. Here is the CPU's way; fingerprint_gpu does the same in one kernel 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from megadiff.types import JsonObject
 
 ROW_BYTES = 2048
 NUM_SUMS = 8  # of a row, int32
@@ -45,6 +48,28 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: _digits(total, tensor.dtype, tensor.shape)
         for (name, tensor), total in zip(tensors.items(), totals, strict=True)
     }
+
+
+def commit_digest(worker: JsonObject) -> str:
+    """Return a SHA-256 over a worker's fingerprints and bound_modules, whatever their order."""
+    text = json.dumps(
+        # sorted, as JSON keeps the order of both
+        [worker["fingerprints"], sorted(set(worker["bound_modules"]))],
+        sort_keys=True,
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def commit_answer(workers: Sequence[JsonObject], digests: Sequence[str]) -> list[JsonObject]:
+    """Shorten each worker's answer to its digest, where that is the one the trainer expects.
+
+    digests: of the workers in order; a worker without one answers with all names.
+    """
+    answer = []
+    for index, worker in enumerate(workers):
+        digest = commit_digest(worker)
+        answer.append({"digest": digest} if digest in digests[index : index + 1] else worker)
+    return answer
 
 
 def _totals(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TypedDict
 
@@ -29,6 +30,10 @@ def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: s
                 shape = file.get_slice(name).get_shape()
                 manifest[f"{component}.{name}"] = {"dtype": dtype, "shape": list(shape)}
     return manifest
+
+
+def manifest_json(manifest: Manifest) -> bytes:
+    return json.dumps(manifest, separators=(",", ":")).encode()
 
 
 def name_difference(expected: set[str], found: set[str]) -> str:

@@ -43,6 +43,7 @@ from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.replicas import RunReplicas, connect, launch, users_of, weights_folder
 from megadiff.train.rescue import Rescue
+from megadiff.train.rows import rows_per_group
 from megadiff.train.run import RunParts
 from megadiff.train.sampling import sft_sampling
 from megadiff.train.sft import SftRun
@@ -92,8 +93,9 @@ def build_run(
 
     checkpoints, progress = resume(engine, sampler)
     replicas = build_replicas(engine, processes, stack)
-    # the next step samples from the weights that were evaluated, unless those are an average: then
-    # replicas that sleep get a whole push, as nothing else may follow a whole one of that version
+    # The next step samples from the weights that were evaluated, and replicas stay awake for it.
+    # After an average it pushes under the same version: on disk a part may not replace a whole
+    # one, so replicas that sleep start from nothing again.
     rest_after = config.algorithm.ema_decay > 0
     evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
     parts = build_parts(engine, checkpoints, progress, evaluation, stack)
@@ -130,10 +132,11 @@ def build_sft_run(
 
     # after that: VAE and text encoder need the memory that the engine takes
     engine = build_engine(config, mesh, adapter)
+    algorithm = build_algorithm(config.algorithm)
     batches = FlowBatches(
         dataset,
-        images_per_step=config.train.prompts_per_step,
-        draws_per_image=config.algorithm.group_size,
+        items_per_step=config.train.prompts_per_step,
+        draws_per_item=rows_per_group(config, algorithm) // source.images_per_item,
         caption_drop=config.algorithm.caption_drop,
         sampling=sampling,
         shift=partial(adapter.shift, sampling=sampling),
@@ -141,7 +144,8 @@ def build_sft_run(
         dp_rank=mesh.dp_rank,
         seed=config.seed,
         shuffle=config.data.shuffle,
-        source=config.data.images,
+        source=source.name,
+        images_per_item=source.images_per_item,
     )
     stack.callback(batches.close)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack, closing
+from operator import attrgetter
 from pathlib import Path
 
 from megadiff.algorithms import REFERENCE, build_algorithm
@@ -26,7 +27,7 @@ from megadiff.parallel.mesh import (
 )
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
-from megadiff.train.check_algorithm import check_algorithm
+from megadiff.train.check_algorithm import ITEMS, check_algorithm
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import groups_in_a_call, spread
 from megadiff.train.probe import own_size
@@ -94,7 +95,9 @@ def check(
     _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
     if on_policy:
         return layout, adapter, prompts, scorer
-    return layout, adapter, open_images(config.data.images, seed=config.seed), scorer
+    kind = ITEMS[algorithm.rows]
+    source = open_images(attrgetter(kind.key)(config), seed=config.seed, kind=kind)
+    return layout, adapter, source, scorer
 
 
 def _checked_adapter(

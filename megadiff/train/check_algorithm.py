@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from megadiff.algorithms import LAGGING, Algorithm
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config
+from megadiff.data.stores import IMAGES, PAIRS
+
+# what a supervised algorithm's rows are made of
+ITEMS = {"levels": IMAGES, "pairs": PAIRS}
 
 
 def check_algorithm(config: Config, algorithm: Algorithm) -> None:
     """Raises ConfigError for the first setting that the algorithm cannot use."""
-    if algorithm.rows == "steps":
+    if not algorithm.on_policy:
+        _check_supervised(config, algorithm)
+    elif algorithm.rows == "steps":
         _check_steps(config, algorithm)
-    elif algorithm.on_policy:
+    else:
         _check_levels(config, algorithm)
 
     settings = config.algorithm
@@ -27,6 +35,31 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
             "set algorithm.lagging_decay, e.g. to 0.3"
         )
     _check_samples(config, algorithm)
+
+
+def _check_supervised(config: Config, algorithm: Algorithm) -> None:
+    settings = config.algorithm
+    name = f"algorithm.name={settings.name}"
+    if algorithm.rows not in ITEMS:
+        raise ConfigError(
+            f"{name} has rows={algorithm.rows!r} and on_policy=False, but given images have no "
+            f"such rows; set rows to {' or '.join(ITEMS)}"
+        )
+    for rows, kind in ITEMS.items():
+        value = attrgetter(kind.key)(config)
+        if rows == algorithm.rows and not value:
+            raise ConfigError(f"{name} needs {kind.key}: {kind.formats}")
+        if rows != algorithm.rows and value:
+            wanted = ITEMS[algorithm.rows].key
+            raise ConfigError(
+                f"{kind.key}={value} with {name}, which trains on {wanted}; set {kind.key}=''"
+            )
+    if algorithm.rows == "pairs" and settings.group_size != 1:
+        raise ConfigError(
+            f"algorithm.group_size={settings.group_size} with {name}: of each pair the noise is "
+            f"drawn algorithm.noise_levels={settings.noise_levels} times; "
+            "set algorithm.group_size=1"
+        )
 
 
 def _check_steps(config: Config, algorithm: Algorithm) -> None:

@@ -1,4 +1,4 @@
-"""The supervised loop: captioned images → update → next step. Every rank runs it."""
+"""The supervised loop: captioned images or pairs → update → next step. Every rank runs it."""
 
 from __future__ import annotations
 

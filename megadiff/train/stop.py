@@ -258,6 +258,8 @@ class BuildWatch:
         self.requests.pipe.open(self._on_signal, (signal.SIGTERM, signal.SIGUSR1))
         self._thread = threading.Thread(target=self._run, name="build-watch", daemon=True)
         self._thread.start()
+        # One that came while the process imported, see cli.main, is heard here.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
     def over(self) -> None:
         """Stop listening, before the rescue begins to or when all is closed."""

@@ -61,7 +61,7 @@ class Replica:
         self.num_bytes += len(body)
         self.tensors |= safetensors.torch.load(body)
 
-    def weights_commit(self, version: int) -> list[dict[str, Any]]:
+    def weights_commit(self, version: int, digests: list[str]) -> list[dict[str, Any]]:
         return [{"fingerprints": fingerprints(self.tensors), "bound_modules": []}]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from megadiff.train import parity
 
 HEARD_S = 1.5  # a run looks once a second
 STAGES: dict[str, tuple[object, str, int]] = {  # where, what is called, at which call
+    "imports": (importlib, "import_module", 1),
     "build": (build, "build_engine", 1),
     "gate": (parity, "check", 1),
     "rollout": (Fleet, "generate", 1),
@@ -31,14 +33,19 @@ STAGES: dict[str, tuple[object, str, int]] = {  # where, what is called, at whic
 }
 
 
-def ask_in(stage: str, ask: Callable[[], object], *, pause_s: float = HEARD_S) -> None:
-    """Let the stage ask and last pause_s longer; at one call of it, in this process."""
-    where, name, at_call = STAGES[stage]
+def ask_in(
+    stage: str, ask: Callable[[], object], *, pause_s: float = HEARD_S, at_call: int = 0
+) -> None:
+    """Let the stage ask and last pause_s longer; at one call of it, in this process.
+
+    at_call: from 1, by default the stage's own.
+    """
+    where, name, first_call = STAGES[stage]
     stock = getattr(where, name)
     calls = iter(range(1, 10**6))
 
     def slow(*arguments, **options):
-        if next(calls) == at_call:
+        if next(calls) == (at_call or first_call):
             ask()
             time.sleep(pause_s)
         return stock(*arguments, **options)

@@ -16,6 +16,7 @@ import pytest
 from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.cli.train import main
 from tests.e2e.conftest import ENVIRONMENT
+from tests.e2e.test_rescue import give_replicas_back
 
 LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
 
@@ -180,7 +181,7 @@ def test_no_orphan_is_left(trainer, start, how, num_replicas):
 
 
 @pytest.fixture
-def start(trainer):
+def start(trainer, registry):
     """Starts trainers in the background; what the test leaves running is killed."""
     started = []
 
@@ -201,6 +202,7 @@ def start(trainer):
     for process in started:
         process.kill()
         process.wait()
+        give_replicas_back(registry)
 
 
 def _replicas(pid: int) -> list[psutil.Process]:

@@ -174,6 +174,7 @@ def push(client, version, folder):
         encode_bucket([(f"transformer.{name}", tensor) for name, tensor in weights.items()])
     )
     client.weights_commit(version)
+    client.release()  # the next run would wait until this one counts as gone
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +407,7 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
     )
     assert result.code == 1
     assert "the saved data position has digest=" in result.stderr
-    assert "restore data.prompts or data.images" in result.stderr
+    assert "restore data.prompts, data.images or data.pairs" in result.stderr
 
 
 def _servers(run: Path) -> list[int]:

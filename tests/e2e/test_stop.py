@@ -10,9 +10,11 @@ from functools import partial
 import psutil
 import pytest
 
+import megadiff.cli.main
 from megadiff.cli.train import main
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_command, run_ranks
 from tests.e2e.asking import ask_in, by_file, by_signal
+from tests.e2e.conftest import ENVIRONMENT
 from tests.e2e.test_rescue import rows_of, saved_steps
 
 NUM_STEPS = 9
@@ -95,6 +97,20 @@ def test_a_stop_while_the_run_is_built(trainer, how):
     replica = f"{folder}/logs/replica_0.json"
     left = [pid for pid in set(psutil.pids()) - before if replica in command_of(pid)]
     assert not left
+
+
+def test_a_stop_while_the_command_imports(trainer):
+    command = trainer.command()
+    done = run_command(
+        megadiff.cli.main.main,
+        ["train", *command[command.index("megadiff.cli.train") + 1 :]],
+        folder=trainer.folder,
+        environment=ENVIRONMENT,
+        prepare=partial(ask_in, "imports", by_signal, pause_s=0),
+    )
+    assert done.code == EX_TEMPFAIL, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (trainer.folder / "run").exists()
 
 
 def command_of(pid):

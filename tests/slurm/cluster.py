@@ -72,7 +72,12 @@ class Cluster:
         self._process.stdin.flush()
         self._answer("done")
         if on:
-            wait_for(lambda: "idle" in self.login("sinfo", "-h", "-n", node, "-o", "%T"), what=node)
+            self._wait_until_idle(node)
+
+    def start_slurmd(self, node: str) -> None:
+        """Start the daemon of a node that lost it, as systemd would."""
+        self.on(node, "bash", "-c", 'setsid slurmd -D -N "$0" </dev/null &>/dev/null &', node)
+        self._wait_until_idle(node)
 
     def login(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
         """Return what a command on the login node prints. Raises CalledProcessError."""
@@ -89,6 +94,9 @@ class Cluster:
         """Run sbatch, which hands our environment on, with these variables."""
         number = self.login("sbatch", "--parsable", *arguments, environment=environment)
         return Job(cluster=self, number=number.strip())
+
+    def _wait_until_idle(self, node: str) -> None:
+        wait_for(lambda: "idle" in self.login("sinfo", "-h", "-n", node, "-o", "%T"), what=node)
 
     def _first_child(self, pid: int) -> int:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

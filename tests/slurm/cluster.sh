@@ -52,6 +52,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0,bf_interval=1
 ReturnToService=2
 SlurmdTimeout=10
+MinJobAge=3600
 KillWait=5
 MessageTimeout=5
 TCPTimeout=2

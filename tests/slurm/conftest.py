@@ -33,6 +33,10 @@ class SlurmRun:
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines]
 
+    def steps(self, count: int) -> list[dict]:
+        """Return the rows of the first steps, without an evaluation before them."""
+        return [row for row in self.rows() if 1 <= row["step"] <= count]
+
     def wait_for_log(self, text: str, s: float = 120.0) -> None:
         """Wait for a text in the job's log, or fail with that log where the job ends before."""
 
@@ -127,14 +131,25 @@ def submit(
     folder = tmp_path_factory.mktemp("runs")
     config = folder / "base.yaml"
     config.write_text(CONFIG)
+    held_out = folder / "held_out.txt"
+    held_out.write_text("a green wall\na black wall\n")
     arguments = (
         str(config),
         f"model.path={tiny_model}",
-        "data.prompts=assets/prompts/colors.txt",
+        f"data.prompts={ROOT}/assets/prompts/colors.txt",
         "reward.color.type=color",
         "checkpoint.every=1",
+        "algorithm.kl_coef=0.04",
+        f"eval.prompts={held_out}",
+        "eval.num_samples=4",
     )
     return Submitter(cluster=cluster, folder=folder, repository=ROOT, arguments=arguments)
+
+
+@pytest.fixture(scope="package")
+def one_process(submit: Submitter) -> SlurmRun:
+    """One rank and its replica on one node; it runs beside the test that asks for it first."""
+    return submit("one", "train.num_steps=9", "eval.every=6", sbatch=("--nodes=1",))
 
 
 @pytest.fixture(scope="package")

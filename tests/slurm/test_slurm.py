@@ -3,25 +3,13 @@
 Their metrics are those of one process on one node, to rounding.
 """
 
-import pytest
-
 from tests.e2e.test_invariance import assert_close
-from tests.slurm.conftest import NODES, SlurmRun
-
-STEPS = "train.num_steps=6"
-
-
-@pytest.fixture(scope="module")
-def one_process(submit) -> SlurmRun:
-    """One rank and its replica on one node; it runs beside the test that asks for it first."""
-    return submit("one", STEPS, "algorithm.kl_coef=0.04", sbatch=("--nodes=1",))
+from tests.slurm.conftest import NODES
 
 
 def test_separate_run_goes_on_after_a_stop_and_after_a_killed_rank(submit, one_process):
     """Two nodes train, a third one samples: three attempts of one job."""
-    run = submit(
-        "separate", STEPS, "algorithm.kl_coef=0.04", sbatch=("--nodes=3",), ROLLOUT_NODES="1"
-    )
+    run = submit("separate", "train.num_steps=6", sbatch=("--nodes=3",), ROLLOUT_NODES="1")
     cluster = run.job.cluster
     run.wait_for_checkpoint(1)
     for node in NODES:  # everybody on a host can read command lines
@@ -41,20 +29,14 @@ def test_separate_run_goes_on_after_a_stop_and_after_a_killed_rank(submit, one_p
     one_process.ends("COMPLETED")
     assert run.log.read_text().count(": queued again\n") == 2
     assert (run.folder / "logs/latest").readlink().name == f"{run.job.number}.2"
-    assert_close(run.rows(), one_process.rows())
+    assert_close(run.rows(), one_process.steps(6))
 
 
 def test_colocated_run_of_two_nodes(submit, one_process):
-    run = submit(
-        "colocated",
-        "train.num_steps=3",
-        "algorithm.kl_coef=0.04",
-        sbatch=("--nodes=2",),
-        RANKS="2",
-    )
+    run = submit("colocated", "train.num_steps=3", sbatch=("--nodes=2",), RANKS="2")
     run.ends("COMPLETED")
     one_process.ends("COMPLETED")
-    assert_close(run.rows(), one_process.rows()[:3])
+    assert_close(run.rows(), one_process.steps(3))
 
 
 def test_mistakes_in_the_config_end_the_job_before_anything_starts(submit):

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import httpcore
 
 CONNECT_TIMEOUT_S = 5.0
-KEEP_ALIVE_S = 5.0  # of an idle connection; shorter than the replica's own
+# Of an idle connection: longer than between two signs of life, so that one connection and its proof
+# last for a run; shorter than the replica's own.
+KEEP_ALIVE_S = 60.0
 GREETING_S = 30.0
 GREETING_BYTES = 1 << 16  # of the answer to a connection's first request
 WRITE_BYTES = 1 << 18  # between two looks at the clock

@@ -32,7 +32,7 @@ from megadiff.rollout.proof import (
 )
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.sync.bucket import BucketBody
-from megadiff.tensors.manifest import Manifest
+from megadiff.tensors.manifest import Manifest, manifest_json
 from megadiff.types import JsonObject, LoraSpec, RolloutGroup, RolloutRequest
 
 # /health waits for nothing, neither a lock nor the engine
@@ -182,33 +182,38 @@ class ReplicaClient:
     def weights_begin(
         self,
         version: int,
-        manifest: Manifest,
+        manifest: Manifest | bytes,
         *,
         lora: LoraSpec | None = None,
         transport: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a push; from here to the commit the replica does not generate.
 
-        transport: how buckets come, if not as the bodies of requests.
+        manifest: bytes are its JSON, which who has many replicas makes once. transport: how
+        buckets come, if not as the bodies of requests.
         """
-        value = {
-            "version": version,
-            "manifest": manifest,
-            "lora": dataclasses.asdict(lora) if lora else None,
-            "transport": transport or {"name": "http"},
-        }
-        self._call("POST", "/rl/weights/begin", value)
+        text = manifest if isinstance(manifest, bytes) else manifest_json(manifest)
+        rest = _json_bytes(
+            {
+                "version": version,
+                "lora": dataclasses.asdict(lora) if lora else None,
+                "transport": transport or {"name": "http"},
+            }
+        )
+        self._call("POST", "/rl/weights/begin", b'{"manifest":%b,%b' % (text, rest[1:]))
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
         """Send a bucket chunk by chunk, without a copy of the whole, or tell where it lies."""
         self._call("POST", "/rl/weights/bucket", bucket)
 
-    def weights_commit(self, version: int) -> list[JsonObject]:
+    def weights_commit(self, version: int, digests: Sequence[str] = ()) -> list[JsonObject]:
         """Close a push and return what each worker holds.
 
-        fingerprints: name → digits, of all that it now uses. bound_modules: of the LoRA.
+        fingerprints: name → digits, of all that it now uses. bound_modules: of the LoRA. digests:
+        what commit_digest() of each worker should be; one that has it answers `digest` alone.
         """
-        return self._workers("POST", "/rl/weights/commit", {"version": version})
+        value = {"version": version, "digests": digests}
+        return self._workers("POST", "/rl/weights/commit", value)
 
     def sleep(self) -> None:
         """Free the memory of all weights; a push of all of the policy's wakes it."""
@@ -249,17 +254,17 @@ class ReplicaClient:
         timeout_s: float | None = None,
         max_bytes: int = JSON_BYTES,
     ) -> Answer:
-        """Send a bucket as it is, any other value as JSON. Raises ReplicaError, also for a refusal.
+        """Send a bucket or bytes as they are, any other value as JSON.
+
+        Raises ReplicaError, also for a refusal.
 
         http: by default over connections that began with a proof.
         """
         body: bytes | BucketBody = b""
-        if isinstance(value, BucketBody):
+        if isinstance(value, (BucketBody, bytes)):
             body = value
         elif value is not None:
-            # Unescaped: a prompt in another script would be three times as long.
-            text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-            body = text.encode()
+            body = _json_bytes(value)
 
         answer = self._send(
             http or self._proven, method, path, body, timeout_s=timeout_s, max_bytes=max_bytes
@@ -318,6 +323,12 @@ def groups_bytes(requests: Sequence[RolloutRequest]) -> int:
         states = sampling.num_inference_steps + 2
         total += CONDITIONING_BYTES + len(request.sample_indices) * pixels * (3 + 16 * states)
     return total
+
+
+def _json_bytes(value: object) -> bytes:
+    # Unescaped: a prompt in another script would be three times as long.
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode()
 
 
 def _json(answer: Answer) -> object:

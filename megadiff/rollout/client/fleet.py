@@ -18,7 +18,6 @@ from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient, Rep
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
 from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
 from megadiff.sync.bucket import BucketBody
-from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ class WeightTarget:
     def weights_begin(
         self,
         version: int,
-        manifest: Manifest,
+        manifest: bytes,
         *,
         lora: LoraSpec | None,
         transport: Mapping[str, Any],
@@ -229,5 +228,5 @@ class WeightTarget:
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
         self._call(lambda client: client.weights_bucket(bucket))
 
-    def weights_commit(self, version: int) -> list[dict[str, Any]]:
-        return self._call(lambda client: client.weights_commit(version))
+    def weights_commit(self, version: int, digests: Sequence[str]) -> list[dict[str, Any]]:
+        return self._call(lambda client: client.weights_commit(version, digests))

@@ -30,6 +30,7 @@ from megadiff.sync.bucket import file_manifest
 from megadiff.sync.transports.receive import resolve
 from megadiff.sync.transports.shared_memory import bucket_file
 from megadiff.sync.transports.table import TRANSPORTS
+from megadiff.tensors.fingerprint import commit_answer
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import JsonObject, LoraSpec, RolloutRequest
 
@@ -223,11 +224,14 @@ class Replica:
         await call_worker(self.engine, "load_bucket", source)
         self.policy.loaded(bucket)
 
-    async def weights_commit(self, version: int, *, run: str | None = None) -> list[JsonObject]:
+    async def weights_commit(
+        self, version: int, digests: Sequence[str] = (), *, run: str | None = None
+    ) -> list[JsonObject]:
         """Put the pushed weights to use; return what each worker then uses.
 
         A worker's answer has fingerprints (name → digits; with FP8, of the weights that the copies
-        are made from) and bound_modules, those of the LoRA. Raises Refused.
+        are made from) and bound_modules, those of the LoRA. It is its digest alone where that is
+        the worker's of `digests`. Raises Refused.
         """
         async with self._turn(run):
             self.policy.check_commit(version)
@@ -245,7 +249,7 @@ class Replica:
 
         num_tensors = len(workers[0]["fingerprints"])
         logger.info("%s holds policy version %d, %d tensors", self.spec.name, version, num_tensors)
-        return workers
+        return commit_answer(workers, digests)
 
     async def sleep(self, *, run: str | None = None) -> None:
         """Give the memory of all weights back, until a push brings all of the policy's.

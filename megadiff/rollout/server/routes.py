@@ -115,8 +115,10 @@ def _add_weights(app: FastAPI, replica: Replica) -> None:
 
     @_route(app, "POST", "/rl/weights/commit")
     async def weights_commit(request: Request) -> Any:
-        version = _key(await _json(request, replica), "version", int)
-        workers = await replica.weights_commit(version, run=_run(request))
+        body = await _json(request, replica)
+        version = _key(body, "version", int)
+        digests = _key(body, "digests", list) if "digests" in body else []
+        workers = await replica.weights_commit(version, digests, run=_run(request))
         return {"version": version, "workers": workers}
 
 

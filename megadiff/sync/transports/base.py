@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megadiff.sync.bucket import Bucket, BucketBody
 from megadiff.sync.transports.host_memory import HostMemory
-from megadiff.tensors.manifest import Manifest
+from megadiff.tensors.manifest import Manifest, manifest_json
 from megadiff.types import LoraSpec
 
 
@@ -21,7 +21,10 @@ class SyncError(RuntimeError):
 
 
 class PushTarget(Protocol):
-    """A replica as the sync sees it. Each call waits for the replica's answer."""
+    """A replica as the sync sees it. Each call waits for the replica's answer.
+
+    manifest: as JSON. digests: of what the workers should answer to the commit.
+    """
 
     name: str
     url: str
@@ -29,7 +32,7 @@ class PushTarget(Protocol):
     def weights_begin(
         self,
         version: int,
-        manifest: Manifest,
+        manifest: bytes,
         *,
         lora: LoraSpec | None,
         transport: Mapping[str, Any],
@@ -37,7 +40,7 @@ class PushTarget(Protocol):
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None: ...
 
-    def weights_commit(self, version: int) -> list[dict[str, Any]]: ...
+    def weights_commit(self, version: int, digests: Sequence[str]) -> list[dict[str, Any]]: ...
 
 
 class Transport(ABC):
@@ -63,11 +66,22 @@ class Transport(ABC):
     def send(self, bucket: Bucket) -> None:
         """Bring a bucket to every target; afterwards its tensors are the caller's again."""
 
-    def commit(self, version: int, check: Callable[[str, int, list[dict[str, Any]]], None]) -> None:
-        """Close the push; check(name, version, answer) raises when a target holds another."""
-        self.wait(
-            self.start(lambda target: check(target.name, version, target.weights_commit(version)))
-        )
+    def commit(
+        self,
+        version: int,
+        digests: Mapping[str, Sequence[str]],
+        check: Callable[[str, int, list[dict[str, Any]]], None],
+    ) -> None:
+        """Close the push; check(name, version, answer) raises when a target holds another.
+
+        digests: target → what its workers should answer.
+        """
+
+        def close(target: PushTarget) -> None:
+            answer = target.weights_commit(version, digests[target.name])
+            check(target.name, version, answer)
+
+        self.wait(self.start(close))
 
     def end(self, error: BaseException | None) -> None:  # noqa: B027, most have nothing to give back
         """Give back what a push took. It is called after a failed one, too."""
@@ -82,9 +96,11 @@ class Transport(ABC):
     def start_begin(
         self, version: int, manifest: Manifest, lora: LoraSpec | None
     ) -> list[Future[None]]:
+        # Once: the names of two thousand tensors for each of hundreds of targets take seconds.
+        text = manifest_json(manifest)
         return self.start(
             lambda target: target.weights_begin(
-                version, manifest, lora=lora, transport=self.description(target)
+                version, text, lora=lora, transport=self.description(target)
             )
         )
 

@@ -46,13 +46,16 @@ def build_transport(
         # Before rank 0 goes a way of its own: every rank must raise the same error.
         _check_group(workers, ranks[0])
 
+    if name == "http":
+        # All ranks have every bucket: each sends to its part of the replicas.
+        return HttpTransport(targets[rank :: len(ranks)])
     if rank != 0:
         return HttpTransport([])  # to nobody: rank 0 sends
 
     if name == "nccl":
         num_workers = [len(workers[target.name]) for target in targets]
         return GroupTransport(targets, device=device, num_workers=num_workers)
-    return DiskTransport(targets, folder=folder) if name == "disk" else HttpTransport(targets)
+    return DiskTransport(targets, folder=folder)
 
 
 def _fastest(workers: Workers, *, ranks: Sequence[Mapping[str, str]]) -> str:

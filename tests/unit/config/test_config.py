@@ -121,7 +121,6 @@ def test_what_the_user_must_give(tmp_path):
         ),
         ("optim.schedule=step", 1, r"optim.schedule='step' is not one of constant, cosine, linear"),
         ("algorithm.advantage=sum", 1, r"'sum' is not one of global, group, none, gdpo"),
-        ("algorithm.name=sft", 1, r"algorithm.name=sft needs data.images"),
         ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
         (
             "engine.backend=deepspeed",

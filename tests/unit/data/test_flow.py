@@ -68,7 +68,7 @@ def make(dataset: LatentDataset):
 
     def make_one(dataset: LatentDataset = dataset, **changes: object) -> FlowBatches:
         settings: dict = dict(
-            images_per_step=4, draws_per_image=3, caption_drop=0.25, sampling=SAMPLING, shift=SHIFT
+            items_per_step=4, draws_per_item=3, caption_drop=0.25, sampling=SAMPLING, shift=SHIFT
         )
         settings |= dict(dp=1, dp_rank=0, seed=5, shuffle=True)
         made.append(FlowBatches(dataset, **settings | changes))
@@ -129,7 +129,7 @@ def test_a_batch_is_what_its_docstring_says(make: Callable[..., FlowBatches]) ->
 def test_each_row_has_the_text_of_its_image_or_the_empty_one(
     make: Callable[..., FlowBatches],
 ) -> None:
-    batches, dropped = make(images_per_step=7, draws_per_image=40), []
+    batches, dropped = make(items_per_step=7, draws_per_item=40), []
     for _ in range(10):
         rows = rows_of(next(batches))
         number = 1 + rows["latents"][:, 0, 0] % 3
@@ -145,7 +145,7 @@ def test_each_row_has_the_text_of_its_image_or_the_empty_one(
 def test_no_caption_or_every_caption_is_dropped(
     make: Callable[..., FlowBatches], caption_drop: float, expected: bool
 ) -> None:
-    batch = next(make(caption_drop=caption_drop, draws_per_image=200))
+    batch = next(make(caption_drop=caption_drop, draws_per_item=200))
     assert ((rows_of(batch)["text"] == 100) == expected).all()
 
 
@@ -153,7 +153,7 @@ def test_sigmas_are_logit_normal_and_shifted(make: Callable[..., FlowBatches]) -
     """Quantiles against the formula: sigma = m·s/(1 + (m − 1)·s), s = 1/(1 + exp(−z)), m = exp(mu)
     of 512×512.
     """
-    batches = make(draws_per_image=1000)
+    batches = make(draws_per_item=1000)
     sigmas = torch.cat([next(batches).sigma_N for _ in range(5)]).double()
     levels = torch.tensor([0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98], dtype=torch.float64)
     odds = torch.exp(torch.special.ndtri(levels) + 0.538710)  # a shift in log odds
@@ -182,7 +182,7 @@ def test_a_saved_state_continues_under_any_dp(make: Callable[..., FlowBatches], 
 def test_a_state_of_other_data_is_refused(make: Callable[..., FlowBatches], tmp_path: Path) -> None:
     state = make().state()
     more = make(make_dataset(tmp_path / "more", num_images=8))
-    message = "num_prompts=7, .*; this run has num_prompts=8, .*restore data.prompts or data.images"
+    message = "num_prompts=7, .*; this run has num_prompts=8, .*data.prompts, data.images or"
     with pytest.raises(ValueError, match=message):
         more.load_state(state)
     others = make(make_dataset(tmp_path / "others", captions=[EMPTY_CAPTION, "a", "bb", "cc"]))
@@ -204,11 +204,11 @@ def test_what_fails_in_the_background_is_raised_by_next(
 
 
 def test_steps_differ_and_seeds_too(make: Callable[..., FlowBatches]) -> None:
-    batches = make(images_per_step=7, shuffle=False)
+    batches = make(items_per_step=7, shuffle=False)
     first, second, other = (
         next(batches),
         next(batches),
-        next(make(images_per_step=7, shuffle=False, seed=6)),
+        next(make(items_per_step=7, shuffle=False, seed=6)),
     )
     assert torch.equal(first.latents_NLC, second.latents_NLC) and torch.equal(
         first.latents_NLC, other.latents_NLC
@@ -218,3 +218,70 @@ def test_steps_differ_and_seeds_too(make: Callable[..., FlowBatches]) -> None:
             not (batch.noise_NLC == first.noise_NLC).any()
             and not (batch.sigma_N == first.sigma_N).any()
         )
+
+
+PAIRED = {"images_per_item": 2, "items_per_step": 2}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> LatentDataset:
+    """Five pairs: images 2i and 2i + 1 have the same caption."""
+    dataset = make_dataset(tmp_path / "pairs", num_images=10)
+    dataset.caption_index = (1 + torch.arange(5) % 3).repeat_interleave(2)
+    return dataset
+
+
+def test_pairs_share_noise_sigma_and_caption(
+    make: Callable[..., FlowBatches], pairs: LatentDataset
+) -> None:
+    batches = make(pairs, **PAIRED)
+    seen: set[float] = set()
+    num_dropped = 0
+    for _ in range(10):
+        batch = next(batches)
+        rows = rows_of(batch)
+        assert batch.num_rows == batch.denominator == 2 * 3 * 2
+        chosen_M = rows["latents"][0::2, 0, 0]
+        assert (chosen_M % 2 == 0).all()
+        assert torch.equal(rows["latents"][1::2, 0, 0], chosen_M + 1)
+        for name in ("noise", "sigma", "text"):
+            assert torch.equal(rows[name][0::2], rows[name][1::2]), name
+        # draws of a pair follow each other, and each has numbers of its own
+        assert (chosen_M.view(2, 3) == chosen_M.view(2, 3)[:, :1]).all()
+        assert len(rows["sigma"].unique()) == len(rows["noise"][:, 0, 0].unique()) == 6
+        seen |= set(chosen_M.tolist())
+        num_dropped += int((rows["text"] == 100).sum()) // 2
+    assert seen == {0, 2, 4, 6, 8}
+    assert 0 < num_dropped < 60
+
+
+def test_pairs_do_not_depend_on_dp_and_resume(
+    make: Callable[..., FlowBatches], pairs: LatentDataset
+) -> None:
+    whole = make(pairs, **PAIRED)
+    parts = [make(pairs, **PAIRED, dp=2, dp_rank=rank) for rank in range(2)]
+    for _ in range(4):
+        expected = next(whole)
+        found = [next(part) for part in parts]
+        assert {batch.denominator for batch in found} == {expected.denominator}
+        local_rows = [rows_of(batch) for batch in found]
+        for name, values in rows_of(expected).items():
+            assert torch.equal(torch.cat([rows[name] for rows in local_rows]), values), name
+
+    state = whole.state()
+    assert (state["position"], state["num_prompts"]) == (8, 5)
+    resumed = make(pairs, **PAIRED)
+    resumed.load_state(state)
+    found_rows = rows_of(next(resumed))
+    for name, values in rows_of(next(whole)).items():
+        assert torch.equal(found_rows[name], values), name
+
+
+def test_a_pair_draws_what_an_image_draws(
+    make: Callable[..., FlowBatches], pairs: LatentDataset
+) -> None:
+    """The numbers of an item do not depend on how many images it has."""
+    paired = next(make(pairs, **PAIRED))
+    single = next(make(items_per_step=2))
+    assert torch.equal(paired.sigma_N[0::2], single.sigma_N)
+    assert torch.equal(paired.noise_NLC[1::2], single.noise_NLC)

@@ -252,7 +252,7 @@ def test_a_push_waits_for_a_replica_whose_run_may_be_gone(monkeypatch, caplog):
     with Stranger(answer) as stranger:
         with Fleet([ReplicaClient(stranger.url, "r", run="b")], batch_size=1) as fleet:
             (target,) = fleet.weight_targets()
-            target.weights_begin(0, {}, lora=None, transport={"name": "http"})
+            target.weights_begin(0, b"{}", lora=None, transport={"name": "http"})
             assert "run a works with it; waiting for it" in caplog.text
             with pytest.raises(ReplicaError, match="423: run a works with it"):
-                target.weights_begin(0, {}, lora=None, transport={"name": "http"})
+                target.weights_begin(0, b"{}", lora=None, transport={"name": "http"})

@@ -1,5 +1,6 @@
 """The sync against targets that misbehave. (What real replicas do is in tests/e2e.)"""
 
+import json
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.plan import is_lora
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
-from megadiff.tensors.fingerprint import fingerprint
+from megadiff.tensors.fingerprint import commit_answer, fingerprint
 from megadiff.tensors.lora_names import lora_manifest, lora_modules, used_tensor
 from megadiff.types import LoraSpec
 from tests.meshes import one_rank_mesh
@@ -75,17 +76,17 @@ class Target:
 
     def weights_begin(self, version, manifest, *, lora, transport):
         assert transport == {"name": "http"}
-        self.begun.append(set(manifest))
+        self.begun.append(set(json.loads(manifest)))
         self.lora = lora
 
     def weights_bucket(self, bucket):
         self.held |= dict(self.fault(sorted(load(bytes(bucket)).items(), key=lambda item: item[0])))
 
-    def weights_commit(self, version):
+    def weights_commit(self, version, digests):
         self.version = version
         bound = self.bound if self.bound is not None else sorted(lora_modules(self.held))
         used = {name: used_tensor(name, tensor, self.lora) for name, tensor in self.held.items()}
-        return [
+        workers = [
             {
                 "fingerprints": {
                     name: fingerprint(_cut(tensor, boxes.get(name)))
@@ -95,6 +96,8 @@ class Target:
             }
             for boxes in self.boxes
         ]
+        self.answer = commit_answer(workers, digests)
+        return self.answer
 
 
 def _cut(tensor, box):
@@ -129,6 +132,16 @@ def test_a_whole_push(cpu_group):
     for target in targets:
         assert target.version == 7 and target.begun == [set(MANIFEST)]
         assert all(torch.equal(target.held[name], tensor) for name, tensor in WEIGHTS.items())
+        assert [worker.keys() for worker in target.answer] == [{"digest"}]
+
+
+def test_a_digest_of_something_else_is_no_proof(cpu_group):
+    class Confused(Target):
+        def weights_commit(self, version, digests):
+            return [{"digest": "0" * 64}]
+
+    with pytest.raises(AgreedError, match="holds other tensors than were sent: 5 missing"):
+        _push(cpu_group, Confused())
 
 
 def _flip(bucket):

@@ -69,7 +69,7 @@ class Target:
         assert held.keys() == manifest.keys()
         self.held |= held
 
-    def weights_commit(self, version):
+    def weights_commit(self, version, digests):
         return []
 
 
@@ -79,7 +79,9 @@ def push(transport, version=1, buckets=BUCKETS, manifest=MANIFEST, lora=None) ->
         transport.begin(version, manifest, lora)
         for bucket in buckets:
             transport.send(bucket)
-        transport.commit(version, lambda *answer: None)
+        transport.commit(
+            version, {target.name: [] for target in transport.targets}, lambda *answer: None
+        )
     except Exception as failure:
         error = failure
         raise
@@ -403,6 +405,20 @@ def test_only_rank_0_sends(memory, tmp_path):
             if not count:
                 push(built)
     assert not (tmp_path / "weights").exists()
+
+
+def test_ranks_share_the_replicas_of_http(tmp_path):
+    names = ["replica_0", "replica_1", "replica_2"]
+    here = {"host": "h", "device": "cpu", "boxes": {}}
+    shared = dict(ranks=[here] * 2, device=CPU, folder=tmp_path)
+    targets = [Target() for _ in names]
+    for target, name in zip(targets, names):
+        target.name = name
+    built = [
+        build_transport("http", targets, {name: [here] for name in names}, rank=rank, **shared)
+        for rank in (0, 1)
+    ]
+    assert built[0].targets == targets[::2] and built[1].targets == targets[1::2]
 
 
 def test_http_waits_for_every_replica_before_it_raises():

@@ -14,5 +14,5 @@ def test_all_parts_are_timed(tmp_path, capsys):
     assert (few["replicas"], more["replicas"]) == (2, 17)
     for row in (few, more):
         assert all(0 < row[name] < 30 for name in bench_control_plane.COLUMNS)
-        parts = row["route"] + row["push"] + row["rest"]
+        parts = row["route"] + row["push"]
         assert abs(row["of_step"] - parts / bench_control_plane.STEP_S) < 1e-9

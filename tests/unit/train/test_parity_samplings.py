@@ -24,7 +24,7 @@ def adapter(boundary: float | None):
     [
         (None, (0, 5), 2, {"transformer": ((0, 5), 2)}),
         (None, (1, 4), 2, {"transformer": ((1, 4), 2)}),
-        (None, (1, 4), 0, {"transformer": ((1, 4), 1)}),  # also of a run without windows
+        (None, (1, 4), 0, {"transformer": ((1, 4), 2)}),  # also of a run without windows
         (0.875, (0, 5), 2, {"transformer": ((0, 3), 2), "transformer_2": ((3, 5), 2)}),
         (0.875, (1, 4), 3, {"transformer": ((1, 3), 2), "transformer_2": ((3, 4), 1)}),
         (

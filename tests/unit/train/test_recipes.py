@@ -11,19 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from megadiff.algorithms import build_algorithm
 from megadiff.cli.main import main
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
+from megadiff.config.validate import validate
 from megadiff.data.prompts import load_prompts
 from megadiff.diffusion.schedule import check_window
 from megadiff.models.registry import build_adapter
 from megadiff.planner.memory_plan import PHASES
 from megadiff.rewards.score import Scorer
+from megadiff.train.check_algorithm import check_algorithm
 from megadiff.train.components import check_components, describe_components
 from megadiff.train.sampling import sampling_of
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+ALGORITHMS = sorted((ROOT / "configs/recipes/algorithms").glob("*.yaml"))  # laid over a recipe
 
 
 @pytest.fixture(params=RECIPES, ids=lambda path: path.stem)
@@ -32,16 +36,37 @@ def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return load_config([str(request.param)])
 
 
-def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(recipe: Config) -> None:
-    if not (Path(recipe.model.path) / "scheduler").is_dir():  # assets/qwen_image has shapes only
-        return
-    adapter, sampling = build_adapter(Path(recipe.model.path)), sampling_of(recipe.rollout)
-    adapter.validate(sampling)
+def names(files: list[Path]) -> str:
+    return "+".join(file.stem for file in files)
+
+
+LAYERS = [[recipe] for recipe in RECIPES]
+LAYERS += [[recipe, algorithm] for recipe in RECIPES for algorithm in ALGORITHMS]
+
+
+@pytest.mark.parametrize("files", LAYERS, ids=names)
+def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config([str(file) for file in files])
+    algorithm = build_algorithm(config.algorithm)
+    validate(config, dp=1)
+    check_algorithm(config, algorithm)
+    sampling = sampling_of(config.rollout)
     check_window(sampling)
-    assert check_components(recipe, adapter, has_steps=True) == []
-    components = describe_components(recipe, adapter)
-    assert all(each["trained"] and each["pairs"] for each in components.values())
-    assert len(components) == (2 if (Path(recipe.model.path) / "transformer_2").is_dir() else 1)
+    if not (Path(config.model.path) / "scheduler").is_dir():  # assets/qwen_image has shapes only
+        return
+    adapter = build_adapter(Path(config.model.path))
+    adapter.validate(sampling)
+    has_steps = algorithm.rows == "steps"
+    assert check_components(config, adapter, has_steps=has_steps) == []
+    components = describe_components(config, adapter)
+    for component in components.values():
+        assert component["trained"]
+        assert component["pairs"] or not has_steps
+        assert component["steps"]
+    assert len(components) == (2 if (Path(config.model.path) / "transformer_2").is_dir() else 1)
 
 
 def test_the_rewards_can_score_the_prompts(recipe: Config) -> None:
@@ -67,13 +92,42 @@ def test_the_header_says_what_the_planner_does(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    header = re.sub(r"\n# ", " ", path.read_text().partition("\nrun:")[0])
-    (world_size,) = re.findall(r"--world-size (\d+)", header)
-    figures = header.partition("stay")[2].partition("Measured")[0]
-    said = {
-        name: float(gib) for name, gib in re.findall(rf"({'|'.join(PHASES)}) (\d+\.\d)", figures)
-    }
-    assert main(["plan", str(path), "--world-size", world_size, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    phases = found["layouts"][found["pick"]]["phases"]
-    assert said == {name: round(sum(parts.values()) / 2**30, 1) for name, parts in phases.items()}
+    assert header_peaks(path) == planned_peaks([path], capsys)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_an_algorithm_over_a_recipe_takes_no_more_memory(
+    path: Path,
+    algorithm: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their headers say so."""
+    monkeypatch.chdir(ROOT)
+    said = header_peaks(path)
+    planned = planned_peaks([path, algorithm], capsys)
+    assert planned.keys() == said.keys()
+    for phase, gib in planned.items():
+        assert gib <= said[phase], phase
+
+
+def header_of(path: Path) -> str:
+    return re.sub(r"\n# ", " ", path.read_text().partition("\nrun:")[0])
+
+
+def header_peaks(path: Path) -> dict[str, float]:
+    """Return phase → GiB a GPU, as the recipe's header says."""
+    figures = header_of(path).partition("stay")[2].partition("Measured")[0]
+    said = re.findall(rf"({'|'.join(PHASES)}) (\d+\.\d)", figures)
+    return {phase: float(gib) for phase, gib in said}
+
+
+def planned_peaks(files: list[Path], capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    """Return phase → GiB a GPU in the layout that the planner picks for the first file's GPUs."""
+    (world_size,) = re.findall(r"--world-size (\d+)", header_of(files[0]))
+    assert main(["plan", *map(str, files), "--world-size", world_size, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["pick"] is not None, "no layout fits"
+    phases = plan["layouts"][plan["pick"]]["phases"]
+    return {name: round(sum(parts.values()) / 2**30, 1) for name, parts in phases.items()}
