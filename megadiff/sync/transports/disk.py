@@ -26,7 +26,12 @@ from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.manifest import Manifest
 from megadiff.tensors.model_files import read_json
-from megadiff.tensors.weight_groups import WeightGroup, names_by_weight_group, weight_group_of
+from megadiff.tensors.weight_groups import (
+    WeightGroup,
+    names_by_weight_group,
+    rows_of_weight_groups,
+    weight_group_of,
+)
 from megadiff.types import LoraSpec
 
 NUM_KEPT = 2  # newest versions: a late joiner may be reading the one before
@@ -102,6 +107,7 @@ class DiskTransport(Transport):
 
     def _publish(self) -> None:
         """Make the version visible, and remove older ones that no kept version needs."""
+        self._keep_groups_of_same_version()
         (self._aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
         whole = self._aside.with_suffix("")
         # It is there when the same version is pushed again, as after Fleet.sleep().
@@ -115,6 +121,32 @@ class DiskTransport(Transport):
             needed.update(_read_manifest(self.folder, version)["parts"].values())
         for version in set(all_versions) - needed:
             shutil.rmtree(_version_folder(self.folder, version))
+
+    def _keep_groups_of_same_version(self) -> None:
+        """Take over what an earlier push of this version brought, and this one leaves out.
+
+        Two policies of one version follow each other where one of them is an average: the second
+        may bring less, such as the LoRA alone.
+        """
+        version = self._manifest["version"]
+        new_rows = self._manifest["tensors"]
+        kept_groups = {
+            group for group, holder in self._next_versions.items() if holder == version
+        } - names_by_weight_group(new_rows).keys()
+        if not kept_groups:
+            return
+        rows = _read_manifest(self.folder, version)["tensors"]
+        rows = rows_of_weight_groups(rows, kept_groups)
+        num_files = len(list(self._aside.glob("bucket_*")))
+        names = {
+            file: f"bucket_{num_files + index:05d}.safetensors"
+            for index, file in enumerate(sorted({row["file"] for row in rows.values()}))
+        }
+        for file, name in names.items():
+            (_version_folder(self.folder, version) / file).rename(self._aside / name)
+        self._manifest["tensors"] |= {
+            tensor: {**row, "file": names[row["file"]]} for tensor, row in rows.items()
+        }
 
 
 def clear(folder: Path) -> None:

@@ -9,6 +9,7 @@ from megadiff.algorithms import build_algorithm
 from megadiff.config.load import ConfigError, load_config, save_config, to_dict
 from megadiff.config.validate import _check_rollout, sleeps, validate
 from megadiff.train.check_algorithm import check_algorithm
+from tests.shipped import shipped_files
 
 ROOT = Path(__file__).parents[3]
 BASE = """
@@ -247,12 +248,12 @@ def test_a_run_without_reward_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((ROOT / "configs").rglob("*.yaml")),
+    ids=lambda path: str(path.relative_to(ROOT / "configs").with_suffix("")),
 )
 def test_every_shipped_config_loads(path):
-    # files of algorithms are laid over another one
-    base = [str(ROOT / "configs/shapes/flowgrpo.yaml")] if path.parent.name == "algorithms" else []
-    config = load_config([*base, str(path)])
+    config = load_config(shipped_files(path))
     algorithm = build_algorithm(config.algorithm)
     validate(config, dp=1, on_policy=algorithm.on_policy)
     check_algorithm(config, algorithm)

@@ -245,6 +245,23 @@ def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
     assert torch.equal(held["transformer.m.lora_B.weight"], torch.full((2, 1), 6.0))
 
 
+def test_disk_keeps_what_a_second_push_of_a_version_leaves_out(tmp_path):
+    """As that of a lagging LoRA after an evaluation, for which replicas that slept got all."""
+    transport = DiskTransport([Target(folder=tmp_path)], folder=tmp_path)
+    push(transport, 3, [*BUCKETS, LORA_BUCKET], MANIFEST | LORA_MANIFEST, LORA)
+    for version, factor in ((3, 4.0), (3, 5.0), (4, 6.0)):
+        changed = [(name, torch.full_like(tensor, factor)) for name, tensor in LORA_BUCKET]
+        push(transport, version, [changed], LORA_MANIFEST, LORA)
+        stored = disk.newest(tmp_path)
+        assert stored.version == version and stored.manifest == MANIFEST | LORA_MANIFEST
+        held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+        assert stored.fingerprints == fingerprints(held)
+        assert torch.equal(held["transformer.a"], BUCKETS[0][0][1])
+        assert (held["transformer.m.lora_B.weight"] == factor).all()
+        names = [f"{path.parent.name}/{path.name}" for path in stored.files]
+        assert [disk.locate(name, tmp_path) for name in names] == list(stored.files)
+
+
 def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
     """Two components and their LoRA, pushed one at a time."""
     pair = {f"{part}.a": torch.zeros(4) for part in ("one", "two")}
