@@ -36,6 +36,7 @@ from pathlib import Path
 import psutil
 from bench_machine import cpu_name, versions, visible_gpus
 
+from megadiff.algorithms import build_algorithm
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
@@ -44,7 +45,9 @@ from megadiff.observe.metrics import format_number, read_rows
 from megadiff.planner.memory_plan import USABLE_GIB, make_plan
 from megadiff.planner.work import Machine
 from megadiff.train.components import forwards_per_sample
+from megadiff.train.rows import rows_per_group, train_sampling
 from megadiff.train.sampling import sampling_of
+from megadiff.types import Sampling
 
 POLL_S = 0.1
 STOP_S = 60.0
@@ -141,15 +144,18 @@ def figures(
     """
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
-    adapter, sampling = build_adapter(model_folder), sampling_of(config.rollout)
+    adapter = build_adapter(model_folder)
+    algorithm = build_algorithm(config.algorithm)
     samples = config.train.prompts_per_step * config.algorithm.group_size
-    one_step = adapter.flops(sampling, options.text_tokens) * samples / max(options.gpus, 1) / 1e12
-    rollout = one_step * forwards_per_sample(config, adapter)
-    train = one_step * sampling.sde_window_size * 3  # forward, and twice that backward
-    if config.lora.rank:
-        train = (
-            one_step * sampling.sde_window_size * 2
-        )  # frozen weights have no gradient of their own
+    num_rows = config.train.prompts_per_step * rows_per_group(config, algorithm)
+
+    def tflop(sampling: Sampling, num_forwards: float) -> float:
+        forward = adapter.flops(sampling, options.text_tokens) / 1e12
+        return forward * num_forwards / max(options.gpus, 1)
+
+    rollout = tflop(sampling_of(config.rollout), samples * forwards_per_sample(config, adapter))
+    backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
+    train = tflop(train_sampling(config, algorithm), num_rows * (1 + backward))
     rates = {"rollout": rollout / times["time/sample_s"], "train": train / times["time/train_s"]}
     return {
         "samples": samples,

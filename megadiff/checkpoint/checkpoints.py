@@ -378,8 +378,7 @@ def base_weights(config: Config, adapter: ModelAdapter, mesh: Mesh) -> dict[str,
     """Return path and fingerprint of the weights that the run takes from model.path. Collective.
 
     Those are the base under a LoRA, or the reference policy; empty where the run has neither.
-    Each rank reads and hashes its part of the files, with one core 4.5 GiB/s from page cache: 40 GB
-    take about 1 s on 8 ranks.
+    Each rank hashes its part of the files, at 4.5 GiB/s a core: 40 GB take about 1 s on 8 ranks.
     """
     if not config.lora.rank and REFERENCE not in build_algorithm(config.algorithm).needs:
         return {}

@@ -89,7 +89,7 @@ def test_figures_are_medians_and_rates(tiny_model):
     rollout, train = found["tflops_per_gpu"]["rollout"], found["tflops_per_gpu"]["train"]
     assert train / rollout == pytest.approx(
         (2 * 3 / 1.0) / (10 / 2.0)
-    )  # 2 of 10 steps, forward and backward
+    )  # 2 noise levels against 10 steps, forward and backward
     assert found["mfu"] == {"rollout": rollout / 0.5, "train": train / 0.5}
 
 
