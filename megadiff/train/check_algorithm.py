@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 
 from megadiff.algorithms import LAGGING, Algorithm
@@ -24,6 +25,14 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
 
     settings = config.algorithm
     name = f"algorithm.name={settings.name}"
+    for key in ("kl_coef", "lagging_kl_coef"):
+        value = getattr(settings, key)
+        # the table gives a loss its constants by name; a function of another kind may take anything
+        if value and isinstance(algorithm.loss, partial) and key not in algorithm.loss.keywords:
+            raise ConfigError(
+                f"algorithm.{key}={value} with {name}, whose loss has no such term; "
+                f"set algorithm.{key}=0"
+            )
     if settings.lagging_decay and LAGGING not in algorithm.needs:
         raise ConfigError(
             f"algorithm.lagging_decay={settings.lagging_decay} with {name}: nothing uses a lagging "

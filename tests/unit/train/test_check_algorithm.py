@@ -110,6 +110,14 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
         ),
         (f"algorithm.name=awm {CLEAN} algorithm.lagging_decay=0.5", "nothing uses a lagging"),
         (
+            f"algorithm.name=dpo {CLEAN} algorithm.kl_coef=0.1",
+            "algorithm.kl_coef=0.1 with algorithm.name=dpo, whose loss has no such term",
+        ),
+        (
+            f"algorithm.name=nft {CLEAN} algorithm.lagging_decay=0.5 algorithm.lagging_kl_coef=1",
+            "algorithm.lagging_kl_coef=1.0 with algorithm.name=nft, whose loss has no such term",
+        ),
+        (
             f"algorithm.name=awm {CLEAN} algorithm.lagging_kl_coef=1",
             "algorithm.lagging_kl_coef=1.0 needs a lagging policy; set algorithm.lagging_decay",
         ),
