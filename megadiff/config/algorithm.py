@@ -119,5 +119,5 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, float]] = {
 def with_algorithm_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
     """Return the config with the algorithm's own values in place of zeros."""
     defaults = ALGORITHM_DEFAULTS[""] | ALGORITHM_DEFAULTS.get(config.name, {})
-    own = {name: value for name, value in defaults.items() if not getattr(config, name)}
-    return AlgorithmConfig(**vars(config) | own)
+    defaulted = {name: value for name, value in defaults.items() if not getattr(config, name)}
+    return AlgorithmConfig(**vars(config) | defaulted)

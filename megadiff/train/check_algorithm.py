@@ -129,24 +129,24 @@ def _check_samples(config: Config, algorithm: Algorithm) -> None:
     """Check what a group leaves to train on, and that updates can share it."""
     settings = config.algorithm
     num_updates = config.train.updates_per_step
-    kept = settings.trained_samples
-    if kept > settings.group_size:
+    num_trained = settings.trained_samples
+    if num_trained > settings.group_size:
         raise ConfigError(
-            f"algorithm.trained_samples={kept} > algorithm.group_size={settings.group_size}; "
-            "set it to at most that, or 0 for all"
+            f"algorithm.trained_samples={num_trained} > "
+            f"algorithm.group_size={settings.group_size}; set it to at most that, or 0 for all"
         )
-    if kept % num_updates:
+    if num_trained % num_updates:
         raise ConfigError(
-            f"algorithm.trained_samples={kept} is not a multiple of "
+            f"algorithm.trained_samples={num_trained} is not a multiple of "
             f"train.updates_per_step={num_updates}: each update takes an equal part of every group"
         )
 
     if algorithm.rows != "pairs":
         return
-    if kept:
+    if num_trained:
         raise ConfigError(
-            f"algorithm.trained_samples={kept} with algorithm.name={settings.name}, which trains "
-            "the best and the worst of a group; set algorithm.trained_samples=0"
+            f"algorithm.trained_samples={num_trained} with algorithm.name={settings.name}, which "
+            "trains the best and the worst of a group; set algorithm.trained_samples=0"
         )
     if config.train.microbatch_size % 2:
         raise ConfigError(

@@ -128,6 +128,7 @@ def _flow_batch(
     advantages_N: Tensor,
 ) -> FlowBatch:
     groups = scored.groups
+    conditioning = stack_conditioning([group.conditioning for group in groups])
     rows_per_group = len(sigma_N) // len(groups)
     weights_N = scored.weights_P.repeat_interleave(rows_per_group)
     return FlowBatch(
@@ -137,16 +138,12 @@ def _flow_batch(
         advantages_N=advantages_N,
         weights_N=weights_N,
         group_index_N=torch.arange(len(groups)).repeat_interleave(rows_per_group),
-        conditioning=stack_conditioning(
-            [
-                {
-                    name: value
-                    for name, value in group.conditioning.items()
-                    if "negative" not in name
-                }
-                for group in groups
-            ]
-        ),
+        # a negative prompt has no part in it, as sampling is without guidance
+        conditioning={
+            name: value_P
+            for name, value_P in conditioning.items()
+            if not name.startswith("negative_")
+        },
         sampling=unguided(groups[0].sampling),
         denominator=max(float(weights_N.sum()), 1.0),
     )

@@ -138,9 +138,9 @@ class DiskTransport(Transport):
         rows = _read_manifest(self.folder, version)["tensors"]
         rows = rows_of_weight_groups(rows, kept_groups)
         num_files = len(list(self._aside.glob("bucket_*")))
+        files = sorted({row["file"] for row in rows.values()})
         names = {
-            file: f"bucket_{num_files + index:05d}.safetensors"
-            for index, file in enumerate(sorted({row["file"] for row in rows.values()}))
+            file: f"bucket_{num_files + index:05d}.safetensors" for index, file in enumerate(files)
         }
         for file, name in names.items():
             (_version_folder(self.folder, version) / file).rename(self._aside / name)
