@@ -35,9 +35,12 @@ ask_to_stop() {
   if [[ ! $folder || ! $asked_s || -e $folder/stop || -e $folder/stopped ]]; then
     return 0
   fi
-  local left=$((STOP_S - (SECONDS - asked_s))) limit
-  limit=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null ||
-    echo 9999999999)
+  local left=$((STOP_S - (SECONDS - asked_s))) end limit=9999999999
+  # nothing where the controller does not answer, which date would take for today's midnight
+  end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null) || end=''
+  if [[ $end ]]; then
+    limit=$(date -d "$end" +%s 2>/dev/null) || limit=9999999999
+  fi
   until_limit_s=$((limit - $(date +%s)))
   if ((until_limit_s < left)); then
     left=$until_limit_s

@@ -22,6 +22,7 @@ from megadiff.types import LossOutput
 OLD = "old"  # the policy before a step's first update
 LAGGING = "lagging"  # the average that follows the policy by algorithm.lagging_decay
 REFERENCE = "reference"  # the policy of step 0
+ROW_KINDS = ("steps", "levels", "pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +49,27 @@ class Algorithm:
     first_level: int = 0
     sde_types: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        # at the start and not after the first rollout
+        if self.rows not in ROW_KINDS:
+            raise ValueError(f"rows={self.rows!r} is not one of {', '.join(ROW_KINDS)}")
+        unknown = sorted(self.needs - {OLD, LAGGING, REFERENCE})
+        if unknown:
+            raise ValueError(f"needs={unknown} is not among {OLD}, {LAGGING}, {REFERENCE}")
 
-def _ppo(config: AlgorithmConfig) -> dict[str, Any]:
-    return {
-        "clip_range": (config.clip_range, config.clip_range_high or config.clip_range),
-        "adv_clip_max": config.adv_clip_max,
-        "kl_coef": config.kl_coef,
-    }
+    @property
+    def compares_rollout(self) -> bool:
+        """Tell whether its ratio may be to log_probs that replicas have computed."""
+        return self.rows == "steps" and OLD not in self.needs
 
 
-def _steps(config: AlgorithmConfig) -> dict[str, Any]:
-    return {"adv_clip_max": config.adv_clip_max, "kl_coef": config.kl_coef} | {
-        "step_weight": config.step_weight
-    }
+def _clip_range(config: AlgorithmConfig) -> tuple[float, float]:
+    return config.clip_range, config.clip_range_high or config.clip_range
+
+
+def _constants(config: AlgorithmConfig, *names: str) -> dict[str, Any]:
+    """Return constants of a loss that are called as their config keys are."""
+    return {name: getattr(config, name) for name in ("adv_clip_max", "kl_coef", *names)}
 
 
 def _needs(config: AlgorithmConfig, *names: str) -> frozenset[str]:
@@ -69,31 +78,27 @@ def _needs(config: AlgorithmConfig, *names: str) -> frozenset[str]:
 
 
 def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(flow_grpo, **_ppo(config), step_weight=config.step_weight)
+    constants = _constants(config, "step_weight")
+    loss = partial(flow_grpo, clip_range=_clip_range(config), **constants)
     return Algorithm(loss=loss, needs=_needs(config))
 
 
 def _grpo_guard(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(grpo_guard, **_ppo(config), step_weight=config.step_weight)
+    constants = _constants(config, "step_weight")
+    loss = partial(grpo_guard, clip_range=_clip_range(config), **constants)
     # Flow-CPS's log_prob is no density, so its ratio has no mean and spread to correct
     sde_types = frozenset({"flow_sde", "dance_sde"})
     return Algorithm(loss=loss, needs=_needs(config, OLD), sde_types=sde_types)
 
 
 def _flow_dppo(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(flow_dppo, kl_limit=config.kl_limit, **_steps(config))
+    loss = partial(flow_dppo, **_constants(config, "kl_limit", "step_weight"))
     return Algorithm(loss=loss, needs=_needs(config, OLD))
 
 
 def _nft(config: AlgorithmConfig) -> Algorithm:
     old = LAGGING if config.lagging_decay else OLD
-    loss = partial(
-        nft,
-        beta=config.beta,
-        adv_clip_max=config.adv_clip_max,
-        kl_coef=config.kl_coef,
-        old=old,
-    )
+    loss = partial(nft, old=old, **_constants(config, "beta"))
     return Algorithm(
         loss=loss,
         rows="levels",
@@ -103,21 +108,15 @@ def _nft(config: AlgorithmConfig) -> Algorithm:
 
 
 def _awm(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(
-        awm, matching=config.matching, **_ppo(config), lagging_kl_coef=config.lagging_kl_coef
-    )
+    constants = _constants(config, "matching", "lagging_kl_coef")
+    loss = partial(awm, clip_range=_clip_range(config), **constants)
     lagging = {LAGGING} if config.lagging_kl_coef else set()
     # at sigma 1 a velocity says nothing about the sample
     return Algorithm(loss=loss, rows="levels", needs=_needs(config, OLD, *lagging), first_level=1)
 
 
 def _rwr(config: AlgorithmConfig) -> Algorithm:
-    loss = partial(
-        weighted_matching,
-        temperature=config.beta,
-        adv_clip_max=config.adv_clip_max,
-        kl_coef=config.kl_coef,
-    )
+    loss = partial(weighted_matching, temperature=config.beta, **_constants(config))
     return Algorithm(loss=loss, rows="levels", needs=_needs(config))
 
 

@@ -58,11 +58,11 @@ def gdpo_advantages(
     A group whose normalised rewards cancel gets weight 0 and keeps its row.
     GDPO, arXiv 2601.05242.
     """
-    combined_PG = sum(
-        weight * group_advantages(rewards[name], kind="group")[0].double()
-        for name, weight in weights.items()
-    )
-    assert isinstance(combined_PG, Tensor), "validate() wants a reward"
+    combined_PG = torch.zeros_like(next(iter(rewards.values())), dtype=torch.float64)
+    for name, weight in weights.items():
+        advantages_PG, signal_P = group_advantages(rewards[name], kind="group")
+        # rewards that differ by rounding are equal, though division by their std makes them large
+        combined_PG += weight * signal_P[:, None] * advantages_PG.double()
     has_signal_P = combined_PG.abs().amax(dim=1) > ZERO_STD
 
     # without the others, which are 0: how many of them a batch has must not scale the rest

@@ -33,7 +33,7 @@ def sum_matches(
 ) -> LossOutput:
     """Add the squared distances to the reference's and the lagging policy's velocity, and sum.
 
-    Each counts times its coefficient. In velocity space they are KLs but for a factor a sigma.
+    Each counts times its coefficient. Such a distance is a KL, but for a factor of sigma.
     """
     for name, figure, coef in (
         ("reference", "policy/kl_ref", kl_coef),

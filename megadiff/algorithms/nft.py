@@ -21,7 +21,8 @@ def nft(
 
     v± = old velocity ± beta·(velocity − old velocity). g in [0, 1] is the advantage, ± adv_clip_max
     mapped to 1 and 0. E is the mean squared error of the clean latents that v implies, over its
-    own mean magnitude. old: whose velocity it is, of the inputs'; the policy's own without it.
+    own mean magnitude. old: the name of the old velocity in the inputs; where they bring none, it
+    is the policy's own.
     The value does not depend on rewards while old and policy are one; its gradient does.
     """
     velocity_BLC = inputs.velocity_BLC

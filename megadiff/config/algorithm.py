@@ -77,15 +77,15 @@ class AlgorithmConfig:
     )
     lagging_decay: float = key(
         0.0,
-        "nft's old policy, awm's lagging one, averages weights with at most this; 0 keeps none.",
+        "A lagging policy (nft's old one) follows by at most this decay a step; 0 keeps none.",
         at_least=0,
         below=1,
     )
     lagging_decay_rate: float = key(
-        0.001, "That decay rises by this with each optimizer step.", above=0
+        0.001, "lagging_decay is reached in steps of this, one an optimizer step.", above=0
     )
     lagging_decay_start: int = key(
-        0, "It is 0 for this many optimizer steps, then rises.", at_least=0
+        0, "The lagging policy copies the trained one for this many optimizer steps.", at_least=0
     )
     lagging_kl_coef: float = key(
         0.0,

@@ -71,7 +71,9 @@ class TrainConfig:
         1, "A batch of samples is trained on in this many optimizer steps.", at_least=1
     )
     microbatch_size: int = key(
-        8, "A rank's forward takes this many (sample, window step) pairs.", at_least=1
+        8,
+        "A rank's forward takes this many rows: a sample at a step or noise level.",
+        at_least=1,
     )
     components: list[str] = key(
         [], "Only these components learn, such as [transformer_2]; empty trains all."
@@ -277,7 +279,7 @@ class OptimConfig:
     )
     schedule: str = key(
         "constant",
-        "Then it stays, or falls to 0 at the run's end, which more train.num_steps move on resume.",
+        "After the warm-up the rate stays, or falls to 0 over the run's updates of all components.",
         choices=("constant", "cosine", "linear"),
     )
 

@@ -35,6 +35,9 @@ ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, its value under
 WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.kl_coef": 0,
     "algorithm.trained_samples": 0,
+    "algorithm.trained_steps": 0,
+    "algorithm.step_weight": "none",
+    "algorithm.lagging_kl_coef": 0,
     "train.updates_per_step": 1,
     "rollout.first_frame": False,
     "rollout.same_noise": False,
@@ -167,6 +170,7 @@ def _check_rollout(config: Config) -> None:
         )
     if (
         rollout.fp8
+        and rollout.sde_window_size  # without stochastic steps nothing compares log_probs
         and config.algorithm.old_log_prob == "rollout"
         and config.parity.mode == "refuse"
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megadiff.algorithms import ALGORITHMS
+from megadiff.config.algorithm import AlgorithmConfig
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.hacking import signs
 from megadiff.observe.metrics import (
@@ -60,7 +62,10 @@ def _untrusted(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
     clip_range = config_number(config, "algorithm", "clip_range")
     # With `auto`, log-probs are the trainer's wherever the gap is that large.
     is_recomputed = config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"
-    if clip_range and gap >= clip_range / 2 and not is_recomputed:
+    name = config.get("algorithm", {}).get("name", "flow_grpo")
+    build = ALGORITHMS.get(name)
+    compares = build is None or build(AlgorithmConfig(name=name)).compares_rollout
+    if compares and clip_range and gap >= clip_range / 2 and not is_recomputed:
         yield (
             f"The parity gap reached {pretty_number(gap)}, half the clip range is "
             f"{pretty_number(clip_range / 2)}: trainer and replica disagree, and clipping acts on "

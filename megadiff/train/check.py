@@ -74,10 +74,11 @@ def check(
     if on_policy:
         check_window(sampling)
     if config.lora.start and REFERENCE in algorithm.needs:
+        or_without_kl = "set algorithm.kl_coef=0, or " if config.algorithm.kl_coef else ""
         raise ValueError(
             f"lora.start={config.lora.start} with algorithm.name={config.algorithm.name} and "
             f"algorithm.kl_coef={config.algorithm.kl_coef}: the reference would be the model "
-            "without the LoRA that training starts from; set algorithm.kl_coef=0, or merge them by "
+            f"without the LoRA that training starts from; {or_without_kl}merge them by "
             f"`megadiff convert {config.lora.start} MODEL --to merged --base {config.model.path}` "
             "and set model.path=MODEL lora.start=''"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from operator import attrgetter
 
-from megadiff.algorithms import LAGGING, Algorithm
+from megadiff.algorithms import ALGORITHMS, LAGGING, Algorithm
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config
 from megadiff.data.stores import IMAGES, PAIRS
@@ -25,10 +25,11 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
 
     settings = config.algorithm
     name = f"algorithm.name={settings.name}"
+    # the table gives a loss its constants by name; somebody's own may take them as anything
+    loss = algorithm.loss if settings.name in ALGORITHMS else None
     for key in ("kl_coef", "lagging_kl_coef"):
         value = getattr(settings, key)
-        # the table gives a loss its constants by name; a function of another kind may take anything
-        if value and isinstance(algorithm.loss, partial) and key not in algorithm.loss.keywords:
+        if value and isinstance(loss, partial) and key not in loss.keywords:
             raise ConfigError(
                 f"algorithm.{key}={value} with {name}, whose loss has no such term; "
                 f"set algorithm.{key}=0"
@@ -40,8 +41,8 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
         )
     if LAGGING in algorithm.needs and not settings.lagging_decay:
         raise ConfigError(
-            f"algorithm.lagging_kl_coef={settings.lagging_kl_coef} needs a lagging policy; "
-            "set algorithm.lagging_decay, e.g. to 0.3"
+            f"algorithm.lagging_kl_coef={settings.lagging_kl_coef} with {name} needs a lagging "
+            "policy; set algorithm.lagging_decay, e.g. to 0.3"
         )
     _check_samples(config, algorithm)
 
@@ -53,6 +54,11 @@ def _check_supervised(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"{name} has rows={algorithm.rows!r} and on_policy=False, but given images have no "
             f"such rows; set rows to {' or '.join(ITEMS)}"
+        )
+    if LAGGING in algorithm.needs:
+        raise ConfigError(
+            f"{name} has on_policy=False and needs a lagging policy, which follows in RL alone; "
+            "leave it out of needs"
         )
     for rows, kind in ITEMS.items():
         value = attrgetter(kind.key)(config)

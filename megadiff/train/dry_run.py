@@ -97,7 +97,7 @@ def to_text(plan: JsonObject, *, as_json: bool) -> str:
     if as_json:
         return json.dumps(plan) + "\n"
     # the schedule as a table, since a window's place in it is what a user gets wrong
-    low, high = plan["sde_window_range"]
+    low, high = plan["sde_window_range"] if plan["sde_window_size"] else (0, 0)
     lines = ["step  sigma     sigma_next  (* = may be stochastic)"]
     sigmas: list[float] = plan["sigmas"]
     for index, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megadiff.algorithms import OLD, build_algorithm
+from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
@@ -159,8 +159,7 @@ def verdict(gaps: Figures, config: Config) -> str:
     range says nothing, and rounding alone is the limit.
     """
     dtype = config.model.dtype
-    algorithm = build_algorithm(config.algorithm)
-    compares = algorithm.rows == "steps" and OLD not in algorithm.needs
+    compares = build_algorithm(config.algorithm).compares_rollout
     half = config.algorithm.clip_range / 2 if compares else 0.0
     different = "rollout and trainer do not compute the same policy"
     rounding, coarsest = _rounding(config)

@@ -135,3 +135,13 @@ def test_gdpo_of_all_ranks():
     parts = [gdpo_advantages(half, factors, all_reduce=lambda _: total)[0] for half in halves]
     whole, _ = gdpo_advantages(rewards, factors)
     torch.testing.assert_close(torch.stack(parts, dim=1).flatten(0, 1), whole)
+
+
+def test_gdpo_takes_rewards_that_differ_by_rounding_for_equal() -> None:
+    real_PG = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
+    rounded_PG = real_PG.clone()
+    rounded_PG[1, 0] += 1e-7
+    expected_PG, _ = gdpo_advantages({"a": real_PG}, {"a": 1.0})
+    advantages_PG, weights_P = gdpo_advantages({"a": rounded_PG}, {"a": 1.0})
+    assert weights_P.tolist() == [1.0, 0.0]
+    torch.testing.assert_close(advantages_PG[0], expected_PG[0])

@@ -119,7 +119,8 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
         ),
         (
             f"algorithm.name=awm {CLEAN} algorithm.lagging_kl_coef=1",
-            "algorithm.lagging_kl_coef=1.0 needs a lagging policy; set algorithm.lagging_decay",
+            "algorithm.lagging_kl_coef=1.0 with algorithm.name=awm needs a lagging policy; "
+            "set algorithm.lagging_decay",
         ),
         (
             "algorithm.trained_samples=5",
