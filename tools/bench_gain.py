@@ -200,7 +200,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             name,
             seed,
             # an algorithm's file before the overrides, which are meant for every setting
-            sorted([*configs, *setting[:1], *overrides, *setting[1:]], key=is_override),
+            sorted([*configs, *overrides, *setting], key=is_override),
             runs_folder=runs_folder,
             metric=options.metric,
         )

@@ -276,6 +276,8 @@ class BuildWatch:
             raise SystemExit((self.requests.first or signal_request(number)).exit_code)
 
     def _run(self) -> None:
+        # blocked since before the imports, and the main thread may block it again or hear nothing
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         requests = self.requests
         while not self._over.is_set() and requests.first is None:
             requests.listen()

@@ -310,7 +310,8 @@ def test_the_report_tells_loss_and_evaluation(reference):
     [
         (
             "nowhere",
-            "nowhere: no such file or folder; give a folder, .parquet, .tar or module:Class",
+            "nowhere: no such file or folder; give a folder with metadata.jsonl, a .parquet or "
+            ".tar file, or module:Class",
         ),
         ("empty", "empty: holds none of them; need metadata.jsonl"),
         (

@@ -13,7 +13,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.pipelines.wan import pipeline_wan_i2v
-from megadiff.train.batch import stack_conditioning
 from PIL import Image
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from megadiff.models.vae import latent_statistics
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.text import cleaned
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.train.rows import stack_conditioning
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, folder_weights, sync_between, urls_of
 from tests.encoding import encode_prompts
