@@ -40,12 +40,12 @@ def initial_keys(keys: list[str], *, same_noise: bool) -> list[str]:
 
 def initial_latents_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
     """Draw the states at sigma 1, [len(keys), *shape] standard normal float32 on CPU."""
-    return _normal_rows(shape, [f"{key}/initial" for key in keys])
+    return normal_rows(shape, [f"{key}/initial" for key in keys])
 
 
 def sde_noise_rows(shape: Shape, keys: Sequence[str], *, step_index: int) -> Tensor:
     """Draw the noise of one stochastic step, [len(keys), *shape] as above."""
-    return _normal_rows(shape, [f"{key}/sde/{step_index}" for key in keys])
+    return normal_rows(shape, [f"{key}/sde/{step_index}" for key in keys])
 
 
 def window_start(group: str, *, window_size: int, window_range: tuple[int, int]) -> int:
@@ -67,15 +67,10 @@ def row_normals(shape: Shape, *, first: int, count: int, key: str) -> Tensor:
     share a batch draw what one process would.
     """
     streams = range(first // ROWS_PER_STREAM, -(-(first + count) // ROWS_PER_STREAM))
-    blocks = _normal_rows((ROWS_PER_STREAM, *shape), [f"{key}/{stream}" for stream in streams])
+    blocks = normal_rows((ROWS_PER_STREAM, *shape), [f"{key}/{stream}" for stream in streams])
     # The first stream begins at a multiple of ROWS_PER_STREAM, at or before `first`.
     skipped = first - streams.start * ROWS_PER_STREAM
     return blocks.flatten(0, 1)[skipped : skipped + count]
-
-
-def normal_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
-    """Draw row i of [len(keys), *shape] from keys[i], standard normal float32 on CPU."""
-    return _normal_rows(shape, keys)
 
 
 def choice(count: int, num_chosen: int, *, key: str) -> Tensor:
@@ -97,8 +92,11 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
-def _normal_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
-    """Draw rows of which row i is what _generator(keys[i]) draws first."""
+def normal_rows(shape: Shape, keys: Sequence[str]) -> Tensor:
+    """Draw row i of [len(keys), *shape] from keys[i], standard normal float32 on CPU.
+
+    It is what _generator(keys[i]) draws first.
+    """
     rows = np.empty((len(keys), *shape), dtype=np.float32)
     # one generator is set to the start of each key's stream: to construct one takes as long as to
     # draw the numbers of a small image
