@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.schema import NAMED_SECTIONS, Config
 
 SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 MARKDOWN_HEAD = """# Configuration
@@ -62,8 +62,9 @@ def _sections() -> Iterator[tuple[str, str, list[dataclasses.Field]]]:
     fields = dataclasses.fields(Config)
     yield "Top level", _sentence(Config), [field for field in fields if field.metadata]
     for field in fields:
-        if field.name == "reward":
-            yield "reward.NAME", _sentence(RewardConfig), [*dataclasses.fields(RewardConfig)]
+        if field.name in NAMED_SECTIONS:
+            named = NAMED_SECTIONS[field.name]
+            yield f"{field.name}.NAME", _sentence(named), [*dataclasses.fields(named)]
         # A key has metadata and a section none: key() declares keys only.
         elif not field.metadata:
             section = field.default_factory

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.algorithm import with_algorithm_defaults
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.schema import NAMED_SECTIONS, Config
 
 
 def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
@@ -27,7 +27,9 @@ def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
 
 # Plain dicts: a node of OmegaConf raises for a key without a value.
 SCHEMA = _plain(OmegaConf.structured(Config))
-REWARD_SCHEMA = _plain(OmegaConf.structured(RewardConfig))
+NAMED_SCHEMAS = {
+    f"{name}.": _plain(OmegaConf.structured(section)) for name, section in NAMED_SECTIONS.items()
+}
 
 # Not taken silently: a config that is read again should say what is meant today.
 RENAMED = {  # refused key → what to write instead
@@ -87,7 +89,7 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
     OmegaConf refuses them too, but names no key.
     """
     for name, value in layer.items():
-        expected = REWARD_SCHEMA if prefix == "reward." else schema.get(name)
+        expected = NAMED_SCHEMAS.get(prefix) or schema.get(name)
         # An interpolation is a string until it is resolved, whatever it stands for.
         is_reference = isinstance(value, str) and value.startswith("${")
         if not isinstance(expected, (dict, list)) or value is None or is_reference:
@@ -155,9 +157,10 @@ def _advice(key: str) -> str:
 
     section, _, leaf = key.rpartition(".")
     keys = all_keys()
-    if key.startswith("reward."):
-        # The schema has no reward by name: all_keys() ends at `reward`.
-        keys = [f"{section}.{name}" for name in REWARD_SCHEMA]
+    top, _, rest = key.partition(".")
+    if rest and f"{top}." in NAMED_SCHEMAS:
+        # The schema has no reward or judge by name: all_keys() ends at `reward`.
+        keys = [f"{section}.{name}" for name in NAMED_SCHEMAS[f"{top}."]]
 
     near = difflib.get_close_matches(key, keys, n=1)
     # Else the right key in another section, else a section with a typo.

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from megadiff.config.load import ConfigError
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.schema import NAMED_SECTIONS, Config
 
 # Written out, as this room does without torch.
 FLOAT32_MAX = 3.4028234663852886e38
+FREE_FORM = tuple(NAMED_SECTIONS.values())
 INT64_MAX = 2**63 - 1
 BOUNDS = {  # name in the schema → (what breaks it, that comparison's sign, the sign that it wants)
     "above": (operator.le, "<=", ">"),
@@ -100,11 +101,12 @@ def _leaves(
 ) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Yield every value of the config with its key and the rules that the schema has for it.
 
-    A list's or mapping's rules hold for its values. A reward's args are for its class to check.
+    A list's or mapping's rules hold for its values. A reward's args are for its class to check, a
+    judge's for vLLM.
     """
     if dataclasses.is_dataclass(node):
         for field in dataclasses.fields(node):
-            if not (isinstance(node, RewardConfig) and field.name == "args"):
+            if not (isinstance(node, FREE_FORM) and field.name in ("args", "only")):
                 child_key = f"{key}.{field.name}" if key else field.name
                 yield from _leaves(getattr(node, field.name), child_key, field.metadata)
     elif isinstance(node, dict):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from megadiff.config.schema import RewardConfig
 from megadiff.process.doors import import_class, near
@@ -31,25 +32,66 @@ class RewardError(RuntimeError):
     """A reward failed; the message names the reward, the prompt and the sample."""
 
 
+class ScoreFailed(Exception):
+    """Raised by score() where asking again is useless, or was tried until the time was used up.
+
+    `reward.<name>.on_failure` says what becomes of the call's samples. They never score 0.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardContext:
+    """Tell a reward where it runs.
+
+    device: of the rank that scores. judges: `judge.<name>` → base URLs of its servers on this node.
+    """
+
+    device: torch.device
+    judges: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
 class Reward:
     """Base of every reward. `reward.<name>.args` in the config are its constructor's arguments.
 
     One instance serves all worker threads, so score() must not change shared state, or guard it as
-    ocr.py does.
+    ocr.py does. The constructor runs on every rank, also with --dry-run: weights and connections
+    belong into open().
     name: the config's `reward.<name>`, set by build_reward.
     samples_per_call: how many samples of a group a score() call gets. None is the whole group, for
     cheap rewards and judges that compare; a small number spreads slow work over the workers.
+    workers: threads of its own, e.g. 32 for one that waits for a server, 1 for a model on a GPU.
+    None shares the rank's threads, one for each core.
     """
 
     name: str = ""
     samples_per_call: int | None = None
+    workers: int | None = None
 
-    def score(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+    def open(self, context: RewardContext) -> None:
+        """Load weights, reach servers. Called once before the first score(), on ranks that score.
+
+        May raise anything; the run then ends before its first step.
+        """
+
+    def sleep(self) -> None:
+        """Give GPU memory back before training. No call runs meanwhile."""
+
+    def wake(self) -> None:
+        """Take the memory again, before the first score() after sleep()."""
+
+    def score(self, samples: Sequence[RewardSample]) -> Sequence[float | None]:
         """Return one finite number per sample, higher is better, as a list, array or tensor.
 
-        May raise anything.
+        None: this sample could not be scored, and why is logged here. May raise anything.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define score(samples)")
+
+    def figures(self) -> Mapping[str, float]:
+        """Return what to log of the calls since the last figures(), e.g. {"retries": 2.0}.
+
+        Logged as `reward/<name>/<key>`, the mean over the ranks that score.
+        """
+        return {}
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for a prompt that cannot be scored. Called once, with all of a run."""
