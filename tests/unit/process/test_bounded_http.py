@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megadiff.rollout.client.bounded_http import (
+from megadiff.process.bounded_http import (
     AnswerTooLarge,
     AnswerTooLate,
     BoundedHttp,
