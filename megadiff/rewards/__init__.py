@@ -8,4 +8,5 @@ REWARDS = {
     "ocr": "megadiff.rewards.ocr:OcrReward",
     "temporal_consistency": "megadiff.rewards.motion:TemporalConsistencyReward",
     "variety": "megadiff.rewards.variety:VarietyReward",
+    "vlm": "megadiff.rewards.vlm:VlmReward",
 }
