@@ -33,7 +33,7 @@ class VlmClient:
         self, urls: Sequence[str], model: str, *, timeout_s: float, deadline_s: float
     ) -> None:
         for url in urls:
-            model = _served_model(url, model, timeout_s=min(timeout_s, OPEN_DEADLINE_S))
+            model = _served_model(url, model, deadline_s=min(deadline_s, OPEN_DEADLINE_S))
         self.model = model
         self.pool = HttpPool(urls, timeout_s=timeout_s, deadline_s=deadline_s)
         # A text → its first token's id. Two threads may write one entry, the same value.
@@ -148,9 +148,9 @@ def picture_url(pixels: np.ndarray) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _served_model(url: str, model: str, *, timeout_s: float) -> str:
+def _served_model(url: str, model: str, *, deadline_s: float) -> str:
     """Return the model to ask for. Raises ValueError where the server does not serve it."""
-    pool = HttpPool(url, timeout_s=timeout_s, deadline_s=OPEN_DEADLINE_S)
+    pool = HttpPool(url, timeout_s=deadline_s, deadline_s=deadline_s)
     try:
         answer = pool.get("/v1/models")
         names = [str(row["id"]) for row in answer["data"]]
