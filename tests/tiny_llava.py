@@ -38,7 +38,8 @@ CHAT = (
 SIDE = 64  # pixels, in patches of 16
 
 
-def write_tiny_llava(folder: Path, *, seed: int = 0) -> None:
+def write_tiny_llava(folder: Path, *, seed: int = 0) -> Path:
+    """Write the folder and return it."""
     tokenizer = _tokenizer()
     with seeded(seed):
         model = LlavaForConditionalGeneration(_config(tokenizer)).to(torch.bfloat16)
@@ -63,6 +64,7 @@ def write_tiny_llava(folder: Path, *, seed: int = 0) -> None:
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(image_processor))
     (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
 
 
 def _config(tokenizer: PreTrainedTokenizerBase) -> LlavaConfig:
