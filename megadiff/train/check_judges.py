@@ -83,7 +83,8 @@ def server_command(name: str, judge: JudgeConfig, *, port: int, parent_pid: int)
 
 def _options(name: str, judge: JudgeConfig, *, on_gpus: bool) -> dict[str, object]:
     """Return vLLM's options, those of the config last. Raises ValueError for one that is taken."""
-    options: dict[str, object] = {"dtype": "bfloat16"}
+    # A line for each request would fill the disk, and push a death's reason out of a log's tail.
+    options: dict[str, object] = {"dtype": "bfloat16", "disable-uvicorn-access-log": True}
     if not on_gpus:
         options["enforce-eager"] = True  # compiling takes minutes on a CPU
     if on_gpus and judge.sleep:

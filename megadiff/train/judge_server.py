@@ -96,8 +96,8 @@ class JudgeServer:
         """Answer each request on its port with its death, so that nobody waits for it."""
         self.process.stop()
         self.is_buried = True
-        reason = death.partition("\n")[0].encode()
-        handler = type("_Reason", (_Obituary,), {"reason": reason})
+        how, _, _ = death.partition("; the end of")
+        handler = type("_Reason", (_Obituary,), {"reason": f"{how}; see {self.log}".encode()})
         self._obituary = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         threading.Thread(target=self._obituary.serve_forever, name="obituary", daemon=True).start()
 
