@@ -67,9 +67,12 @@ class HttpPool:
         self._rests_until = dict.fromkeys(self.urls, 0.0)
         self._closed = threading.Event()
 
-    def get(self, path: str) -> Any:
-        """Return the JSON that one of the servers answers. Raises ScoreFailed as post() does."""
-        return self._ask("GET", path, {}, b"")
+    def get(self, path: str, *, url: str = "") -> Any:
+        """Return the JSON that one of the servers answers, or the one at `url`.
+
+        Raises ScoreFailed as post() does.
+        """
+        return self._ask("GET", path, {}, b"", [url] if url else self.urls)
 
     def post(
         self,
@@ -89,7 +92,7 @@ class HttpPool:
         if json is not None:
             content = dumps(json, allow_nan=False).encode()
             sent["Content-Type"] = "application/json"
-        return self._ask("POST", path, sent, content)
+        return self._ask("POST", path, sent, content, self.urls)
 
     def close(self) -> None:
         """End all calls: those that run raise ScoreFailed."""
@@ -97,10 +100,17 @@ class HttpPool:
         for server in self._servers.values():
             server.close()
 
-    def _ask(self, method: str, path: str, headers: Mapping[str, str], content: bytes) -> Any:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes,
+        urls: Sequence[str],
+    ) -> Any:
         end = time.monotonic() + self.deadline_s
         for tries in itertools.count(1):
-            url = self._take()
+            url = self._take(urls)
             cause = ""
             try:
                 answer = self._servers[url].request(
@@ -133,12 +143,12 @@ class HttpPool:
             with self._lock:
                 self.retries += 1
 
-    def _take(self) -> str:
-        """Choose a server and count it as in use."""
+    def _take(self, urls: Sequence[str]) -> str:
+        """Choose one of the servers and count it as in use."""
         with self._lock:
             now = time.monotonic()
-            awake = [url for url in self.urls if self._rests_until[url] <= now]
-            url = min(awake or self.urls, key=lambda name: (self._in_flight[name], random.random()))
+            awake = [url for url in urls if self._rests_until[url] <= now]
+            url = min(awake or urls, key=lambda name: (self._in_flight[name], random.random()))
             if self._rests_until[url]:
                 self._rests_until[url] = now + self.timeout_s
             self._in_flight[url] += 1
