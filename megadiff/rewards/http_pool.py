@@ -22,6 +22,7 @@ MAX_BYTES = 2**24  # of an answer: a thousand scores are some 20 KB
 # uvicorn, vLLM's server, closes a connection that idles for 5 s. A request that is sent at that
 # moment is lost.
 KEEP_ALIVE_S = 3.0
+EXCERPT_BYTES = 400  # of an answer, in an error
 REST_S = 2.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
@@ -136,7 +137,9 @@ class HttpPool:
 
             pause = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S)
             pause *= random.uniform(0.5, 1.0)  # so that the callers do not come back all at once
-            if time.monotonic() + pause >= end or self._closed.wait(pause):
+            # A try in the last moments would run out of time, and hide the cause of those before.
+            too_late = time.monotonic() + pause + self.timeout_s / 4 >= end
+            if too_late or self._closed.wait(pause):
                 why = "closed" if self._closed.is_set() else f"deadline_s={self.deadline_s:g}"
                 count = "1 try" if tries == 1 else f"{tries} tries"
                 raise ScoreFailed(f"gave up after {count} ({why}); the last: {cause}")
@@ -202,4 +205,5 @@ def _retried(answer: Answer, asked: str) -> str:
 
 
 def _excerpt(answer: Answer) -> str:
-    return repr(answer.body[:300].decode(errors="replace"))
+    """Return the beginning of a body on one line."""
+    return " ".join(answer.body[:EXCERPT_BYTES].decode(errors="replace").split())
