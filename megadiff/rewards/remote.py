@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megadiff.rewards.answers import WrongAnswer, samples_text
 from megadiff.rewards.base import Reward, RewardContext, RewardSample, ScoreFailed
 from megadiff.rewards.http_pool import HttpPool
 
@@ -69,9 +70,9 @@ class RemoteReward(Reward):
     def score(self, samples: Sequence[RewardSample]) -> list[float | None]:
         answer = self._pool.post("/score", content=samples_to_npz(samples))
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
-            raise ValueError(
-                f"{' or '.join(self._pool.urls)} answered {answer!r:.200}, "
-                f'must be {{"scores": [{len(samples)} numbers or null]}}'
+            raise WrongAnswer(
+                f"{samples_text(samples)}: {' or '.join(self._pool.urls)} answered "
+                f'{answer!r:.200}, must be {{"scores": [{len(samples)} numbers or null]}}'
             )
 
         scores = answer["scores"]

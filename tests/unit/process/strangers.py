@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,11 @@ class Stranger:
     """An address that answers everything with one function, and keeps what it was asked."""
 
     def __init__(
-        self, answer: Callable[[BaseHTTPRequestHandler, bytes], None], *, port: int = 0
+        self,
+        answer: Callable[[BaseHTTPRequestHandler, bytes], None],
+        *,
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         stranger = self
@@ -37,6 +42,8 @@ class Stranger:
                 pass  # who asked has hung up, as it should
 
         self._server = Server(("127.0.0.1", port), Handler)
+        if tls:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Stranger:

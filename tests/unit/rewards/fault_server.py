@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import json
+import ssl
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -37,7 +38,13 @@ def good_answer(path: str, body: bytes) -> Any:
     return {"ready": True}
 
 
-def fault_server(fault: str = "", *, times: int | None = None, port: int = 0) -> Stranger:
+def fault_server(
+    fault: str = "",
+    *,
+    times: int | None = None,
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
+) -> Stranger:
     """Spoil the first `times` requests for scores and completions, None for all of them."""
     numbers = itertools.count()
 
@@ -49,7 +56,7 @@ def fault_server(fault: str = "", *, times: int | None = None, port: int = 0) ->
         else:
             _say(handler, good)
 
-    return Stranger(answer, port=port)
+    return Stranger(answer, port=port, tls=tls)
 
 
 def _say(handler: BaseHTTPRequestHandler, answer: Any) -> None:

@@ -26,11 +26,20 @@ import pytest
 import torch
 
 from megadiff.cli import score as command
+from megadiff.config.load import load_rewards
 from megadiff.config.schema import RewardConfig
 from megadiff.rewards import server as score_server
-from megadiff.rewards.answers import score_checked
-from megadiff.rewards.base import Reward, RewardContext, RewardError, ScoreFailed, build_reward
+from megadiff.rewards.answers import WrongAnswer, score_checked
+from megadiff.rewards.base import (
+    Reward,
+    RewardContext,
+    RewardError,
+    ScoreFailed,
+    build_reward,
+    build_rewards,
+)
 from megadiff.rewards.remote import TOKEN_VARIABLE, RemoteReward, samples_to_npz
+from megadiff.rewards.score import Scorer
 from megadiff.rewards.server import ScoreServer
 from tests.unit.process.strangers import Stranger, reply
 from tests.unit.rewards.byte_reward import ByteReward
@@ -109,12 +118,12 @@ def test_faults_that_pass_change_no_score(samples, fault):
         ("hang", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5\).*no whole answer"),
         ("422", ScoreFailed, r"POST http://\S+/score answered 422.*because of the fault"),
         ("redirect", ScoreFailed, "redirects are not followed.*http://127.0.0.1:1/elsewhere"),
-        ("short", RewardError, "returned 3 values for 4 samples"),
-        ("nan", RewardError, "sample 0 .*returned nan"),
+        ("short", WrongAnswer, "returned 3 values for 4 samples"),
+        ("nan", WrongAnswer, "sample 0 .*returned nan"),
     ],
 )
 def test_faults_that_stay_are_never_a_score(samples, fault, error, text):
-    call = score_checked if error is RewardError else RemoteReward.score
+    call = score_checked if error is WrongAnswer else RemoteReward.score
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fault_server(fault))
         far = remote(server.url, timeout_s=0.4 if fault == "hang" else 1.2, deadline_s=1.5)
@@ -126,11 +135,22 @@ def test_faults_that_stay_are_never_a_score(samples, fault, error, text):
         assert time.monotonic() - start_s < 2.5
 
 
-def test_null_is_a_failed_sample(samples, caplog):
-    with fault_server("null") as server, contextlib.closing(remote(server.url)) as reward:
-        assert reward.score(samples)[0] is None
-        assert None not in reward.score(samples)[1:]
-    assert "reward 'far': the server could not score 1 of 4 samples" in caplog.text
+def test_the_scorer_leaves_a_failed_sample_out_or_stops(make_group, caplog):
+    """null is such a sample. Through the scorer, as a run does."""
+    group = make_group(list(range(0, 200, 10)))
+    with fault_server("null") as server:
+        for on_failure in ("drop", "stop"):
+            config = RewardConfig(type="remote", args={"url": server.url}, on_failure=on_failure)
+            with contextlib.closing(Scorer({"far": config})) as scorer:
+                if on_failure == "stop":
+                    with pytest.raises(RewardError, match="reward 'far' could not score sample"):
+                        scorer.score([group])
+                    continue
+                scores = scorer.score([group])["far"][0]
+                assert scorer.pop_figures()["far"]["dropped"] == 3  # a call is 8 samples
+    assert scores.isnan().nonzero().flatten().tolist() == [0, 8, 16]
+    assert scores[1] == pytest.approx(10 / 255)
+    assert "the server could not score 1 of 8 samples" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["hang", "dead"])
@@ -171,8 +191,8 @@ def test_what_is_no_scorer_is_refused_at_the_start(status, body, said):
 def test_an_answer_without_scores_is_an_error(samples):
     with Stranger(lambda handler, _: reply(handler, b'{"score": [1]}')) as stranger:
         with contextlib.closing(remote(stranger.url)) as reward:
-            with pytest.raises(ValueError, match=r"answered .*'score'.*must be .*4 numbers"):
-                reward.score(samples)
+            with pytest.raises(WrongAnswer, match=r"answered .*'score'.*must be .*4 numbers"):
+                score_checked(reward, samples)
 
 
 @pytest.mark.parametrize(
@@ -426,6 +446,14 @@ def test_an_address_that_is_taken(tmp_path, capsys, monkeypatch):
 
 
 # The page
+
+
+def test_the_yaml_of_the_page(tmp_path):
+    page = (ROOT / "docs/rewards.md").read_text()
+    config = re.search(r"```yaml\n(reward:\n  hps:\n    type: remote\n.*?)```", page, re.DOTALL)
+    (tmp_path / "config.yaml").write_text(config.group(1))
+    rewards = build_rewards(load_rewards([str(tmp_path / "config.yaml")]))
+    assert isinstance(rewards["hps"], RemoteReward)
 
 
 def test_the_server_of_the_page(tmp_path, samples):
