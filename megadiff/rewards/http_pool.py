@@ -140,7 +140,8 @@ class HttpPool:
             # A try in the last moments would run out of time, and hide the cause of those before.
             too_late = time.monotonic() + pause + self.timeout_s / 4 >= end
             if too_late or self._closed.wait(pause):
-                why = "closed" if self._closed.is_set() else f"deadline_s={self.deadline_s:g}"
+                limits = f"deadline_s={self.deadline_s:g}, timeout_s={self.timeout_s:g} for each"
+                why = "closed" if self._closed.is_set() else limits
                 count = "1 try" if tries == 1 else f"{tries} tries"
                 raise ScoreFailed(f"gave up after {count} ({why}); the last: {cause}")
             with self._lock:

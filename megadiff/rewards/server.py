@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 import zipfile
@@ -29,6 +30,7 @@ MAX_CALLS = 16  # at once, of a reward that does not say how many workers it wan
 MAX_CONNECTIONS = 512  # each has a thread, which mostly waits
 SILENCE_S = 30.0  # between two parts of a request
 BODY_S = 300.0
+QUEUE_S = 300.0  # a request waits for its turn; its client has given up by then
 REFUSED_S = 10.0  # for a body that is not kept
 CHUNK_BYTES = 2**20
 CLOSE_WAIT_S = 5.0  # for calls that still run
@@ -76,7 +78,10 @@ class ScoreServer(ThreadingHTTPServer):
             self._connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.info("%s: the connection failed", client_address, exc_info=True)
+        error = sys.exc_info()[1]
+        # A client that hangs up is nothing to trace; anything else is a bug of ours.
+        trace = None if isinstance(error, OSError) else error
+        logger.warning("%s: %r", client_address[0], error, exc_info=trace)
 
     def server_close(self) -> None:
         """Take no more requests, and wait 5 s for calls that run."""
@@ -91,8 +96,11 @@ class ScoreServer(ThreadingHTTPServer):
         """Return the reward's scores, in calls of its samples_per_call, None where it failed.
 
         Returns None as a whole where the client has left before its turn: it asks again elsewhere.
+        Raises TimeoutError where it gets no turn.
         """
-        with self._calls:
+        if not self._calls.acquire(timeout=QUEUE_S):
+            raise TimeoutError(f"no turn within {QUEUE_S:g} s: the reward may hang")
+        try:
             if _has_left(connection):
                 return None
             chunk = self._reward.samples_per_call or len(samples)
@@ -100,6 +108,8 @@ class ScoreServer(ThreadingHTTPServer):
             for first in range(0, len(samples), chunk):
                 scores += self._call(samples[first : first + chunk])
             return scores
+        finally:
+            self._calls.release()
 
     def _call(self, samples: Sequence[RewardSample]) -> list[float | None]:
         try:
@@ -134,8 +144,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*refusal)
             return
 
-        with self.server.bodies:
+        if not self.server.bodies.acquire(timeout=QUEUE_S):
+            self._answer(503, {"error": f"no turn within {QUEUE_S:g} s: the reward may hang"})
+            return
+        try:
             self._score(b"".join(self._chunks(size, limit_s=BODY_S)))
+        finally:
+            self.server.bodies.release()
 
     def _refusal(self, path: str, *, size: int) -> tuple[int, JsonObject] | None:
         """Return the status and the reason for which a request is refused before it is read."""

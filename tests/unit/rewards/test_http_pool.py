@@ -18,6 +18,7 @@ from megadiff.rewards.http_pool import HttpPool, check_urls
 from tests.unit.rewards.fault_server import fault_server
 
 COMPLETIONS = "/v1/chat/completions"
+SILENT = ("hang", "drip")
 
 
 @pytest.fixture
@@ -40,10 +41,9 @@ def free_port() -> int:
 @pytest.mark.parametrize("fault", ["500", "429", "half", "hang", "drip", "html"])
 def test_a_fault_that_passes_costs_a_retry(make_pool, fault):
     with fault_server(fault, times=1) as server:
-        pool = make_pool(server.url, deadline_s=10)
+        pool = make_pool(server.url, timeout_s=0.4 if fault in SILENT else 5, deadline_s=10)
         assert pool.post(COMPLETIONS, json={})["choices"]
-        assert pool.retries == 1
-        assert len(server.asked) == 2
+        assert pool.retries == len(server.asked) - 1 >= 1
 
 
 def test_a_slow_server_is_waited_for(make_pool):
@@ -65,9 +65,11 @@ def test_a_slow_server_is_waited_for(make_pool):
 )
 def test_a_fault_that_stays_ends_at_the_deadline(make_pool, fault, cause):
     with fault_server(fault) as server:
-        pool = make_pool(server.url, timeout_s=0.4 if fault in ("hang", "drip") else 1.2)
+        pool = make_pool(server.url, timeout_s=0.4 if fault in SILENT else 1.2)
         start_s = time.monotonic()
-        gave_up = rf"gave up after \d tries \(deadline_s=1.5\); the last: {cause}"
+        gave_up = (
+            rf"gave up after \d tries \(deadline_s=1.5, timeout_s=\S+ for each\); the last: {cause}"
+        )
         with pytest.raises(ScoreFailed, match=gave_up.format(url=server.url)):
             pool.post(COMPLETIONS, json={})
         assert time.monotonic() - start_s < 2.5
@@ -181,8 +183,9 @@ def test_https(make_pool, tmp_path, monkeypatch):
     key = tmp_path / "key.pem"
     certificate = tmp_path / "certificate.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-        + ["-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate],
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        + ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+        + ["-keyout", key, "-out", certificate],
         check=True,
         capture_output=True,
     )

@@ -99,23 +99,24 @@ def serving(reward):
 
 @pytest.mark.parametrize("fault", ["", "slow", "500", "half", "hang", "drip", "html"])
 def test_faults_that_pass_change_no_score(samples, fault):
-    timeout_s = 1.0 if fault in ("hang", "drip") else 10.0
+    timeout_s = 0.5 if fault in ("hang", "drip") else 10.0
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fault_server(fault, times=1))
         reward = stack.enter_context(contextlib.closing(remote(server.url, timeout_s=timeout_s)))
         reward.open(CONTEXT)
         expected = [sample.pixels.mean() / 255 for sample in samples]
         assert score_checked(reward, samples) == expected
-        retries = 0.0 if fault in ("", "slow") else 1.0
-        assert reward.figures() == {"retries": retries}
+        # as open() asked once, and nobody else
+        assert reward.figures() == {"retries": len(server.asked) - 2.0}
+        assert (len(server.asked) > 2) == (fault not in ("", "slow"))
         assert reward.figures() == {"retries": 0.0}
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
     [
-        ("500", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5\).*/score answered 500"),
-        ("hang", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5\).*no whole answer"),
+        ("500", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5, .*/score answered 500"),
+        ("hang", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5, .*no whole answer"),
         ("422", ScoreFailed, r"POST http://\S+/score answered 422.*because of the fault"),
         ("redirect", ScoreFailed, "redirects are not followed.*http://127.0.0.1:1/elsewhere"),
         ("short", WrongAnswer, "returned 3 values for 4 samples"),
@@ -256,6 +257,29 @@ def test_who_has_left_is_not_scored(samples):
             calls = [threads.submit(impatient.score, samples) for _ in range(8)]
         assert all(isinstance(call.exception(), ScoreFailed) for call in calls)
     assert busy.calls < 8 * 4 / 2
+
+
+def test_a_reward_that_hangs_does_not_hang_the_others(samples, monkeypatch):
+    monkeypatch.setattr(score_server, "QUEUE_S", 0.1)
+    over = threading.Event()
+
+    class Hangs(Reward):
+        workers = 1
+
+        def score(self, samples):
+            over.wait()
+            return [0.5] * len(samples)
+
+    with serving(Hangs()) as url, contextlib.closing(remote(url, deadline_s=20)) as patient:
+        impatient = remote(url, timeout_s=1, deadline_s=1)
+        with contextlib.closing(impatient), ThreadPoolExecutor(4) as threads:
+            first = threads.submit(patient.score, samples)
+            time.sleep(0.1)
+            others = [threads.submit(impatient.score, samples) for _ in range(3)]
+            for other in others:
+                assert "no turn within 0.1 s: the reward may hang" in str(other.exception())
+            over.set()
+            assert first.result() == [0.5] * 4
 
 
 def test_what_a_reward_raises(samples):
