@@ -8,6 +8,7 @@ import datetime
 import io
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -385,9 +386,20 @@ def test_only_the_token_opens_it(served, samples, monkeypatch, token, text):
         assert far.figures() == {"retries": 0.0}
 
 
-def test_bad_bodies_are_refused_with_the_reason(served, samples):
+class Program:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_bad_bodies_are_refused_with_the_reason(served, samples, tmp_path):
     url, _ = served
     whole = samples_to_npz(samples)
+    program = Program(tmp_path / "it_ran")
     pixels = np.zeros((1, 1, 4, 4, 3), np.uint8)
     row = {"prompt": "a", "id": "0", "fields": {}, "index": 0}
 
@@ -404,8 +416,11 @@ def test_bad_bodies_are_refused_with_the_reason(served, samples):
     claimed = bomb.getvalue().replace(size, (2**32 - 2**20).to_bytes(4, "little"))
 
     bodies = {
-        "File is not a zip file": [b"", b"abc", whole[:-40], pickle_of_a_program()],
-        "allow_pickle=False": [npz(pixels=np.array([{}], object), samples=rows(row))],
+        "File is not a zip file": [b"", b"abc", whole[:-40], pickle.dumps(program)],
+        "allow_pickle=False": [
+            npz(pixels=np.array([program], object), samples=rows(row)),
+            npz(pixels=pixels, samples=np.array([program], object)),
+        ],
         "Bad CRC-32": [whole.replace(samples[0].pixels.tobytes(), bytes(210))],
         "pixels is not a file in the archive": [npz(samples=rows(row))],
         "it unpacks to 42": [claimed],
@@ -423,12 +438,9 @@ def test_bad_bodies_are_refused_with_the_reason(served, samples):
             status, answer = post(url, body)
             assert status == 422, (reason, answer)
             assert re.search(reason, answer["error"]), answer
+    assert not program.folder.exists()
     status, answer = post(url, whole)
     assert status == 200 and len(answer["scores"]) == 4
-
-
-def pickle_of_a_program() -> bytes:
-    return b"cos\nsystem\n(S'touch /tmp/never'\ntR."
 
 
 def test_sigterm_ends_it(served):
