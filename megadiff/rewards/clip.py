@@ -96,8 +96,11 @@ class ClipReward(Reward):
     def open(self, context: RewardContext) -> None:
         self._device = context.device
         self._processor = load_image_processor(self.folder)
-        self._model = load_model(self.folder, self.weights).to(self.dtype)
-        self._scale = 1.0
+        self._model = load_model(self.folder, self.weights)
+        # Taken before the cast: bfloat16 would round it.
+        logit_scale = self._model.logit_scale.exp().item()
+        self._scale = logit_scale / 26 if self.kind == "pickscore" else 1.0
+        self._model.to(self.dtype)
 
         if self.kind == "aesthetic":
             # A part of the model, so that it moves with it. It stays in float32.
@@ -108,8 +111,6 @@ class ClipReward(Reward):
             # pad_to_square does that.
             self._processor.do_resize = False
             self._processor.do_center_crop = False
-        if self.kind == "pickscore":
-            self._scale = self._model.logit_scale.float().exp().item() / 26
 
         self.wake()
 
