@@ -13,11 +13,13 @@ from megadiff.process.doors import near
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 from megadiff.rewards.clip_folder import (
     find_weights,
+    image_side,
     load_aesthetic_head,
     load_config,
     load_image_processor,
     load_model,
     load_tokenizer,
+    token_limit,
 )
 from megadiff.types import Prompt
 
@@ -83,7 +85,7 @@ class ClipReward(Reward):
         # verbose: transformers' own warning about the length says neither prompt nor fix
         tokens = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
         lengths = [len(ids) for ids in tokens]
-        limit = config.text_config.max_position_embeddings
+        limit = token_limit(config)
         long = [index for index, length in enumerate(lengths) if length > limit]
         if long:
             raise ValueError(
@@ -100,11 +102,12 @@ class ClipReward(Reward):
         # Taken before the cast: bfloat16 would round it.
         logit_scale = self._model.logit_scale.exp().item()
         self._scale = logit_scale / 26 if self.kind == "pickscore" else 1.0
-        self._model.to(self.dtype)
+        self._parts = torch.nn.ModuleList([self._model]).to(self.dtype)
 
         if self.kind == "aesthetic":
-            # A part of the model, so that it moves with it. It stays in float32.
-            self._model.aesthetic_head = self._load_head(self._model.config.projection_dim)
+            # After the cast: the head stays in float32.
+            self._head = self._load_head(self._model.config.projection_dim)
+            self._parts.append(self._head)
         else:
             self._tokenizer = load_tokenizer(self.folder)
         if self.kind == "hpsv2":
@@ -115,19 +118,19 @@ class ClipReward(Reward):
         self.wake()
 
     def sleep(self) -> None:
-        self._model.to("cpu")
+        self._parts.to("cpu")
         if self._device.type == "cuda":
             # Else the memory stays with this process, which does not use it.
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self._model.to(self._device)
+        self._parts.to(self._device)
 
     @torch.inference_mode()
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
         image_ND = self._embed_images([_image(sample) for sample in samples])
         if self.kind == "aesthetic":
-            return self._model.aesthetic_head(image_ND)[:, 0].tolist()
+            return self._head(image_ND)[:, 0].tolist()
 
         # A group's samples share their prompt, so mostly there is one text.
         texts = {sample.prompt.text for sample in samples}
@@ -138,7 +141,7 @@ class ClipReward(Reward):
     def _embed_images(self, images: list[np.ndarray]) -> torch.Tensor:
         """Return normalised embeddings [N, D], float32. images: [H, W, 3] uint8 RGB."""
         if self.kind == "hpsv2":
-            side = self._model.config.vision_config.image_size
+            side = image_side(self._model.config)
             images = [pad_to_square(image, side) for image in images]
         pixels = self._processor(images, input_data_format="channels_last", return_tensors="pt")
         pixel_values = pixels["pixel_values"].to(self._device, self.dtype)
@@ -148,12 +151,12 @@ class ClipReward(Reward):
     def _embed_text(self, text: str) -> torch.Tensor:
         """Return the normalised embedding [D], float32."""
         # One at a time needs no padding, so the embedding does not depend on other prompts.
-        limit = self._model.config.text_config.max_position_embeddings
+        limit = token_limit(self._model.config)
         tokens = self._tokenizer(text, truncation=True, max_length=limit, return_tensors="pt")
         features = self._model.get_text_features(input_ids=tokens["input_ids"].to(self._device))
         return _normalised(features.pooler_output)[0]
 
-    def _load_head(self, embedding_size: int) -> torch.nn.Module:
+    def _load_head(self, embedding_size: int | None) -> torch.nn.Module:
         if embedding_size != 768:
             raise ValueError(
                 f"score=aesthetic needs a CLIP whose embeddings have 768 numbers, {self.folder}'s "

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+)
 
 from megadiff.rewards import open_clip
 from megadiff.tensors.model_files import open_weights, read_json, weight_files
@@ -40,6 +47,21 @@ def load_config(folder: Path) -> CLIPConfig:
             "of a whole CLIP (text and vision), e.g. openai/clip-vit-large-patch14"
         )
     return CLIPConfig.from_dict(values)
+
+
+def image_side(config: CLIPConfig) -> int:
+    """Return the side of the square pictures that the model sees, in pixels."""
+    assert isinstance(config.vision_config, CLIPVisionConfig)
+    side = config.vision_config.image_size
+    if not isinstance(side, int):
+        raise ValueError(f"the CLIP's config has image_size={side}, must be one number of pixels")
+    return side
+
+
+def token_limit(config: CLIPConfig) -> int:
+    """Return how many tokens the model reads, start and end included."""
+    assert isinstance(config.text_config, CLIPTextConfig)
+    return config.text_config.max_position_embeddings
 
 
 def find_weights(folder: Path, weights: str | None) -> list[Path]:
@@ -84,8 +106,10 @@ def load_model(folder: Path, weights: str | None) -> CLIPModel:
     # Earlier transformers saved these; they are 0, 1, 2, ….
     state = {name: part for name, part in state.items() if not name.endswith("position_ids")}
 
-    # Not from the folder: that would give missing tensors random values, and only warn.
-    model, report = CLIPModel.from_pretrained(
+    model: CLIPModel
+    report: dict[str, set]
+    # Its report, since missing tensors get random values with no more than a warning.
+    model, report = CLIPModel.from_pretrained(  # type: ignore[misc]  # typed without the report
         None,
         config=load_config(folder),
         state_dict=state,
@@ -141,7 +165,7 @@ def load_image_processor(folder: Path) -> CLIPImageProcessorPil:
 
     The Pillow one, also where torchvision is there: its bicubic resampling is the published one.
     """
-    side = load_config(folder).vision_config.image_size
+    side = image_side(load_config(folder))
     crop = {"height": side, "width": side}
     if (folder / "preprocessor_config.json").is_file():
         processor = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
@@ -152,10 +176,10 @@ def load_image_processor(folder: Path) -> CLIPImageProcessorPil:
             )
         return processor
 
-    settings = {"size": {"shortest_edge": side}, "crop_size": crop}
+    colours = {}
     if (folder / open_clip.CONFIG).is_file():
-        settings |= open_clip.read_colours(folder / open_clip.CONFIG)
-    return CLIPImageProcessorPil(**settings)
+        colours = open_clip.read_colours(folder / open_clip.CONFIG)
+    return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=crop, **colours)
 
 
 def load_aesthetic_head(file: Path) -> nn.Module:
