@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
+from megadiff.config.schema import RewardConfig
 from megadiff.data.prompts import prompt_id
-from megadiff.rewards.base import RewardContext, RewardSample
-from megadiff.rewards.clip import ClipReward
+from megadiff.rewards.base import RewardContext, RewardSample, build_rewards
+from megadiff.rewards.clip import SCORES, ClipReward
 from megadiff.types import Prompt
 from tests import tiny_clip
 
@@ -100,6 +103,25 @@ def test_formula_crop_and_padding(folder: Path, pictures: np.ndarray, score: str
 
     got = opened(folder, score).score(samples_of(pictures, "red cat", "Blue  cat dog"))
     torch.testing.assert_close(torch.tensor(got), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_the_page_s_example_scores(folder: Path, pictures: np.ndarray, tmp_path: Path) -> None:
+    """docs/rewards.md, with the tiny folder in place of /models."""
+    page = (Path(__file__).parents[3] / "docs/rewards.md").read_text()
+    (example,) = re.findall(r"```yaml\n# clip.yaml\n(.*?)```", page, re.DOTALL)
+    section = OmegaConf.create(example.replace("/models", str(tmp_path))).reward
+    for args in {values.args.path: values.args for values in section.values()}.values():
+        shutil.copytree(folder, args.path)
+        if "weights" in args:
+            torch.save(STATE, Path(args.path) / args.weights)
+
+    configs = {name: RewardConfig(**values) for name, values in section.items()}
+    samples = samples_of(pictures, "red cat")
+    for reward in build_rewards(configs).values():
+        reward.validate([samples[0].prompt])
+        reward.open(CPU)
+        assert np.std(reward.score(samples)) > 0
+    assert {values.args.score for values in section.values()} == set(SCORES)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
