@@ -102,12 +102,12 @@ class ClipReward(Reward):
         # Taken before the cast: bfloat16 would round it.
         logit_scale = self._model.logit_scale.exp().item()
         self._scale = logit_scale / 26 if self.kind == "pickscore" else 1.0
-        self._parts = torch.nn.ModuleList([self._model]).to(self.dtype)
+        self._networks = torch.nn.ModuleList([self._model]).to(self.dtype)
 
         if self.kind == "aesthetic":
             # After the cast: the head stays in float32.
             self._head = self._load_head(self._model.config.projection_dim)
-            self._parts.append(self._head)
+            self._networks.append(self._head)
         else:
             self._tokenizer = load_tokenizer(self.folder)
         if self.kind == "hpsv2":
@@ -118,13 +118,13 @@ class ClipReward(Reward):
         self.wake()
 
     def sleep(self) -> None:
-        self._parts.to("cpu")
+        self._networks.to("cpu")
         if self._device.type == "cuda":
             # Else the memory stays with this process, which does not use it.
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self._parts.to(self._device)
+        self._networks.to(self._device)
 
     @torch.inference_mode()
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
