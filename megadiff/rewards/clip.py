@@ -21,10 +21,9 @@ from megadiff.rewards.clip_folder import (
     load_tokenizer,
     token_limit,
 )
-from megadiff.types import Prompt
+from megadiff.types import DTYPES, Prompt
 
 SCORES = ("pickscore", "clipscore", "hpsv2", "aesthetic")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ClipReward(Reward):
@@ -84,12 +83,12 @@ class ClipReward(Reward):
             return
         # verbose: transformers' own warning about the length says neither prompt nor fix
         tokens = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
-        lengths = [len(ids) for ids in tokens]
         limit = token_limit(config)
-        long = [index for index, length in enumerate(lengths) if length > limit]
+        long = [index for index, ids in enumerate(tokens) if len(ids) > limit]
         if long:
+            first = long[0]
             raise ValueError(
-                f"the prompt {prompts[long[0]].text[:200]!r} has {lengths[long[0]]} tokens, and "
+                f"the prompt {prompts[first].text[:200]!r} has {len(tokens[first])} tokens, and "
                 f"{self.folder} reads {limit}, start and end included; {len(long)} of "
                 f"{len(prompts)} prompts are too long: shorten them, or score their beginning "
                 "with args: {truncate: true}"
