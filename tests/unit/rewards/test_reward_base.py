@@ -34,6 +34,7 @@ def my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -> None:
     args = {
         "frame": {"reward": "color"},
+        "clip": {"path": "/clip", "score": "hpsv2"},
         "remote": {"url": "http://127.0.0.1:9000"},
     }
     config = RewardConfig(type=reward_type, args=args.get(reward_type, {}))
