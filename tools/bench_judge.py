@@ -41,9 +41,10 @@ def picture(number: int, side: int) -> NDArray[np.uint8]:
 
 
 def as_url(pixels: NDArray[np.uint8]) -> str:
-    """Return the picture as lossless WebP; its method 0 is exact and much faster than PNG."""
+    """Return the picture as lossless WebP, as the reward vlm sends it."""
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "WEBP", lossless=True, method=0)
+    # Of lossless pictures, quality is effort: 0 takes a third of the time of 80.
+    Image.fromarray(pixels).save(out, "WEBP", lossless=True, quality=0, method=0)
     return "data:image/webp;base64," + base64.b64encode(out.getvalue()).decode()
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -29,9 +28,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import PIPE
 
 import bench_judge
 import httpx
@@ -39,7 +37,6 @@ import torch
 from bench_machine import cpu_name, versions, visible_gpus
 
 from megadiff.config.schema import RewardConfig
-from megadiff.process.lifeline import exit_with
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup, Sampling
@@ -63,35 +60,6 @@ def report(part: str, **figures: object) -> None:
     }
     sys.stdout.write(json.dumps({"part": part, **rounded}) + "\n")
     sys.stdout.flush()
-
-
-class SlowJudge(BaseHTTPRequestHandler):
-    """Answer every request after JUDGE_S, however many come at once."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        time.sleep(JUDGE_S)
-        self.send_response(200)
-        self.send_header("Content-Length", "1")
-        self.end_headers()
-        self.wfile.write(b"1")
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-class JudgeServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256  # as many connections may come at once
-
-
-def serve_judge(parent: int, answer: Connection) -> None:
-    exit_with(parent)
-    server = JudgeServer(("127.0.0.1", 0), SlowJudge)
-    answer.send(server.server_port)
-    server.serve_forever()
 
 
 class AskingReward(Reward):
@@ -139,13 +107,16 @@ def scorer_of(url: str, workers: int | None) -> Scorer:
 
 
 def measure_scorer(*, is_tiny: bool) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve_judge, args=(os.getpid(), theirs), daemon=True)
-    process.start()
-    url = f"http://127.0.0.1:{ours.recv()}/"
-    groups = [make_group(index) for index in range(2 if is_tiny else GROUPS)]
+    judge = Path(__file__).with_name("slow_judge.py")
+    command = [sys.executable, str(judge), str(0.05 if is_tiny else JUDGE_S)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None, "a pipe was asked for"
+        url = f"http://127.0.0.1:{process.stdout.readline().strip()}/"
+        _measure_scorer(url, is_tiny=is_tiny)
 
+
+def _measure_scorer(url: str, *, is_tiny: bool) -> None:
+    groups = [make_group(index) for index in range(2 if is_tiny else GROUPS)]
     waits = {}
     for workers in (64, 32, None):
         with closing(scorer_of(url, workers)) as scorer:
@@ -162,14 +133,11 @@ def measure_scorer(*, is_tiny: bool) -> None:
         )
     report("scorer", times_as_fast={w: round(waits[None] / waits[w], 1) for w in (64, 32)})
 
-    for workers in (32, None):
+    for workers in (64, 32):
         _measure_rollout(url, workers, groups, 2 if is_tiny else ROLLOUT_GROUPS)
-    process.terminate()
 
 
-def _measure_rollout(
-    url: str, workers: int | None, groups: Sequence[RolloutGroup], count: int
-) -> None:
+def _measure_rollout(url: str, workers: int, groups: Sequence[RolloutGroup], count: int) -> None:
     """Report how long the loop waits when groups come one by one, a second apart."""
     with closing(scorer_of(url, workers)) as scorer:
         scorer.score(groups[:1])
@@ -189,7 +157,6 @@ def _measure_rollout(
     report(
         "scorer",
         own_threads=workers,
-        shared_threads=None if workers else 2,
         pictures=count * GROUP_SIZE,
         rollout_s=rollout_s,
         s_after_last_sample=wait_s,

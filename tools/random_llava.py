@@ -83,7 +83,8 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate((*SPECIAL, *letters))}
     merges = []
-    for word in (*WORDS, *(f"Ġ{word}" for word in WORDS)):
+    # With the space first: "yes" would else be merged before the space can join.
+    for word in (*(f"Ġ{word}" for word in WORDS), *WORDS):
         for end in range(1, len(word)):
             if word[: end + 1] not in vocab:
                 vocab[word[: end + 1]] = len(vocab)
