@@ -22,6 +22,7 @@ MAX_BYTES = 2**24  # of an answer: a thousand scores are some 20 KB
 # uvicorn, vLLM's server, closes a connection that idles for 5 s. A request that is sent at that
 # moment is lost.
 KEEP_ALIVE_S = 3.0
+EXCERPT_BYTES = 400  # of an answer, in an error
 REST_S = 2.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
@@ -67,9 +68,12 @@ class HttpPool:
         self._rests_until = dict.fromkeys(self.urls, 0.0)
         self._closed = threading.Event()
 
-    def get(self, path: str) -> Any:
-        """Return the JSON that one of the servers answers. Raises ScoreFailed as post() does."""
-        return self._ask("GET", path, {}, b"")
+    def get(self, path: str, *, url: str = "") -> Any:
+        """Return the JSON that one of the servers answers, or the one at `url`.
+
+        Raises ScoreFailed as post() does.
+        """
+        return self._ask("GET", path, {}, b"", [url] if url else self.urls)
 
     def post(
         self,
@@ -89,7 +93,7 @@ class HttpPool:
         if json is not None:
             content = dumps(json, allow_nan=False).encode()
             sent["Content-Type"] = "application/json"
-        return self._ask("POST", path, sent, content)
+        return self._ask("POST", path, sent, content, self.urls)
 
     def close(self) -> None:
         """End all calls: those that run raise ScoreFailed."""
@@ -97,10 +101,17 @@ class HttpPool:
         for server in self._servers.values():
             server.close()
 
-    def _ask(self, method: str, path: str, headers: Mapping[str, str], content: bytes) -> Any:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes,
+        urls: Sequence[str],
+    ) -> Any:
         end = time.monotonic() + self.deadline_s
         for tries in itertools.count(1):
-            url = self._take()
+            url = self._take(urls)
             cause = ""
             try:
                 answer = self._servers[url].request(
@@ -126,19 +137,22 @@ class HttpPool:
 
             pause = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S)
             pause *= random.uniform(0.5, 1.0)  # so that the callers do not come back all at once
-            if time.monotonic() + pause >= end or self._closed.wait(pause):
-                why = "closed" if self._closed.is_set() else f"deadline_s={self.deadline_s:g}"
+            # A try in the last moments would run out of time, and hide the cause of those before.
+            too_late = time.monotonic() + pause + self.timeout_s / 4 >= end
+            if too_late or self._closed.wait(pause):
+                limits = f"deadline_s={self.deadline_s:g}, timeout_s={self.timeout_s:g} for each"
+                why = "closed" if self._closed.is_set() else limits
                 count = "1 try" if tries == 1 else f"{tries} tries"
                 raise ScoreFailed(f"gave up after {count} ({why}); the last: {cause}")
             with self._lock:
                 self.retries += 1
 
-    def _take(self) -> str:
-        """Choose a server and count it as in use."""
+    def _take(self, urls: Sequence[str]) -> str:
+        """Choose one of the servers and count it as in use."""
         with self._lock:
             now = time.monotonic()
-            awake = [url for url in self.urls if self._rests_until[url] <= now]
-            url = min(awake or self.urls, key=lambda name: (self._in_flight[name], random.random()))
+            awake = [url for url in urls if self._rests_until[url] <= now]
+            url = min(awake or urls, key=lambda name: (self._in_flight[name], random.random()))
             if self._rests_until[url]:
                 self._rests_until[url] = now + self.timeout_s
             self._in_flight[url] += 1
@@ -192,4 +206,5 @@ def _retried(answer: Answer, asked: str) -> str:
 
 
 def _excerpt(answer: Answer) -> str:
-    return repr(answer.body[:300].decode(errors="replace"))
+    """Return the beginning of a body on one line."""
+    return " ".join(answer.body[:EXCERPT_BYTES].decode(errors="replace").split())
