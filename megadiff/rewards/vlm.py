@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megadiff.process.doors import near
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
-from megadiff.rewards.http_pool import check_urls
+from megadiff.rewards.http_pool import bearer_header, check_urls
 from megadiff.rewards.ocr import text_score, wanted_text
 from megadiff.rewards.vlm_answers import (
     AnswerTokens,
@@ -58,6 +58,7 @@ class VlmReward(Reward):
     against: each sample meets so many others of its group, in both orders; its rate of wins.
 
     max_tokens: of an answer in text. timeout_s, deadline_s: of a request, and with its retries.
+    token_env: the environment variable with the key of one's own servers.
     """
 
     workers = 32
@@ -79,6 +80,7 @@ class VlmReward(Reward):
         max_tokens: int = 1024,
         timeout_s: float = 60.0,
         deadline_s: float = 240.0,
+        token_env: str = "",
     ) -> None:
         if bool(judge) == bool(url):
             raise ValueError(
@@ -114,6 +116,7 @@ class VlmReward(Reward):
         self._max_tokens = max_tokens
         self._timeout_s = min(timeout_s, deadline_s)
         self._deadline_s = deadline_s
+        self._headers = bearer_header(token_env, is_needed=True) if token_env else {}
         self.samples_per_call = None if against else 1
 
         self._client: VlmClient | None = None
@@ -148,7 +151,11 @@ class VlmReward(Reward):
             )
         urls = judges[self._judge] if self._judge else self._urls
         client = VlmClient(
-            urls, self._model, timeout_s=self._timeout_s, deadline_s=self._deadline_s
+            urls,
+            self._model,
+            headers=self._headers,
+            timeout_s=self._timeout_s,
+            deadline_s=self._deadline_s,
         )
         self._client = client
         if self._way in ("answers", "questions", "against"):

@@ -7,6 +7,7 @@ import io
 import logging
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,26 @@ GREY = np.full((64, 64, 3), 128, dtype=np.uint8)
 class VlmClient:
     """Ask one model on equal servers. For any number of threads.
 
-    urls: base URLs. model: as the servers call it, "" for their only one. pool: counts retries.
+    urls: base URLs. model: as the servers call it, "" for their only one. headers: of every
+    request. pool: counts retries.
     """
 
     def __init__(
-        self, urls: Sequence[str], model: str, *, timeout_s: float, deadline_s: float
+        self,
+        urls: Sequence[str],
+        model: str,
+        *,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        deadline_s: float,
     ) -> None:
+        open_s = min(deadline_s, OPEN_DEADLINE_S)
         for url in urls:
-            model = _served_model(url, model, deadline_s=min(deadline_s, OPEN_DEADLINE_S))
+            probe = HttpPool(url, timeout_s=open_s, deadline_s=open_s, headers=headers)
+            with closing(probe):
+                model = _served_model(probe, model)
         self.model = model
-        self.pool = HttpPool(urls, timeout_s=timeout_s, deadline_s=deadline_s)
+        self.pool = HttpPool(urls, timeout_s=timeout_s, deadline_s=deadline_s, headers=headers)
         # A text → its first token's id. Two threads may write one entry, the same value.
         self._ids: dict[str, int] = {}
         self._first_token: Callable[[str], int] | None = self._token_of
@@ -148,19 +159,17 @@ def picture_url(pixels: np.ndarray) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _served_model(url: str, model: str, *, deadline_s: float) -> str:
+def _served_model(pool: HttpPool, model: str) -> str:
     """Return the model to ask for. Raises ValueError where the server does not serve it."""
-    pool = HttpPool(url, timeout_s=deadline_s, deadline_s=deadline_s)
+    (url,) = pool.urls
+    answer = pool.get("/v1/models")
     try:
-        answer = pool.get("/v1/models")
         names = [str(row["id"]) for row in answer["data"]]
     except (KeyError, TypeError):
         raise ValueError(
             f"{url}/v1/models answers {reprlib.repr(answer)}; url must be an OpenAI-compatible "
             "server's, e.g. vLLM's"
         ) from None
-    finally:
-        pool.close()
     if not model and len(names) == 1:
         return names[0]
     if model not in names:

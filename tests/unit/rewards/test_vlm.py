@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.schema import JudgeConfig, RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample, ScoreFailed, build_reward
+from megadiff.rewards.vlm_answers import number_in
 from tests.unit.rewards.vlm_server import FakeVlm, reply
 
 UNIFIED_15 = r"Final Score:\s*([\d.]+)"
@@ -107,6 +111,14 @@ def test_unlikely_answers_count_where_ids_are_known_and_else_fail_the_sample(
     vlm.tokenizes = False
     vlm.chances = lambda question, levels: {" Yes": 0.3, "no": 0.6}
     assert opened().score([grey(0)]) == [pytest.approx(0.3 / 0.9)]
+
+
+def test_a_key_is_sent_to_servers_of_one_s_own(vlm, opened, grey, monkeypatch):
+    sent = []
+    vlm.fault = lambda handler: sent.append(handler.headers["Authorization"])
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    opened(url=vlm.url, token_env="JUDGE_KEY").score([grey(0)])
+    assert set(sent) == {"Bearer s3cret"}
 
 
 def test_the_mass_is_warned_of_once(vlm, opened, grey, caplog):
@@ -231,6 +243,7 @@ def test_win_rates(vlm, opened, grey, count, against):
         ({"judge": "j", "questions": "vqa", "question": "?"}, "which are the row's own"),
         ({"judge": "j", "questions": "vqa", "mean": "median"}, "arithmetic or geometric"),
         ({"judge": "j", "against": 3}, "against=3 must be even"),
+        ({"url": "http://127.0.0.1:1", "token_env": "NO_SUCH_KEY"}, "no such variable; set it"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(args, text):
@@ -326,3 +339,22 @@ def test_a_server_that_comes_back_costs_a_retry(vlm, opened, grey, caplog, fault
     assert reward.score([grey(0)]) == [1.0]
     assert reward.figures()["retries"] == 1.0
     assert reward.figures() == {"retries": 0.0}
+
+
+def test_the_yaml_of_the_page(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/rewards.md").read_text()
+    files = {}
+    for name in ("vlm", "vlm_ways", "judge"):
+        (example,) = re.findall(rf"```yaml\n# {name}.yaml\n(.*?)```", page, re.DOTALL)
+        files[name] = OmegaConf.create(example)
+        for reward, values in files[name].reward.items():
+            config = RewardConfig(**OmegaConf.to_container(values))
+            assert build_reward(reward, config).workers == 32
+    (judge,) = files["judge"].judge.values()
+    JudgeConfig(**judge)
+    assert len(judge.gpus) == judge.tp * judge.replicas
+    unified = build_reward("unified", RewardConfig(**files["vlm_ways"].reward.unified))
+    text = "cup (object): 1\nFinal Score: 4"
+    assert number_in(text, unified._pattern, unified._scale) == 0.8
+    (axes,) = re.findall(r"their pattern is `(.*?)`", page, re.DOTALL)
+    assert axes.replace("\n", " ") == UNIFIED_20
