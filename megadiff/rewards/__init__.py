@@ -3,6 +3,7 @@
 REWARDS = {
     "color": "megadiff.rewards.color:ColorReward",
     "frame": "megadiff.rewards.frame:FrameReward",
+    "geneval": "megadiff.rewards.geneval:GenevalReward",
     "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
     "motion": "megadiff.rewards.motion:MotionReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",

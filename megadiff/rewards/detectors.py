@@ -1,0 +1,255 @@
+"""Find objects in images, by a local folder's detection or instance segmentation model.
+
+The one module that knows transformers' detectors (5.14): their processors, their answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from megadiff.rewards import centernet
+
+BATCH_SIZE = 8  # images at once: 100 masks for each are in memory
+
+# The names in labels of models and in GenEval's rows → GenEval's. "mouse" is COCO's own; RT-DETR's
+# folders have the names of Pascal VOC.
+GENEVAL_NAMES = {
+    "mouse": "computer mouse",
+    "remote": "tv remote",
+    "keyboard": "computer keyboard",
+    "motorbike": "motorcycle",
+    "aeroplane": "airplane",
+    "sofa": "couch",
+    "pottedplant": "potted plant",
+    "diningtable": "dining table",
+    "tvmonitor": "tv",
+    "hair dryer": "hair drier",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectedObject:
+    """Describe an object in an image.
+
+    label: its class, in GenEval's words. score: in [0, 1].
+    box: left, top, right, bottom in pixels, within the image.
+    mask_HW: bool, the object's pixels; None from a model that has boxes only.
+    """
+
+    label: str
+    score: float
+    box: tuple[float, float, float, float]
+    mask_HW: np.ndarray | None = None
+
+
+class Detector(Protocol):
+    """Find objects."""
+
+    def detect(
+        self, images: Sequence[np.ndarray], *, threshold: float
+    ) -> list[list[DetectedObject]]:
+        """Return the objects that score more than threshold in images [H, W, 3] uint8 RGB."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights."""
+
+
+def geneval_name(label: str) -> str:
+    """Return GenEval's word for a class."""
+    return GENEVAL_NAMES.get(label, label)
+
+
+def folder_labels(path: Path) -> frozenset[str]:
+    """Return the classes that the folder's model knows, in GenEval's words; loads no weights.
+
+    Raises ValueError where the folder has no model, or one of another kind.
+    """
+    if (path / centernet.GRAPH).is_file():
+        labels = json.loads((path / centernet.GRAPH).read_text("utf-8"))["labels"]
+    else:
+        labels = _config(path).id2label.values()
+    return frozenset(geneval_name(label) for label in labels)
+
+
+def load_detector(path: Path, device: torch.device) -> Detector:
+    """Load the folder's model onto the device. Raises ValueError as folder_labels does."""
+    if (path / centernet.GRAPH).is_file():
+        return CenterNetDetector(path, device)
+    return TransformersDetector(path, device)
+
+
+class CenterNetDetector:
+    """Run the detector of assets/detector."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._model = centernet.CenterNet(path, device)
+        self.to = self._model.to
+
+    def detect(
+        self, images: Sequence[np.ndarray], *, threshold: float
+    ) -> list[list[DetectedObject]]:
+        answers = []
+        for image in images:
+            peaks = self._model.detect(image)
+            objects = [
+                DetectedObject(
+                    label=geneval_name(self._model.labels[label]),
+                    score=score,
+                    box=_within(box, image),
+                )
+                for label, score, box in peaks
+                if score > threshold
+            ]
+            answers.append(objects)
+        return answers
+
+
+class TransformersDetector:
+    """Run a model of AutoModelForObjectDetection or AutoModelForUniversalSegmentation."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        # From its module: the package's own door to this class asks for torchvision, which the
+        # pil processors do without.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        config = _config(path)
+        self._has_masks = not _is_object_detection(config)
+        auto = (
+            transformers.AutoModelForUniversalSegmentation
+            if self._has_masks
+            else transformers.AutoModelForObjectDetection
+        )
+        # pil: a machine with torchvision would resize, and score, differently.
+        self._processor = AutoImageProcessor.from_pretrained(
+            path, backend="pil", local_files_only=True
+        )
+        # Mask2Former asks for scipy, which only its training's loss needs.
+        module = sys.modules[getattr(transformers, config.architectures[0]).__module__]
+        with patch.object(module, "requires_backends", lambda *_: None, create=True):
+            self._model = auto.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        self._model.eval()
+        self._names = {
+            number: geneval_name(label) for number, label in self._model.config.id2label.items()
+        }
+        self.to(device)
+
+    def to(self, device: torch.device) -> None:
+        self._device = device
+        self._model.to(device)
+
+    @torch.inference_mode()
+    def detect(
+        self, images: Sequence[np.ndarray], *, threshold: float
+    ) -> list[list[DetectedObject]]:
+        answers: list[list[DetectedObject]] = []
+        for start in range(0, len(images), BATCH_SIZE):
+            batch = images[start : start + BATCH_SIZE]
+            inputs = self._processor(
+                images=[Image.fromarray(image) for image in batch], return_tensors="pt"
+            )
+            # Without the mask of padding: a group's images are of one size.
+            outputs = self._model(pixel_values=inputs["pixel_values"].to(self._device))
+            answers += self._objects(outputs, batch, threshold)
+        return answers
+
+    def _objects(
+        self, outputs: Any, images: Sequence[np.ndarray], threshold: float
+    ) -> list[list[DetectedObject]]:
+        """Read a batch's outputs."""
+        sizes = [image.shape[:2] for image in images]
+        if self._has_masks:
+            # Binary maps: in the other form objects that overlap erase each other.
+            results = self._processor.post_process_instance_segmentation(
+                outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
+            )
+            return [self._from_masks(result, threshold) for result in results]
+
+        results = self._processor.post_process_object_detection(
+            outputs, threshold=threshold, target_sizes=torch.tensor(sizes, device=self._device)
+        )
+        return [self._from_boxes(*pair) for pair in zip(results, images, strict=True)]
+
+    def _from_boxes(self, result: dict[str, Tensor], image: np.ndarray) -> list[DetectedObject]:
+        labels = result["labels"].tolist()
+        scores = result["scores"].tolist()
+        return [
+            DetectedObject(label=self._names[label], score=score, box=_within(box.cpu(), image))
+            for label, score, box in zip(labels, scores, result["boxes"], strict=True)
+        ]
+
+    def _from_masks(self, result: dict[str, Any], threshold: float) -> list[DetectedObject]:
+        objects = []
+        # Without objects `segmentation` is no stack of masks, but there is nothing to pair it with.
+        for segment, mask in zip(result["segments_info"], result["segmentation"]):
+            mask_HW = mask.bool().cpu().numpy()
+            # The processor keeps scores of exactly the threshold; GenEval does not.
+            if segment["score"] > threshold:
+                objects.append(
+                    DetectedObject(
+                        label=self._names[segment["label_id"]],
+                        score=segment["score"],
+                        box=_mask_box(mask_HW),
+                        mask_HW=mask_HW,
+                    )
+                )
+        return objects
+
+
+def _config(path: Path) -> Any:
+    """Return the transformers config of a detector's folder. Raises ValueError for others."""
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"path={path} holds neither config.json (a transformers model) nor "
+            f"{centernet.GRAPH} (as assets/detector does); give a detector's folder"
+        )
+
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if not _is_object_detection(config) and not _is_segmentation(config):
+        raise ValueError(
+            f"path={path} holds {', '.join(config.architectures or ['no architecture'])}, which is "
+            "neither for object detection nor for instance segmentation; give a model such as "
+            "DETR, RT-DETR, YOLOS or Mask2Former"
+        )
+    return config
+
+
+def _is_object_detection(config: Any) -> bool:
+    names = set(modeling_auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES.values())
+    return not names.isdisjoint(config.architectures or [])
+
+
+def _is_segmentation(config: Any) -> bool:
+    names = set(modeling_auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES.values())
+    return not names.isdisjoint(config.architectures or [])
+
+
+def _within(box: Tensor, image: np.ndarray) -> tuple[float, float, float, float]:
+    """Clip a box to its image [H, W, 3]."""
+    height, width, _ = image.shape
+    left, top, right, bottom = box.tolist()
+    return (
+        min(max(left, 0.0), width),
+        min(max(top, 0.0), height),
+        min(max(right, 0.0), width),
+        min(max(bottom, 0.0), height),
+    )
+
+
+def _mask_box(mask_HW: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the box around a mask's pixels."""
+    rows = np.flatnonzero(mask_HW.any(axis=1))
+    columns = np.flatnonzero(mask_HW.any(axis=0))
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
