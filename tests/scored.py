@@ -55,10 +55,12 @@ def scored_groups(
     if advantages_PG is None:
         sample_G = torch.tensor([0.5, 2.0, -1.0, -1.5])
         advantages_PG = torch.stack([sample_G.roll(index) for index in indices])
+    if weights_P is None:
+        weights_P = torch.ones(len(indices))
     return ScoredGroups(
         groups=[make_group(index, num_steps=num_steps) for index in indices],
         advantages_PG=advantages_PG,
-        weights_P=torch.ones(len(indices)) if weights_P is None else weights_P,
+        weights_PG=weights_P[:, None].expand(-1, GROUP_SIZE).contiguous(),
         **{"seed": 1, "step": 2, **identity},
     )
 

@@ -32,10 +32,8 @@ class Algorithm:
     loss: over StepInputs (rows "steps") or MatchInputs.
     rows: a key of train.rows.ROWS. "steps" are stored stochastic steps, "levels" clean latents at
     drawn noise levels, "pairs" the best and the worst of a group at the same levels.
-    needs: whose velocities the inputs come with, without gradient. "old" is left out of a step's
-    first update, where it is the policy itself.
-    on_policy: it trains on what replicas sample and rewards score (train/loop.py), not on given
-    images (train/sft.py).
+    needs: whose velocities the inputs have. A step's first update has no "old": it is the policy.
+    on_policy: it trains on samples and their rewards (train/loop.py), not on images (train/sft.py).
     samples_lagging: replicas draw with the lagging policy instead of the trained one.
     first_level: the first step of the schedule whose sigma may be drawn.
     sde_types: the rollout.sde_type that its loss is defined for; empty means all.

@@ -17,57 +17,73 @@ def group_advantages(
     kind: str,
     all_reduce: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages_PG, weights_P), float32: (reward − group mean) / (std + 1e-4).
+    """Return (advantages_PG, weights_PG), float32: (reward − group mean) / (std + 1e-4).
 
+    rewards_PG: NaN is a sample without a reward: advantage and weight 0, no part in mean and std.
     kind: global takes the population std over the batch of all ranks, for which all_reduce sums a
-    [3] float64 tensor over the data-parallel group (once). group takes each group's own.
-    none divides by nothing.
-    A group whose rewards are all equal gets weight 0 and keeps its row.
-    `train.selection.groups_to_train` says which of those are computed, so that ranks stay in step.
+    [3] float64 tensor (once). group takes each group's own, none divides by nothing.
+    A group of equal rewards gets weight 0 and keeps its row, see `train.selection.groups_to_train`.
     Flow-GRPO, arXiv 2505.05470; none as in Dr. GRPO, arXiv 2503.20783.
     """
     # float64, because the mean of near-equal rewards cancels most of float32's digits
     rewards_PG = rewards_PG.double()
-    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    group_std_P1 = rewards_PG.std(dim=1, keepdim=True, correction=0)
-    weights_P = (group_std_P1[:, 0] > ZERO_STD).float()
+    scored_PG = ~rewards_PG.isnan()
+    mean_P1, group_std_P1 = group_moments(rewards_PG)
+    centred_PG = torch.where(scored_PG, rewards_PG - mean_P1, 0.0)
+    weights_PG = (scored_PG & (group_std_P1 > ZERO_STD)).float()
     if kind == "none":
-        return centred_PG.float(), weights_P
+        return centred_PG.float(), weights_PG
 
     std = group_std_P1
     if kind == "global":
-        moments = [float(rewards_PG.numel()), rewards_PG.sum(), (rewards_PG**2).sum()]
+        known = rewards_PG[scored_PG]
+        moments = [float(len(known)), known.sum(), (known**2).sum()]
         count, total, squares = all_reduce(torch.tensor(moments, dtype=torch.float64))
         # rounding can bring the variance of equal rewards below 0
         std = (squares / count - (total / count) ** 2).clamp(min=0).sqrt()
-    return (centred_PG / (std + EPSILON)).float(), weights_P
+    return (centred_PG / (std + EPSILON)).float(), weights_PG
+
+
+def group_moments(rewards_PG: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each group's mean and population std, [P, 1], without its NaN; 0 of nothing."""
+    mean_P1 = rewards_PG.mean(dim=1, keepdim=True)
+    std_P1 = rewards_PG.std(dim=1, keepdim=True, correction=0)
+    scored_PG = ~rewards_PG.isnan()
+    # a whole group keeps its digits, which a sum without its NaN may change
+    for index in (scored_PG.any(dim=1) & ~scored_PG.all(dim=1)).nonzero():
+        known = rewards_PG[index][scored_PG[index]]
+        mean_P1[index] = known.mean()
+        std_P1[index] = known.std(correction=0)
+    return mean_P1.nan_to_num(0.0), std_P1.nan_to_num(0.0)
 
 
 def gdpo_advantages(
     rewards: Mapping[str, Tensor],
     weights: Mapping[str, float],
     *,
+    scored_PG: Tensor | None = None,
     all_reduce: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages_PG, weights_P), float32: each reward counts by its weight, not its spread.
+    """Return (advantages_PG, weights_PG), float32: each reward by its weight, not its spread.
 
-    Each reward is normalised within its group, as kind=group does. The weighted sum is divided by
-    its root mean square over the groups with a signal, of all ranks. all_reduce sums a [2] float64
-    tensor over the data-parallel group (once).
-    rewards: name → [P, G]. weights: of those that take part; 0 is as good as left out.
-    A group whose normalised rewards cancel gets weight 0 and keeps its row.
+    Each reward is normalised as kind=group does. The weighted sum is divided by its root mean
+    square over the groups with a signal, of all ranks. all_reduce sums a [2] float64 tensor (once).
+    rewards: name → [P, G]; NaN adds nothing. weights: of those that take part.
+    scored_PG: False for a sample that is left out as one of its rewards failed; None is no such.
     GDPO, arXiv 2601.05242.
     """
     combined_PG = torch.zeros_like(next(iter(rewards.values())), dtype=torch.float64)
+    scored_PG = combined_PG == 0 if scored_PG is None else scored_PG
     for name, weight in weights.items():
-        advantages_PG, signal_P = group_advantages(rewards[name], kind="group")
+        known_PG = torch.where(scored_PG, rewards[name], torch.nan)
+        advantages_PG, signal_PG = group_advantages(known_PG, kind="group")
         # rewards that differ by rounding are equal, though division by their std makes them large
-        combined_PG += weight * signal_P[:, None] * advantages_PG.double()
-    has_signal_P = combined_PG.abs().amax(dim=1) > ZERO_STD
+        combined_PG += weight * signal_PG * advantages_PG.double()
+    has_signal_PG = scored_PG & (combined_PG.abs().amax(dim=1, keepdim=True) > ZERO_STD)
 
-    # without the others, which are 0: how many of them a batch has must not scale the rest
-    signal_PG = combined_PG[has_signal_P]
-    moments = [signal_PG.square().sum(), float(signal_PG.numel())]
+    # without the others: how many of them a batch has must not scale the rest
+    signal = combined_PG[has_signal_PG]
+    moments = [signal.square().sum(), float(len(signal))]
     squares, count = all_reduce(torch.tensor(moments, dtype=torch.float64))
     rms = (squares / count.clamp(min=1)).sqrt()
-    return (combined_PG / (rms + EPSILON)).float(), has_signal_P.float()
+    return (combined_PG / (rms + EPSILON)).float(), has_signal_PG.float()

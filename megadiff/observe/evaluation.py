@@ -32,7 +32,10 @@ Identity = tuple[str, int]  # prompt id, sample index
 
 @dataclass(frozen=True, kw_only=True)
 class MeanEstimate:
-    """A mean over n samples and its 95 % interval; low and high are None for too few samples."""
+    """A mean over n samples and its 95 % interval; low and high are None for too few samples.
+
+    mean is NaN where no sample has the reward.
+    """
 
     mean: float
     low: float | None
@@ -44,7 +47,8 @@ class MeanEstimate:
 class EvaluatedSample:
     """A scored sample.
 
-    task: the prompt's, "" without one. rewards: name → value.
+    task: the prompt's, "" without one.
+    rewards: name → value, None where it does not apply to the prompt, or failed.
     file: its image relative to the record, or None.
     """
 
@@ -52,7 +56,7 @@ class EvaluatedSample:
     sample_index: int
     caption: str
     task: str
-    rewards: Mapping[str, float]
+    rewards: Mapping[str, float | None]
     file: str | None = None
 
     @property
@@ -108,11 +112,12 @@ class Evaluation(Sampling):
 
     def is_share(self, reward: str) -> bool:
         """Return True when every value is 0 or 1, so that the mean is a share."""
-        return all(sample.rewards[reward] in (0, 1) for sample in self.samples)
+        return all(sample.rewards[reward] in (0, 1, None) for sample in self.samples)
 
     def estimate(self, reward: str, task: str | None = None) -> MeanEstimate:
-        """Return the mean of a reward over all samples, or over those of one task."""
-        return estimate([sample.rewards[reward] for sample in self.samples_of(task)])
+        """Return the mean over all samples that have the reward, or over those of one task."""
+        values = [sample.rewards[reward] for sample in self.samples_of(task)]
+        return estimate([value for value in values if value is not None])
 
     def samples_of(self, task: str | None) -> list[EvaluatedSample]:
         """Return the samples of one task, None of all."""
@@ -125,7 +130,7 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     The interval is Wilson's for values that are all 0 or 1 (E. B. Wilson, JASA 22, 1927: right
     also near 0 and 1), else the normal one of the mean, which needs two values.
     """
-    if not all(value in (0, 1) for value in values):
+    if not values or not all(value in (0, 1) for value in values):
         return _normal_estimate(values)
     n = len(values)
     mean = fmean(values)
@@ -138,6 +143,8 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
 
 def _normal_estimate(values: Sequence[float]) -> MeanEstimate:
     n = len(values)
+    if not n:
+        return MeanEstimate(mean=math.nan, low=None, high=None, n=0)
     mean = fmean(values)
     if n < 2:
         return MeanEstimate(mean=mean, low=None, high=None, n=n)
@@ -199,13 +206,17 @@ class Comparison:
         # Pairs by identity: the two may hold their samples in another order.
         gains = []
         for sample in self.evaluation.samples_of(task):
-            gains.append(sample.rewards[reward] - before[sample.identity].rewards[reward])
+            ours = sample.rewards[reward]
+            theirs = before[sample.identity].rewards[reward]
+            if ours is not None and theirs is not None:
+                gains.append(ours - theirs)
 
+        num_pairs = max(len(gains), 1)
         return Difference(
             **vars(_normal_estimate(gains)),
-            won=fmean(gain > 0 for gain in gains),
-            lost=fmean(gain < 0 for gain in gains),
-            tied=fmean(gain == 0 for gain in gains),
+            won=sum(gain > 0 for gain in gains) / num_pairs,
+            lost=sum(gain < 0 for gain in gains) / num_pairs,
+            tied=sum(gain == 0 for gain in gains) / num_pairs,
         )
 
 
@@ -230,9 +241,14 @@ def _by_task(
     """Return reward → its estimate over all samples, and by task."""
     records: dict[str, object] = {}
     for reward in rewards:
-        by_task = {task: asdict(estimate_of(reward, task)) for task in tasks}
-        records[reward] = asdict(estimate_of(reward)) | {"by_task": by_task}
+        by_task = {task: _record(estimate_of(reward, task)) for task in tasks}
+        records[reward] = _record(estimate_of(reward)) | {"by_task": by_task}
     return records
+
+
+def _record(estimate: MeanEstimate) -> dict[str, object]:
+    # JSON has no NaN
+    return asdict(estimate) | ({} if estimate.n else {"mean": None})
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,15 @@ class RewardFormat:
     is_share: bool
 
     def value(self, value: float) -> str:
-        """Write 49.2 % or 0.492."""
+        """Write 49.2 % or 0.492, n/a for NaN."""
+        if math.isnan(value):
+            return "n/a"
         return f"{100 * value:.1f} %" if self.is_share else format_number(value)
 
     def gain(self, gain: float) -> str:
-        """Write a change with its sign, a share's in percentage points."""
+        """Write a change with its sign, a share's in percentage points; n/a for NaN."""
+        if math.isnan(gain):
+            return "n/a"
         if self.is_share:
             return f"{100 * gain:+.1f}"
         return f"{'+' if gain > 0 else ''}{format_number(gain)}"

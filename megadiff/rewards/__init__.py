@@ -1,6 +1,7 @@
 """Score samples by rewards, one file each. Only this table names them."""
 
 REWARDS = {
+    "clip": "megadiff.rewards.clip:ClipReward",
     "color": "megadiff.rewards.color:ColorReward",
     "frame": "megadiff.rewards.frame:FrameReward",
     "geneval": "megadiff.rewards.geneval:GenevalReward",

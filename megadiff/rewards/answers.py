@@ -17,30 +17,31 @@ from megadiff.rewards.base import Reward, RewardError, RewardSample
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+class WrongAnswer(RewardError):
+    """score() did not return a finite number or None for each sample. That is always a bug."""
+
+
 def score_checked(
     reward: Reward, samples: Sequence[RewardSample], *, weight: float = 1.0
 ) -> list[float]:
     """Return reward.score(samples) as one float a sample, finite in float32 also times weight.
 
-    Raises RewardError, which names reward, prompt and sample. Its __cause__ is what the user's
-    code raised, in score() or while the answer was read.
+    NaN where the reward answered None. Raises WrongAnswer, and RewardError, whose __cause__ is what
+    the user's code raised, in score() or while the answer was read. Both name reward, prompt and
+    sample.
     """
     try:
         return _floats(samples, reward.score(samples), weight)
-    except _WrongAnswer as error:
-        raise RewardError(f"reward {reward.name!r} on {error}") from None
+    except WrongAnswer as error:
+        raise WrongAnswer(f"reward {reward.name!r} on {error}") from None
     except BaseException as error:  # even SystemExit must reach the loop, or the run waits for ever
         reason = "".join(traceback.format_exception_only(error)).strip()
         who = f"reward {reward.name!r} on {samples_text(samples)}"
         raise RewardError(f"{who} raised {reason}") from error
 
 
-class _WrongAnswer(Exception):
-    """Say that the answer is not one number for each sample. The text begins with the samples."""
-
-
 def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> list[float]:
-    """Read the answer. Raises _WrongAnswer, or what the answer itself raises: it is user code."""
+    """Read the answer. Raises WrongAnswer, or what the answer itself raises: it is user code."""
     # Arrays and tensors, on any device, become lists of Python numbers.
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
 
@@ -51,7 +52,7 @@ def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> l
     ):
         kind = f"a {type(answer).__name__}"
         count = f"{len(answer)} values" if hasattr(answer, "__len__") else kind
-        raise _WrongAnswer(
+        raise WrongAnswer(
             f"{samples_text(samples)} returned {count} for {len(samples)} samples; "
             "return a list of one number each"
         )
@@ -62,13 +63,15 @@ def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> l
 
 
 def _checked_float(sample: RewardSample, value: object, weight: float) -> float:
+    if value is None:
+        return math.nan
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
 
     if not isinstance(value, numbers.Real):
-        raise _WrongAnswer(
+        raise WrongAnswer(
             f"{samples_text([sample])} returned {reprlib.repr(value)}; "
-            "a reward must be a finite number"
+            "a reward must be a finite number, or None where the sample could not be scored"
         )
 
     try:
@@ -79,7 +82,7 @@ def _checked_float(sample: RewardSample, value: object, weight: float) -> float:
     weighted = weight * number
     # `not <=` and not `>`: NaN compares false either way.
     if not max(abs(number), abs(weighted)) <= FLOAT32_MAX:
-        raise _WrongAnswer(
+        raise WrongAnswer(
             f"{samples_text([sample])} returned {number:g}, times weight {weight:g} {weighted:g}; "
             f"both must be finite numbers within float32's ±{FLOAT32_MAX:.2g}: "
             "return smaller ones, or lower the weight"

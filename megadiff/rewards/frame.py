@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from megadiff.config.schema import RewardConfig
+from megadiff.rewards.answers import score_checked
 from megadiff.rewards.base import Reward, RewardSample, build_reward
-from megadiff.rewards.score import score_checked
-from megadiff.types import Prompt
 
 REDUCE: dict[str, Callable[..., np.ndarray]] = {"mean": np.mean, "min": np.min}
 # The number of frames → the indices of those that are scored.
@@ -53,8 +53,11 @@ class FrameReward(Reward):
         self.inner = build_reward(reward, RewardConfig(type=reward, args=dict(args or {})))
         # So that a reward that compares a group still gets the whole group.
         self.samples_per_call = self.inner.samples_per_call
+        self.workers = self.inner.workers
+        for deed in ("open", "sleep", "wake", "figures", "validate", "close"):
+            setattr(self, deed, getattr(self.inner, deed))
 
-    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+    def score(self, samples: Sequence[RewardSample]) -> list[float | None]:
         lengths = sorted({len(sample.pixels) for sample in samples})
         if len(lengths) != 1:
             raise ValueError(
@@ -62,13 +65,9 @@ class FrameReward(Reward):
             )
         indices = frame_indices(lengths[0], self.frames)
         values_KN = [self._score_frame(samples, index) for index in indices]
-        return REDUCE[self.reduce](np.array(values_KN), axis=0).tolist()
-
-    def validate(self, prompts: Sequence[Prompt]) -> None:
-        self.inner.validate(prompts)
-
-    def close(self) -> None:
-        self.inner.close()
+        values_N = REDUCE[self.reduce](np.array(values_KN), axis=0).tolist()
+        # a video with a frame that could not be scored cannot be, either
+        return [None if math.isnan(value) else value for value in values_N]
 
     def _score_frame(self, samples: Sequence[RewardSample], index: int) -> list[float]:
         images = [replace(sample, pixels=sample.pixels[index : index + 1]) for sample in samples]

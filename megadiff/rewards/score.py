@@ -4,73 +4,41 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, wait
 
 import torch
 from torch import Tensor
 
 from megadiff.config.schema import RewardConfig
 from megadiff.process.workers import share_of_cores
-from megadiff.rewards.answers import FLOAT32_MAX, samples_text, score_checked
-from megadiff.rewards.base import Reward, RewardError, RewardSample, build_rewards
-from megadiff.rewards.gil_watch import GRACE_S
+from megadiff.rewards.answers import FLOAT32_MAX, samples_text
+from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, build_rewards
+from megadiff.rewards.gil_watch import GRACE_S, GilWatch
+from megadiff.rewards.routes import applies, check_routes
+from megadiff.rewards.score_call import ScoreCall
 from megadiff.rewards.workers import Workers
-from megadiff.types import Prompt, RolloutGroup, Tensors
+from megadiff.types import Figures, Prompt, RolloutGroup, Tensors
 
 logger = logging.getLogger(__name__)
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
 CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
-MAX_WORKERS = 16
-
-
-@dataclass(eq=False, kw_only=True)
-class _Call:
-    """Make one score() call, on samples of group number `group` from index `first` on.
-
-    started_s: monotonic, infinity while it is queued. future: (checked values, seconds).
-    """
-
-    reward: Reward
-    weight: float
-    samples: Sequence[RewardSample]
-    group: int
-    first: int
-    started_s: float = math.inf
-    future: Future[tuple[list[float], float]] = field(default_factory=Future)
-
-    def run(self) -> None:
-        # reset() may have cancelled it while it was queued.
-        if not self.future.set_running_or_notify_cancel():
-            return
-        self.started_s = time.monotonic()
-        try:
-            values = score_checked(self.reward, self.samples, weight=self.weight)
-        except BaseException as error:  # a worker that died here would leave the loop waiting
-            self.future.set_exception(error)
-        else:
-            self.future.set_result((values, time.monotonic() - self.started_s))
+MAX_WORKERS = 16  # that rewards share
+DROP_LIMIT = 0.05  # of a step's samples of one reward; beyond it something is broken
 
 
 class Scorer:
     """Score groups by every configured reward, in the background.
 
-    Used from one thread; close() it at the end. Workers start with the first group.
-    num_workers: threads; None for this rank's part of the node's cores, at most 16.
-    timeout_s: limit of one score() call, from its start; for calls that keep the GIL see GilWatch.
+    Used from one thread; close() it at the end. A reward with `workers` has threads of its own, as
+    waiting for a server takes no core; the others share some. They start with the first group.
+    num_workers: of the shared threads; None for this rank's part of the node's cores, at most 16.
     weights: reward name → weight in the total.
-    reward_s: reward name → seconds in score() for the groups last collected, summed over workers.
     """
 
     def __init__(
-        self,
-        configs: Mapping[str, RewardConfig],
-        *,
-        num_workers: int | None = None,
-        timeout_s: float = 300.0,
+        self, configs: Mapping[str, RewardConfig], *, num_workers: int | None = None
     ) -> None:
         if TOTAL in configs:
             raise ValueError(
@@ -89,21 +57,44 @@ class Scorer:
 
         self.rewards = build_rewards(configs)
         self.weights = {name: float(config.weight) for name, config in configs.items()}
-        self.timeout_s = timeout_s
-        self.reward_s = dict.fromkeys(self.rewards, 0.0)
 
+        self._configs = configs
         self._num_workers = num_workers
-        self._workers: Workers | None = None
+        self._workers: dict[str, Workers] = {}  # reward name → its own; "" → the shared ones
+        self._watch: GilWatch | None = None
+        self._is_open = False
+        self._is_asleep = False
         self._groups: list[list[RewardSample]] = []
-        self._calls: list[_Call] = []
+        self._calls: list[ScoreCall] = []
+        self._seconds = dict.fromkeys(self.rewards, 0.0)
+        self._num_dropped = dict.fromkeys(self.rewards, 0)
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError, with the reward's name, for a prompt that it cannot score."""
+        """Raise ValueError, with the reward's name, for a prompt that it cannot score.
+
+        Also for a prompt that none of them is asked about.
+        """
+        check_routes(self._configs, prompts)
         for name, reward in self.rewards.items():
+            asked = [prompt for prompt in prompts if applies(self._configs[name], prompt)]
             try:
-                reward.validate(prompts)
+                reward.validate(asked)
             except ValueError as error:
                 raise ValueError(f"reward.{name}: {error}") from error
+
+    def open(self, context: RewardContext) -> None:
+        """Load the rewards' weights and reach their servers, on a rank that scores.
+
+        Raises RewardError with the reward's name. The first group does it where nobody has.
+        """
+        self._tell_all("open", context)
+        self._is_open = True
+
+    def sleep(self) -> None:
+        """Let the rewards give their GPU memory back. The next group wakes them."""
+        if self._is_open and not self._is_asleep:
+            self._tell_all("sleep")
+            self._is_asleep = True
 
     def submit(self, group: RolloutGroup) -> None:
         """Start scoring the group and return at once.
@@ -111,12 +102,7 @@ class Scorer:
         Raises RewardError if a group submitted earlier has failed meanwhile.
         """
         self._raise_first_failure()
-
-        if self._workers is None:
-            # Threads: numpy, Pillow, cv2 and onnxruntime release the GIL in their kernels. Two of
-            # them read text 1.7 times as fast as one, exactly as two processes do, which would add
-            # copies of all pixels.
-            self._workers = Workers(self._num_workers, gil_limit_s=self.timeout_s + GRACE_S)
+        self._get_ready()
 
         samples = [
             RewardSample(pixels=pixels_FHWC, prompt=group.prompt, sample_index=index)
@@ -126,17 +112,23 @@ class Scorer:
         ]
 
         for name, reward in self.rewards.items():
+            config = self._configs[name]
+            if not applies(config, group.prompt):
+                continue
             chunk = reward.samples_per_call or len(samples)
             for first in range(0, len(samples), chunk):
-                call = _Call(
+                call = ScoreCall(
                     reward=reward,
                     weight=self.weights[name],
+                    # what the loss does not use must not end the run
+                    may_fail=config.on_failure == "drop" or not config.weight,
+                    timeout_s=config.timeout_s,
                     samples=samples[first : first + chunk],
                     group=len(self._groups),
                     first=first,
                 )
                 self._calls.append(call)
-                self._workers.put(call.run)
+                self._workers_of(reward).put(call.run)
 
         self._groups.append(samples)
 
@@ -144,9 +136,12 @@ class Scorer:
         """Wait for the groups submitted since the last collect(); the scorer is empty again.
 
         Returns reward name → [P, G] float32, groups in order of submission, and under "total" their
-        sum weighted by `reward.<name>.weight`.
-        Raises RewardError for the first call that failed or ran out of time; what was queued behind
-        it is cancelled.
+        sum weighted by `reward.<name>.weight`. NaN is the score of a sample that could not be
+        scored, and of a group that the reward is not asked about. NaN is the total of a sample that
+        has to be left out.
+        Raises RewardError for the first call that failed or ran out of time, where on_failure is
+        not drop, and where more than 5 % of a reward's samples failed; what was queued is
+        cancelled.
         """
         sizes = [len(samples) for samples in self._groups]
         assert len(set(sizes)) == 1, f"need groups of one size, got {sizes}"
@@ -175,71 +170,133 @@ class Scorer:
         What a reward's close() raises is logged.
         """
         self.reset()
-        if self._workers:
-            self._workers.stop(CLOSE_WAIT_S)
+        ended = [workers.stop(CLOSE_WAIT_S) for workers in self._workers.values()]
+        if self._watch and all(ended):
+            self._watch.close()
         for name, reward in self.rewards.items():
             try:
                 reward.close()
             except Exception:  # user code; the other rewards are closed all the same
                 logger.exception("reward %r could not be closed", name)
 
+    def pop_figures(self) -> dict[str, Figures]:
+        """Return reward name → what to log of the groups collected since the last call.
+
+        seconds: in score(), summed over threads. dropped: samples without a score.
+        """
+        figures = {}
+        for name, reward in self.rewards.items():
+            figures[name] = {
+                "seconds": self._seconds[name],
+                "dropped": float(self._num_dropped[name]),
+                **reward.figures(),
+            }
+        self._seconds = dict.fromkeys(self.rewards, 0.0)
+        self._num_dropped = dict.fromkeys(self.rewards, 0)
+        return figures
+
+    def _workers_of(self, reward: Reward) -> Workers:
+        return self._workers[reward.name if reward.workers else ""]
+
+    def _tell_all(self, deed: str, *args: object) -> None:
+        for name, reward in self.rewards.items():
+            try:
+                getattr(reward, deed)(*args)
+            except Exception as error:  # user code may raise anything
+                raise RewardError(f"reward {name!r} failed in {deed}(): {error}") from error
+
+    def _get_ready(self) -> None:
+        """Open or wake the rewards and start their threads."""
+        if not self._is_open:
+            self.open(RewardContext(device=torch.device("cpu")))
+        if self._is_asleep:
+            self._tell_all("wake")
+            self._is_asleep = False
+        if self._workers:
+            return
+
+        longest_s = max(config.timeout_s for config in self._configs.values())
+        self._watch = GilWatch(longest_s + GRACE_S)
+        # Threads: numpy, Pillow, cv2 and onnxruntime release the GIL in their kernels. Two of
+        # them read text 1.7 times as fast as one, exactly as two processes do, which would add
+        # copies of all pixels.
+        sizes = {"": self._num_workers}
+        sizes |= {name: reward.workers for name, reward in self.rewards.items() if reward.workers}
+        for name, size in sizes.items():
+            self._workers[name] = Workers(size, name=name or "shared", watch=self._watch)
+
     def _wait(self) -> None:
-        """Wait for all calls. Raises RewardError for the first that failed or is overdue."""
-        pending = {call.future for call in self._calls}
-        while pending:
+        """Wait for all calls. Raises RewardError for the first that ends the run."""
+        pending = self._calls
+        while pending := [call for call in pending if not call.is_over]:
             self._raise_first_failure()  # its own text, and not that it took long
-            oldest = min(
-                (call for call in self._calls if call.future in pending),
-                key=lambda call: call.started_s,
-            )
+            timeout_s = min(call.remaining_s() for call in pending)
+            futures = [call.future for call in pending]
+            wait(futures, timeout=max(timeout_s, 0.0), return_when=FIRST_EXCEPTION)
 
-            remaining_s = oldest.started_s + self.timeout_s - time.monotonic()
-            if remaining_s <= 0:
-                who = f"reward {oldest.reward.name!r} on {samples_text(oldest.samples)}"
-                raise RewardError(
-                    f"{who} took longer than timeout_s={self.timeout_s:g} in one call"
-                )
-
-            # A queued call cannot be overdue before timeout_s from now: nothing is missed.
-            timeout_s = min(remaining_s, self.timeout_s)
-            pending = wait(pending, timeout=timeout_s, return_when=FIRST_EXCEPTION).not_done
-
+            for call in pending:
+                if not call.future.done() and call.remaining_s() <= 0:
+                    call.give_up()
+                    self._workers_of(call.reward).add_thread()  # its own may never come back
         self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
-        """Raise the first failure, if there is one, and log the user's own traceback once."""
+        """Raise the first error that ends the run, and log the user's own traceback once."""
         for call in self._calls:
-            error = call.future.exception() if call.future.done() else None
-            if error is None:
+            error = call.error
+            if error is None or not call.is_fatal:
                 continue
             self.reset()
             if error.__cause__:
                 logger.error("reward %r failed", call.reward.name, exc_info=error.__cause__)
             raise error
+        for name in self.rewards:
+            self._check_dropped(name)
 
     def _gather(self) -> Tensors:
         shape = (len(self._groups), len(self._groups[0]))
-        scores = {name: torch.zeros(shape, dtype=torch.float32) for name in self.rewards}
-        self.reward_s = dict.fromkeys(self.rewards, 0.0)
+        scores = {name: torch.full(shape, math.nan) for name in self.rewards}
+        total = torch.zeros(shape)
 
-        for call in self._calls:
-            values, seconds = call.future.result()
-            scores[call.reward.name][call.group, call.first : call.first + len(values)] = (
-                torch.tensor(values)
-            )
-            self.reward_s[call.reward.name] += seconds
-
-        total = torch.zeros(shape, dtype=torch.float32)
-        for name, score in scores.items():
-            total = total + self.weights[name] * score
+        for name, score_PG in scores.items():
+            calls = [call for call in self._calls if call.reward.name == name]
+            for call in calls:
+                values = torch.tensor(call.values())
+                score_PG[call.group, call.first : call.first + len(values)] = values
+                self._seconds[name] += call.seconds
+            self._num_dropped[name] += sum(call.num_failed for call in calls)
+            if self.weights[name]:
+                asked = sorted({call.group for call in calls})
+                total[asked] += self.weights[name] * score_PG[asked]
 
         self._check_total(total, scores)
-        scores[TOTAL] = total
-        return scores
+        return {**scores, TOTAL: total}
+
+    def _check_dropped(self, name: str) -> None:
+        """Raise RewardError where so many of a reward's samples failed that it must be broken.
+
+        Logs once, when all calls are over, that some did.
+        """
+        calls = [call for call in self._calls if call.reward.name == name]
+        failed = [call for call in calls if call.num_failed]
+        if not failed:
+            return
+
+        num_samples = sum(len(call.samples) for call in calls)
+        num_failed = sum(call.num_failed for call in failed)
+        reason = next((str(call.error) for call in failed if call.error), "it answered None")
+        text = f"reward {name!r} failed on {num_failed} of {num_samples} samples: {reason}"
+
+        # one call alone is no pattern, unless it is all that the reward was asked
+        limit = max(DROP_LIMIT * num_samples, *(len(call.samples) for call in calls))
+        if self.weights[name] and (num_failed > limit or num_failed == num_samples):
+            raise RewardError(f"{text}. on_failure=drop allows {DROP_LIMIT:.0%}")
+        if all(call.is_over for call in calls):
+            logger.warning("%s. They are left out", text)
 
     def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:
         """Raise RewardError for a sum that float32 cannot hold, of values that it can."""
-        wrong = (~total.isfinite()).nonzero().tolist()
+        wrong = total.isinf().nonzero().tolist()
         if not wrong:
             return
 

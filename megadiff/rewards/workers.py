@@ -25,25 +25,30 @@ class Workers:
     They are daemons, unlike ThreadPoolExecutor's, so that a reward that hangs cannot keep the
     process alive. None of them is inside torch or onnxruntime when Python ends: see _stop_at_exit.
 
-    gil_limit_s: a call that keeps the GIL for longer ends the process, see GilWatch.
+    name: of the threads. watch: over calls that keep the GIL; a process has one.
     """
 
-    def __init__(self, num_workers: int, *, gil_limit_s: float) -> None:
+    def __init__(self, num_workers: int, *, name: str, watch: GilWatch) -> None:
         self._stopping = False
-        self._watch = GilWatch(gil_limit_s)
+        self._watch = watch
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"reward-{number}", daemon=True)
-            for number in range(num_workers)
-        ]
+        self._name = name
+        self._threads: list[threading.Thread] = []
 
         atexit.register(self._stop_at_exit)
-        for thread in self._threads:
-            thread.start()
+        for _ in range(num_workers):
+            self.add_thread()
 
     def put(self, call: Callable[[], None]) -> None:
         """Run the call as soon as a thread is free. It must not raise."""
         self._queue.put(call)
+
+    def add_thread(self) -> None:
+        """Start one more, e.g. for one that is lost to a call that hangs."""
+        name = f"reward-{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def stop(self, wait_s: float) -> bool:
         """Wait half of the time for running calls, then interrupt them. Return whether all ended.
@@ -64,7 +69,6 @@ class Workers:
 
         ended = not any(thread.is_alive() for thread in alive)
         if ended:
-            self._watch.close()
             atexit.unregister(self._stop_at_exit)
         return ended
 

@@ -165,6 +165,7 @@ def evaluate(
 def eval_metrics(evaluation: Evaluation, weights: dict[str, float]) -> dict[str, float]:
     """Return eval/<reward>, their weighted sum eval/mean, and the figures of diversity."""
     means = {name: evaluation.estimate(name).mean for name in evaluation.reward_names}
+    means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
     total = sum(weights[name] * mean for name, mean in means.items())
     figures: dict[str, float | None] = {"mean": total, **means, **evaluation.diversity}
     return {f"eval/{name}": value for name, value in figures.items() if value is not None}
@@ -229,6 +230,7 @@ def _sample_and_score(
             # as soon as it can be, since groups hold pixels
             if not missing[prompt_id]:
                 scored.figures[prompt_id] = _figures(pending.pop(prompt_id))
+    scorer.sleep()
     return scored
 
 
@@ -250,6 +252,11 @@ def _add(
     for row, (index, pixels_FHWC) in enumerate(
         zip(group.sample_indices, group.pixels_GFHWC, strict=True)
     ):
+        # JSON has no nan
+        values = {
+            name: None if value_G[row].isnan() else value_G[row].item()
+            for name, value_G in rewards_G.items()
+        }
         file = None
         if (prompt.id, index) in wanted:
             file = image_name(prompt.id, index, suffix=picture_suffix(pixels_FHWC))
@@ -261,7 +268,7 @@ def _add(
                 sample_index=index,
                 caption=prompt.text,
                 task=task_of(prompt),
-                rewards={name: value_G[row].item() for name, value_G in rewards_G.items()},
+                rewards=values,
                 file=file,
             )
         )

@@ -11,11 +11,11 @@ from megadiff.train import parity, probe
 from megadiff.train.components import step_samplings
 from megadiff.train.record import (
     diversity_metrics,
-    reward_metrics,
     sample_records,
     step_work,
 )
 from megadiff.train.replicas import RunReplicas
+from megadiff.train.reward_metrics import reward_metrics
 from megadiff.train.run import RunParts
 from megadiff.train.sampling import group_requests, sample_and_score
 from megadiff.train.update import update
@@ -59,7 +59,7 @@ def train(run: Run) -> None:
                 stats |= update(engine, run.algorithm, groups, rewards, progress=progress)
             run.rescue.finish_step(progress, run.prompts.state())
             with timers("measure"):
-                stats |= reward_metrics(rewards, mesh) | diversity_metrics(groups, mesh)
+                stats |= reward_metrics(rewards, run.scorer, mesh) | diversity_metrics(groups, mesh)
                 stats |= step_work(groups, engine.adapter, run.algorithm, config, mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)

@@ -11,7 +11,6 @@ from statistics import fmean
 import torch
 
 from megadiff.algorithms import Algorithm
-from megadiff.algorithms.advantage import ZERO_STD
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe import diversity
@@ -190,36 +189,6 @@ def step_work(
         for stage, tflop in all_reduce_sums(work, mesh.cpu_group).items()
         if num_devices[stage]  # 0: replicas that others started, on nobody knows how many
     }
-
-
-def reward_metrics(rewards: Rewards, mesh: Mesh) -> Figures:
-    """Return the global mean of every reward, and how the total spreads. Collective.
-
-    Of the total: its std, the mean std within groups, and the share of groups without signal.
-    """
-    # float64: a variance is the difference of two large sums
-    total_PG = rewards[TOTAL].double()
-    group_std_P = total_PG.std(dim=1, correction=0)
-    sums = {f"reward/{name}": float(value.double().sum()) for name, value in rewards.items()}
-    sums["reward/mean"] = sums.pop(f"reward/{TOTAL}")
-    sums |= {
-        "squares": float((total_PG**2).sum()),
-        "count": float(total_PG.numel()),
-        "groups": float(total_PG.shape[0]),
-        "reward/group_std": float(group_std_P.sum()),
-        "reward/zero_std_ratio": float((group_std_P <= ZERO_STD).sum()),
-    }
-    # model-parallel peers count alike, so numerators and counts scale together
-    sums = all_reduce_sums(sums, mesh.cpu_group)
-    squares = sums.pop("squares")
-    count = sums.pop("count")
-    num_groups = sums.pop("groups")
-    per_group = {
-        key: sums.pop(key) / num_groups for key in ("reward/group_std", "reward/zero_std_ratio")
-    }
-    means = {key: value / count for key, value in sums.items()}
-    variance = squares / count - means["reward/mean"] ** 2  # by rounding it may be below zero
-    return {**means, "reward/std": max(variance, 0.0) ** 0.5, **per_group}
 
 
 def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:

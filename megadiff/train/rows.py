@@ -44,7 +44,7 @@ def step_rows(scored: ScoredGroups, config: Config, algorithm: Algorithm) -> Tra
 
     With algorithm.trained_steps those are drawn for each sample, by its identity.
     """
-    batch = to_train_batch(scored.groups, scored.advantages_PG, scored.weights_P)
+    batch = to_train_batch(scored.groups, scored.advantages_PG, scored.weights_PG)
     count = config.algorithm.trained_steps
     if not count:
         return batch
@@ -75,8 +75,12 @@ def level_rows(scored: ScoredGroups, config: Config, algorithm: Algorithm) -> Fl
         for key in scored.sample_keys(index):
             sigmas.append(_levels(group, count, algorithm, key=key))
             level_keys += [f"{key}/level/{level}" for level in range(count)]
-    advantages_N = scored.advantages_PG.reshape(-1).repeat_interleave(count)
-    return _flow_batch(scored, torch.cat(latents), torch.cat(sigmas), level_keys, advantages_N)
+    rows = replace(
+        scored,
+        advantages_PG=scored.advantages_PG.repeat_interleave(count, dim=1),
+        weights_PG=scored.weights_PG.repeat_interleave(count, dim=1),
+    )
+    return _flow_batch(rows, torch.cat(latents), torch.cat(sigmas), level_keys)
 
 
 def pair_rows(scored: ScoredGroups, config: Config, algorithm: Algorithm) -> FlowBatch:
@@ -96,8 +100,12 @@ def pair_rows(scored: ScoredGroups, config: Config, algorithm: Algorithm) -> Flo
         sigmas.append(_levels(group, count, algorithm, key=key).repeat_interleave(2))
         for level in range(count):
             level_keys += [f"{key}/level/{level}"] * 2
-    advantages_N = scored.advantages_PG.repeat(1, count).reshape(-1)
-    return _flow_batch(scored, torch.cat(latents), torch.cat(sigmas), level_keys, advantages_N)
+    rows = replace(
+        scored,
+        advantages_PG=scored.advantages_PG.repeat(1, count),
+        weights_PG=scored.weights_PG.repeat(1, count),
+    )
+    return _flow_batch(rows, torch.cat(latents), torch.cat(sigmas), level_keys)
 
 
 ROWS: dict[str, Callable[[ScoredGroups, Config, Algorithm], TrainBatch | FlowBatch]] = {
@@ -121,21 +129,18 @@ def _levels(group: RolloutGroup, count: int, algorithm: Algorithm, *, key: str) 
 
 
 def _flow_batch(
-    scored: ScoredGroups,
-    latents_NLC: Tensor,
-    sigma_N: Tensor,
-    level_keys: Sequence[str],
-    advantages_N: Tensor,
+    rows: ScoredGroups, latents_NLC: Tensor, sigma_N: Tensor, level_keys: Sequence[str]
 ) -> FlowBatch:
-    groups = scored.groups
+    """Join the rows of all groups. rows: advantages and weights have a column for each row."""
+    groups = rows.groups
     conditioning = stack_conditioning([group.conditioning for group in groups])
     rows_per_group = len(sigma_N) // len(groups)
-    weights_N = scored.weights_P.repeat_interleave(rows_per_group)
+    weights_N = rows.weights_PG.reshape(-1)
     return FlowBatch(
         latents_NLC=latents_NLC,
         noise_NLC=noise.normal_rows(tuple(latents_NLC.shape[1:]), level_keys),
         sigma_N=sigma_N,
-        advantages_N=advantages_N,
+        advantages_N=rows.advantages_PG.reshape(-1),
         weights_N=weights_N,
         group_index_N=torch.arange(len(groups)).repeat_interleave(rows_per_group),
         # a negative prompt has no part in it, as sampling is without guidance
@@ -150,7 +155,7 @@ def _flow_batch(
 
 
 def to_train_batch(
-    groups: Sequence[RolloutGroup], advantages_PG: Tensor, weights_P: Tensor
+    groups: Sequence[RolloutGroup], advantages_PG: Tensor, weights_PG: Tensor
 ) -> TrainBatch:
     """Join groups to one batch of all their window's steps, group by group.
 
@@ -165,7 +170,7 @@ def to_train_batch(
 
     group_size, num_steps = first.log_probs_GW.shape
     starts_P = torch.tensor([group.window_start for group in groups])
-    weights_N = weights_P.repeat_interleave(group_size)
+    weights_N = weights_PG.reshape(-1)
 
     return TrainBatch(
         latents_NSLC=torch.cat([group.latents_GSLC for group in groups]),

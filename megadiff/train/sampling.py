@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 
@@ -15,12 +15,14 @@ from megadiff.data.pixels import read_first_frame
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
+from megadiff.rewards.base import RewardContext
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.wire import decode_groups, encode_groups
 from megadiff.types import Prompt, PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
-Rewards = dict[str, Tensor]  # reward name, and "total" → [P, G] float32
+# reward name, and "total" → [P, G] float32, NaN as Scorer.collect() has it
+Rewards = dict[str, Tensor]
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
@@ -75,7 +77,7 @@ def sample_and_score(
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
     with timers("sample"), waiting:
         fetched = agreed(
-            lambda: fetch_and_score(fleet, scorer, requests, timers=timers),
+            lambda: _fetch_and_rest(fleet, scorer, requests, timers=timers),
             mesh.cpu_group,
             here=mesh.is_model_group_source,
         )
@@ -87,6 +89,27 @@ def sample_and_score(
     scores = {name: value.tolist() for name, value in rewards.items()}
     scores = broadcast_json(scores, source=mesh.model_group_source, group=mesh.cpu_model_group)
     return groups, {name: torch.tensor(value) for name, value in scores.items()}
+
+
+def open_rewards(scorer: Scorer, judges: Mapping[str, Sequence[str]], *, mesh: Mesh) -> None:
+    """Load the rewards where they score, so that what is missing is told before step 1. Collective.
+
+    judges: `judge.<name>` → base URLs of its servers on this node. Raises AgreedError.
+    """
+
+    def open_and_rest() -> None:
+        scorer.open(RewardContext(device=mesh.device, judges=judges))
+        scorer.sleep()  # what follows needs the GPU's memory
+
+    agreed(open_and_rest, mesh.cpu_group, here=mesh.is_model_group_source)
+
+
+def _fetch_and_rest(
+    fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, timers: Timers
+) -> tuple[list[RolloutGroup], Rewards]:
+    fetched = fetch_and_score(fleet, scorer, requests, timers=timers)
+    scorer.sleep()
+    return fetched
 
 
 def fetch_and_score(

@@ -20,12 +20,12 @@ from megadiff.types import RolloutGroup
 class ScoredGroups:
     """Hold groups of one size with what they are worth.
 
-    advantages_PG, weights_P: float32, as from group_advantages. seed, step: of the noise identity.
+    advantages_PG, weights_PG: float32, as from group_advantages. seed, step: of the noise identity.
     """
 
     groups: Sequence[RolloutGroup]
     advantages_PG: Tensor
-    weights_P: Tensor
+    weights_PG: Tensor
     seed: int
     step: int
 
@@ -48,7 +48,12 @@ def best_and_worst(scored: ScoredGroups, count: int) -> ScoredGroups:
     groups = [
         take_samples(group, kept_G) for group, kept_G in zip(scored.groups, kept_PG, strict=True)
     ]
-    return replace(scored, groups=groups, advantages_PG=scored.advantages_PG.gather(1, kept_PG))
+    return replace(
+        scored,
+        groups=groups,
+        advantages_PG=scored.advantages_PG.gather(1, kept_PG),
+        weights_PG=scored.weights_PG.gather(1, kept_PG),
+    )
 
 
 def take_samples(group: RolloutGroup, index_G: Tensor) -> RolloutGroup:
@@ -62,7 +67,7 @@ def take_samples(group: RolloutGroup, index_G: Tensor) -> RolloutGroup:
     )
 
 
-def groups_to_train(weights_P: torch.Tensor, *, rows: int, config: Config, mesh: Mesh) -> list[int]:
+def groups_to_train(weights_PG: Tensor, *, rows: int, config: Config, mesh: Mesh) -> list[int]:
     """Return the indices, rising, of this rank's groups that an update computes. Collective.
 
     Groups without a weight add nothing to a gradient or a figure and are dropped. Some of them stay
@@ -70,6 +75,7 @@ def groups_to_train(weights_P: torch.Tensor, *, rows: int, config: Config, mesh:
     microbatch stays where no rank has a weight.
     rows: of a group, over all updates of a step.
     """
+    weights_P = weights_PG.amax(dim=1)
     rows = rows // config.train.updates_per_step
     most = all_reduce_max({"groups": float((weights_P > 0).sum())}, mesh.cpu_group)["groups"]
     size = config.train.microbatch_size

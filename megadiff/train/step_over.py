@@ -53,7 +53,7 @@ def _largest_rewards(
     """Return (magnitude, value, "reward 'name' of prompt 'text'") of this rank's largest."""
     rows = []
     for name in rewards.keys() - {TOTAL}:
-        for group, values_G in zip(groups, rewards[name].double(), strict=True):
+        for group, values_G in zip(groups, rewards[name].double().nan_to_num(), strict=True):
             value = values_G[values_G.abs().argmax()].item()
             rows.append((abs(value), value, f"{name!r} of prompt {group.prompt.text[:60]!r}"))
     return sorted(rows, reverse=True)[:SHOWN_PROMPTS]

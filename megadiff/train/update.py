@@ -18,6 +18,7 @@ from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
 from megadiff.train.policies import lagging_decay, with_old_policy, with_other_policies
+from megadiff.train.reward_metrics import shares_of_advantage
 from megadiff.train.rows import ROWS, rows_per_group, update_parts
 from megadiff.train.sampling import Rewards
 from megadiff.train.selection import ScoredGroups, best_and_worst, groups_to_train
@@ -44,16 +45,18 @@ def update(
     config = engine.config
     mesh = engine.mesh
     settings = config.algorithm
-    advantages_PG, weights_P = step_advantages(rewards, config=config, mesh=mesh)
+    advantages_PG, weights_PG = step_advantages(rewards, config=config, mesh=mesh)
+    reward_weights = {name: reward.weight for name, reward in config.reward.items()}
+    shares = shares_of_advantage(rewards, advantages_PG, reward_weights, mesh)
     if LAGGING in algorithm.needs:  # equal rewards still pull towards the lagging policy
-        weights_P = torch.ones_like(weights_P)
+        weights_PG = rewards[TOTAL].isfinite().float()
     indices = groups_to_train(
-        weights_P, rows=rows_per_group(config, algorithm), config=config, mesh=mesh
+        weights_PG, rows=rows_per_group(config, algorithm), config=config, mesh=mesh
     )
     scored = ScoredGroups(
         groups=[groups[index] for index in indices],
         advantages_PG=advantages_PG[indices],
-        weights_P=weights_P[indices],
+        weights_PG=weights_PG[indices],
         seed=config.seed,
         step=progress.step,
     )
@@ -75,7 +78,7 @@ def update(
     if settings.lagging_decay:
         engine.follow(lagging_decay(config, step=progress.step + 1))
 
-    figures = mean_of_dicts(stats)
+    figures = mean_of_dicts(stats) | shares
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
     return figures
@@ -93,12 +96,13 @@ def with_denominator(batch: Batch, mesh: Mesh) -> Batch:
 def step_advantages(
     rewards: Rewards, *, config: Config, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages_PG, weights_P) of this rank's groups. Collective."""
+    """Return (advantages_PG, weights_PG) of this rank's groups. Collective."""
     kind = config.algorithm.advantage
     all_reduce = partial(sum_tensor, group=mesh.dp_group)
     if kind == "gdpo":
         weights = {name: reward.weight for name, reward in config.reward.items()}
-        return gdpo_advantages(rewards, weights, all_reduce=all_reduce)
+        scored_PG = rewards[TOTAL].isfinite()
+        return gdpo_advantages(rewards, weights, scored_PG=scored_PG, all_reduce=all_reduce)
     return group_advantages(rewards[TOTAL], kind=kind, all_reduce=all_reduce)
 
 

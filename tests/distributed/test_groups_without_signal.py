@@ -175,5 +175,5 @@ def test_microbatches_stay_full_and_equally_many(
     )
     config = SimpleNamespace(train=SimpleNamespace(updates_per_step=2, microbatch_size=microbatch))
     mesh = SimpleNamespace(cpu_group=None)
-    weights_P = torch.tensor(weights).float()
-    assert groups_to_train(weights_P, rows=8, config=config, mesh=mesh) == expected
+    weights_PG = torch.tensor(weights).float()[:, None]
+    assert groups_to_train(weights_PG, rows=8, config=config, mesh=mesh) == expected

@@ -13,7 +13,7 @@ def test_per_group_by_hand():
     advantages, weights = group_advantages(REWARDS, kind="group")
     std = (sum((r - 3) ** 2 for r in (1, 2, 3, 6)) / 4) ** 0.5
     assert advantages[0].tolist() == pytest.approx([(r - 3) / (std + 1e-4) for r in (1, 2, 3, 6)])
-    assert weights.tolist() == [1.0, 1.0, 0.0]  # no signal
+    assert weights.tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]  # no signal
     assert advantages.shape == REWARDS.shape and torch.equal(advantages[2], torch.zeros(4))
 
 
@@ -49,7 +49,7 @@ def test_none_is_the_reward_above_its_group_and_needs_no_other_rank():
         [-0.5, -0.5, 0.5, 0.5],
         [0.0, 0.0, 0.0, 0.0],
     ]
-    assert weights.tolist() == [1.0, 1.0, 0.0]
+    assert weights.tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
 
 
 def test_advantages_do_not_depend_on_reward_offset():
@@ -79,7 +79,7 @@ def test_gdpo_follows_both_rewards_where_their_sum_follows_one():
     alone = {name: group_advantages(value, kind="group")[0] for name, value in rewards.items()}
     assert [round(_correlation(ours, alone[name]), 2) for name in rewards] == [0.71, 0.71]
     assert [round(_correlation(summed, alone[name]), 2) for name in rewards] == [0.04, 1.0]
-    assert weights.tolist() == [1.0] * 8 and ours.dtype == torch.float32
+    assert weights.tolist() == [[1.0] * 16] * 8 and ours.dtype == torch.float32
 
 
 def test_gdpo_is_the_whitened_sum_of_normalised_rewards():
@@ -105,7 +105,7 @@ def test_gdpo_keeps_what_cancels_in_a_sum_and_drops_what_has_no_signal():
     assert (sum(rewards.values())[0] == 4).all()  # equal totals
     ours, weights = gdpo_advantages(rewards, dict.fromkeys(rewards, 1.0))
     # the third group's two rewards are at odds, and are worth the same
-    assert weights.tolist() == [1.0, 0.0, 0.0]
+    assert weights.tolist() == [[1.0] * 4, [0.0] * 4, [0.0] * 4]
     assert ours[0].abs().min() > 0.1 and not ours[1:].any()
     nothing, weights = gdpo_advantages({"a": torch.ones(2, 4)}, {"a": 1.0})
     assert not nothing.any() and not weights.any()
@@ -142,6 +142,43 @@ def test_gdpo_takes_rewards_that_differ_by_rounding_for_equal() -> None:
     rounded_PG = real_PG.clone()
     rounded_PG[1, 0] += 1e-7
     expected_PG, _ = gdpo_advantages({"a": real_PG}, {"a": 1.0})
-    advantages_PG, weights_P = gdpo_advantages({"a": rounded_PG}, {"a": 1.0})
-    assert weights_P.tolist() == [1.0, 0.0]
+    advantages_PG, weights_PG = gdpo_advantages({"a": rounded_PG}, {"a": 1.0})
+    assert weights_PG.tolist() == [[1.0] * 4, [0.0] * 4]
     torch.testing.assert_close(advantages_PG[0], expected_PG[0])
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("kind", ["group", "global", "none"])
+def test_a_sample_without_a_reward_has_no_part_in_it(kind: str) -> None:
+    """The others get what they would without it; fewer than two are no group."""
+    gap_PG = torch.tensor([[1.0, NAN, 3, 6], [0, 0, 1, 1], [NAN, NAN, NAN, 2.0]])
+    advantages_PG, weights_PG = group_advantages(gap_PG, kind=kind)
+    assert weights_PG.tolist() == [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
+    assert not advantages_PG[weights_PG == 0].any()
+
+    left = gap_PG[0, [0, 2, 3]].double()
+    deviation = {
+        "group": left.std(correction=0) + 1e-4,
+        "global": gap_PG[~gap_PG.isnan()].double().std(correction=0) + 1e-4,
+        "none": 1.0,
+    }[kind]
+    expected = (left - left.mean()) / deviation
+    torch.testing.assert_close(advantages_PG[0, [0, 2, 3]].double(), expected)
+
+
+def test_gdpo_of_routed_rewards_and_failed_samples() -> None:
+    """A reward that is not asked adds nothing; a failed sample is left out of the others' mean."""
+    rewards = {
+        "text": torch.tensor([[0.0, 1, 0, 1], [NAN] * 4, [0, 1, NAN, 1]]),
+        "place": torch.tensor([[NAN] * 4, [0.2, 0.1, 0.2, 0.1], [0.5] * 4]),
+    }
+    scored_PG = torch.tensor([[True] * 4, [True] * 4, [True, True, False, True]])
+    weights = {"text": 1.0, "place": 1.0}
+    ours_PG, weights_PG = gdpo_advantages(rewards, weights, scored_PG=scored_PG)
+    assert weights_PG.tolist() == [[1] * 4, [1] * 4, [1, 1, 0, 1]]
+    alone_PG, _ = group_advantages(torch.tensor([[0.0, 1, 1]]), kind="group")
+    ratio = ours_PG[2, [0, 1, 3]] / alone_PG[0]
+    torch.testing.assert_close(ratio, ratio[:1].expand(3))  # but for the batch's scale
+    assert ours_PG[2, 2] == 0 and ours_PG.isfinite().all()

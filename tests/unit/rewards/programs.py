@@ -75,9 +75,9 @@ class Slow(Reward):
 def main() -> None:
     reward, how = sys.argv[1:]
     sys.modules["programs"] = sys.modules["__main__"]
-    configs = {"judge": RewardConfig(type=f"programs:{reward}")}
     timeout_s = 1.0 if reward == "KeepsTheGil" else 60.0
-    scorer = Scorer(configs, num_workers=4, timeout_s=timeout_s)
+    configs = {"judge": RewardConfig(type=f"programs:{reward}", timeout_s=timeout_s)}
+    scorer = Scorer(configs, num_workers=4)
     scorer.submit(group())
     if how == "collect":
         scorer.collect()

@@ -94,7 +94,9 @@ def config(class_name: str, weight: float = 1.0, **args: object) -> RewardConfig
 def scored(
     groups: Sequence[RolloutGroup], timeout_s: float = 20.0, **configs: RewardConfig
 ) -> dict[str, torch.Tensor]:
-    with closing(Scorer(configs, num_workers=2, timeout_s=timeout_s)) as scorer:
+    for each in configs.values():
+        each.timeout_s = timeout_s
+    with closing(Scorer(configs, num_workers=2)) as scorer:
         return scorer.score(groups)
 
 

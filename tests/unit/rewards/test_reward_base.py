@@ -32,7 +32,11 @@ def my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("reward_type", sorted(REWARDS))
 def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -> None:
-    args = {"frame": {"reward": "color"}, "geneval": {"path": "assets/detector"}}
+    args = {
+        "frame": {"reward": "color"},
+        "clip": {"path": "/clip", "score": "hpsv2"},
+        "geneval": {"path": "assets/detector"},
+    }
     config = RewardConfig(type=reward_type, args=args.get(reward_type, {}))
     reward = build_reward("mine", config)
     assert isinstance(reward, Reward) and reward.name == "mine"

@@ -92,7 +92,7 @@ def test_only_policies_that_a_loss_needs_are_asked(changes: dict, expected: dict
 @pytest.mark.parametrize("weighs", [False, True])
 def test_the_old_policy_is_asked_for_all_updates_but_the_first(weighs: bool) -> None:
     scored = scored_groups([0, 1], num_steps=STEPS)
-    batch = to_train_batch(scored.groups, scored.advantages_PG, scored.weights_P)
+    batch = to_train_batch(scored.groups, scored.advantages_PG, scored.weights_PG)
     parts = update_parts(batch, num_updates=2)
     engine = Policies()
     first, second = with_old_policy(engine, parts, weighs=weighs)
@@ -110,7 +110,7 @@ def test_the_old_policy_is_asked_for_all_updates_but_the_first(weighs: bool) -> 
 def test_velocities_are_the_rows_own() -> None:
     """A row of a batch is (sample, trained step), and so is its velocity."""
     scored = scored_groups([0, 1], num_steps=STEPS)
-    batch = to_train_batch(scored.groups, scored.advantages_PG, scored.weights_P)
+    batch = to_train_batch(scored.groups, scored.advantages_PG, scored.weights_PG)
     batch = replace(batch, trained_steps_NK=batch.trained_steps_NK[:, 1:])
 
     class Rows(Policies):

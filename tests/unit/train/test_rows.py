@@ -28,7 +28,8 @@ from tests.scored import GROUP_SIZE, STEPS, TOKENS, make_group, scored_groups
 
 def test_rows_follow_the_groups() -> None:
     groups = [make_group(index) for index in range(3)]
-    batch = to_train_batch(groups, torch.ones(3, GROUP_SIZE), torch.tensor([1.0, 0.0, 1.0]))
+    weights_PG = torch.tensor([1.0, 0.0, 1.0])[:, None].expand(3, GROUP_SIZE)
+    batch = to_train_batch(groups, torch.ones(3, GROUP_SIZE), weights_PG)
     assert batch.latents_NSLC.shape == (12, STEPS + 1, TOKENS, 1)
     assert batch.old_log_probs_NW.dtype == torch.float64
     assert batch.old_log_probs_NW[:, 0].tolist() == batch.latents_NSLC[:, 0, 0, 0].tolist()
@@ -41,7 +42,7 @@ def test_rows_follow_the_groups() -> None:
 
 def test_an_update_has_its_samples_of_every_group_in_every_column() -> None:
     groups = [make_group(index) for index in range(3)]
-    batch = to_train_batch(groups, torch.arange(12.0).view(3, 4), torch.ones(3))
+    batch = to_train_batch(groups, torch.arange(12.0).view(3, 4), torch.ones(3, 4))
     batch = replace(
         batch,
         velocities_NKLC={"reference": batch.latents_NSLC[:, 1:] + 1000},
@@ -61,7 +62,7 @@ def test_an_update_has_its_samples_of_every_group_in_every_column() -> None:
 def test_groups_of_unlike_schedules_are_named() -> None:
     other = replace(make_group(1), schedule=torch.linspace(1, 0, 8))
     with pytest.raises(ValueError, match="replica_1 sampled with another schedule than replica_0"):
-        to_train_batch([make_group(0), other], torch.ones(2, 4), torch.ones(2))
+        to_train_batch([make_group(0), other], torch.ones(2, 4), torch.ones(2, 4))
 
 
 def config_of(name: str, *, noise_levels: int = 3, trained_steps: int = 0) -> Config:

@@ -30,7 +30,7 @@ def test_the_best_come_first_then_the_worst(
         assert torch.equal(chosen.advantages_PG[index], advantages_PG[index][samples])
         keys = scored.sample_keys(index)
         assert chosen.sample_keys(index) == [keys[sample] for sample in samples]
-    assert torch.equal(chosen.weights_P, scored.weights_P)
+    assert torch.equal(chosen.weights_PG, torch.ones_like(chosen.advantages_PG))
 
 
 def test_equal_samples_are_chosen_alike_everywhere() -> None:
@@ -55,10 +55,10 @@ def test_groups_fill_microbatches(
     config = Config()
     config.train.updates_per_step = num_updates
     config.train.microbatch_size = microbatch_size
-    weights_P = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])
+    weights_PG = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])[:, None]
     mesh = one_rank_mesh()
-    assert groups_to_train(weights_P, rows=rows, config=config, mesh=mesh) == kept
+    assert groups_to_train(weights_PG, rows=rows, config=config, mesh=mesh) == kept
     # without any weight one microbatch stays
-    assert groups_to_train(torch.zeros(5), rows=4 * num_updates, config=config, mesh=mesh) == list(
-        range(max(1, microbatch_size // 4))
-    )
+    assert groups_to_train(
+        torch.zeros(5, 1), rows=4 * num_updates, config=config, mesh=mesh
+    ) == list(range(max(1, microbatch_size // 4)))

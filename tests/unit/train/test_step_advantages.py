@@ -34,7 +34,7 @@ def test_step_advantages(kind: str) -> None:
         expected, _ = gdpo_advantages(rewards, {"small": 1.0, "large": 2.0})
     else:
         expected, _ = group_advantages(total, kind=kind)
-    assert torch.equal(ours, expected) and weights.tolist() == [1.0] * 4
+    assert torch.equal(ours, expected) and weights.tolist() == [[1.0] * 8] * 4
     # where rewards are summed, the small one is not heard
     heard = torch.corrcoef(torch.stack([ours.flatten(), rewards["small"].flatten()]))[0, 1]
     assert (heard > 0.3) == (kind == "gdpo")
