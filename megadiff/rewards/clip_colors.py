@@ -9,8 +9,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
+from megadiff.rewards.clip_folder import load_image_processor, load_model, load_tokenizer
 from megadiff.rewards.detectors import DetectedObject
 
 COLORS = (
@@ -30,7 +31,7 @@ TEMPLATES = (
     "a photo of a {color}-colored {label}",
     "a photo of a {color} object",
 )
-BACKGROUND = (0x99, 0x99, 0x99)
+BACKGROUND = 0x99  # grey: #999 in each colour
 
 
 class ClipColors:
@@ -41,23 +42,17 @@ class ClipColors:
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        # Imported here: seconds. image_processing_auto: see TransformersDetector.
-        from transformers import AutoTokenizer, CLIPModel
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-        self._processor = AutoImageProcessor.from_pretrained(
-            path, backend="pil", local_files_only=True
-        )
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self._model = CLIPModel.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-        self._model.eval()
+        self._processor = load_image_processor(path)
+        self._tokenizer = load_tokenizer(path)
+        self._model = load_model(path, None)
         # label → [colours, channels], on the CPU. A run's prompts name few classes.
         self._texts: dict[str, Tensor] = {}
         self.to(device)
 
     def to(self, device: torch.device) -> None:
         self._device = device
-        self._model.to(device)
+        # The method of transformers is typed for another self.
+        nn.Module.to(self._model, device)
 
     @torch.inference_mode()
     def names(self, image: np.ndarray, objects: Sequence[DetectedObject], label: str) -> list[str]:

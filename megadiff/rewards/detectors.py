@@ -139,8 +139,16 @@ class TransformersDetector:
         # Mask2Former asks for scipy, which only its training's loss needs.
         module = sys.modules[getattr(transformers, config.architectures[0]).__module__]
         with patch.object(module, "requires_backends", lambda *_: None, create=True):
-            self._model = auto.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-        self._model.eval()
+            # Its report, since missing tensors get random values with no more than a warning.
+            self._model, report = auto.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"path={path} lacks {len(missing)} of its model's tensors, the first is "
+                f"{missing[0]}; fetch the whole folder"
+            )
         self._names = {
             number: geneval_name(label) for number, label in self._model.config.id2label.items()
         }

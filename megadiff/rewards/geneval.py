@@ -18,6 +18,7 @@ import torch
 from megadiff.process.doors import near
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 from megadiff.rewards.clip_colors import COLORS, ClipColors
+from megadiff.rewards.clip_folder import load_config
 from megadiff.rewards.detectors import (
     DetectedObject,
     Detector,
@@ -87,7 +88,7 @@ class GenevalReward(Reward):
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value} is outside 0..1, no object could pass it")
         if clip:
-            _check_clip(Path(clip))
+            load_config(Path(clip))
 
         self.path = Path(path)
         self.clip = clip
@@ -358,14 +359,3 @@ def _shown(value: object) -> str:
 
 def _refused(prompt: Prompt, reason: str) -> ValueError:
     return ValueError(f"the geneval reward cannot score the prompt {prompt.text[:200]!r}: {reason}")
-
-
-def _check_clip(path: Path) -> None:
-    """Raise ValueError where the folder holds no CLIP model."""
-    file = path / "config.json"
-    model_type = json.loads(file.read_text("utf-8")).get("model_type") if file.is_file() else None
-    if model_type != "clip":
-        raise ValueError(
-            f"clip={path} holds {model_type or 'no config.json'}, must be the folder of a "
-            "transformers CLIPModel (model_type clip), such as clip-vit-large-patch14"
-        )

@@ -246,7 +246,7 @@ def test_rows_as_geneval_writes_them_pass() -> None:
         ({"reward": "loose"}, "strict, partial"),
         ({"threshold": 1.0}, "threshold=1.0"),
         ({"path": "/nowhere"}, "config.json"),
-        ({"clip": "/nowhere"}, "CLIPModel"),
+        ({"clip": "/nowhere"}, "not a folder"),
     ],
 )
 def test_wrong_arguments_are_refused(args: dict[str, object], words: str) -> None:
