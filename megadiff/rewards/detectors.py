@@ -10,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor
@@ -22,6 +24,8 @@ from transformers.models.auto import modeling_auto
 
 from megadiff.rewards import centernet
 
+# Of AutoModelForUniversalSegmentation those with a class and a mask for each query.
+SEGMENTATION = {"Mask2FormerForUniversalSegmentation", "MaskFormerForInstanceSegmentation"}
 BATCH_SIZE = 8  # images at once: 100 masks for each are in memory
 
 # The names in labels of models and in GenEval's rows → GenEval's. "mouse" is COCO's own; RT-DETR's
@@ -118,7 +122,7 @@ class CenterNetDetector:
 
 
 class TransformersDetector:
-    """Run a model of AutoModelForObjectDetection or AutoModelForUniversalSegmentation."""
+    """Run a model of AutoModelForObjectDetection, or one of SEGMENTATION."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         # From its module: the package's own door to this class asks for torchvision, which the
@@ -170,50 +174,63 @@ class TransformersDetector:
             )
             # Without the mask of padding: a group's images are of one size.
             outputs = self._model(pixel_values=inputs["pixel_values"].to(self._device))
-            answers += self._objects(outputs, batch, threshold)
+            read = self._from_masks if self._has_masks else self._from_boxes
+            answers += read(outputs, batch, threshold)
         return answers
 
-    def _objects(
+    def _from_boxes(
         self, outputs: Any, images: Sequence[np.ndarray], threshold: float
     ) -> list[list[DetectedObject]]:
-        """Read a batch's outputs."""
-        sizes = [image.shape[:2] for image in images]
-        if self._has_masks:
-            # Binary maps: in the other form objects that overlap erase each other.
-            results = self._processor.post_process_instance_segmentation(
-                outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
-            )
-            return [self._from_masks(result, threshold) for result in results]
-
+        """Read a batch's outputs as the model's own processor does."""
+        # A few numbers, and processors differ in what they expect on which device.
+        on_cpu = SimpleNamespace(logits=outputs.logits.cpu(), pred_boxes=outputs.pred_boxes.cpu())
+        sizes = torch.tensor([image.shape[:2] for image in images])
         results = self._processor.post_process_object_detection(
-            outputs, threshold=threshold, target_sizes=torch.tensor(sizes, device=self._device)
+            on_cpu, threshold=threshold, target_sizes=sizes
         )
-        return [self._from_boxes(*pair) for pair in zip(results, images, strict=True)]
+        answers = []
+        for result, image in zip(results, images, strict=True):
+            rows = zip(result["labels"].tolist(), result["scores"].tolist(), result["boxes"])
+            answers.append(
+                [
+                    DetectedObject(label=self._names[label], score=score, box=_within(box, image))
+                    for label, score, box in rows
+                ]
+            )
+        return answers
 
-    def _from_boxes(self, result: dict[str, Tensor], image: np.ndarray) -> list[DetectedObject]:
-        labels = result["labels"].tolist()
-        scores = result["scores"].tolist()
-        return [
-            DetectedObject(label=self._names[label], score=score, box=_within(box.cpu(), image))
-            for label, score, box in zip(labels, scores, result["boxes"], strict=True)
-        ]
+    def _from_masks(
+        self, outputs: Any, images: Sequence[np.ndarray], threshold: float
+    ) -> list[list[DetectedObject]]:
+        """Read a batch's outputs, on their device and only for classes that can pass.
 
-    def _from_masks(self, result: dict[str, Any], threshold: float) -> list[DetectedObject]:
-        objects = []
-        # Without objects `segmentation` is no stack of masks, but there is nothing to pair it with.
-        for segment, mask in zip(result["segments_info"], result["segmentation"]):
-            mask_HW = mask.bool().cpu().numpy()
-            # The processor keeps scores of exactly the threshold; GenEval does not.
-            if segment["score"] > threshold:
-                objects.append(
-                    DetectedObject(
-                        label=self._names[segment["label_id"]],
-                        score=segment["score"],
-                        box=_mask_box(mask_HW),
-                        mask_HW=mask_HW,
-                    )
-                )
-        return objects
+        Its processor would blow up all 100 masks of each image first. A score is the class's
+        probability times the mean probability of the mask's pixels, as in mmdetection.
+        """
+        # The last class is that of no object.
+        probabilities_NQC = outputs.class_queries_logits.softmax(dim=-1)[..., :-1]
+        answers = []
+        for number, image in enumerate(images):
+            queries, labels = (probabilities_NQC[number] > threshold).nonzero(as_tuple=True)
+            objects = []
+            for query, label in zip(queries.tolist(), labels.tolist(), strict=True):
+                logits = outputs.masks_queries_logits[number, query][None, None]
+                pixels_HW = F.interpolate(logits, image.shape[:2], mode="bilinear")[0, 0].sigmoid()
+                mask_HW = pixels_HW > 0.5
+                # 0 for an empty mask.
+                certainty = pixels_HW[mask_HW].sum() / mask_HW.sum().clamp(min=1)
+                score = float(probabilities_NQC[number, query, label] * certainty)
+                if score > threshold:
+                    objects.append(self._masked(label, score, mask_HW.cpu().numpy()))
+            answers.append(objects)
+        return answers
+
+    def _masked(self, label: int, score: float, mask_HW: np.ndarray) -> DetectedObject:
+        """Draw the box around a mask's pixels."""
+        rows = np.flatnonzero(mask_HW.any(axis=1))
+        columns = np.flatnonzero(mask_HW.any(axis=0))
+        box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+        return DetectedObject(label=self._names[label], score=score, box=box, mask_HW=mask_HW)
 
 
 def _config(path: Path) -> Any:
@@ -225,7 +242,8 @@ def _config(path: Path) -> Any:
         )
 
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    if not _is_object_detection(config) and not _is_segmentation(config):
+    is_segmentation = not SEGMENTATION.isdisjoint(config.architectures or [])
+    if not is_segmentation and not _is_object_detection(config):
         raise ValueError(
             f"path={path} holds {', '.join(config.architectures or ['no architecture'])}, which is "
             "neither for object detection nor for instance segmentation; give a model such as "
@@ -239,11 +257,6 @@ def _is_object_detection(config: Any) -> bool:
     return not names.isdisjoint(config.architectures or [])
 
 
-def _is_segmentation(config: Any) -> bool:
-    names = set(modeling_auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES.values())
-    return not names.isdisjoint(config.architectures or [])
-
-
 def _within(box: Tensor, image: np.ndarray) -> tuple[float, float, float, float]:
     """Clip a box to its image [H, W, 3]."""
     height, width, _ = image.shape
@@ -254,10 +267,3 @@ def _within(box: Tensor, image: np.ndarray) -> tuple[float, float, float, float]
         min(max(right, 0.0), width),
         min(max(bottom, 0.0), height),
     )
-
-
-def _mask_box(mask_HW: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the box around a mask's pixels."""
-    rows = np.flatnonzero(mask_HW.any(axis=1))
-    columns = np.flatnonzero(mask_HW.any(axis=0))
-    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

@@ -23,11 +23,19 @@ from transformers import (
     SwinConfig,
 )
 from transformers.models.mask2former import modeling_mask2former
+from transformers.models.mask2former.image_processing_pil_mask2former import (
+    Mask2FormerImageProcessorPil,
+)
 
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.base import RewardContext, RewardSample
 from megadiff.rewards.clip_colors import COLORS, ClipColors
-from megadiff.rewards.detectors import DetectedObject, folder_labels, load_detector
+from megadiff.rewards.detectors import (
+    DetectedObject,
+    folder_labels,
+    geneval_name,
+    load_detector,
+)
 from megadiff.rewards.geneval import GenevalReward
 from megadiff.types import Prompt
 
@@ -133,8 +141,32 @@ def test_a_detection_folder_gives_its_plain_outputs(detr: Path) -> None:
 
 def test_a_segmentation_folder_gives_masks_and_their_boxes(mask2former: Path) -> None:
     detector = load_detector(mask2former, CPU)
-    objects = detector.detect([IMAGE], threshold=0.05)[0]
-    assert objects and all(detected.score > 0.05 for detected in objects)
+    objects = detector.detect([IMAGE[::-1].copy(), IMAGE], threshold=0.05)[1]
+
+    # transformers' own way resizes masks twice, which moves their edges and scores a little.
+    processor = Mask2FormerImageProcessorPil.from_pretrained(mask2former)
+    with patch.object(modeling_mask2former, "requires_backends", lambda *_: None):
+        model = Mask2FormerForUniversalSegmentation.from_pretrained(mask2former).eval()
+    with torch.no_grad():
+        outputs = model(**processor([Image.fromarray(IMAGE)], return_tensors="pt"))
+    expected = processor.post_process_instance_segmentation(
+        outputs, threshold=0.05, target_sizes=[(48, 80)], return_binary_maps=True
+    )[0]
+    # It keeps as many of (query, class) as there are queries.
+    surest = sorted(objects, key=lambda detected: -detected.score)[:6]
+    scores = sorted((segment["score"] for segment in expected["segments_info"]), reverse=True)
+    assert [detected.score for detected in surest] == pytest.approx(scores, abs=0.01)
+    names = {number: geneval_name(label) for number, label in LABELS.items()}
+    for segment, mask in zip(expected["segments_info"], expected["segmentation"], strict=True):
+        (twin,) = (
+            detected
+            for detected in objects
+            if abs(detected.score - segment["score"]) < 0.002
+            and detected.label == names[segment["label_id"]]
+            and (detected.mask_HW == mask.bool().numpy()).mean() > 0.9
+        )
+        assert twin.score > 0.05
+
     for detected in objects:
         assert detected.mask_HW is not None and detected.mask_HW.shape == (48, 80)
         left, top, right, bottom = (int(side) for side in detected.box)

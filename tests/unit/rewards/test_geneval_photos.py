@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
+from megadiff.config.schema import RewardConfig
 from megadiff.data.prompts import prompt_id
-from megadiff.rewards.base import RewardContext, RewardSample
+from megadiff.rewards.base import RewardContext, RewardSample, build_reward
 from megadiff.rewards.geneval import GenevalReward, read_row
+from megadiff.rewards.routes import applies
 from megadiff.types import Prompt
 
 ROOT = Path(__file__).parents[3]
@@ -147,3 +152,20 @@ def test_the_reward_looks_at_a_video_s_middle_frame_and_sleeps(reward: GenevalRe
     ]
     assert reward.score(samples) == [1.0, 0.0]
     assert reward.figures() == {"strict": 0.5, "partial": 0.5}
+
+
+def test_the_page_s_example_and_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/rewards.md as written."""
+    page = (ROOT / "docs/rewards.md").read_text()
+    (example,) = re.findall(r"```yaml\n# geneval.yaml\n(.*?)```", page, re.DOTALL)
+    (row,) = re.findall(r"```json\n(.*?)```", page.partition("geneval_real.yaml")[2], re.DOTALL)[:1]
+    monkeypatch.chdir(ROOT)
+    config = RewardConfig(**OmegaConf.create(example).reward.objects)
+    reward = build_reward("objects", config)
+    prompt = Prompt(text="both", id=prompt_id("both", " "), fields=BOTH)
+    assert applies(config, prompt)
+    reward.validate([prompt])
+
+    fields = json.loads(row)
+    asked = read_row(Prompt(text=fields["prompt"], id="0", fields=fields))
+    assert (asked.include[1].color, asked.include[1].relation) == ("red", "left of")
