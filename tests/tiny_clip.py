@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -76,6 +77,14 @@ def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
             tokens.append(start)
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     return {token: index for index, token in enumerate(dict.fromkeys(tokens))}, merges
+
+
+def pictures() -> np.ndarray:
+    """Return four pictures of 16:9, [4, 54, 96, 3] uint8, whose sides and middle differ."""
+    noise = np.random.default_rng(0).random((4, 54, 96, 3))
+    colours = np.array([[255, 40, 40], [40, 255, 40], [30, 30, 30], [255, 255, 90]])
+    ramp = np.linspace(0.2, 1, 96)[:, None]
+    return (noise * colours[:, None, None] * ramp).astype(np.uint8)
 
 
 def random_state(seed: int = 0) -> State:

@@ -8,6 +8,7 @@ REWARDS = {
     "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
     "motion": "megadiff.rewards.motion:MotionReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",
+    "remote": "megadiff.rewards.remote:RemoteReward",
     "temporal_consistency": "megadiff.rewards.motion:TemporalConsistencyReward",
     "variety": "megadiff.rewards.variety:VarietyReward",
 }

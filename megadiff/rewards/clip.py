@@ -21,10 +21,9 @@ from megadiff.rewards.clip_folder import (
     load_tokenizer,
     token_limit,
 )
-from megadiff.types import Prompt
+from megadiff.types import DTYPES, Prompt
 
 SCORES = ("pickscore", "clipscore", "hpsv2", "aesthetic")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ClipReward(Reward):
@@ -84,12 +83,12 @@ class ClipReward(Reward):
             return
         # verbose: transformers' own warning about the length says neither prompt nor fix
         tokens = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
-        lengths = [len(ids) for ids in tokens]
         limit = token_limit(config)
-        long = [index for index, length in enumerate(lengths) if length > limit]
+        long = [index for index, ids in enumerate(tokens) if len(ids) > limit]
         if long:
+            first = long[0]
             raise ValueError(
-                f"the prompt {prompts[long[0]].text[:200]!r} has {lengths[long[0]]} tokens, and "
+                f"the prompt {prompts[first].text[:200]!r} has {len(tokens[first])} tokens, and "
                 f"{self.folder} reads {limit}, start and end included; {len(long)} of "
                 f"{len(prompts)} prompts are too long: shorten them, or score their beginning "
                 "with args: {truncate: true}"
@@ -102,12 +101,12 @@ class ClipReward(Reward):
         # Taken before the cast: bfloat16 would round it.
         logit_scale = self._model.logit_scale.exp().item()
         self._scale = logit_scale / 26 if self.kind == "pickscore" else 1.0
-        self._parts = torch.nn.ModuleList([self._model]).to(self.dtype)
+        self._networks = torch.nn.ModuleList([self._model]).to(self.dtype)
 
         if self.kind == "aesthetic":
             # After the cast: the head stays in float32.
             self._head = self._load_head(self._model.config.projection_dim)
-            self._parts.append(self._head)
+            self._networks.append(self._head)
         else:
             self._tokenizer = load_tokenizer(self.folder)
         if self.kind == "hpsv2":
@@ -118,13 +117,13 @@ class ClipReward(Reward):
         self.wake()
 
     def sleep(self) -> None:
-        self._parts.to("cpu")
+        self._networks.to("cpu")
         if self._device.type == "cuda":
             # Else the memory stays with this process, which does not use it.
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self._parts.to(self._device)
+        self._networks.to(self._device)
 
     @torch.inference_mode()
     def score(self, samples: Sequence[RewardSample]) -> list[float]:

@@ -104,7 +104,7 @@ def load_model(folder: Path, weights: str | None) -> CLIPModel:
     if "visual.conv1.weight" in state:
         state = open_clip.to_transformers(state)
     # Earlier transformers saved these; they are 0, 1, 2, ….
-    state = {name: part for name, part in state.items() if not name.endswith("position_ids")}
+    state = {name: state[name] for name in state if not name.endswith("position_ids")}
 
     model: CLIPModel
     report: dict[str, set]
@@ -200,7 +200,8 @@ def load_aesthetic_head(file: Path) -> nn.Module:
             nn.Linear(64, 16),
             nn.Linear(16, 1),
         )
-    state = {name.removeprefix("layers."): part for name, part in read_tensors(file).items()}
+    tensors = read_tensors(file)
+    state = {name.removeprefix("layers."): tensor for name, tensor in tensors.items()}
     try:
         head.load_state_dict(state, assign=True)
     except RuntimeError as error:

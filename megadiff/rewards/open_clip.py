@@ -68,24 +68,17 @@ _TRANSPOSED = ("text_projection", "visual.proj")
 
 
 def read_config(file: Path) -> CLIPConfig:
+    """Read open_clip_config.json. Raises ValueError for what is no plain ViT CLIP."""
     model = read_json(file).get("model_cfg", {})
-    vision = _filled(file, "vision_cfg", model.get("vision_cfg", {}), _VISION)
-    text = _filled(file, "text_cfg", model.get("text_cfg", {}), _TEXT)
     if "embed_dim" not in model:
         raise ValueError(f"{file} has no model_cfg.embed_dim; fetch it again")
+    vision = _filled(file, "vision_cfg", model.get("vision_cfg", {}), _VISION)
+    text = _filled(file, "text_cfg", model.get("text_cfg", {}), _TEXT)
 
-    common = {
-        "projection_dim": model["embed_dim"],
-        "hidden_act": "quick_gelu" if model.get("quick_gelu") else "gelu",
-    }
     return CLIPConfig(
         projection_dim=model["embed_dim"],
         text_config={
-            **common,
-            "hidden_size": text["width"],
-            "intermediate_size": int(text["width"] * text["mlp_ratio"]),
-            "num_hidden_layers": text["layers"],
-            "num_attention_heads": text["heads"],
+            **_tower(model, text, text["heads"]),
             "max_position_embeddings": text["context_length"],
             "vocab_size": text["vocab_size"],
             # open_clip reads the text where its largest token is: <|endoftext|> is the last one.
@@ -93,15 +86,22 @@ def read_config(file: Path) -> CLIPConfig:
             "bos_token_id": text["vocab_size"] - 2,
         },
         vision_config={
-            **common,
-            "hidden_size": vision["width"],
-            "intermediate_size": int(vision["width"] * vision["mlp_ratio"]),
-            "num_hidden_layers": vision["layers"],
-            "num_attention_heads": vision["width"] // vision["head_width"],
+            **_tower(model, vision, vision["width"] // vision["head_width"]),
             "image_size": vision["image_size"],
             "patch_size": vision["patch_size"],
         },
     )
+
+
+def _tower(model: Mapping, values: Mapping, num_heads: int) -> dict[str, object]:
+    return {
+        "projection_dim": model["embed_dim"],
+        "hidden_act": "quick_gelu" if model.get("quick_gelu") else "gelu",
+        "hidden_size": values["width"],
+        "intermediate_size": int(values["width"] * values["mlp_ratio"]),
+        "num_hidden_layers": values["layers"],
+        "num_attention_heads": num_heads,
+    }
 
 
 def _filled(file: Path, key: str, values: Mapping, defaults: Mapping) -> dict:

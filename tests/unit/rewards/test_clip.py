@@ -60,11 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures() -> np.ndarray:
-    """Four of 16:9, whose sides and middle differ."""
-    noise = np.random.default_rng(0).random((4, 54, 96, 3))
-    colours = np.array([[255, 40, 40], [40, 255, 40], [30, 30, 30], [255, 255, 90]])
-    ramp = np.linspace(0.2, 1, 96)[:, None]
-    return (noise * colours[:, None, None] * ramp).astype(np.uint8)
+    return tiny_clip.pictures()
 
 
 def samples_of(pictures: np.ndarray, *texts: str) -> list[RewardSample]:
@@ -177,9 +173,11 @@ def test_hpsv2_file_beside_the_base_model(
 
 
 def test_alone_as_in_a_batch_and_after_sleep(folder: Path, pictures: np.ndarray) -> None:
+    random_numbers = torch.get_rng_state()
     reward = opened(folder, "pickscore")
     samples = samples_of(pictures, "red cat", "dog")
     together = reward.score(samples)
+    assert torch.equal(torch.get_rng_state(), random_numbers)
     alone = [reward.score([sample])[0] for sample in samples]
     np.testing.assert_allclose(alone, together, atol=1e-6)
     reward.sleep()
