@@ -210,7 +210,7 @@ def terms(
             objects = objects[: clause.count]
         values.append(_closeness(len(objects), clause.count))
 
-        # A wrong count says which object is meant of none.
+        # With a wrong count it is open which of them should be red, or to the left.
         if len(objects) != clause.count:
             objects = []
         if clause.color:

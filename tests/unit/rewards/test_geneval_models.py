@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import (
     CLIPConfig,
@@ -137,6 +139,15 @@ def test_a_detection_folder_gives_its_plain_outputs(detr: Path) -> None:
         assert detected.box == pytest.approx(box, abs=1e-3)
     nothing = load_detector(detr, CPU).detect([IMAGE], threshold=0.99)
     assert nothing == [[]]
+
+
+def test_a_folder_that_lacks_tensors_is_refused(detr: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(detr, tmp_path / "torn")
+    weights = load_file(folder / "model.safetensors")
+    del weights["class_labels_classifier.bias"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 of .*class_labels_classifier.bias"):
+        load_detector(folder, CPU)
 
 
 def test_a_segmentation_folder_gives_masks_and_their_boxes(mask2former: Path) -> None:
