@@ -35,6 +35,7 @@ def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -
     args = {
         "frame": {"reward": "color"},
         "clip": {"path": "/clip", "score": "hpsv2"},
+        "geneval": {"path": "assets/detector"},
         "remote": {"url": "http://127.0.0.1:9000"},
     }
     config = RewardConfig(type=reward_type, args=args.get(reward_type, {}))
