@@ -11,4 +11,5 @@ REWARDS = {
     "remote": "megadiff.rewards.remote:RemoteReward",
     "temporal_consistency": "megadiff.rewards.motion:TemporalConsistencyReward",
     "variety": "megadiff.rewards.variety:VarietyReward",
+    "vlm": "megadiff.rewards.vlm:VlmReward",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import re
 import threading
@@ -183,6 +184,25 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
                 "without user, password, query and blanks"
             )
     return list(dict.fromkeys(row.rstrip("/") for row in rows))
+
+
+def bearer_header(variable: str, *, is_needed: bool) -> dict[str, str]:
+    """Return the header with the token of an environment variable; none without a token.
+
+    Raises ValueError, without the token, for one that no header can hold or that is not set.
+    """
+    token = os.environ.get(variable, "")
+    if is_needed and not token:
+        raise ValueError(
+            f"token_env={variable}, but the environment has no such variable; set it to the "
+            "token of the servers, for every rank"
+        )
+    if not token.isascii() or any(char <= " " or char == "\x7f" for char in token):
+        raise ValueError(
+            f"the token of {variable} has characters that no header can hold; "
+            "use visible ASCII, without blanks"
+        )
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _has_port(url: str) -> bool:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megadiff.rewards.answers import WrongAnswer, samples_text
 from megadiff.rewards.base import Reward, RewardContext, RewardSample, ScoreFailed
-from megadiff.rewards.http_pool import HttpPool
+from megadiff.rewards.http_pool import HttpPool, bearer_header
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +47,8 @@ class RemoteReward(Reward):
             raise ValueError(f"workers={workers}, must be at least 1")
         self.samples_per_call = samples_per_call
         self.workers = workers
-        self._pool = HttpPool(
-            url, timeout_s=timeout_s, deadline_s=deadline_s, headers=_authorization(token_env)
-        )
+        headers = bearer_header(token_env or TOKEN_VARIABLE, is_needed=bool(token_env))
+        self._pool = HttpPool(url, timeout_s=timeout_s, deadline_s=deadline_s, headers=headers)
         self._retries_logged = 0
 
     def open(self, context: RewardContext) -> None:
@@ -119,19 +117,3 @@ def samples_to_npz(samples: Sequence[RewardSample]) -> bytes:
         samples=np.frombuffer(json.dumps(rows).encode(), np.uint8),
     )
     return body.getvalue()
-
-
-def _authorization(token_env: str) -> dict[str, str]:
-    """Return the header with the token; none without a token. Raises ValueError, without it."""
-    token = os.environ.get(token_env or TOKEN_VARIABLE, "")
-    if token_env and not token:
-        raise ValueError(
-            f"token_env={token_env}, but the environment has no such variable; set it to the "
-            "token of the servers, for every rank"
-        )
-    if not token.isascii() or any(char <= " " or char == "\x7f" for char in token):
-        raise ValueError(
-            f"the token of {token_env or TOKEN_VARIABLE} has characters that no header can hold; "
-            "use visible ASCII, without blanks"
-        )
-    return {"Authorization": f"Bearer {token}"} if token else {}
