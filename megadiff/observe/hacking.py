@@ -1,6 +1,6 @@
 """Find signs that a policy exploits its reward instead of learning what is wanted.
 
-Samples grow alike or lurid, or held-out scores do not follow. A sign is a reason to look at
+Samples grow alike, lurid or blank, or held-out scores do not follow. A sign is a reason to look at
 samples, no proof. docs/reading_a_run.md says what to do.
 """
 
@@ -78,8 +78,11 @@ class Fall(NamedTuple):
     least: float
 
 
-class Rise(NamedTuple):
-    """A figure of looks that may rise: by this much, and to this many times its start."""
+class Shift(NamedTuple):
+    """A figure of looks that may move: by this much, and to this many times its start.
+
+    times: above 1 for a rise, below 1 for a fall.
+    """
 
     key: str
     what: str
@@ -102,12 +105,24 @@ FALLS = {
     ),
     "motion": Fall(key="diversity/motion", what="the motion within videos", unit="", least=0.005),
 }
-RISES = {
-    "saturation": Rise(
+# UniRL issue 407, of a reward for legible text alone: dark pixels from 0.45 to 0.93, edges down by
+# 60 %, while the text score stayed fine.
+SHIFTS = {
+    "saturation": Shift(
         key="diversity/saturation", what="the saturation of the samples", by=0.15, times=1.3
     ),
-    "clipping": Rise(
+    "clipping": Shift(
         key="diversity/clipped_share", what="the share of clipped colour values", by=0.1, times=1.5
+    ),
+    "blank": Shift(
+        key="diversity/blank_share", what="the share of blank background", by=0.25, times=1.3
+    ),
+    "edges": Shift(key="diversity/edges", what="the edges in the samples", by=0.005, times=0.5),
+    "dark": Shift(
+        key="diversity/brightness", what="the brightness of the samples", by=0.15, times=0.6
+    ),
+    "bright": Shift(
+        key="diversity/brightness", what="the brightness of the samples", by=0.2, times=1.4
     ),
 }
 
@@ -131,7 +146,7 @@ def signs(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None = No
     remedy = f"Look at the samples; {kl}, or go back to an earlier checkpoint."
 
     gravest_first = sorted(
-        [*_falls(rows, ends), *_rises(rows, ends), *_lags(rows, heldout)],
+        [*_falls(rows, ends), *_shifts(rows, ends), *_lags(rows, heldout)],
         key=lambda sign: -sign.gravity,
     )
     return [
@@ -165,17 +180,23 @@ def _falls(rows: Rows, ends: Verdict) -> Iterator[Sign]:
             yield Sign(kind=f"{name} narrow", gravity=MILD, claim=claim)
 
 
-def _rises(rows: Rows, ends: Verdict) -> Iterator[Sign]:
-    for name, rise in RISES.items():
-        change = _change(rows, rise.key)
-        if (
-            change is None
-            or change.low <= 0
-            or change.last < max(change.first + rise.by, change.first * rise.times)
-        ):
+def _shifts(rows: Rows, ends: Verdict) -> Iterator[Sign]:
+    for name, shift in SHIFTS.items():
+        change = _change(rows, shift.key)
+        if change is None:
             continue
 
-        claim = f"{_while(ends)} {rise.what} rose {change}"
+        limits = (change.first + shift.by, change.first * shift.times)
+        verb = "rose"
+        is_far = change.low > 0 and change.last >= max(limits)
+        if shift.times < 1:
+            limits = (change.first - shift.by, change.first * shift.times)
+            verb = "fell"
+            is_far = change.high < 0 and change.last <= min(limits)
+        if not is_far:
+            continue
+
+        claim = f"{_while(ends)} {shift.what} {verb} {change}"
         claim += ", as it does when a policy exploits its reward."
         yield Sign(kind=name, gravity=2, claim=claim)
 

@@ -36,14 +36,15 @@ class SampleRecord:
     """One sample to be looked at.
 
     pixels: uint8 [F, H, W, 3], F = 1 for an image. caption: the prompt.
-    rewards: reward name → raw value. reward: the total that the advantage is made of.
+    rewards: reward name → raw value, None or NaN where it has none. reward: the total that the
+    advantage is made of.
     prompt_id, sample_index: its identity. policy_version: weights that drew it.
     frames_per_s: of a video.
     """
 
     pixels: Tensor
     caption: str
-    rewards: Mapping[str, float]
+    rewards: Mapping[str, float | None]
     reward: float
     prompt_id: str
     sample_index: int
@@ -104,8 +105,8 @@ def _file_name(number: int, sample: SampleRecord) -> str:
 
 
 # JSON has no NaN: a reader in another language would refuse the line.
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def picture_suffix(pixels: Tensor) -> str:

@@ -153,13 +153,14 @@ def strips(samples: Sequence[SavedSample]) -> list[Drawing]:
     pictures = load_pictures([sample.path for row in rows for sample in row if sample])
     rows_of_looks = []
     for row in rows:
-        looks = [_look(sample, pictures) if sample else None for sample in row]
+        looks = [look(sample, pictures) if sample else None for sample in row]
         caption = next(sample.caption for sample in row if sample)
         rows_of_looks.append({"caption": caption, "looks": looks})
     return rows_of_looks if pictures else []
 
 
-def _look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | None:
+def look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | None:
+    """Return what a strip shows of a sample, None where its picture could not be read."""
     if sample.path not in pictures:
         return None
     step = f"step {sample.step}"
@@ -168,6 +169,6 @@ def _look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | No
         "picture": pictures[sample.path],
         "alt": f"{sample.caption}, {step}",
         "title": f"{step}, {weights}: {rewards_text(sample.rewards) or 'no rewards'}",
-        "step": step,
+        "label": sample.step,
         "reward": sample.reward,
     }

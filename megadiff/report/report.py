@@ -49,6 +49,7 @@ from megadiff.report.evaluation_table import RewardFormat, reward_format
 from megadiff.report.health import findings
 from megadiff.report.page import TEMPLATES, Section, Tile, change_sentence, write_page
 from megadiff.report.pictures import strips
+from megadiff.report.rewards_section import rewards_parts
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,11 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     # texts.yaml has them in the order in which a reader wants them.
     named = [key for key in TEXTS["metrics"] if key in keys]
     for key in dict.fromkeys([*named, *sorted(keys)]):
-        area = section_of.get(key.partition("/")[0], "Other metrics")
-        sections[section_of.get(key, area)].append(key)
+        area, _, quantity = key.partition("/")
+        if area == "reward" and "/" in quantity:
+            area = "reward/<name>"
+        section = section_of.get(area, "Other metrics")
+        sections[section_of.get(key, section)].append(key)
 
     return sections
 
@@ -346,6 +350,7 @@ def write_report(run_folder: Path) -> Path:
     ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
 
     parts = {
+        "Rewards": rewards_parts(run.rows, run.config, run.samples),
         HELD_OUT: _heldout_parts(run),
         "The same prompt over time": {"strips": strips(run.samples)},
         TIME: {"charts": (), "time": stage_times(run.rows)},

@@ -33,9 +33,14 @@ logger = logging.getLogger(__name__)
 # saved when samples are due
 SAMPLE_PROMPTS = 8
 SAMPLES_PER_PROMPT = 2
-DIVERSITY_SUMS = (
-    "pixel_spread saturation clipped_share count colour_entropy_bit open_count motion".split()
-)
+# of a group's thumbnails, which are shrunk once for all of these
+THUMBNAIL_FIGURES = {
+    "pixel_spread": diversity.pixel_spread,
+    "saturation": diversity.saturation,
+    "brightness": diversity.brightness,
+    "edges": diversity.edges,
+    "blank_share": diversity.blank_share,
+}
 
 
 class Recorder:
@@ -198,12 +203,13 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:
     is that of prompts that name none, and missing without one.
     """
     # all of them on every rank, also on one without groups: the all-reduce takes equal keys
-    sums = dict.fromkeys(DIVERSITY_SUMS, 0.0)
+    others = ("clipped_share", "count", "colour_entropy_bit", "open_count", "motion")
+    sums = dict.fromkeys((*THUMBNAIL_FIGURES, *others), 0.0)
     for group in groups:
         frames_GHWC = group.middle_frames_GHWC
-        small = diversity.thumbnails(frames_GHWC)  # shrunk once for three of four figures
-        sums["pixel_spread"] += diversity.pixel_spread(small)
-        sums["saturation"] += diversity.saturation(small)
+        small = diversity.thumbnails(frames_GHWC)
+        for name, figure in THUMBNAIL_FIGURES.items():
+            sums[name] += figure(small)
         sums["clipped_share"] += diversity.clipped_share(frames_GHWC)
         sums["count"] += 1
         if not diversity.names_a_colour(group.prompt.text):

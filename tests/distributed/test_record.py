@@ -74,6 +74,9 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
     expected = {
         "diversity/pixel_spread": sum(map(diversity.pixel_spread, pixels.values())) / 5,
         "diversity/saturation": sum(map(diversity.saturation, pixels.values())) / 5,
+        "diversity/brightness": sum(map(diversity.brightness, pixels.values())) / 5,
+        "diversity/edges": sum(map(diversity.edges, pixels.values())) / 5,
+        "diversity/blank_share": sum(map(diversity.blank_share, pixels.values())) / 5,
         "diversity/clipped_share": sum(map(diversity.clipped_share, pixels.values())) / 5,
         "diversity/colour_entropy_bit": diversity.colour_entropy_bit(open_prompts),
         # 5 groups of 4 samples, 7 tokens; 4 steps, and a window of 2 forward and twice that back.
@@ -84,7 +87,8 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
     }
     for rank in range(world_size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(expected)
-    assert all(value > 0 for key, value in expected.items() if key != "diversity/clipped_share")
+    zeros = {"diversity/clipped_share", "diversity/edges"}  # of pictures of one colour
+    assert all(value > 0 for key, value in expected.items() if key not in zeros)
 
 
 def test_a_step_whose_prompts_all_name_colours_has_no_diversity_of_colour(tmp_path):

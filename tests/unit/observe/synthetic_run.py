@@ -31,6 +31,9 @@ algorithm:
   name: flow_grpo
   group_size: 8
   clip_range: 0.0001
+reward:
+  color: {{type: color, weight: 1.0}}
+  jpeg_size: {{type: jpeg_size, weight: 0.0}}
 """
 TASKS = ("single", "colours", "counting", "position")
 PROMPTS = (
@@ -52,11 +55,19 @@ def metrics_of(step: int, *, num_steps: int) -> dict[str, float]:
         "reward/std": 0.12 - 0.04 * step / num_steps,
         "reward/color": reward + 0.05 * noise[1],
         "reward/jpeg_size": 0.5 + 0.1 * noise[2],
+        "reward/color/group_std": 0.1,
+        "reward/color/share_of_advantage": 0.93,
+        "reward/jpeg_size/group_std": 0.004,
+        "reward/jpeg_size/mass": 0.75,
+        "time/reward_color_s": 0.25,
         "reward/zero_std_ratio": 0.125 * int(3 * noise[3]),
         "diversity/pixel_spread": 0.26 - 0.04 * step / num_steps + 0.02 * noise[2],
         "diversity/colour_entropy_bit": 1.2 - 0.2 * step / num_steps + 0.3 * noise[3],
         "diversity/saturation": 0.3 + 0.05 * noise[4],
         "diversity/clipped_share": 0.02 + 0.01 * noise[5],
+        "diversity/brightness": 0.5 + 0.02 * noise[6],
+        "diversity/edges": 0.06 + 0.01 * noise[7],
+        "diversity/blank_share": 0.4 + 0.05 * noise[0],
         "policy/clip_fraction": 0.05 + 0.1 * noise[4],
         "policy/kl_old": 1e-7 * 10 ** (4 * noise[5]),
         "policy/kl_ref": 2e-4 * step,
@@ -150,7 +161,11 @@ def samples_of(
                 number / len(PROMPTS), sharpness=sharpness, num_frames=num_frames, size=size
             ),
             caption=prompt,
-            rewards={"color": 0.3 + 0.6 * sharpness, "jpeg_size": 0.5},
+            # the last prompt's second sample has no colour
+            rewards={
+                "color": None if number + index == 4 else 0.3 + 0.6 * sharpness - 0.1 * index,
+                "jpeg_size": 0.5,
+            },
             reward=0.3 + 0.5 * sharpness - 0.1 * index,
             prompt_id=f"{number:016x}",
             sample_index=index,
@@ -195,3 +210,8 @@ def write_run(
                     step, samples_of(step, num_steps=num_steps, size=size, num_frames=num_frames)
                 )
     return folder
+
+
+def section_of(page: str, title: str) -> str:
+    """The HTML of one section of a report."""
+    return page.split(f"<h2>{title}</h2>")[1].split("</section>")[0]

@@ -2,7 +2,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, write_run
+from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, section_of, write_run
 
 from megadiff.observe.evaluation import Comparison, evaluation_folder, write_evaluation
 from megadiff.observe.heldout import compare_ends, read_evaluations
@@ -13,10 +13,6 @@ from megadiff.report.report import accuracy_headline, write_report
 
 def page_of(folder) -> str:
     return write_report(folder).read_text("utf-8")
-
-
-def section_of(page: str, title: str) -> str:
-    return re.search(rf"<section><header><h2>{title}</h2>.*?</section>", page, re.S)[0]
 
 
 def evaluation(step: int):

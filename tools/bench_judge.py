@@ -1,0 +1,249 @@
+"""Ask a yes / no judge of real size that a vLLM server of this machine serves.
+
+Started by bench_rewards.py, which says how. Imports no torch: the GPU is the server's alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+Report = Callable[..., None]
+IN_FLIGHT = 64
+ALONE = 32  # requests whose answers alone and in a burst are compared
+START_S = 300.0
+TOKEN_IDS = "token_id:"  # how the server writes a token under return_tokens_as_token_ids
+
+
+def picture(number: int, side: int) -> NDArray[np.uint8]:
+    """Return a picture of its own, [side, side, 3]: soft shapes with grain, as a photograph."""
+    noise = np.random.default_rng(number)
+    coarse = noise.integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    soft = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC))
+    return soft // 2 + 60 + noise.integers(0, 8, (side, side, 1), dtype=np.uint8)
+
+
+def as_url(pixels: NDArray[np.uint8]) -> str:
+    """Return the picture as lossless WebP, as the reward vlm sends it."""
+    out = io.BytesIO()
+    # Of lossless pictures, quality is effort: 0 takes a third of the time of 80.
+    Image.fromarray(pixels).save(out, "WEBP", lossless=True, quality=0, method=0)
+    return "data:image/webp;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+class Judge:
+    """Ask the server for one token a picture, with the probabilities of yes and no."""
+
+    def __init__(self, url: str, side: int) -> None:
+        limits = httpx.Limits(max_connections=IN_FLIGHT, keepalive_expiry=3)
+        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False, limits=limits)
+        self.side = side
+        self.token_ids: list[int] = []
+        self.num_partial = 0  # answers without both tokens
+
+    def find_tokens(self) -> None:
+        for word in ("yes", "no"):
+            body = {"model": "judge", "prompt": word, "add_special_tokens": False}
+            (token,) = self._post("/tokenize", body)["tokens"]
+            self.token_ids.append(token)
+
+    def body(self, number: int) -> dict[str, Any]:
+        question = f'Does this image show "a red cup number {number}"? Please answer yes or no.'
+        content = [
+            {"type": "image_url", "image_url": {"url": as_url(picture(number, self.side))}},
+            {"type": "text", "text": question},
+        ]
+        return {
+            "model": "judge",
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "logprob_token_ids": self.token_ids,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def ask(self, body: dict[str, Any]) -> float:
+        """Return log P(yes) − log P(no), or without both the first token's own log-probability."""
+        answer = self._post("/v1/chat/completions", body)
+        (first,) = answer["choices"][0]["logprobs"]["content"]
+        by_token = {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
+        yes, no = (by_token.get(f"{TOKEN_IDS}{token}") for token in self.token_ids)
+        if yes is None or no is None:
+            self.num_partial += 1
+            return first["logprob"]
+        return yes - no
+
+    def ask_all(self, bodies: Sequence[dict[str, Any]], in_flight: int) -> np.ndarray:
+        with ThreadPoolExecutor(in_flight) as pool:
+            return np.array(list(pool.map(self.ask, bodies)))
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        response = self.http.post(path, json=body)
+        response.raise_for_status()
+        return response.json() if response.content else None
+
+    def switch(self, path: str) -> float:
+        """POST a path without an answer and return its seconds."""
+        start = time.monotonic()
+        self._post(path)
+        return time.monotonic() - start
+
+
+def used_gib() -> float | None:
+    """Return the memory in use of the first GPU, by all processes; None without one."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    text = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    return int(text.split()[0]) / 1024
+
+
+@contextmanager
+def server(folder: Path, log: Path, options: Sequence[str]) -> Iterator[str]:
+    """Start vLLM's server on the folder and yield its url; end it and all its processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Not `vllm serve`: the CPU build's distribution has another name, and it looks for "vllm".
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--served-model-name", "judge"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", str(IN_FLIGHT), "--enforce-eager"]
+    # Every picture of a rollout is new, so what is cached would only flatter the figures.
+    command += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0", *options]
+    env = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no /sleep
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # compiled at the first request where it is not cached, and greedy needs no sampler
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+    try:
+        _wait_until_ready(process, f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}")
+        try:
+            if httpx.get(f"{url}/health", timeout=1, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"no server after {START_S:g} s")
+
+
+def run(report: Report, *, folder: Path, is_tiny: bool, weights: str) -> None:
+    """Report every figure of the judge part as soon as it is known."""
+    side = 64 if is_tiny else 512
+    counts = (16, 32) if is_tiny else (128, 512)
+    device = "cuda" if shutil.which("nvidia-smi") else "cpu"
+    options = []
+    if device == "cuda":
+        # A CPU's server refuses the flag, yet answers /sleep.
+        options += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.5"]
+    if weights == "dummy":
+        options += ["--load-format", "dummy"]
+
+    start = time.monotonic()
+    command = [sys.executable, str(Path(__file__).with_name("random_llava.py")), str(folder)]
+    command += ["--tiny"] if is_tiny else []
+    command += ["--no-weights"] if weights == "dummy" else []
+    command += ["--device", device]
+    # In a process of its own, so that its memory is not counted.
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    report(folder_s=time.monotonic() - start)
+    report(gpu_gib_before=used_gib())
+
+    start = time.monotonic()
+    with server(folder, folder.with_suffix(".log"), options) as url:
+        report(start_s=time.monotonic() - start, gpu_gib_ready=used_gib())
+        judge = Judge(url, side)
+        judge.find_tokens()
+        _measure(report, judge, counts, weights)
+
+
+def _measure(report: Report, judge: Judge, counts: Sequence[int], weights: str) -> None:
+    start = time.monotonic()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        bodies = list(pool.map(judge.body, range(ALONE + sum(counts) + IN_FLIGHT)))
+    report(encode_s=time.monotonic() - start, pictures=len(bodies))
+    compared = bodies[:ALONE]
+    warm = bodies[-IN_FLIGHT:]
+
+    start = time.monotonic()
+    judge.ask(warm[0])
+    report(first_request_s=time.monotonic() - start)
+    judge.ask_all(warm, IN_FLIGHT)
+
+    first = ALONE
+    for count in counts:
+        start = time.monotonic()
+        scores = judge.ask_all(bodies[first : first + count], IN_FLIGHT)
+        seconds = time.monotonic() - start
+        report(requests=count, in_flight=IN_FLIGHT, seconds=seconds, images_per_s=count / seconds)
+        first += count
+    report(spread_over_images=float(scores.std()), answers_without_both=judge.num_partial)
+
+    alone = None
+    if weights == "random":
+        # Dummy weights are so small that answers do not depend on the picture.
+        start = time.monotonic()
+        alone = judge.ask_all(compared, 1)
+        report(seconds_alone=(time.monotonic() - start) / len(compared))
+        judge.ask_all(warm, IN_FLIGHT)  # so that no picture's features are still cached
+        burst = judge.ask_all(compared, ALONE)
+        gaps = np.abs(burst - alone)
+        report(
+            gap_alone_burst_max=float(gaps.max()),
+            gap_alone_burst_median=statistics.median(gaps.tolist()),
+            spread_of_compared=float(alone.std()),
+        )
+
+    report(sleep_s=judge.switch("/sleep?level=1"))
+    time.sleep(1)  # until nvidia-smi sees what the driver took back
+    report(gpu_gib_asleep=used_gib())
+    report(wake_s=judge.switch("/wake_up"), gpu_gib_awake=used_gib())
+    start = time.monotonic()
+    judge.ask(warm[0])
+    report(first_after_wake_s=time.monotonic() - start)
+    if alone is not None:
+        judge.ask_all(warm, IN_FLIGHT)
+        again = judge.ask_all(compared, 1)
+        report(gap_after_wake_max=float(np.abs(again - alone).max()))
+    report(sleep_again_s=judge.switch("/sleep?level=1"), wake_again_s=judge.switch("/wake_up"))
