@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards import REWARDS
 from megadiff.rewards.base import Reward, build_reward, build_rewards
 
