@@ -36,7 +36,7 @@ import httpx
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup, Sampling

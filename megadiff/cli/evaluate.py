@@ -47,6 +47,8 @@ from megadiff.rollout.client.processes import stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_sync, run_folder
 from megadiff.train.evaluate import Plan, evaluate
+from megadiff.train.judges import Judges, launch_judges
+from megadiff.train.sampling import open_rewards
 
 logger = logging.getLogger(__name__)
 COMPARISON_NAME = "comparison.json"
@@ -60,14 +62,16 @@ def main(argv: list[str] | None = None) -> int:
     comparison = None
     try:
         subject, plan = resolve(options, config_arguments)
-        with closing(Scorer(subject.config.reward)) as scorer:
+        with ExitStack() as stack:
+            scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
             scorer.validate([prompt for prompt, _ in plan])
+            judges = _open_rewards(scorer, subject, stack)
 
             if options.baseline:
                 # First: what is compared with it comes last, and stays on the screen.
                 baseline = resolve_baseline(subject, options.baseline, config_arguments)
-                before = _evaluate(baseline, subject.config, scorer, plan)
-            evaluation = _evaluate(subject, subject.config, scorer, plan)
+                before = _evaluate(baseline, subject.config, scorer, judges, plan)
+            evaluation = _evaluate(subject, subject.config, scorer, judges, plan)
         if options.baseline:
             comparison = Comparison(evaluation=evaluation, baseline=before)
             write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
@@ -93,12 +97,26 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> Evaluation:
-    """Start a replica of the subject, evaluate it and write its record. config: how to sample."""
+def _open_rewards(scorer: Scorer, subject: Subject, stack: ExitStack) -> Judges:
+    """Start the judges that the rewards ask, and load the rewards."""
+    mesh = _mesh(subject)
+    judges = launch_judges(subject.config, mesh, subject.folder, stack)
+    judges.wait()
+    open_rewards(scorer, judges.urls, mesh=mesh)
+    return judges
+
+
+def _mesh(subject: Subject) -> Mesh:
     # One process, as resolve() fixes the config's section parallel.
     layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
-    mesh = init_mesh(layout, subject.config.run.device)
+    return init_mesh(layout, subject.config.run.device)
 
+
+def _evaluate(
+    subject: Subject, config: Config, scorer: Scorer, judges: Judges, plan: Plan
+) -> Evaluation:
+    """Start a replica of the subject, evaluate it and write its record. config: how to sample."""
+    mesh = _mesh(subject)
     start_s = time.monotonic()
     with ExitStack() as stack:
         processes = replicas.launch(subject.config, mesh, subject.folder)
@@ -108,7 +126,7 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
             replicas.connect(subject.config, mesh, subject.folder, processes)
         )
 
-        step = _push(subject, mesh, fleet) if subject.is_run else None
+        step = _push(subject, mesh, fleet, judges) if subject.is_run else None
         total = sum(len(indices) for _, indices in plan)
         outcome = evaluate(
             fleet,
@@ -135,7 +153,7 @@ def _evaluate(subject: Subject, config: Config, scorer: Scorer, plan: Plan) -> E
     return outcome.evaluation
 
 
-def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
+def _push(subject: Subject, mesh: Mesh, fleet: Fleet, judges: Judges) -> int:
     """Load the run's checkpoint, bring the replica to it and return its step."""
     config = subject.config
     folder = run_folder(config)
@@ -146,7 +164,7 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet) -> int:
     # A run with algorithm.ema_decay exports its averaged weights, so they are evaluated.
     with engine.averaged():
         sync = build_sync(engine, fleet)
-        replicas.RunReplicas(fleet, sync, config, mesh).wake(progress.step)
+        replicas.RunReplicas(fleet, sync, config, mesh, judges).wake(progress.step)
     return progress.step
 
 

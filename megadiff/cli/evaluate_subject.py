@@ -12,12 +12,14 @@ from pathlib import Path
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.config.load import load_config
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.rewards import RewardConfig
+from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.train.build import run_folder
 from megadiff.train.check import check_call, read_prompts
+from megadiff.train.check_judges import check_judges
 from megadiff.train.evaluate import Plan, eval_sampling, groups_in_a_call, spread
 
 # In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
@@ -78,6 +80,7 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
         )
 
     validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
+    check_judges(config, all_used=False)  # --reward may leave some without use
     adapter = _checked_adapter(config)
 
     prompts = read_prompts(config, config.eval.prompts)

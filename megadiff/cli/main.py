@@ -15,6 +15,7 @@ from megadiff.process.garbage import collection_paused
 COMMANDS = {  # name → (module that has its main(), what it does)
     "train": ("megadiff.cli.train", "post-train a policy: CONFIG.yaml … key=value …"),
     "serve": ("megadiff.cli.serve", "run a rollout replica: MODEL …, or CONFIG.yaml … key=value …"),
+    "score": ("megadiff.cli.score", "serve a reward to `remote` rewards elsewhere: CONFIG.yaml …"),
     "evaluate": ("megadiff.cli.evaluate", "score a model or a checkpoint on a prompt set"),
     "plan": (
         "megadiff.planner.command",
@@ -24,6 +25,10 @@ COMMANDS = {  # name → (module that has its main(), what it does)
     "convert": (
         "megadiff.convert.command",
         "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",
+    ),
+    "prompts": (
+        "megadiff.cli.prompts",
+        "bring a public prompt set into megadiff's format: import FORMAT SRC OUT.jsonl",
     ),
     "report": ("megadiff.report.command", "write a run's report.html: RUN"),
 }

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.algorithm import with_algorithm_defaults
-from megadiff.config.schema import NAMED_SECTIONS, Config
+from megadiff.config.rewards import NAMED_SECTIONS, RewardConfig
+from megadiff.config.schema import Config
 
 
 def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
@@ -48,6 +49,25 @@ def load_config(arguments: Sequence[str]) -> Config:
 
     Raises ConfigError: no such file, not yaml, unknown key, wrong type, a key without a value.
     """
+    merged = _merged(arguments)
+    _check_complete(merged)
+
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    config.algorithm = with_algorithm_defaults(config.algorithm)
+    return config
+
+
+def load_rewards(arguments: Sequence[str]) -> dict[str, RewardConfig]:
+    """Return the section `reward` of a config that need not be whole. Raises as load_config()."""
+    merged = _merged(arguments)
+    _check_complete(merged, section="reward.")
+    rewards = OmegaConf.to_object(merged.reward)
+    assert isinstance(rewards, dict)
+    return {str(name): reward for name, reward in rewards.items()}
+
+
+def _merged(arguments: Sequence[str]) -> DictConfig:
     merged = OmegaConf.structured(Config)
     for source, layer in _layers(arguments):
         if OmegaConf.select(layer, "parity.mode") is False:  # what YAML makes of a bare off
@@ -61,16 +81,14 @@ def load_config(arguments: Sequence[str]) -> Config:
         except OmegaConfBaseException as error:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+    return merged
 
-    # Only now: a later layer may give what an earlier one left out.
-    missing = sorted(OmegaConf.missing_keys(merged))
+
+def _check_complete(merged: DictConfig, *, section: str = "") -> None:
+    """Refuse keys without a value, once a later layer can no longer give it."""
+    missing = sorted(key for key in OmegaConf.missing_keys(merged) if key.startswith(section))
     if missing:
         raise ConfigError(f"missing {', '.join(missing)}; give each in a yaml file or as key=value")
-
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, Config)
-    config.algorithm = with_algorithm_defaults(config.algorithm)
-    return config
 
 
 def to_dict(config: Config) -> dict:

@@ -1,11 +1,16 @@
-"""Leave no orphan: a process ends with the one that it serves, however that one ends."""
+"""Leave no orphan: a process ends with the one that it serves, however that one ends.
+
+`python -m megadiff.process.lifeline PID MODULE ARGUMENT …` runs a module that does not do so.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import runpy
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -90,3 +95,9 @@ def _die(pid: int) -> None:
     logger.warning("process %d is gone; exiting with it", pid)
     kill_children()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    exit_with(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__")

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 import torch
 from torch import Tensor
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.process.workers import share_of_cores
 from megadiff.rewards.answers import FLOAT32_MAX, samples_text
 from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, build_rewards

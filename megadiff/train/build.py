@@ -39,6 +39,7 @@ from megadiff.tensors.manifest import folder_manifest
 from megadiff.train.board import FOLDER, Board
 from megadiff.train.check import eval_prompts
 from megadiff.train.evaluate import eval_metrics, evaluate, spread
+from megadiff.train.judges import Judges, launch_judges
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.replicas import RunReplicas, connect, launch, users_of, weights_folder
@@ -74,8 +75,9 @@ def build_run(
     stack: ExitStack,
 ) -> Run:
     """Build an RL run. Collective. What it starts is stopped when `stack` closes."""
-    processes = launch(config, mesh, run_folder(config))  # they load while the engine does
-    # at once: an error from here on must not leave them running
+    # Servers load while the engine does, and stop whatever happens from here on.
+    judges = launch_judges(config, mesh, run_folder(config), stack)
+    processes = launch(config, mesh, run_folder(config))
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
@@ -92,8 +94,9 @@ def build_run(
     )
 
     checkpoints, progress = resume(engine, sampler)
-    replicas = build_replicas(engine, processes, stack)
-    open_rewards(scorer, {}, mesh=mesh)
+    replicas = build_replicas(engine, processes, judges, stack)
+    judges.wait()
+    open_rewards(scorer, judges.urls, mesh=mesh)
     # The next step samples from the weights that were evaluated, and replicas stay awake for it.
     # After an average it pushes under the same version: on disk a part may not replace a whole
     # one, so replicas that sleep start from nothing again.
@@ -112,9 +115,11 @@ def build_sft_run(
     stack: ExitStack,
 ) -> SftRun:
     """Build a supervised run. Collective. What it starts is stopped when `stack` closes."""
-    # Replicas start while data are encoded and the engine loads.
-    processes = launch(config, mesh, run_folder(config)) if config.eval.every else []
-    stack.callback(stop_all, processes)
+    # Servers start while data are encoded and the engine loads.
+    if config.eval.every:
+        judges = launch_judges(config, mesh, run_folder(config), stack)
+        processes = launch(config, mesh, run_folder(config))
+        stack.callback(stop_all, processes)
 
     sampling = sft_sampling(config.rollout)
     num_tokens, _ = adapter.latents_shape(sampling)
@@ -153,9 +158,10 @@ def build_sft_run(
     checkpoints, progress = resume(engine, batches)
     evaluation = None
     if config.eval.every:
-        replicas = build_replicas(engine, processes, stack)
+        replicas = build_replicas(engine, processes, judges, stack)
         assert scorer, "validate() refuses an evaluation without a reward"
-        open_rewards(scorer, {}, mesh=mesh)
+        judges.wait()
+        open_rewards(scorer, judges.urls, mesh=mesh)
         evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
         replicas.rest()
 
@@ -192,7 +198,7 @@ def build_parts(
 
 
 def build_replicas(
-    engine: Engine, processes: Sequence[ReplicaProcess], stack: ExitStack
+    engine: Engine, processes: Sequence[ReplicaProcess], judges: Judges, stack: ExitStack
 ) -> RunReplicas:
     """Wait for the run's replicas and make the sync to them. Collective.
 
@@ -203,7 +209,7 @@ def build_replicas(
     sync = stack.enter_context(closing(build_sync(engine, fleet)))
     samples_lagging = build_algorithm(config.algorithm).samples_lagging
     sampled_policy = engine.lagging if samples_lagging else nullcontext
-    return RunReplicas(fleet, sync, config, engine.mesh, sampled_policy=sampled_policy)
+    return RunReplicas(fleet, sync, config, engine.mesh, judges, sampled_policy=sampled_policy)
 
 
 def _build_rescue(

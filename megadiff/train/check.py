@@ -28,6 +28,7 @@ from megadiff.parallel.mesh import (
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
 from megadiff.train.check_algorithm import ITEMS, check_algorithm
+from megadiff.train.check_judges import check_judges
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import groups_in_a_call, spread
 from megadiff.train.probe import own_size
@@ -62,6 +63,7 @@ def check(
     validate(config, dp=layout.dp, on_policy=algorithm.on_policy)
     check_algorithm(config, algorithm)
     check_trackers(config.track)
+    check_judges(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
         raise ValueError(

@@ -260,7 +260,7 @@ def _gaps(
 
 def _batch(groups: Sequence[RolloutGroup]) -> TrainBatch:
     shape = (len(groups), len(groups[0].sample_indices))
-    return to_train_batch(groups, torch.zeros(shape), torch.ones(len(groups)))
+    return to_train_batch(groups, torch.zeros(shape), torch.ones(shape))
 
 
 def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:

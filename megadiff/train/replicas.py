@@ -36,6 +36,7 @@ from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.spec import ReplicaSpec, config_spec, flag_of
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.disk import clear
+from megadiff.train.judges import Judges
 
 logger = logging.getLogger(__name__)
 RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.limits at most
@@ -83,7 +84,7 @@ def users_of(config: Config, mesh: Mesh) -> ReplicaUsers:
 
 
 class RunReplicas:
-    """Decide who has the GPUs: the replicas, or the trainer. All methods are collective."""
+    """Decide who has the GPUs: replicas and judges, or the trainer. All methods are collective."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class RunReplicas:
         sync: WeightSync,
         config: Config,
         mesh: Mesh,
+        judges: Judges,
         *,
         sampled_policy: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -99,6 +101,7 @@ class RunReplicas:
         self._sampled_policy = sampled_policy
         self.sync = sync
         self._mesh = mesh
+        self._judges = judges
         self._leads = users_of(config, mesh).here
         self._sleeps = sleeps(config, device_type=mesh.device.type)
         self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
@@ -134,6 +137,7 @@ class RunReplicas:
             self.sync.forget()
         else:
             self.trim()
+        self._judges.sleep()
 
     def trim(self) -> None:
         """Give the trainer what the replicas' allocators keep of the last samples, on its GPUs."""
@@ -144,6 +148,7 @@ class RunReplicas:
         """Give the replicas what this rank's allocator keeps, an update's peak at most."""
         if self._share_gpus:
             agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
+        self._judges.wake()
 
 
 def check_num_replicas(config: Config, *, num_nodes: int) -> None:
@@ -284,7 +289,6 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
     """
     who = f"{replica['name']} at {replica['url']}"
     arithmetic = replica["health"].get("arithmetic")
-
     if not isinstance(arithmetic, dict):
         raise ValueError(
             f"{who} does not say how it computes; start it with this version of megadiff"
@@ -309,17 +313,13 @@ def weights_folder(config: Config, mesh: Mesh, folder: Path) -> Path:
     """
     weights = Path(config.sync.folder) if config.sync.folder else folder / "weights"
     node = users_of(config, mesh).node
-    return weights / _node_name(node) if node is not None and mesh.num_nodes > 1 else weights
+    return weights / f"node_{node}" if node is not None and mesh.num_nodes > 1 else weights
 
 
 def registry_folder(folder: Path, node: int | None = None) -> Path:
     """Return where a colocated run's replicas are announced: all nodes' folder, or a node's."""
     replicas = folder / "replicas"
-    return replicas if node is None else replicas / _node_name(node)
-
-
-def _node_name(node: int) -> str:
-    return f"node_{node}"
+    return replicas if node is None else replicas / f"node_{node}"
 
 
 def log_file(folder: Path, name: str) -> Path:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from megadiff.rollout.client.bounded_http import (
+from megadiff.process.bounded_http import (
     TIMED_OUT,
     UNUSABLE,
     Answer,

@@ -9,7 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +32,64 @@ class ReplicaDied(RuntimeError):
     """A replica is gone; the text names it and shows the end of its log."""
 
 
-class ReplicaProcess:
+class ServerProcess:
+    """A child in a process group of its own, which writes to a log.
+
+    environment: all of it. gpus: which of this process's it uses; it runs beside them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        gpus: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                # a process group of its own, so that stop() reaches the workers too
+                start_new_session=True,
+            )
+        if gpus:
+            # at once, as threads that it starts inherit it
+            bind(self.process.pid, gpus, name=name)
+
+    def death(self) -> str:
+        """Return how it ended, with the exit code and the end of its log; '' while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        how = f"exited with code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        return (
+            f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n"
+            f"{log_tail(self.log)}"
+        )
+
+    def stop(self) -> None:
+        """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(self.process.pid, signal_number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_GRACE_S)
+                break
+        # For what the leader may have left in its group.
+        _signal_group(self.process.pid, signal.SIGKILL)
+
+
+class ReplicaProcess(ServerProcess):
     """A `megadiff serve` child in its own process group; it also dies when its parent does.
 
     It takes a free port itself and announces its address in the spec's registry when it is ready.
@@ -49,51 +106,23 @@ class ReplicaProcess:
         gpus: Sequence[int] = (),
         token: str | None = None,
     ) -> None:
-        self.name = spec.name
-        self.log = log
         self.token = token
-
         log.parent.mkdir(parents=True, exist_ok=True)
         spec_file = log.with_suffix(".json")
         spec_file.unlink(missing_ok=True)  # an earlier start's
         write_private(spec_file, spec.to_json())
-
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                serve_command(spec_file),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=replica_environment(num_threads=num_threads, gpus=gpus, token=token),
-                # a process group of its own, so that stop() reaches the workers too
-                start_new_session=True,
-            )
-        if gpus:
-            # at once, as threads that it starts inherit it
-            bind(self.process.pid, gpus, name=self.name)
+        super().__init__(
+            spec.name,
+            serve_command(spec_file),
+            log=log,
+            environment=replica_environment(num_threads=num_threads, gpus=gpus, token=token),
+            gpus=gpus,
+        )
 
     def check_alive(self) -> None:
         """Raise ReplicaDied, with the exit code and the end of its log, when it has ended."""
-        code = self.process.poll()
-        if code is None:
-            return
-        how = f"exited with code {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        raise ReplicaDied(
-            f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n"
-            f"{log_tail(self.log)}"
-        )
-
-    def stop(self) -> None:
-        """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            _signal_group(self.process.pid, signal_number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_GRACE_S)
-                break
-        # For what the leader may have left in its group.
-        _signal_group(self.process.pid, signal.SIGKILL)
+        if death := self.death():
+            raise ReplicaDied(death)
 
 
 def environment_token() -> str | None:
@@ -169,7 +198,7 @@ def log_tail(log: Path) -> str:
     return "\n".join(f"  | {line}" for line in shown)
 
 
-def stop_all(processes: Sequence[ReplicaProcess]) -> None:
+def stop_all(processes: Sequence[ServerProcess]) -> None:
     """Ask all to stop first, then wait for each."""
     for process in processes:
         if process.process.poll() is None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards import REWARDS
 from megadiff.rewards.base import Reward, build_reward, build_rewards
 
@@ -32,8 +32,14 @@ def my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("reward_type", sorted(REWARDS))
 def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -> None:
-    args = {"reward": "color"} if reward_type == "frame" else {}
-    reward = build_reward("mine", RewardConfig(type=reward_type, args=args))
+    args = {
+        "frame": {"reward": "color"},
+        "clip": {"path": "/clip", "score": "hpsv2"},
+        "geneval": {"path": "assets/detector"},
+        "remote": {"url": "http://127.0.0.1:9000"},
+    }
+    config = RewardConfig(type=reward_type, args=args.get(reward_type, {}))
+    reward = build_reward("mine", config)
     assert isinstance(reward, Reward) and reward.name == "mine"
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, ScoreFailed
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup

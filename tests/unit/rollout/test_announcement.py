@@ -16,7 +16,8 @@ from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess
 from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.server.server import announced
 from megadiff.rollout.spec import ReplicaSpec
-from tests.unit.rollout.addresses import Stranger, drip, flood, replica_routes, reply
+from tests.unit.process.strangers import Stranger, drip, flood, reply
+from tests.unit.rollout.addresses import replica_routes
 
 
 def announce(folder, name, url, *, file=None):

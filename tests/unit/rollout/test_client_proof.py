@@ -15,7 +15,8 @@ from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
-from tests.unit.rollout.addresses import Stranger, drip, replica_routes, reply
+from tests.unit.process.strangers import Stranger, drip, reply
+from tests.unit.rollout.addresses import replica_routes
 
 TOKEN = "s3cret-" + "0" * 25
 NO_PROOF = {"nonce": "0" * 32, "proof": "0" * 64}

@@ -17,6 +17,7 @@ from megadiff.parallel.mesh import local_world_size_of
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.limits import RUN_CHARS
+from megadiff.train.judges import Judges
 from megadiff.train.replicas import (
     RunReplicas,
     _launch,
@@ -96,7 +97,9 @@ def test_replicas_are_awake_to_sample_and_sleep_where_that_is_asked_for(monkeypa
     config.rollout.sleep = sleep
     mesh = MESH
     monkeypatch.setattr("megadiff.train.replicas.agreed", lambda call, group, here: call())
-    replicas = RunReplicas(fleet, sync, config, mesh)
+    replicas = RunReplicas(
+        fleet, sync, config, mesh, Judges([], {}, mesh, sleeps=False, timeout_s=1.0)
+    )
     timers = Timers()
     rest = ["sleep", "forget"] if sleep == "always" else []
     with replicas.awake(3, timers) as stats:

@@ -8,6 +8,9 @@ Tested with httpcore 1.0.
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,10 +30,11 @@ UNUSABLE = 502  # the status of an answer that is too large, or not what was ask
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A whole answer. content_type: '' where there is none."""
+    """A whole answer. content_type, location (of a redirect): '' where there is none."""
 
     status: int
     content_type: str
+    location: str
     body: bytes
 
 
@@ -62,20 +66,29 @@ class BoundedHttp:
     """Keep connections to one address, for any number of threads.
 
     url: http://host:port, reached without a proxy, whatever the environment names. greet: called
-    with the exchange of each new connection, before anything else goes over it.
+    with the exchange of each new connection, before anything else goes over it. keep_alive_s: an
+    idle connection is used again for so long.
     """
 
-    def __init__(self, url: str, *, greet: Callable[[Exchange], None] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        greet: Callable[[Exchange], None] | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
         self.url = url
         self._pool = httpcore.ConnectionPool(
+            # httpcore would read the certificates anew, 50 ms, for each connection
+            ssl_context=httpcore.default_ssl_context() if url.startswith("https:") else None,
             # the callers' thread pools are the bound
             max_connections=None,
-            keepalive_expiry=KEEP_ALIVE_S,
+            keepalive_expiry=keep_alive_s,
             network_backend=_DeadlineBackend(url, greet),
         )
 
     def close(self) -> None:
-        """Close all connections, those in use as well."""
+        """Close all connections, those in use as well: requests that wait for an answer fail."""
         self._pool.close()
 
     def request(
@@ -107,7 +120,7 @@ class BoundedHttp:
             ) as response:
                 return _read(response, max_bytes=max_bytes, asked=asked)
         except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
-            raise AnswerTooLate(f"{asked} had no whole answer within {timeout_s:.0f} s") from error
+            raise AnswerTooLate(f"{asked} had no whole answer within {timeout_s:.1f} s") from error
         except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
             raise NoAnswer(f"{asked} failed: {error!r}") from error
 
@@ -133,8 +146,12 @@ def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
                 f"{asked} answers over {max_bytes} bytes, its limit is {max_bytes}"
             )
 
-    content_type = fields.get(b"content-type", b"").decode("latin-1")
-    return Answer(status=response.status, content_type=content_type, body=bytes(body))
+    return Answer(
+        status=response.status,
+        content_type=fields.get(b"content-type", b"").decode("latin-1"),
+        location=fields.get(b"location", b"").decode("latin-1"),
+        body=bytes(body),
+    )
 
 
 class _DeadlineBackend(httpcore.NetworkBackend):
@@ -206,7 +223,19 @@ class _DeadlineStream(httpcore.NetworkStream):
             self._stream.write(chunk, seconds)  # type: ignore[arg-type]  # sockets take views too
 
     def close(self) -> None:
+        # Closing alone does not wake a thread that waits for bytes of this socket.
+        with contextlib.suppress(OSError):
+            self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        seconds = min(CONNECT_TIMEOUT_S, _seconds_left(timeout, httpcore.ConnectTimeout))
+        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, seconds))
 
     def get_extra_info(self, info: str) -> object:
         return self._stream.get_extra_info(info)

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from megadiff.rollout.client.bounded_http import (
+from megadiff.process.bounded_http import (
     AnswerTooLarge,
     AnswerTooLate,
     BoundedHttp,
     NoAnswer,
 )
-from tests.unit.rollout.addresses import Stranger, drip, drip_headers, flood, reply
+from tests.unit.process.strangers import Stranger, drip, drip_headers, flood, reply
 
 
 def ask(url, *, timeout_s=0.5, max_bytes=1000, **arguments):

@@ -1,0 +1,237 @@
+"""Ask equal HTTP servers for JSON, with retries inside one deadline."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from json import dumps, loads
+from typing import Any
+from urllib.parse import urlsplit
+
+from megadiff.process.bounded_http import Answer, AnswerTooLarge, BoundedHttp, NoAnswer
+from megadiff.rewards.base import ScoreFailed
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2**24  # of an answer: a thousand scores are some 20 KB
+# uvicorn, vLLM's server, closes a connection that idles for 5 s. A request that is sent at that
+# moment is lost.
+KEEP_ALIVE_S = 3.0
+EXCERPT_BYTES = 400  # of an answer, in an error
+REST_S = 2.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 10.0
+RETRIED = (408, 425, 429)  # beside 5xx: the server asks for patience
+# Without user:password, which would stand in every error message.
+_URL = re.compile(r"https?://[\w.-]+(:\d+)?(/[\w./~-]*)?|https?://\[[\da-f:]+\](:\d+)?/?", re.ASCII)
+
+
+class HttpPool:
+    """Send each call to the server with the fewest in flight. For any number of threads.
+
+    urls: the base URLs of equal servers, one or several. timeout_s: of one attempt, from the
+    connection to the last byte. deadline_s: of a call, with its retries and pauses. headers: sent
+    with every call. retries: attempts that failed and were made again, so far.
+
+    A server that failed rests for 2 s. Then one call tries it, and the others come back once that
+    one has its answer. A call that failed on one server goes to another. Environment variables that
+    name a proxy are ignored.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        deadline_s: float = 240.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if not 0 < timeout_s <= deadline_s:
+            raise ValueError(
+                f"timeout_s={timeout_s:g} of an attempt and deadline_s={deadline_s:g} of a call, "
+                "with its retries: need 0 < timeout_s <= deadline_s"
+            )
+        self.urls = check_urls(urls)
+        self.timeout_s = timeout_s
+        self.deadline_s = deadline_s
+        self.retries = 0
+
+        self._headers = dict(headers or {})
+        self._servers = {url: BoundedHttp(url, keep_alive_s=KEEP_ALIVE_S) for url in self.urls}
+        self._lock = threading.Lock()
+        self._in_flight = dict.fromkeys(self.urls, 0)
+        # The point of monotonic time until which a server rests; 0 for one that answers.
+        self._rests_until = dict.fromkeys(self.urls, 0.0)
+        self._closed = threading.Event()
+
+    def get(self, path: str, *, url: str = "") -> Any:
+        """Return the JSON that one of the servers answers, or the one at `url`.
+
+        Raises ScoreFailed as post() does.
+        """
+        return self._ask("GET", path, {}, b"", [url] if url else self.urls)
+
+    def post(
+        self,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Send `json`, or `content` as it is, and return the JSON of the answer.
+
+        NaN and infinity in the answer become floats: the caller refuses them.
+        Raises ScoreFailed, with the server, the tries and the last cause: for an answer that a
+        retry would not change, and when deadline_s is over.
+        """
+        sent = dict(headers or {})
+        if json is not None:
+            content = dumps(json, allow_nan=False).encode()
+            sent["Content-Type"] = "application/json"
+        return self._ask("POST", path, sent, content, self.urls)
+
+    def close(self) -> None:
+        """End all calls: those that run raise ScoreFailed."""
+        self._closed.set()
+        for server in self._servers.values():
+            server.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes,
+        urls: Sequence[str],
+    ) -> Any:
+        end = time.monotonic() + self.deadline_s
+        tried: list[str] = []
+        while True:
+            url = self._take(urls, tried)
+            tried.append(url)
+            cause = ""
+            try:
+                answer = self._servers[url].request(
+                    method,
+                    path,
+                    headers={**self._headers, **headers},
+                    content=content,
+                    timeout_s=min(self.timeout_s, end - time.monotonic()),
+                    max_bytes=MAX_BYTES,
+                )
+                # Before the JSON is read: a server may explain its refusal in any form.
+                cause = _retried(answer, f"{method} {url}{path}")
+                if not cause:
+                    return loads(answer.body)
+            except AnswerTooLarge as error:
+                raise ScoreFailed(str(error)) from None
+            except NoAnswer as error:
+                cause = str(error)
+            except (ValueError, RecursionError) as error:
+                cause = f"{method} {url}{path} answered no JSON: {error}; {_excerpt(answer)}"
+            finally:
+                self._give_back(url, cause)
+
+            pause = min(FIRST_PAUSE_S * 2 ** (len(tried) - 1), LONGEST_PAUSE_S)
+            pause *= random.uniform(0.5, 1.0)  # so that the callers do not come back all at once
+            # A try in the last moments would run out of time, and hide the cause of those before.
+            too_late = time.monotonic() + pause + self.timeout_s / 4 >= end
+            if too_late or self._closed.wait(pause):
+                limits = f"deadline_s={self.deadline_s:g}, timeout_s={self.timeout_s:g} for each"
+                why = "closed" if self._closed.is_set() else limits
+                count = "1 try" if len(tried) == 1 else f"{len(tried)} tries"
+                raise ScoreFailed(f"gave up after {count} ({why}); the last: {cause}")
+            with self._lock:
+                self.retries += 1
+
+    def _take(self, urls: Sequence[str], tried: Sequence[str]) -> str:
+        """Choose one of the servers and count it as in use. tried: where this call has failed."""
+        with self._lock:
+            now = time.monotonic()
+
+            def rank(url: str) -> tuple[int, bool, int, float]:
+                # Another server first: a call would spend its deadline on one that hangs.
+                resting = self._rests_until[url] > now
+                return tried.count(url), resting, self._in_flight[url], random.random()
+
+            url = min(urls, key=rank)
+            if self._rests_until[url]:
+                self._rests_until[url] = now + self.timeout_s
+            self._in_flight[url] += 1
+            return url
+
+    def _give_back(self, url: str, cause: str) -> None:
+        """Count it as free. cause: why the attempt failed, and the server rests; '' for a use."""
+        with self._lock:
+            self._in_flight[url] -= 1
+            first_failure = cause and not self._rests_until[url]
+            self._rests_until[url] = time.monotonic() + REST_S if cause else 0.0
+        if first_failure and not self._closed.is_set():
+            logger.warning("%s; it is asked again for up to %g s", cause, self.deadline_s)
+
+
+def check_urls(urls: str | Sequence[str]) -> list[str]:
+    """Return the base URLs without a slash at the end, each once.
+
+    Raises ValueError for none, and for what is no http or https URL.
+    """
+    rows = [urls] if isinstance(urls, str) else list(urls)
+    if not rows:
+        raise ValueError("url has 0 servers, need at least 1, as http://host:port")
+    for row in rows:
+        if not isinstance(row, str) or not _URL.fullmatch(row) or not _has_port(row):
+            raise ValueError(
+                f"url {row!r} is no base URL of a server; give http://host:port or https://host, "
+                "without user, password, query and blanks"
+            )
+    return list(dict.fromkeys(row.rstrip("/") for row in rows))
+
+
+def bearer_header(variable: str, *, is_needed: bool) -> dict[str, str]:
+    """Return the header with the token of an environment variable; none without a token.
+
+    Raises ValueError, without the token, for one that no header can hold or that is not set.
+    """
+    token = os.environ.get(variable, "")
+    if is_needed and not token:
+        raise ValueError(
+            f"token_env={variable}, but the environment has no such variable; set it to the "
+            "token of the servers, for every rank"
+        )
+    if not token.isascii() or any(char <= " " or char == "\x7f" for char in token):
+        raise ValueError(
+            f"the token of {variable} has characters that no header can hold; "
+            "use visible ASCII, without blanks"
+        )
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _has_port(url: str) -> bool:
+    """Tell whether the port, where there is one, is from 1 to 65535."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def _retried(answer: Answer, asked: str) -> str:
+    """Return why to ask again, '' for an answer to use. Raises ScoreFailed for a refusal."""
+    if 200 <= answer.status < 300:
+        return ""
+    said = f"{asked} answered {answer.status}: {_excerpt(answer)}"
+    if answer.status in RETRIED or answer.status >= 500:
+        return said
+    if answer.status < 400:
+        said += f"; redirects are not followed: give the server that it names, {answer.location!r}"
+    raise ScoreFailed(said)
+
+
+def _excerpt(answer: Answer) -> str:
+    """Return the beginning of a body on one line."""
+    return " ".join(answer.body[:EXCERPT_BYTES].decode(errors="replace").split())

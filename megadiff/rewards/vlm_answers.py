@@ -1,0 +1,193 @@
+"""Turn words into a vision-language model's tokens, and its answers into numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megadiff.types import Prompt
+
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty"
+).split()
+_SPECIAL = re.compile(r"<\|.*?\|>", re.DOTALL)
+_COLUMN = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerTokens:
+    """Say which tokens begin which answers.
+
+    values: a token as log_probs name it → its answer's value. ids: the tokens, () where the server
+    does not tell them.
+    """
+
+    values: Mapping[str, float]
+    ids: tuple[int, ...]
+
+    def expectation(self, log_probs: Mapping[str, float]) -> tuple[float, float]:
+        """Return the answers' expected value and their mass, the sum of their probabilities.
+
+        log_probs: of the first token, by its name. A mass of 0 has no expectation: NaN.
+        """
+        mass = 0.0
+        weighted = 0.0
+        for name, value in self.values.items():
+            probability = math.exp(log_probs.get(name, -math.inf))
+            mass += probability
+            weighted += probability * value
+        return weighted / mass if mass else math.nan, mass
+
+
+def answer_tokens(
+    values: Mapping[str, float], first_token: Callable[[str], int] | None
+) -> AnswerTokens:
+    """Find the tokens with which each answer's written forms begin.
+
+    values: answer → its value. first_token: a text → the id of its first token; None: not known.
+    Raises ValueError for an answer that no token tells from the others.
+    """
+    named = {form: value for word, value in values.items() for form in word_forms(word)}
+    if first_token is None:
+        return AnswerTokens(values=named, ids=())
+
+    # " 1" begins with a token of the space alone where a tokenizer splits digits off.
+    space = first_token(" ")
+    words_of: dict[int, set[str]] = {}
+    for word in values:
+        for form in word_forms(word):
+            words_of.setdefault(first_token(form), set()).add(word)
+
+    values_by_id = {}
+    for token, words in words_of.items():
+        # A first token that answers of unlike value share tells nothing.
+        if token != space and len({values[word] for word in words}) == 1:
+            values_by_id[token] = values[min(words)]
+
+    for word in values:
+        if not any(word in words_of[token] for token in values_by_id):
+            raise ValueError(
+                f"answers: the model's tokens for {word!r} also begin another of {list(values)}, "
+                "and only an answer's first token is read; choose answers that begin differently"
+            )
+    named |= {f"token_id:{token}": value for token, value in values_by_id.items()}
+    return AnswerTokens(values=named, ids=tuple(sorted(values_by_id)))
+
+
+def word_forms(word: str) -> list[str]:
+    """Return how a model may write the word: in three cases, each also behind a space."""
+    spellings = dict.fromkeys([word, word.lower(), word.capitalize()])
+    return [*spellings, *(f" {spelling}" for spelling in spellings)]
+
+
+def wanted_answers(question: str, answer: str) -> dict[str, float]:
+    """Return the answers of value 1 to a question; a number counts as word and as digits."""
+    word = answer.strip().lower()
+    if question.strip().lower().startswith("how many"):
+        if word in NUMBERS:
+            return {word: 1.0, str(NUMBERS.index(word)): 1.0}
+        if word.isdecimal() and int(word) < len(NUMBERS):
+            return {word: 1.0, NUMBERS[int(word)]: 1.0}
+    return {answer.strip(): 1.0}
+
+
+def columns_of(prompt: Prompt) -> dict[str, object]:
+    """Return what a question may name in braces: the row's columns, and `prompt`, its text."""
+    return {**prompt.fields, "prompt": prompt.text}
+
+
+def named_columns(question: str) -> list[str]:
+    """Return the names in braces."""
+    return _COLUMN.findall(question)
+
+
+def fill(question: str, prompt: Prompt) -> str:
+    """Put the prompt's columns in place of their names in braces."""
+    columns = columns_of(prompt)
+    return _COLUMN.sub(lambda match: without_special_tokens(str(columns[match[1]])), question)
+
+
+def without_special_tokens(text: str) -> str:
+    """Cut out <|…|>: chat models read such text as control tokens, as the start of an answer."""
+    # Again, as what is cut out of the middle may leave another one.
+    while (shorter := _SPECIAL.sub("", text)) != text:
+        text = shorter
+    return text
+
+
+def number_in(text: str, pattern: re.Pattern[str], scale: tuple[float, float]) -> float | None:
+    """Return the mean of the pattern's groups in the text's last match, as 0 … 1 of the scale.
+
+    None where nothing matches, or a number is outside the scale.
+    """
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    low, high = scale
+    try:
+        numbers = [float(number) for number in matches[-1].groups()]
+    except (TypeError, ValueError):  # a group of no number, or one that did not take part
+        return None
+    if not all(low <= number <= high for number in numbers):
+        return None
+    return (sum(numbers) / len(numbers) - low) / (high - low)
+
+
+def opponents(count: int, against: int) -> list[tuple[int, int]]:
+    """Return the pairs of `count` samples that meet, each once.
+
+    The samples stand in a circle; each meets as many before it as behind it, `against` in all.
+    Where that is everybody or more, all meet.
+    """
+    if against >= count - 1:
+        return [(first, second) for second in range(count) for first in range(second)]
+    steps = range(1, against // 2 + 1)
+    return [(first, (first + step) % count) for first in range(count) for step in steps]
+
+
+def question_rows(prompt: Prompt, column: str) -> list[tuple[str, str]]:
+    """Return the (question, answer) rows of a prompt. Raises ValueError for any other value."""
+    value = prompt.fields.get(column)
+    rows = value if isinstance(value, (list, tuple)) else []
+    pairs = [tuple(row) for row in rows if isinstance(row, (list, tuple))]
+    texts = [part for pair in pairs for part in pair]
+    # Without a letter an answer has no first token.
+    is_text = all(isinstance(part, str) and part.strip() for part in texts)
+    if not rows or len(pairs) < len(rows) or {len(pair) for pair in pairs} != {2} or not is_text:
+        raise ValueError(
+            f"questions={column}: the row of the prompt {prompt.text[:200]!r} has {value!r} there; "
+            "need [[question, answer], …], at least 1, of texts"
+        )
+    return [(str(question), str(answer)) for question, answer in pairs]
+
+
+def check_answers(answers: Mapping[str, float]) -> dict[str, float]:
+    """Return answer → value. Raises ValueError where they cannot tell pictures apart."""
+    # YAML reads an unquoted yes as true.
+    switches = [word for word in answers if isinstance(word, bool)]
+    if switches:
+        raise ValueError(f'answers has the key {switches[0]}; write it in quotes, as "yes": 1')
+    values = {str(word).strip(): float(value) for word, value in answers.items()}
+    if "" in values or len({word.lower() for word in values}) < len(answers):
+        raise ValueError(f"answers={list(answers)}: each needs letters of its own, in any case")
+    if len(set(values.values())) < 2 or not all(map(math.isfinite, values.values())):
+        raise ValueError(
+            f"answers={values}: need at least 2 different finite values, or every score is equal"
+        )
+    return values
+
+
+def check_pattern(pattern: str, scale: Sequence[float]) -> re.Pattern[str]:
+    """Compile it for number_in(). Raises ValueError for one without groups, and a wrong scale."""
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from None
+    if not compiled.groups:
+        raise ValueError(f"pattern={pattern!r} has 0 groups; put each number's part in brackets")
+    if len(scale) != 2 or not scale[0] < scale[1]:
+        raise ValueError(f"scale={list(scale)} must be [lowest, highest], e.g. [1, 5]")
+    return compiled
