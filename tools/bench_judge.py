@@ -57,6 +57,7 @@ class Judge:
         self.side = side
         self.token_ids: list[int] = []
         self.num_partial = 0  # answers without both tokens
+        self.prompt_tokens = 0  # of the last question, its picture's included
 
     def find_tokens(self) -> None:
         for word in ("yes", "no"):
@@ -84,6 +85,7 @@ class Judge:
     def ask(self, body: dict[str, Any]) -> float:
         """Return log P(yes) − log P(no), or without both the first token's own log-probability."""
         answer = self._post("/v1/chat/completions", body)
+        self.prompt_tokens = answer["usage"]["prompt_tokens"]
         (first,) = answer["choices"][0]["logprobs"]["content"]
         by_token = {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
         yes, no = (by_token.get(f"{TOKEN_IDS}{token}") for token in self.token_ids)
@@ -92,7 +94,7 @@ class Judge:
             return first["logprob"]
         return yes - no
 
-    def ask_all(self, bodies: Sequence[dict[str, Any]], in_flight: int) -> np.ndarray:
+    def ask_all(self, bodies: Sequence[dict[str, Any]], in_flight: int) -> NDArray[np.float64]:
         with ThreadPoolExecutor(in_flight) as pool:
             return np.array(list(pool.map(self.ask, bodies)))
 
@@ -195,55 +197,97 @@ def run(report: Report, *, folder: Path, is_tiny: bool, weights: str) -> None:
         report(start_s=time.monotonic() - start, gpu_gib_ready=used_gib())
         judge = Judge(url, side)
         judge.find_tokens()
-        _measure(report, judge, counts, weights)
+        Measurement(report, judge, counts).run(compares=weights == "random")
 
 
-def _measure(report: Report, judge: Judge, counts: Sequence[int], weights: str) -> None:
-    start = time.monotonic()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        bodies = list(pool.map(judge.body, range(ALONE + sum(counts) + IN_FLIGHT)))
-    report(encode_s=time.monotonic() - start, pictures=len(bodies))
-    compared = bodies[:ALONE]
-    warm = bodies[-IN_FLIGHT:]
+class Measurement:
+    """Make every measurement, also after one that failed.
 
-    start = time.monotonic()
-    judge.ask(warm[0])
-    report(first_request_s=time.monotonic() - start)
-    judge.ask_all(warm, IN_FLIGHT)
+    Each question has a picture of its own: `compared` are asked again and again, `warm` in between.
+    """
 
-    first = ALONE
-    for count in counts:
+    def __init__(self, report: Report, judge: Judge, counts: Sequence[int]) -> None:
+        self.report = report
+        self.judge = judge
         start = time.monotonic()
-        scores = judge.ask_all(bodies[first : first + count], IN_FLIGHT)
-        seconds = time.monotonic() - start
-        report(requests=count, in_flight=IN_FLIGHT, seconds=seconds, images_per_s=count / seconds)
-        first += count
-    report(spread_over_images=float(scores.std()), answers_without_both=judge.num_partial)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            bodies = list(pool.map(judge.body, range(ALONE + sum(counts) + IN_FLIGHT)))
+        report(encode_s=time.monotonic() - start, pictures=len(bodies))
+        self.compared = bodies[:ALONE]
+        self.warm = bodies[-IN_FLIGHT:]
+        self.timed = []
+        first = ALONE
+        for count in counts:
+            self.timed.append(bodies[first : first + count])
+            first += count
+        self.alone: NDArray[np.float64] | None = None
 
-    alone = None
-    if weights == "random":
-        # Dummy weights are so small that answers do not depend on the picture.
+    def run(self, *, compares: bool) -> None:
+        """compares: dummy weights are so small that answers do not depend on the picture."""
+        steps = [self.throughput, self.sleep]
+        if compares:
+            steps.insert(1, self.compare)
+        errors = []
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # the next figure may still be had
+                errors.append(error)
+                self.report(failed=f"{step.__name__}: {type(error).__name__}: {error}")
+        if errors:
+            raise errors[0]
+
+    def throughput(self) -> None:
         start = time.monotonic()
-        alone = judge.ask_all(compared, 1)
-        report(seconds_alone=(time.monotonic() - start) / len(compared))
-        judge.ask_all(warm, IN_FLIGHT)  # so that no picture's features are still cached
-        burst = judge.ask_all(compared, ALONE)
-        gaps = np.abs(burst - alone)
-        report(
+        self.judge.ask(self.warm[0])
+        self.report(
+            first_request_s=time.monotonic() - start, prompt_tokens=self.judge.prompt_tokens
+        )
+        self.judge.ask_all(self.warm, IN_FLIGHT)
+
+        for bodies in self.timed:
+            start = time.monotonic()
+            scores = self.judge.ask_all(bodies, IN_FLIGHT)
+            seconds = time.monotonic() - start
+            self.report(
+                requests=len(bodies),
+                in_flight=IN_FLIGHT,
+                seconds=seconds,
+                images_per_s=len(bodies) / seconds,
+                spread_over_images=float(scores.std()),
+                answers_without_both=self.judge.num_partial,
+            )
+
+    def compare(self) -> None:
+        """Report how far answers in a burst are from the same ones alone."""
+        self.alone = self._ask_compared(1)
+        start = time.monotonic()
+        self.judge.ask(self.warm[0])
+        self.report(one_request_s=time.monotonic() - start)
+        gaps = np.abs(self._ask_compared(ALONE) - self.alone)
+        self.report(
             gap_alone_burst_max=float(gaps.max()),
             gap_alone_burst_median=statistics.median(gaps.tolist()),
-            spread_of_compared=float(alone.std()),
+            spread_of_compared=float(self.alone.std()),
         )
 
-    report(sleep_s=judge.switch("/sleep?level=1"))
-    time.sleep(1)  # until nvidia-smi sees what the driver took back
-    report(gpu_gib_asleep=used_gib())
-    report(wake_s=judge.switch("/wake_up"), gpu_gib_awake=used_gib())
-    start = time.monotonic()
-    judge.ask(warm[0])
-    report(first_after_wake_s=time.monotonic() - start)
-    if alone is not None:
-        judge.ask_all(warm, IN_FLIGHT)
-        again = judge.ask_all(compared, 1)
-        report(gap_after_wake_max=float(np.abs(again - alone).max()))
-    report(sleep_again_s=judge.switch("/sleep?level=1"), wake_again_s=judge.switch("/wake_up"))
+    def _ask_compared(self, in_flight: int) -> NDArray[np.float64]:
+        # Others first, so that no picture's features are still cached.
+        self.judge.ask_all(self.warm, IN_FLIGHT)
+        return self.judge.ask_all(self.compared, in_flight)
+
+    def sleep(self) -> None:
+        self.report(sleep_s=self.judge.switch("/sleep?level=1"))
+        time.sleep(1)  # until nvidia-smi sees what the driver took back
+        self.report(gpu_gib_asleep=used_gib())
+        self.report(wake_s=self.judge.switch("/wake_up"), gpu_gib_awake=used_gib())
+        start = time.monotonic()
+        self.judge.ask(self.warm[0])
+        self.report(first_after_wake_s=time.monotonic() - start)
+        if self.alone is not None:
+            gaps = np.abs(self._ask_compared(1) - self.alone)
+            self.report(gap_after_wake_max=float(gaps.max()))
+        self.report(
+            sleep_again_s=self.judge.switch("/sleep?level=1"),
+            wake_again_s=self.judge.switch("/wake_up"),
+        )

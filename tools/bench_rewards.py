@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import PIPE
 
@@ -36,7 +36,7 @@ import httpx
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup, Sampling
@@ -48,6 +48,7 @@ GROUPS = 8
 ROLLOUT_GROUPS = 32  # of a recipe's step
 GROUP_S = 1.0  # between two groups of a rollout
 LIMITS_S = {"scorer": 300, "clip": 45, "judge": 170}
+END_S = 10  # for a part to show its server's log and remove its weights
 VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32}
 VIT_H |= {"num_attention_heads": 16, "patch_size": 14, "image_size": 224}
 
@@ -213,6 +214,8 @@ def _synchronize() -> None:
 
 
 def measure_judge(*, is_tiny: bool, weights: str) -> None:
+    # At its limit a part gets SIGTERM, and must still clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the part was ended"))
     # Weights that were just written are read from memory, if they fit there.
     folder = Path(tempfile.mkdtemp(prefix="bench_judge_", dir=_roomy_folder(is_tiny)))
     try:
@@ -225,7 +228,7 @@ def measure_judge(*, is_tiny: bool, weights: str) -> None:
     except BaseException:
         log = folder / "llava.log"
         if log.exists():
-            sys.stderr.write(log.read_text("utf-8", errors="replace")[-4000:])
+            sys.stderr.write(log.read_text("utf-8", errors="replace")[-6000:])
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -262,12 +265,15 @@ def run_part(part: str, options: Sequence[str], limit_s: float) -> bool:
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End the part and what it started, also what outlived it."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        time.sleep(1)
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(END_S)
+    except ProcessLookupError:
+        return
+    except subprocess.TimeoutExpired:
+        pass
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -48,7 +48,7 @@ from megadiff.train import replicas
 from megadiff.train.build import build_sync, run_folder
 from megadiff.train.evaluate import Plan, evaluate
 from megadiff.train.judges import Judges, launch_judges
-from megadiff.train.sampling import open_rewards
+from megadiff.train.sampling import open_rewards, sampling_of
 
 logger = logging.getLogger(__name__)
 COMPARISON_NAME = "comparison.json"
@@ -102,7 +102,7 @@ def _open_rewards(scorer: Scorer, subject: Subject, stack: ExitStack) -> Judges:
     mesh = _mesh(subject)
     judges = launch_judges(subject.config, mesh, subject.folder, stack)
     judges.wait()
-    open_rewards(scorer, judges.urls, mesh=mesh)
+    open_rewards(scorer, judges.urls, sampling_of(subject.config.rollout), mesh=mesh)
     return judges
 
 

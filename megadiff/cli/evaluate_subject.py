@@ -12,7 +12,8 @@ from pathlib import Path
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.config.load import load_config
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.rewards import RewardConfig
+from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder

@@ -26,6 +26,10 @@ COMMANDS = {  # name → (module that has its main(), what it does)
         "megadiff.convert.command",
         "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",
     ),
+    "prompts": (
+        "megadiff.cli.prompts",
+        "bring a public prompt set into megadiff's format: import FORMAT SRC OUT.jsonl",
+    ),
     "report": ("megadiff.report.command", "write a run's report.html: RUN"),
 }
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
-from megadiff.config.schema import NAMED_SECTIONS, Config
+from megadiff.config.rewards import NAMED_SECTIONS
+from megadiff.config.schema import Config
 
 SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 MARKDOWN_HEAD = """# Configuration

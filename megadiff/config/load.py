@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.algorithm import with_algorithm_defaults
-from megadiff.config.schema import NAMED_SECTIONS, Config, RewardConfig
+from megadiff.config.rewards import NAMED_SECTIONS, RewardConfig
+from megadiff.config.schema import Config
 
 
 def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:

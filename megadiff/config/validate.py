@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megadiff.config.load import ConfigError
-from megadiff.config.schema import NAMED_SECTIONS, Config
+from megadiff.config.rewards import NAMED_SECTIONS
+from megadiff.config.schema import Config
 
 # Written out, as this room does without torch.
 FLOAT32_MAX = 3.4028234663852886e38

@@ -230,11 +230,11 @@ def damage_named(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged ({error}); fetch it again") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield lines that are not blank, stripped, with "file:number"."""
+def read_text(path: Path) -> str:
+    """Return the file's text. Raises ValueError, with file and line, where it is not UTF-8."""
     raw = path.read_bytes()
     try:
-        text = raw.decode("utf-8-sig")  # editors on Windows put a byte order mark in front
+        return raw.decode("utf-8-sig")  # editors on Windows put a byte order mark in front
     except UnicodeDecodeError as error:
         number = raw.count(b"\n", 0, error.start) + 1
         raise ValueError(
@@ -242,8 +242,11 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             "save the file as UTF-8"
         ) from error
 
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield lines that are not blank, stripped, with "file:number"."""
     # Not splitlines(): U+2028 and its like are text.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             yield f"{path}:{number}", line.strip()
 

@@ -79,6 +79,8 @@ class BoundedHttp:
     ) -> None:
         self.url = url
         self._pool = httpcore.ConnectionPool(
+            # httpcore would read the certificates anew, 50 ms, for each connection
+            ssl_context=httpcore.default_ssl_context() if url.startswith("https:") else None,
             # the callers' thread pools are the bound
             max_connections=None,
             keepalive_expiry=keep_alive_s,

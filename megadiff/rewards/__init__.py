@@ -4,6 +4,7 @@ REWARDS = {
     "clip": "megadiff.rewards.clip:ClipReward",
     "color": "megadiff.rewards.color:ColorReward",
     "frame": "megadiff.rewards.frame:FrameReward",
+    "geneval": "megadiff.rewards.geneval:GenevalReward",
     "jpeg_size": "megadiff.rewards.jpeg_size:JpegSizeReward",
     "motion": "megadiff.rewards.motion:MotionReward",
     "ocr": "megadiff.rewards.ocr:OcrReward",

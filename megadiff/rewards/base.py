@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.process.doors import import_class, near
 from megadiff.rewards import REWARDS
 from megadiff.types import Prompt

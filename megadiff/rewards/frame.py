@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.answers import score_checked
 from megadiff.rewards.base import Reward, RewardSample, build_reward
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import random
@@ -40,7 +39,8 @@ class HttpPool:
     with every call. retries: attempts that failed and were made again, so far.
 
     A server that failed rests for 2 s. Then one call tries it, and the others come back once that
-    one has its answer. Environment variables that name a proxy are ignored.
+    one has its answer. A call that failed on one server goes to another. Environment variables that
+    name a proxy are ignored.
     """
 
     def __init__(
@@ -111,8 +111,10 @@ class HttpPool:
         urls: Sequence[str],
     ) -> Any:
         end = time.monotonic() + self.deadline_s
-        for tries in itertools.count(1):
-            url = self._take(urls)
+        tried: list[str] = []
+        while True:
+            url = self._take(urls, tried)
+            tried.append(url)
             cause = ""
             try:
                 answer = self._servers[url].request(
@@ -136,24 +138,29 @@ class HttpPool:
             finally:
                 self._give_back(url, cause)
 
-            pause = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S)
+            pause = min(FIRST_PAUSE_S * 2 ** (len(tried) - 1), LONGEST_PAUSE_S)
             pause *= random.uniform(0.5, 1.0)  # so that the callers do not come back all at once
             # A try in the last moments would run out of time, and hide the cause of those before.
             too_late = time.monotonic() + pause + self.timeout_s / 4 >= end
             if too_late or self._closed.wait(pause):
                 limits = f"deadline_s={self.deadline_s:g}, timeout_s={self.timeout_s:g} for each"
                 why = "closed" if self._closed.is_set() else limits
-                count = "1 try" if tries == 1 else f"{tries} tries"
+                count = "1 try" if len(tried) == 1 else f"{len(tried)} tries"
                 raise ScoreFailed(f"gave up after {count} ({why}); the last: {cause}")
             with self._lock:
                 self.retries += 1
 
-    def _take(self, urls: Sequence[str]) -> str:
-        """Choose one of the servers and count it as in use."""
+    def _take(self, urls: Sequence[str], tried: Sequence[str]) -> str:
+        """Choose one of the servers and count it as in use. tried: where this call has failed."""
         with self._lock:
             now = time.monotonic()
-            awake = [url for url in urls if self._rests_until[url] <= now]
-            url = min(awake or urls, key=lambda name: (self._in_flight[name], random.random()))
+
+            def rank(url: str) -> tuple[int, bool, int, float]:
+                # Another server first: a call would spend its deadline on one that hangs.
+                resting = self._rests_until[url] > now
+                return tried.count(url), resting, self._in_flight[url], random.random()
+
+            url = min(urls, key=rank)
             if self._rests_until[url]:
                 self._rests_until[url] = now + self.timeout_s
             self._in_flight[url] += 1

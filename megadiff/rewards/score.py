@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.process.workers import share_of_cores
 from megadiff.rewards.answers import FLOAT32_MAX, samples_text
 from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, build_rewards
@@ -64,6 +65,7 @@ class Scorer:
         self._watch: GilWatch | None = None
         self._is_open = False
         self._is_asleep = False
+        self._trial_prompts: dict[str, Prompt] = {}
         self._groups: list[list[RewardSample]] = []
         self._calls: list[ScoreCall] = []
         self._seconds = dict.fromkeys(self.rewards, 0.0)
@@ -77,6 +79,7 @@ class Scorer:
         check_routes(self._configs, prompts)
         for name, reward in self.rewards.items():
             asked = [prompt for prompt in prompts if applies(self._configs[name], prompt)]
+            self._trial_prompts |= {name: asked[0]} if asked else {}
             try:
                 reward.validate(asked)
             except ValueError as error:
@@ -89,6 +92,23 @@ class Scorer:
         """
         self._tell_all("open", context)
         self._is_open = True
+
+    def try_out(self, pixels_FHWC: np.ndarray) -> None:
+        """Ask every reward about two copies of a picture, of a prompt that validate() has seen.
+
+        So a wrong answer is told before the first rollout. Raises RewardError as collect() does.
+        """
+        self._get_ready()
+        for name, prompt in self._trial_prompts.items():
+            samples = [
+                RewardSample(pixels=pixels_FHWC, prompt=prompt, sample_index=index)
+                for index in range(2)
+            ]
+            self._put_calls(name, samples)
+        try:
+            self._wait()
+        finally:
+            self.reset()
 
     def sleep(self) -> None:
         """Let the rewards give their GPU memory back. The next group wakes them."""
@@ -111,25 +131,9 @@ class Scorer:
             )
         ]
 
-        for name, reward in self.rewards.items():
-            config = self._configs[name]
-            if not applies(config, group.prompt):
-                continue
-            chunk = reward.samples_per_call or len(samples)
-            for first in range(0, len(samples), chunk):
-                call = ScoreCall(
-                    reward=reward,
-                    weight=self.weights[name],
-                    # what the loss does not use must not end the run
-                    may_fail=config.on_failure == "drop" or not config.weight,
-                    timeout_s=config.timeout_s,
-                    samples=samples[first : first + chunk],
-                    group=len(self._groups),
-                    first=first,
-                )
-                self._calls.append(call)
-                self._workers_of(reward).put(call.run)
-
+        for name in self.rewards:
+            if applies(self._configs[name], group.prompt):
+                self._put_calls(name, samples)
         self._groups.append(samples)
 
     def collect(self) -> Tensors:
@@ -194,6 +198,25 @@ class Scorer:
         self._seconds = dict.fromkeys(self.rewards, 0.0)
         self._num_dropped = dict.fromkeys(self.rewards, 0)
         return figures
+
+    def _put_calls(self, name: str, samples: Sequence[RewardSample]) -> None:
+        """Queue a group's calls of one reward."""
+        reward = self.rewards[name]
+        config = self._configs[name]
+        chunk = reward.samples_per_call or len(samples)
+        for first in range(0, len(samples), chunk):
+            call = ScoreCall(
+                reward=reward,
+                weight=self.weights[name],
+                # what the loss does not use must not end the run
+                may_fail=config.on_failure == "drop" or not config.weight,
+                timeout_s=config.timeout_s,
+                samples=samples[first : first + chunk],
+                group=len(self._groups),
+                first=first,
+            )
+            self._calls.append(call)
+            self._workers_of(reward).put(call.run)
 
     def _workers_of(self, reward: Reward) -> Workers:
         return self._workers[reward.name if reward.workers else ""]

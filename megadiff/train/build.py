@@ -46,7 +46,7 @@ from megadiff.train.replicas import RunReplicas, connect, launch, users_of, weig
 from megadiff.train.rescue import Rescue
 from megadiff.train.rows import rows_per_group
 from megadiff.train.run import RunParts
-from megadiff.train.sampling import open_rewards, sft_sampling
+from megadiff.train.sampling import open_rewards, sampling_of, sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES, Progress, Prompt
 
@@ -96,7 +96,7 @@ def build_run(
     checkpoints, progress = resume(engine, sampler)
     replicas = build_replicas(engine, processes, judges, stack)
     judges.wait()
-    open_rewards(scorer, judges.urls, mesh=mesh)
+    open_rewards(scorer, judges.urls, sampling_of(config.rollout), mesh=mesh)
     # The next step samples from the weights that were evaluated, and replicas stay awake for it.
     # After an average it pushes under the same version: on disk a part may not replace a whole
     # one, so replicas that sleep start from nothing again.
@@ -161,7 +161,7 @@ def build_sft_run(
         replicas = build_replicas(engine, processes, judges, stack)
         assert scorer, "validate() refuses an evaluation without a reward"
         judges.wait()
-        open_rewards(scorer, judges.urls, mesh=mesh)
+        open_rewards(scorer, judges.urls, sampling_of(config.rollout), mesh=mesh)
         evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
         replicas.rest()
 

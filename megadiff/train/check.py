@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from operator import attrgetter
 from pathlib import Path
 
-from megadiff.algorithms import REFERENCE, build_algorithm
+from megadiff.algorithms import REFERENCE, Algorithm, build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.data.images import ImageSource, open_images
@@ -75,15 +75,7 @@ def check(
     on_policy = algorithm.on_policy
     if on_policy:
         check_window(sampling)
-    if config.lora.start and REFERENCE in algorithm.needs:
-        or_without_kl = "set algorithm.kl_coef=0, or " if config.algorithm.kl_coef else ""
-        raise ValueError(
-            f"lora.start={config.lora.start} with algorithm.name={config.algorithm.name} and "
-            f"algorithm.kl_coef={config.algorithm.kl_coef}: the reference would be the model "
-            f"without the LoRA that training starts from; {or_without_kl}merge them by "
-            f"`megadiff convert {config.lora.start} MODEL --to merged --base {config.model.path}` "
-            "and set model.path=MODEL lora.start=''"
-        )
+    _check_lora_start(config, algorithm)
 
     adapter = _checked_adapter(config, layout, sampling, has_steps=algorithm.rows == "steps")
     prompts = read_prompts(config, config.data.prompts) if on_policy else []
@@ -101,6 +93,19 @@ def check(
     kind = ITEMS[algorithm.rows]
     source = open_images(attrgetter(kind.key)(config), seed=config.seed, kind=kind)
     return layout, adapter, source, scorer
+
+
+def _check_lora_start(config: Config, algorithm: Algorithm) -> None:
+    """Raise ValueError where the reference would lack the LoRA that training starts from."""
+    if config.lora.start and REFERENCE in algorithm.needs:
+        or_without_kl = "set algorithm.kl_coef=0, or " if config.algorithm.kl_coef else ""
+        raise ValueError(
+            f"lora.start={config.lora.start} with algorithm.name={config.algorithm.name} and "
+            f"algorithm.kl_coef={config.algorithm.kl_coef}: the reference would be the model "
+            f"without the LoRA that training starts from; {or_without_kl}merge them by "
+            f"`megadiff convert {config.lora.start} MODEL --to merged --base {config.model.path}` "
+            "and set model.path=MODEL lora.start=''"
+        )
 
 
 def _checked_adapter(

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megadiff.config.schema import Config, JudgeConfig
+from megadiff.config.rewards import JudgeConfig
+from megadiff.config.schema import Config
 from megadiff.process.doors import near
 
 # In a model's config.json, of what turns pictures into tokens.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megadiff.config.schema import JudgeConfig
+from megadiff.config.rewards import JudgeConfig
 from megadiff.process.bounded_http import BoundedHttp, NoAnswer
 from megadiff.rollout.client.processes import (
     TOKEN_VARIABLE,

@@ -91,14 +91,23 @@ def sample_and_score(
     return groups, {name: torch.tensor(value) for name, value in scores.items()}
 
 
-def open_rewards(scorer: Scorer, judges: Mapping[str, Sequence[str]], *, mesh: Mesh) -> None:
-    """Load the rewards where they score, so that what is missing is told before step 1. Collective.
+def open_rewards(
+    scorer: Scorer,
+    judges: Mapping[str, Sequence[str]],
+    sampling: Sampling,
+    *,
+    mesh: Mesh,
+) -> None:
+    """Load the rewards where they score, and ask each about a grey picture. Collective.
 
+    So what is missing or wrong is told before step 1.
     judges: `judge.<name>` → base URLs of its servers on this node. Raises AgreedError.
     """
+    grey = np.full((sampling.num_frames, sampling.height, sampling.width, 3), 128, np.uint8)
 
     def open_and_rest() -> None:
         scorer.open(RewardContext(device=mesh.device, judges=judges))
+        scorer.try_out(grey)
         scorer.sleep()  # what follows needs the GPU's memory
 
     agreed(open_and_rest, mesh.cpu_group, here=mesh.is_model_group_source)

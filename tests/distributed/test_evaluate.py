@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megadiff.config.schema import Config, RewardConfig, RolloutConfig
+from megadiff.config.rewards import RewardConfig
+from megadiff.config.schema import Config, RolloutConfig
 from megadiff.observe.evaluation import to_json
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.rewards.score import Scorer

@@ -44,7 +44,7 @@ class FailingStep(Reward):
         self.update = update
         self.is_here = int(os.environ.get("RANK", "0")) == rank
         self.slow_save_s = slow_save_s
-        self.num_groups = 0
+        self.num_groups = -1  # the first call is no group: every reward is tried out
 
     def score(self, samples):
         self.num_groups += 1

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megadiff.checkpoint.checkpoints import whole_looking
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import RewardContext, RewardSample, build_reward
 from megadiff.types import Prompt
 from tests.e2e.conftest import ENVIRONMENT, Trainer

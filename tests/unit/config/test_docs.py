@@ -9,7 +9,8 @@ from pathlib import Path
 from megadiff.cli.main import main
 from megadiff.config.docs import to_markdown, to_text
 from megadiff.config.load import all_keys
-from megadiff.config.schema import NAMED_SECTIONS, Config, RolloutConfig
+from megadiff.config.rewards import NAMED_SECTIONS
+from megadiff.config.schema import Config, RolloutConfig
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = [

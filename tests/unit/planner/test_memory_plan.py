@@ -286,6 +286,7 @@ def test_supervised_training_has_an_average_and_no_rollout(plan):
         "data.images=photos",
         "algorithm.ema_decay=0.99",
         "train.updates_per_step=1",
+        "eval.every=0",  # evaluations need replicas, as the recipe's do
     )
     layout = found["layouts"][found["pick"]]
     assert layout["phases"].keys() == {"update"}

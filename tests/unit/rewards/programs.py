@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup, Sampling

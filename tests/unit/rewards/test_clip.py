@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.base import RewardContext, RewardSample, build_rewards
 from megadiff.rewards.clip import SCORES, ClipReward

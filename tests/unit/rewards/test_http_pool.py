@@ -140,6 +140,19 @@ def test_one_of_two_hangs(make_pool, monkeypatch):
         assert len(hanging.asked) - first <= 3  # a try is 0.8 s, a rest 0.2 s
 
 
+def test_a_call_that_failed_goes_to_another_server(make_pool, monkeypatch):
+    """Even where the one that failed has rested, and is idle."""
+    monkeypatch.setattr(http_pool, "REST_S", 0.0)
+    monkeypatch.setattr(http_pool, "FIRST_PAUSE_S", 0.01)
+    with fault_server() as server, fault_server("500") as bad:
+        pool = make_pool([server.url, bad.url], timeout_s=5, deadline_s=10)
+        for number in range(20):
+            retries = pool.retries
+            pool.post(COMPLETIONS, json={"number": number})
+            assert pool.retries - retries <= 1
+        assert bad.asked
+
+
 def test_the_server_with_the_fewest_in_flight_is_asked(make_pool):
     with fault_server() as fast, fault_server("slow") as slow:
         pool = make_pool([fast.url, slow.url], timeout_s=10, deadline_s=10)
@@ -178,7 +191,7 @@ def test_no_proxy_and_the_headers_of_every_call(make_pool, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
-def test_https(make_pool, tmp_path, monkeypatch):
+def test_https(make_pool, tmp_path, monkeypatch, caplog):
     """The certificate is checked, and the deadline holds over TLS as well."""
     key = tmp_path / "key.pem"
     certificate = tmp_path / "certificate.pem"
@@ -193,13 +206,13 @@ def test_https(make_pool, tmp_path, monkeypatch):
     tls.load_cert_chain(certificate, key)
     with fault_server("drip", tls=tls) as server:
         url = server.url.replace("http://127.0.0.1", "https://localhost")
-        with pytest.raises(ScoreFailed, match="self-signed certificate"):
+        with pytest.raises(ScoreFailed):
             make_pool(url).get("/")
+        assert "self-signed certificate" in caplog.text
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        pool = make_pool(url)
-        assert pool.get("/") == {"ready": True}
-        with pytest.raises(ScoreFailed, match="had no whole answer within 1.2 s"):
-            pool.post(COMPLETIONS, content=bytes(5_000_000))
+        assert make_pool(url, timeout_s=10, deadline_s=10).get("/") == {"ready": True}
+        with pytest.raises(ScoreFailed, match="had no whole answer within"):
+            make_pool(url).post(COMPLETIONS, content=bytes(5_000_000))
 
 
 def test_idle_connections_close_before_the_server_closes_them():

@@ -28,7 +28,7 @@ import torch
 
 from megadiff.cli import score as command
 from megadiff.config.load import load_rewards
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards import server as score_server
 from megadiff.rewards.answers import WrongAnswer, score_checked
 from megadiff.rewards.base import (

@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardError, RewardSample
 from megadiff.rewards.score import Scorer
 from megadiff.types import RolloutGroup

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards import REWARDS
 from megadiff.rewards.base import Reward, build_reward, build_rewards
 
@@ -35,6 +35,7 @@ def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -
     args = {
         "frame": {"reward": "color"},
         "clip": {"path": "/clip", "score": "hpsv2"},
+        "geneval": {"path": "assets/detector"},
         "remote": {"url": "http://127.0.0.1:9000"},
     }
     config = RewardConfig(type=reward_type, args=args.get(reward_type, {}))

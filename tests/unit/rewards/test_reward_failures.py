@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, ScoreFailed
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup
@@ -260,3 +261,33 @@ def test_a_model_that_does_not_load_is_named(scorer: Callable[..., Scorer]) -> N
     broken = scorer(model=config("Model", {"broken": "no weights"}))
     with pytest.raises(RewardError, match=r"reward 'model' failed in open\(\): no weights"):
         broken.open(RewardContext(device=torch.device("cpu")))
+
+
+class Strings(Reward):
+    def score(self, samples: Sequence[RewardSample]) -> list[str]:  # type: ignore[override]
+        return ["9 of 10"] * len(samples)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
+def test_every_reward_is_tried_before_the_first_rollout(
+    scorer: Callable[..., Scorer], on_failure: str
+) -> None:
+    """With a prompt that it is asked about; nothing of it is collected or counted."""
+    prompts = [Prompt(text="two dogs", id="0", fields={"task": "count"})]
+    prompts.append(Prompt(text="a sign", id="1", fields={"task": "ocr"}))
+    grey = np.full((1, 8, 8, 3), 128, np.uint8)
+    good = scorer(model=config("Model"), text=config("Gaps", only={"task": "ocr"}))
+    good.validate(prompts)
+    good.try_out(grey)
+    assert good.pop_figures()["text"] == {"seconds": 0.0, "dropped": 0.0}
+    bad = scorer(
+        model=config("Model"),
+        text=config("Strings", only={"task": "ocr"}, on_failure=on_failure),
+    )
+    bad.validate(prompts)
+    with pytest.raises(RewardError, match=r"'text' .*'a sign' returned '9 of 10'"):
+        bad.try_out(grey)
+    broken = scorer(judge=config("Gaps", {"how": "raise"}, on_failure=on_failure))
+    broken.validate(prompts)
+    with pytest.raises(RewardError, match=r"'judge'.* after 3 tries"):
+        broken.try_out(np.full((1, 8, 8, 3), FAILED, np.uint8))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardError, RewardSample, build_reward
 from megadiff.rewards.frame import FrameReward, frame_indices
 

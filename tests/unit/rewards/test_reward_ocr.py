@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,15 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megadiff.data.prompts import load_prompts
 from megadiff.rewards.base import RewardSample
-from megadiff.rewards.ocr import OcrReward, edit_distance, text_score, to_canvas, wanted_text
+from megadiff.rewards.ocr import (
+    OcrReward,
+    edit_distance,
+    normalise,
+    text_score,
+    to_canvas,
+    wanted_text,
+)
+from megadiff.types import Prompt
 
 MakeSample = Callable[..., RewardSample]
 
@@ -165,7 +174,33 @@ def test_canvas_keeps_ordinary_images_and_bounds_the_others() -> None:
         assert 64 <= short and long <= 1664 and long <= 4 * short and (canvas == 7).all()
 
 
+PROMPTS = Path(__file__).parents[3] / "assets/prompts"
+
+
 def test_shipped_prompts_have_text() -> None:
-    prompts = load_prompts(Path(__file__).parents[3] / "assets/prompts/ocr.jsonl", max_chars=2000)
+    prompts = load_prompts(PROMPTS / "ocr.jsonl", max_chars=2000)
     OcrReward().validate(prompts)
     assert len(prompts) >= 200
+
+
+def test_held_out_prompts_share_no_text_and_no_quote_with_those_of_training() -> None:
+    training = load_prompts(PROMPTS / "ocr.jsonl", max_chars=2000)
+    training += load_prompts(PROMPTS / "video_text.jsonl", max_chars=2000)
+    heldout = load_prompts(PROMPTS / "ocr_heldout.jsonl", max_chars=2000)
+
+    def texts(prompts: list[Prompt]) -> set[str]:
+        return {normalise(prompt.text) for prompt in prompts}
+
+    def quotes(prompts: list[Prompt]) -> set[str]:
+        return {normalise(wanted_text(prompt)) for prompt in prompts}
+
+    def scenes(prompts: list[Prompt]) -> set[str]:
+        return {prompt.text.split('"')[0] for prompt in prompts}
+
+    assert not texts(training) & texts(heldout)
+    assert not quotes(training) & quotes(heldout)
+    assert not scenes(training) & scenes(heldout)
+    # Nor is a quote said twice, so every prompt is a question of its own.
+    assert len(quotes(heldout)) == len(heldout) == 64
+    counts = Counter(prompt.fields["task"] for prompt in heldout)
+    assert len(counts) == 3 and min(counts.values()) >= 15

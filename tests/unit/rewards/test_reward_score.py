@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.process.workers import share_of_cores
 from megadiff.rewards.base import Reward, RewardError, RewardSample
 from megadiff.rewards.score import MAX_WORKERS, Scorer

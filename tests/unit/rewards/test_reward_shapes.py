@@ -8,7 +8,7 @@ import pytest
 
 from examples.shapes import reward
 from examples.shapes.world import captions, parse, render
-from megadiff.config.schema import RewardConfig
+from megadiff.config.rewards import RewardConfig
 from megadiff.data.prompts import load_prompts, prompt_id
 from megadiff.rewards.base import Reward, RewardSample, build_reward
 from megadiff.types import Prompt

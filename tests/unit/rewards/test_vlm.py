@@ -16,7 +16,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from megadiff.config.schema import JudgeConfig, RewardConfig
+from megadiff.config.rewards import JudgeConfig, RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample, ScoreFailed, build_reward
 from megadiff.rewards.vlm_answers import number_in
 from tests.unit.rewards.vlm_server import FakeVlm, reply

@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from megadiff.config.schema import Config, RewardConfig, RolloutConfig
+from megadiff.config.rewards import RewardConfig
+from megadiff.config.schema import Config, RolloutConfig
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.color import closeness
 from megadiff.rewards.score import Scorer

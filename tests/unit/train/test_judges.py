@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megadiff.config.schema import Config, JudgeConfig, RewardConfig
+from megadiff.config.rewards import JudgeConfig, RewardConfig
+from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
 from megadiff.rewards.base import ScoreFailed
 from megadiff.rewards.http_pool import HttpPool

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megadiff.algorithms.advantage import gdpo_advantages, group_advantages
-from megadiff.config.schema import Config, RewardConfig
+from megadiff.config.rewards import RewardConfig
+from megadiff.config.schema import Config
 from megadiff.rewards.score import TOTAL
 from megadiff.train.update import step_advantages
 from tests.meshes import one_rank_mesh
