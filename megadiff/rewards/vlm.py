@@ -87,14 +87,8 @@ class VlmReward(Reward):
                 f"judge={judge!r} and url={url!r}: need one of them; judge names a server of the "
                 "config's section `judge`, url is a server of your own, as http://host:port"
             )
-        ways = {
-            "answers": answers is not None,
-            "read": read,
-            "pattern": pattern,
-            "questions": questions,
-            "against": against,
-        }
-        self._way = _only_one(ways)
+        ways = {"answers": answers is not None, "read": read, "pattern": pattern}
+        self._way = _only_one(ways | {"questions": questions, "against": against})
         if read not in ("", "ocr"):
             raise ValueError(f"read={read!r}; ocr is the only value")
         if mean not in ("arithmetic", "geometric"):

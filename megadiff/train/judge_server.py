@@ -97,7 +97,9 @@ class JudgeServer:
         self.process.stop()
         self.is_buried = True
         how, _, _ = death.partition("; the end of")
-        handler = type("_Reason", (_Obituary,), {"reason": f"{how}; see {self.log}".encode()})
+        handler = type(
+            "_Reason", (_Obituary,), {"reason": f"{how}; see {self.process.log}".encode()}
+        )
         self._obituary = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         threading.Thread(target=self._obituary.serve_forever, name="obituary", daemon=True).start()
 

@@ -124,9 +124,7 @@ def launch_judges(config: Config, mesh: Mesh, folder: Path, stack: ExitStack) ->
         started = agreed(lambda: _start(config, mesh, folder), mesh.cpu_group, here=here)
         servers = started or []
         urls = read_once(
-            lambda: {
-                name: [server.url for server in servers if server.judge == name] for name in used
-            },
+            lambda: _urls(servers),
             source=mesh.node_source,
             group=mesh.cpu_node_group,
             world=mesh.cpu_group,
@@ -140,6 +138,13 @@ def launch_judges(config: Config, mesh: Mesh, folder: Path, stack: ExitStack) ->
     )
     stack.callback(judges.stop)
     return judges
+
+
+def _urls(servers: Sequence[JudgeServer]) -> dict[str, list[str]]:
+    urls: dict[str, list[str]] = {}
+    for server in servers:
+        urls.setdefault(server.judge, []).append(server.url)
+    return urls
 
 
 def _start(config: Config, mesh: Mesh, folder: Path) -> list[JudgeServer]:
