@@ -187,4 +187,4 @@ def test_a_judge_that_may_be_missed_is_started_again(start, judged):
     assert not any("reward/look/dropped" in row for row in run.rows)
     assert min(run.scores) > 0.01
     log = (run.folder / "logs" / "judge_tiny_0.log").read_text()
-    assert log.count("to fall asleep") >= 2 and log.count("to wake up") >= 2
+    assert log.count("to fall asleep") >= 2 and log.count("to wake up") >= 1
