@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +25,7 @@ from megadiff.train.check_judges import server_command
 PORTS = range(20_000, 32_000)
 HEALTH_TIMEOUT_S = 2.0
 SLEEP_TIMEOUT_S = 120.0  # an 8 B model's weights cross PCIe in a second or two
+DYING_S = 2.0  # the kernel takes a while to free a process's memory
 GONE = 410  # a status that no client asks again after
 
 
@@ -77,12 +79,12 @@ class JudgeServer:
 
     def sleep(self) -> None:
         """Let it give its GPU memory back, where judge.<name>.sleep says so."""
-        if self._may_sleep and not self._is_asleep:
-            self._is_asleep = self._tell("/sleep")
+        if self._may_sleep and not self._is_asleep and self._tell("/sleep"):
+            self._is_asleep = True
 
     def wake(self) -> None:
-        if self._is_asleep:
-            self._is_asleep = not self._tell("/wake_up")
+        if self._is_asleep and self._tell("/wake_up"):
+            self._is_asleep = False
 
     def restart(self) -> None:
         """Start it anew where it died. It logs beside the log of its death."""
@@ -124,12 +126,21 @@ class JudgeServer:
         try:
             status = self._status("POST", path, SLEEP_TIMEOUT_S)
         except NoAnswer as error:
-            if self.process.death() or self._was_restarted:
+            if self._is_gone():
                 return False  # the watch deals with it
             raise RuntimeError(f"judge.{self.judge}: {error}") from error
         if status not in (200, GONE):
             raise RuntimeError(f"judge.{self.judge}: {self.name} answered {status} to {path}")
         return status == 200
+
+    def _is_gone(self) -> bool:
+        """Tell whether it died, and may be loading again. A connection breaks before it is dead."""
+        deadline = time.monotonic() + DYING_S
+        while not (self.process.death() or self._was_restarted):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def _status(self, method: str, path: str, timeout_s: float) -> int:
         answer = self._http.request(

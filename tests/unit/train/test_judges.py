@@ -201,3 +201,30 @@ def test_a_judge_ends_with_its_run_however_that_ends():
         for process in (parent, judge):
             process.kill()
             process.wait()
+
+
+def test_a_judge_that_dies_while_it_is_told_to_sleep_is_left_to_the_watch(
+    config, tmp_path, monkeypatch
+):
+    """Its connection breaks a moment before its process is gone."""
+    _set(config, sleep=True)
+    dies = HEALTHY.replace('print("told", self.path, flush=True)', "self.die()").replace(
+        "    def do_POST",
+        "    def die(self):\n"
+        "        import os, time; self.connection.shutdown(2); time.sleep(0.4); os._exit(9)\n"
+        "    def do_POST",
+    )
+    with ExitStack() as stack:
+        judges = _launch(config, dies, tmp_path, stack, monkeypatch)
+        judges.wait()
+        judges.sleep()
+        _wait_for(lambda: judges.servers[0].is_buried)
+        judges.wake()
+    with ExitStack() as stack:
+        refuses = HEALTHY.replace(
+            'print("told", self.path, flush=True)', "self.connection.shutdown(2)"
+        )
+        judges = _launch(config, refuses, tmp_path, stack, monkeypatch)
+        judges.wait()
+        with pytest.raises(AgreedError, match=r"judge\.qwen: POST http.*/sleep failed"):
+            judges.sleep()
