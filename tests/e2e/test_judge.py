@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from megadiff.rewards.base import RewardContext, RewardSample, build_reward
 from megadiff.types import Prompt
 from tests.e2e.conftest import ENVIRONMENT, Trainer
 from tests.e2e.test_rescue import give_replicas_back
+from tests.tiny_clip import random_state, write_transformers
 from tests.tiny_llava import write_tiny_llava
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -166,9 +168,46 @@ def test_a_dead_judge_is_named_and_no_sample_scores_0(judged):
     assert all(0 < row["reward/look/mass"] < 1 for row in rows)
 
 
-def test_a_judge_that_may_be_missed_is_started_again(start, judged):
+@pytest.fixture
+def far(tmp_path) -> Iterator[str]:
+    """The address of a `megadiff score` that serves jpeg_size."""
+    command = [sys.executable, "-m", "megadiff.cli.main", "score", "reward.size.type=jpeg_size"]
+    process = subprocess.Popen(
+        [*command, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+    )
+    yield process.stdout.readline().split()[-1]
+    process.kill()
+    process.wait(30)
+
+
+def test_four_kinds_of_rewards_and_a_judge_that_is_started_again(start, judged, far, tmp_path):
+    """ocr, clip, vlm and remote from one yaml; two of them are asked about some prompts only."""
     assert judged.process.poll() is not None  # it has given the replicas back
-    run = start("drops", "reward.look.on_failure=drop", "judge.tiny.sleep=true")
+    prompts = tmp_path / "signs.jsonl"
+    texts = ["a red cat that says 'red'", "a blue dog that says 'dog'"]
+    rows = [{"prompt": texts[index % 2], "task": "ab"[index // 2]} for index in range(4)]
+    lines = [json.dumps(row | {"prompt": f"{row['prompt']} {row['task']}"}) for row in rows]
+    prompts.write_text("\n".join(lines))
+    clip = write_transformers(tmp_path / "clip", random_state())
+    rewards = tmp_path / "rewards.yaml"
+    rewards.write_text(
+        f"""
+algorithm: {{advantage: gdpo}}
+reward:
+  look: {{on_failure: drop}}
+  text: {{type: ocr, weight: 0.5, only: {{task: a}}}}
+  pick: {{type: clip, args: {{score: pickscore, path: {clip}}}, only: {{task: b}}}}
+  far: {{type: remote, args: {{url: "{far}"}}}}
+judge:
+  tiny: {{sleep: true}}
+"""
+    )
+    run = start("drops", str(rewards), f"data.prompts={prompts}")
     run.wait_for_rows(1)
     first = run.judge()
     first.send_signal(signal.SIGKILL)
@@ -185,6 +224,9 @@ def test_a_judge_that_may_be_missed_is_started_again(start, judged):
     assert not alive
     assert sum(row.get("reward/look/retries", 0) for row in run.rows) > 0
     assert not any("reward/look/dropped" in row for row in run.rows)
+    for name in ("look", "text", "pick", "far"):
+        assert all(f"reward/{name}/share_of_advantage" in row for row in run.rows), name
+    assert all(0 < row["reward/far"] < 1 and row["reward/pick"] for row in run.rows)
     assert min(run.scores) > 0.01
     log = (run.folder / "logs" / "judge_tiny_0.log").read_text()
     assert log.count("to fall asleep") >= 2 and log.count("to wake up") >= 1
