@@ -104,7 +104,7 @@ class Scorer:
                 RewardSample(pixels=pixels_FHWC, prompt=prompt, sample_index=index)
                 for index in range(2)
             ]
-            self._put_calls(name, samples)
+            self._put_calls(name, samples, is_trial=True)
         try:
             self._wait()
         finally:
@@ -199,7 +199,9 @@ class Scorer:
         self._num_dropped = dict.fromkeys(self.rewards, 0)
         return figures
 
-    def _put_calls(self, name: str, samples: Sequence[RewardSample]) -> None:
+    def _put_calls(
+        self, name: str, samples: Sequence[RewardSample], *, is_trial: bool = False
+    ) -> None:
         """Queue a group's calls of one reward."""
         reward = self.rewards[name]
         config = self._configs[name]
@@ -214,6 +216,7 @@ class Scorer:
                 samples=samples[first : first + chunk],
                 group=len(self._groups),
                 first=first,
+                is_trial=is_trial,
             )
             self._calls.append(call)
             self._workers_of(reward).put(call.run)

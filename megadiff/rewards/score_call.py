@@ -16,7 +16,8 @@ from megadiff.rewards.base import Reward, RewardError, RewardSample
 class ScoreCall:
     """Make one score() call, on samples of group number `group` from index `first` on.
 
-    may_fail: its samples may be left out. started_s: monotonic, infinity while it is queued.
+    may_fail: its samples may be left out. is_trial: of a grey picture, which a judge may well find
+    nothing to say about: it is enough that it answers. started_s: monotonic, infinity while it is queued.
     seconds: it took. future: the values, NaN for a sample that could not be scored.
     overdue: the error of a call that took too long; what it answers later is not read.
     """
@@ -32,6 +33,7 @@ class ScoreCall:
     seconds: float = 0.0
     future: Future[list[float]] = field(default_factory=Future)
     overdue: RewardError | None = None
+    is_trial: bool = False
 
     def run(self) -> None:
         """Score, in a worker's thread. Never raises."""
@@ -41,7 +43,7 @@ class ScoreCall:
         self.started_s = time.monotonic()
         try:
             values = score_checked(self.reward, self.samples, weight=self.weight)
-            if not self.may_fail:
+            if not (self.may_fail or self.is_trial):
                 self._refuse_gaps(values)
         except BaseException as error:  # a worker that died here would leave the loop waiting
             self.future.set_exception(error)
@@ -69,7 +71,9 @@ class ScoreCall:
     @property
     def num_failed(self) -> int:
         """Return how many of its samples have no score, as far as it is known by now."""
-        return sum(map(math.isnan, self.values())) if self.is_over else 0
+        if not self.is_over or (self.is_trial and not self.error):
+            return 0
+        return sum(map(math.isnan, self.values()))
 
     def values(self) -> list[float]:
         """Return the values of a call that is over; of one that failed NaN for every sample."""

@@ -287,7 +287,11 @@ def test_every_reward_is_tried_before_the_first_rollout(
     bad.validate(prompts)
     with pytest.raises(RewardError, match=r"'text' .*'a sign' returned '9 of 10'"):
         bad.try_out(grey)
+    failed = np.full((1, 8, 8, 3), FAILED, np.uint8)
+    silent = scorer(judge=config("Gaps", on_failure=on_failure))
+    silent.validate(prompts)
+    silent.try_out(failed)  # a grey picture may leave a judge without words
     broken = scorer(judge=config("Gaps", {"how": "raise"}, on_failure=on_failure))
     broken.validate(prompts)
     with pytest.raises(RewardError, match=r"'judge'.* after 3 tries"):
-        broken.try_out(np.full((1, 8, 8, 3), FAILED, np.uint8))
+        broken.try_out(failed)
