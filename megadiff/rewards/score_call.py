@@ -16,8 +16,8 @@ from megadiff.rewards.base import Reward, RewardError, RewardSample
 class ScoreCall:
     """Make one score() call, on samples of group number `group` from index `first` on.
 
-    may_fail: its samples may be left out. is_trial: of a grey picture, which a judge may well find
-    nothing to say about: it is enough that it answers. started_s: monotonic, infinity while it is queued.
+    may_fail: its samples may be left out. started_s: monotonic, infinity while it is queued.
+    is_trial: of a grey picture, about which a judge may have nothing to say; an answer will do.
     seconds: it took. future: the values, NaN for a sample that could not be scored.
     overdue: the error of a call that took too long; what it answers later is not read.
     """
