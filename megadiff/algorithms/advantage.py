@@ -36,8 +36,8 @@ def group_advantages(
 
     std = group_std_P1
     if kind == "global":
-        known = rewards_PG[scored_PG]
-        moments = [float(len(known)), known.sum(), (known**2).sum()]
+        scored = rewards_PG[scored_PG]
+        moments = [float(len(scored)), scored.sum(), (scored**2).sum()]
         count, total, squares = all_reduce(torch.tensor(moments, dtype=torch.float64))
         # rounding can bring the variance of equal rewards below 0
         std = (squares / count - (total / count) ** 2).clamp(min=0).sqrt()
@@ -51,9 +51,9 @@ def group_moments(rewards_PG: Tensor) -> tuple[Tensor, Tensor]:
     scored_PG = ~rewards_PG.isnan()
     # a whole group keeps its digits, which a sum without its NaN may change
     for index in (scored_PG.any(dim=1) & ~scored_PG.all(dim=1)).nonzero():
-        known = rewards_PG[index][scored_PG[index]]
-        mean_P1[index] = known.mean()
-        std_P1[index] = known.std(correction=0)
+        scored = rewards_PG[index][scored_PG[index]]
+        mean_P1[index] = scored.mean()
+        std_P1[index] = scored.std(correction=0)
     return mean_P1.nan_to_num(0.0), std_P1.nan_to_num(0.0)
 
 
