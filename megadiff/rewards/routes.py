@@ -21,7 +21,7 @@ def applies(config: RewardConfig, prompt: Prompt) -> bool:
 
 
 def check_routes(configs: Mapping[str, RewardConfig], prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError for a column that no prompt has, and a prompt that no reward scores."""
+    """Raise ValueError for a route that no prompt takes, and a prompt that no reward scores."""
     columns = {column for prompt in prompts for column in prompt.fields}
     for name, config in configs.items():
         for column in config.only:
@@ -31,6 +31,12 @@ def check_routes(configs: Mapping[str, RewardConfig], prompts: Sequence[Prompt])
                     f"the column {column!r}{near(column, sorted(columns))}; they have: "
                     f"{', '.join(sorted(columns)) or 'the text alone'}"
                 )
+        if prompts and not any(applies(config, prompt) for prompt in prompts):
+            values = {repr(prompt.fields.get(key)) for prompt in prompts for key in config.only}
+            raise ValueError(
+                f"reward.{name}.only={dict(config.only)} applies to none of {len(prompts)} "
+                f"prompts; their values are {', '.join(sorted(values)[:8])}"
+            )
 
     # one that is only watched gives no prompt a reward
     scoring = [config for config in configs.values() if config.weight] or [*configs.values()]

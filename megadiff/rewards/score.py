@@ -144,8 +144,8 @@ class Scorer:
         scored, and of a group that the reward is not asked about. NaN is the total of a sample that
         has to be left out.
         Raises RewardError for the first call that failed or ran out of time, where on_failure is
-        not drop, and where more than 5 % of a reward's samples failed; what was queued is
-        cancelled.
+        not drop, and where more than 5 % of a reward's samples on this rank failed; what was queued
+        is cancelled.
         """
         sizes = [len(samples) for samples in self._groups]
         assert len(set(sizes)) == 1, f"need groups of one size, got {sizes}"
@@ -255,7 +255,7 @@ class Scorer:
         """Wait for all calls. Raises RewardError for the first that ends the run."""
         pending = self._calls
         while pending := [call for call in pending if not call.is_over]:
-            self._raise_first_failure()  # its own text, and not that it took long
+            self._raise_failures()  # its own text, and not that it took long
             timeout_s = min(call.remaining_s() for call in pending)
             futures = [call.future for call in pending]
             wait(futures, timeout=max(timeout_s, 0.0), return_when=FIRST_EXCEPTION)
@@ -264,10 +264,19 @@ class Scorer:
                 if not call.future.done() and call.remaining_s() <= 0:
                     call.give_up()
                     self._workers_of(call.reward).add_thread()  # its own may never come back
+        self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        """Raise what ends the run, too many failures included."""
         self._raise_first_failure()
+        for name in self.rewards:
+            self._check_dropped(name)
 
     def _raise_first_failure(self) -> None:
-        """Raise the first error that ends the run, and log the user's own traceback once."""
+        """Raise the first error that ends the run, and log the user's own traceback once.
+
+        What may be left out is counted by _wait(), when all of the step's calls are known.
+        """
         for call in self._calls:
             error = call.error
             if error is None or not call.is_fatal:
@@ -276,8 +285,6 @@ class Scorer:
             if error.__cause__:
                 logger.error("reward %r failed", call.reward.name, exc_info=error.__cause__)
             raise error
-        for name in self.rewards:
-            self._check_dropped(name)
 
     def _gather(self) -> Tensors:
         shape = (len(self._groups), len(self._groups[0]))

@@ -62,7 +62,10 @@ class ScoreCall:
     def is_fatal(self) -> bool:
         """Return True where its error ends the run."""
         error = self.error
-        return error is not None and (not self.may_fail or isinstance(error, WrongAnswer))
+        # a model with one thread is not asked by a second one beside a call that hangs
+        is_stuck = self.overdue is not None and self.reward.workers == 1
+        is_bug = isinstance(error, WrongAnswer)
+        return error is not None and (not self.may_fail or is_bug or is_stuck)
 
     @property
     def is_over(self) -> bool:

@@ -231,6 +231,7 @@ def _sample_and_score(
             if not missing[prompt_id]:
                 scored.figures[prompt_id] = _figures(pending.pop(prompt_id))
     scorer.sleep()
+    scorer.pop_figures()  # those that are logged are of training steps
     return scored
 
 

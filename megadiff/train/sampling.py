@@ -108,6 +108,7 @@ def open_rewards(
     def open_and_rest() -> None:
         scorer.open(RewardContext(device=mesh.device, judges=judges))
         scorer.try_out(grey)
+        scorer.pop_figures()  # of grey pictures
         scorer.sleep()  # what follows needs the GPU's memory
 
     agreed(open_and_rest, mesh.cpu_group, here=mesh.is_model_group_source)

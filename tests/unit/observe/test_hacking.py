@@ -175,6 +175,7 @@ def evaluation(step: int, rate: float, *, size: int = 400, flips: int = 0) -> Ev
         (0.51, 5, ["shapes_strict lags"]),
         (0.51, 80, []),
         (0.45, 5, ["shapes_strict falls"]),
+        (0.49, 0, ["shapes_strict lags"]),  # clear between pairs, and too little to be a fall
         (0.48, 180, []),
     ],
 )

@@ -295,3 +295,35 @@ def test_every_reward_is_tried_before_the_first_rollout(
     broken.validate(prompts)
     with pytest.raises(RewardError, match=r"'judge'.* after 3 tries"):
         broken.try_out(failed)
+
+
+def test_drop_counts_a_whole_step_and_warns_once(
+    scorer: Callable[..., Scorer], make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two failures in the first group are 2 of 512, also while that alone has been submitted."""
+    judge = scorer(judge=config("Gaps", {"samples_per_call": 1}, on_failure="drop"))
+    judge.submit(make_group([FAILED, FAILED] + [1] * 14))
+    while judge._workers[""]._queue.qsize():
+        time.sleep(0.01)
+    for _ in range(31):
+        judge.submit(make_group([1] * 16))
+    assert int(judge.collect()["total"].isnan().sum()) == 2
+    (warning,) = [record for record in caplog.records if "left out" in record.message]
+    assert "2 of 512" in warning.message
+
+
+def test_a_model_with_one_thread_that_hangs_ends_the_run(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    """A second thread beside it would use the same weights, which sleep() moves."""
+    judge = scorer(judge=config("Gaps", {"how": "hang"}, on_failure="drop", timeout_s=0.3))
+    judge.rewards["judge"].workers = 1
+    with pytest.raises(RewardError, match="took longer than timeout_s"):
+        judge.score([make_group([FAILED, 1]), make_group([1, 2]), make_group([1, 2])])
+
+
+def test_a_value_that_no_prompt_has(scorer: Callable[..., Scorer]) -> None:
+    prompt = Prompt(text="a sign", id="0", fields={"task": "ocr"})
+    routed = scorer(text=config("Gaps", only={"task": "orc"}), model=config("Model"))
+    with pytest.raises(ValueError, match=r"'orc'.* applies to none of 1 prompts; .*'ocr'"):
+        routed.validate([prompt])
