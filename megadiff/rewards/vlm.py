@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import fmean
 
 from megadiff.process.doors import near
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
-from megadiff.rewards.http_pool import bearer_header, check_urls
+from megadiff.rewards.http_pool import HttpPool, bearer_header, check_urls
 from megadiff.rewards.ocr import text_score, wanted_text
 from megadiff.rewards.vlm_answers import (
     AnswerTokens,
     check_answers,
     check_pattern,
-    columns_of,
     fill,
-    named_columns,
     number_in,
     opponents,
     question_rows,
@@ -87,53 +86,51 @@ class VlmReward(Reward):
                 f"judge={judge!r} and url={url!r}: need one of them; judge names a server of the "
                 "config's section `judge`, url is a server of your own, as http://host:port"
             )
-        ways = {"answers": answers is not None, "read": read, "pattern": pattern}
-        self._way = _only_one(ways | {"questions": questions, "against": against})
-        if read not in ("", "ocr"):
-            raise ValueError(f"read={read!r}; ocr is the only value")
+        ways = {"answers": answers, "read": read, "pattern": pattern}
+        way = _only_one(ways | {"questions": questions, "against": against})
+        _check_way(read, pattern, questions, question)
         if mean not in ("arithmetic", "geometric"):
             raise ValueError(f"mean={mean!r}; give arithmetic or geometric")
-        _check_question(question, self._way)
-        _check_against(against)
+        if against < 0 or against % 2:
+            raise ValueError(
+                f"against={against} must be even and at least 2: each sample meets as many of its "
+                "group before it as behind it"
+            )
 
         self._judge = judge
         # Other clients are given the URL with it.
         self._urls = [row.removesuffix("/v1") for row in check_urls(url)] if url else []
         self._model = model
-        self._question = question or QUESTIONS.get(self._way, "")
+        self._question = question or QUESTIONS.get(way, "")
         self._values = check_answers(FIRST_OR_SECOND if against else answers or YES_NO)
         self._pattern = check_pattern(pattern, scale) if pattern else None
         self._scale = (float(scale[0]), float(scale[-1]))
+        self._reads_text = way in ("read", "pattern")
         self._questions = questions
         self._mean = mean
         self._against = against
         self._max_tokens = max_tokens
-        self._timeout_s = min(timeout_s, deadline_s)
-        self._deadline_s = deadline_s
-        self._headers = bearer_header(token_env, is_needed=True) if token_env else {}
+        self._connect = partial(
+            HttpPool,
+            timeout_s=min(timeout_s, deadline_s),
+            deadline_s=deadline_s,
+            headers=bearer_header(token_env),
+        )
         self.samples_per_call = None if against else 1
 
         self._client: VlmClient | None = None
         self._tokens: AnswerTokens | None = None
         # For the questions inside one call.
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="vlm")
-        self._lock = threading.Lock()
         self._masses: list[float] = []
-        self._retries_told = 0
         self._warned_of_mass = False
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
-            columns = columns_of(prompt)
-            for column in named_columns(self._question):
-                if column not in columns:
-                    raise ValueError(
-                        f"the question names {{{column}}}, and the row of the prompt "
-                        f"{prompt.text[:200]!r} has no such column{near(column, columns)}"
-                    )
-            if self._way == "read":
+            fill(self._question, prompt)
+            if self._reads_text and not self._pattern:
                 wanted_text(prompt)
-            if self._way == "questions":
+            if self._questions:
                 question_rows(prompt, self._questions)
 
     def open(self, context: RewardContext) -> None:
@@ -144,40 +141,24 @@ class VlmReward(Reward):
                 f"{near(self._judge, judges)}; it has: {', '.join(judges) or 'none'}"
             )
         urls = judges[self._judge] if self._judge else self._urls
-        client = VlmClient(
-            urls,
-            self._model,
-            headers=self._headers,
-            timeout_s=self._timeout_s,
-            deadline_s=self._deadline_s,
-        )
-        self._client = client
-        if self._way in ("answers", "questions", "against"):
-            self._tokens = client.tokens(self._values)
-        client.try_out(2 if self._against else 1, self._tokens)
+        self._client = VlmClient(self._connect(urls), self._model)
+        if not self._reads_text:
+            self._tokens = self._client.tokens(self._values)
+        self._client.try_out(2 if self._against else 1, self._tokens)
 
     def score(self, samples: Sequence[RewardSample]) -> Sequence[float | None]:
-        if self._way == "against":
+        if self._against:
             return self._win_rates(samples)
-        score: Callable[[RewardSample], float | None] = {
-            "answers": self._answers_score,
-            "read": self._read_score,
-            "pattern": self._pattern_score,
-            "questions": self._questions_score,
-        }[self._way]
-        return [score(sample) for sample in samples]
+        return [self._score(sample) for sample in samples]
 
     def figures(self) -> Mapping[str, float]:
         if self._client is None:
             return {}
-        retries = self._client.pool.retries
-        figures = {"retries": float(retries - self._retries_told)}
-        self._retries_told = retries
-        with self._lock:
-            masses = self._masses
-            self._masses = []
+        figures = self._client.pool.figures()
+        masses = self._masses.copy()
+        del self._masses[: len(masses)]  # not those that threads have added meanwhile
         if masses:
-            figures["mass"] = math.fsum(masses) / len(masses)
+            figures["mass"] = fmean(masses)
             self._warn_of_mass(figures["mass"])
         return figures
 
@@ -186,15 +167,17 @@ class VlmReward(Reward):
             self._client.pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _answers_score(self, sample: RewardSample) -> float | None:
-        return self._expectation([_picture(sample)], fill(self._question, sample.prompt))
+    def _score(self, sample: RewardSample) -> float | None:
+        picture = _picture(sample)
+        if self._questions:
+            return self._questions_score(picture, sample.prompt)
+        question = fill(self._question, sample.prompt)
+        if not self._reads_text:
+            return self._expectation([picture], question)
 
-    def _read_score(self, sample: RewardSample) -> float:
-        return text_score(self._text(sample), wanted_text(sample.prompt))
-
-    def _pattern_score(self, sample: RewardSample) -> float | None:
-        assert self._pattern
-        text = self._text(sample)
+        text = self._asked.text([picture], question, max_tokens=self._max_tokens)
+        if not self._pattern:
+            return text_score(text, wanted_text(sample.prompt))
         value = number_in(text, self._pattern, self._scale)
         if value is None:
             logger.warning(
@@ -209,20 +192,17 @@ class VlmReward(Reward):
             )
         return value
 
-    def _questions_score(self, sample: RewardSample) -> float:
-        picture = _picture(sample)
-
+    def _questions_score(self, picture: str, prompt: Prompt) -> float:
         def probability(row: tuple[str, str]) -> float:
             question = ONE_WORD.format(without_special_tokens(row[0]))
             tokens = self._asked.tokens(wanted_answers(*row))
-            _, mass = tokens.expectation(self._asked.log_probs([picture], question, tokens))
-            return mass
+            return tokens.expectation(self._asked.log_probs([picture], question, tokens))[1]
 
-        rows = question_rows(sample.prompt, self._questions)
+        rows = question_rows(prompt, self._questions)
         probabilities = list(self._threads.map(probability, rows))
         if self._mean == "geometric":
             return math.prod(probabilities) ** (1 / len(probabilities))
-        return math.fsum(probabilities) / len(probabilities)
+        return fmean(probabilities)
 
     def _win_rates(self, samples: Sequence[RewardSample]) -> list[float | None]:
         """Return each sample's mean of P(better) over its opponents; 0.5 for a lone sample."""
@@ -242,14 +222,13 @@ class VlmReward(Reward):
             if chance is not None:
                 wins[first].append(chance)
                 wins[second].append(1.0 - chance)
-        return [math.fsum(chances) / len(chances) if chances else None for chances in wins]
+        return [fmean(chances) if chances else None for chances in wins]
 
     def _expectation(self, pictures: Sequence[str], question: str) -> float | None:
         assert self._tokens
         log_probs = self._asked.log_probs(pictures, question, self._tokens)
         value, mass = self._tokens.expectation(log_probs)
-        with self._lock:
-            self._masses.append(mass)
+        self._masses.append(mass)
         if mass == 0.0:
             logger.warning(
                 "reward %s failed on the question %r: none of the answers %s is among the model's "
@@ -261,10 +240,6 @@ class VlmReward(Reward):
             )
             return None
         return value
-
-    def _text(self, sample: RewardSample) -> str:
-        question = fill(self._question, sample.prompt)
-        return self._asked.text([_picture(sample)], question, max_tokens=self._max_tokens)
 
     @property
     def _asked(self) -> VlmClient:
@@ -298,16 +273,10 @@ def _only_one(ways: Mapping[str, object]) -> str:
     return chosen[0] if chosen else "answers"
 
 
-def _check_question(question: str, way: str) -> None:
-    if way == "pattern" and not question:
+def _check_way(read: str, pattern: str, questions: str, question: str) -> None:
+    if read not in ("", "ocr"):
+        raise ValueError(f"read={read!r}; ocr is the only value")
+    if pattern and not question:
         raise ValueError("pattern needs the question that is answered so; set question")
-    if way == "questions" and question:
+    if questions and question:
         raise ValueError(f"question={question!r} beside questions, which are the row's own")
-
-
-def _check_against(against: int) -> None:
-    if against < 0 or against % 2:
-        raise ValueError(
-            f"against={against} must be even and at least 2: each sample meets as many of its "
-            "group before it as behind it"
-        )
