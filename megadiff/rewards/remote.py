@@ -59,8 +59,9 @@ class RemoteReward(Reward):
                 answer = error
             if answer != {"ready": True}:
                 raise ValueError(
-                    f'{url} is no scorer: GET / must answer {{"ready": true}}, got: {answer!s:.500}; '
-                    "start one there with `megadiff score`, or mend reward.<name>.args.url"
+                    f'{url} is no scorer: GET / must answer {{"ready": true}}, got: '
+                    f"{answer!s:.500}; start one there with `megadiff score`, or mend "
+                    "reward.<name>.args.url"
                 )
 
     def score(self, samples: Sequence[RewardSample]) -> list[float | None]:

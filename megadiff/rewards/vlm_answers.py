@@ -117,7 +117,7 @@ def without_special_tokens(text: str) -> str:
     return text
 
 
-def number_in(text: str, pattern: re.Pattern[str], scale: tuple[float, float]) -> float | None:
+def number_in(text: str, pattern: re.Pattern[str], scale: Sequence[float]) -> float | None:
     """Return the mean of the pattern's groups in the text's last match, as 0 … 1 of the scale.
 
     None where nothing matches, or a number is outside the scale.
