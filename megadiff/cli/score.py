@@ -61,29 +61,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _token(host: str) -> str:
     """Return the token of the environment, '' without one. Raises ValueError where it is needed."""
     token = os.environ.get(TOKEN_VARIABLE, "")
-    if token:
-        return check_token(token, source=TOKEN_VARIABLE)
-    if not is_loopback(host):
+    if not token and not is_loopback(host):
         raise ValueError(
             f"--host {host} is not on loopback, and {TOKEN_VARIABLE} is not set: anybody on the "
             "network could use the server; draw a token with: "
             "python -c 'import secrets; print(secrets.token_hex(32))'"
         )
-    return ""
+    return token and check_token(token, source=TOKEN_VARIABLE)
 
 
-def _reward(sources: Sequence[str], name: str | None) -> Reward:
-    """Build the reward of the config, or the named one of several. Raises ValueError."""
+def _reward(sources: Sequence[str], name: str) -> Reward:
+    """Build the named reward of the config, by default its only one. Raises ValueError."""
     configs = load_rewards(sources)
-    names = sorted(configs)
-    if name is None and len(names) != 1:
-        raise ValueError(
-            f"{' '.join(sources)} has {len(names)} rewards ({', '.join(names)}), need 1; "
-            "choose one with --reward NAME"
-        )
-    name = name or names[0]
+    if not name and len(configs) == 1:
+        (name,) = configs
     if name not in configs:
-        raise ValueError(f"--reward {name}: the config has {', '.join(names) or 'no reward'}")
+        raise ValueError(
+            f"--reward {name or 'is not given'}: choose 1 of the {len(configs)} rewards in "
+            f"{' '.join(sources)}: {', '.join(sorted(configs))}"
+        )
     return build_reward(name, configs[name])
 
 
@@ -105,5 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         default="127.0.0.1",
         help=f"another address than loopback's needs a token in {TOKEN_VARIABLE}",
     )
-    parser.add_argument("--reward", metavar="NAME", help="which one, where the config has several")
+    parser.add_argument(
+        "--reward", default="", metavar="NAME", help="which one, where the config has several"
+    )
     return parser

@@ -61,16 +61,11 @@ def _table(names: Sequence[str], rows: Rows, config: Mapping[str, Any]) -> list[
     table = [head + [other.replace("_", " ") for other in others]]
 
     for name in names:
-        quantities = [_figure(rows, f"reward/{name}/{key}") for key in (*COLUMNS, *others)]
         seconds = median(column(rows, f"time/reward_{name}_s"))
-        cells = [
-            name,
-            _mean(rows, f"reward/{name}"),
-            *quantities[: len(COLUMNS)],
-            "" if seconds is None else pretty_number(seconds),
-            _weight(config, name),
-            *quantities[len(COLUMNS) :],
-        ]
+        cells = [name, _mean(rows, f"reward/{name}")]
+        cells += [_figure(rows, f"reward/{name}/{key}") for key in COLUMNS]
+        cells += ["" if seconds is None else pretty_number(seconds), _weight(config, name)]
+        cells += [_figure(rows, f"reward/{name}/{key}") for key in others]
         table.append(cells)
     return table
 
@@ -105,10 +100,10 @@ def _extremes(names: Sequence[str], samples: Sequence[SavedSample]) -> Iterator[
 
     Samples without a score have no say. Where all scores are equal there is no best one.
     """
-    chosen: dict[str, list[tuple[str, SavedSample]]] = {}
+    chosen: dict[str, list[tuple[str, SavedSample]]] = {name: [] for name in names}
+    steps = evenly_spaced(sorted({sample.step for sample in samples}), MAX_STEPS)
     for name in names:
-        chosen[name] = []
-        for step in evenly_spaced(sorted({sample.step for sample in samples}), MAX_STEPS):
+        for step in steps:
             scores = {
                 sample.rewards[name] or 0.0: sample
                 for sample in reversed(samples)  # of equal scores the first sample stays

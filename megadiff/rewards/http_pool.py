@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from json import dumps, loads
 from typing import Any
-from urllib.parse import urlsplit
 
 from megadiff.process.bounded_http import Answer, AnswerTooLarge, BoundedHttp, NoAnswer
 from megadiff.rewards.base import ScoreFailed
@@ -27,8 +26,10 @@ REST_S = 2.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 RETRIED = (408, 425, 429)  # beside 5xx: the server asks for patience
+_PORT = r"(:(?!0)(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?"  # to 65535
 # Without user:password, which would stand in every error message.
-_URL = re.compile(r"https?://[\w.-]+(:\d+)?(/[\w./~-]*)?|https?://\[[\da-f:]+\](:\d+)?/?", re.ASCII)
+_URL = re.compile(rf"https?://([\w.-]+|\[[\da-f:]+\]){_PORT}(/[\w./~-]*)?", re.ASCII)
+_TOKEN = re.compile("[!-~]*")  # visible ASCII
 
 
 class HttpPool:
@@ -60,6 +61,7 @@ class HttpPool:
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.retries = 0
+        self._retries_told = 0
 
         self._headers = dict(headers or {})
         self._servers = {url: BoundedHttp(url, keep_alive_s=KEEP_ALIVE_S) for url in self.urls}
@@ -76,25 +78,24 @@ class HttpPool:
         """
         return self._ask("GET", path, {}, b"", [url] if url else self.urls)
 
-    def post(
-        self,
-        path: str,
-        *,
-        json: object = None,
-        content: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:
+    def post(self, path: str, *, json: object = None, content: bytes = b"") -> Any:
         """Send `json`, or `content` as it is, and return the JSON of the answer.
 
         NaN and infinity in the answer become floats: the caller refuses them.
         Raises ScoreFailed, with the server, the tries and the last cause: for an answer that a
         retry would not change, and when deadline_s is over.
         """
-        sent = dict(headers or {})
+        headers = {}
         if json is not None:
             content = dumps(json, allow_nan=False).encode()
-            sent["Content-Type"] = "application/json"
-        return self._ask("POST", path, sent, content, self.urls)
+            headers = {"Content-Type": "application/json"}
+        return self._ask("POST", path, headers, content, self.urls)
+
+    def figures(self) -> dict[str, float]:
+        """Return the retries since the last figures(), as a reward logs them."""
+        retries = self.retries - self._retries_told
+        self._retries_told += retries
+        return {"retries": float(retries)}
 
     def close(self) -> None:
         """End all calls: those that run raise ScoreFailed."""
@@ -125,16 +126,11 @@ class HttpPool:
                     timeout_s=min(self.timeout_s, end - time.monotonic()),
                     max_bytes=MAX_BYTES,
                 )
-                # Before the JSON is read: a server may explain its refusal in any form.
-                cause = _retried(answer, f"{method} {url}{path}")
-                if not cause:
-                    return loads(answer.body)
+                return _json_of(answer, f"{method} {url}{path}")
             except AnswerTooLarge as error:
                 raise ScoreFailed(str(error)) from None
             except NoAnswer as error:
                 cause = str(error)
-            except (ValueError, RecursionError) as error:
-                cause = f"{method} {url}{path} answered no JSON: {error}; {_excerpt(answer)}"
             finally:
                 self._give_back(url, cause)
 
@@ -181,11 +177,11 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
 
     Raises ValueError for none, and for what is no http or https URL.
     """
-    rows = [urls] if isinstance(urls, str) else list(urls)
+    rows = [urls] if isinstance(urls, str) else urls
     if not rows:
         raise ValueError("url has 0 servers, need at least 1, as http://host:port")
     for row in rows:
-        if not isinstance(row, str) or not _URL.fullmatch(row) or not _has_port(row):
+        if not isinstance(row, str) or not _URL.fullmatch(row):
             raise ValueError(
                 f"url {row!r} is no base URL of a server; give http://host:port or https://host, "
                 "without user, password, query and blanks"
@@ -193,45 +189,41 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(row.rstrip("/") for row in rows))
 
 
-def bearer_header(variable: str, *, is_needed: bool) -> dict[str, str]:
+def bearer_header(token_env: str, *, default: str = "") -> dict[str, str]:
     """Return the header with the token of an environment variable; none without a token.
 
+    default: the variable that is read without token_env; it need not be set.
     Raises ValueError, without the token, for one that no header can hold or that is not set.
     """
-    token = os.environ.get(variable, "")
-    if is_needed and not token:
+    token = os.environ.get(token_env or default, "")
+    if token_env and not token:
         raise ValueError(
-            f"token_env={variable}, but the environment has no such variable; set it to the "
+            f"token_env={token_env}, but the environment has no such variable; set it to the "
             "token of the servers, for every rank"
         )
-    if not token.isascii() or any(char <= " " or char == "\x7f" for char in token):
+    if not _TOKEN.fullmatch(token):
         raise ValueError(
-            f"the token of {variable} has characters that no header can hold; "
+            f"the token of {token_env or default} has characters that no header can hold; "
             "use visible ASCII, without blanks"
         )
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _has_port(url: str) -> bool:
-    """Tell whether the port, where there is one, is from 1 to 65535."""
-    try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
-
-
-def _retried(answer: Answer, asked: str) -> str:
-    """Return why to ask again, '' for an answer to use. Raises ScoreFailed for a refusal."""
-    if 200 <= answer.status < 300:
-        return ""
-    said = f"{asked} answered {answer.status}: {_excerpt(answer)}"
+def _json_of(answer: Answer, asked: str) -> Any:
+    """Return an answer's JSON. Raises NoAnswer where to ask again, ScoreFailed for a refusal."""
+    excerpt = " ".join(answer.body[:EXCERPT_BYTES].decode(errors="replace").split())
+    said = f"{asked} answered {answer.status}: {excerpt}"
+    # Before the JSON is read: a server may explain its refusal in any form.
     if answer.status in RETRIED or answer.status >= 500:
-        return said
-    if answer.status < 400:
-        said += f"; redirects are not followed: give the server that it names, {answer.location!r}"
-    raise ScoreFailed(said)
-
-
-def _excerpt(answer: Answer) -> str:
-    """Return the beginning of a body on one line."""
-    return " ".join(answer.body[:EXCERPT_BYTES].decode(errors="replace").split())
+        raise NoAnswer(said)
+    if answer.status >= 400:
+        raise ScoreFailed(said)
+    if answer.status >= 300:
+        raise ScoreFailed(
+            f"{said}; redirects are not followed: give the server that it names, "
+            f"{answer.location!r}"
+        )
+    try:
+        return loads(answer.body)
+    except (ValueError, RecursionError) as error:
+        raise NoAnswer(f"{asked} answered no JSON: {error}; {excerpt}") from None

@@ -47,33 +47,31 @@ class RemoteReward(Reward):
             raise ValueError(f"workers={workers}, must be at least 1")
         self.samples_per_call = samples_per_call
         self.workers = workers
-        headers = bearer_header(token_env or TOKEN_VARIABLE, is_needed=bool(token_env))
+        headers = bearer_header(token_env, default=TOKEN_VARIABLE)
         self._pool = HttpPool(url, timeout_s=timeout_s, deadline_s=deadline_s, headers=headers)
-        self._retries_logged = 0
 
     def open(self, context: RewardContext) -> None:
         """Ask every server whether it scores. Raises ValueError for one that does not say so."""
-        fix = "start one there with `megadiff score`, or mend reward.<name>.args.url"
         for url in self._pool.urls:
             try:
                 answer = self._pool.get("/", url=url)
             except ScoreFailed as error:
-                raise ValueError(f"{url} is no scorer: {error}; {fix}") from None
+                answer = error
             if answer != {"ready": True}:
                 raise ValueError(
-                    f"{url} is no scorer: GET / answered {answer!r:.200}, "
-                    f'must be {{"ready": true}}; {fix}'
+                    f'{url} is no scorer: GET / must answer {{"ready": true}}, got: '
+                    f"{answer!s:.500}; start one there with `megadiff score`, or mend "
+                    "reward.<name>.args.url"
                 )
 
     def score(self, samples: Sequence[RewardSample]) -> list[float | None]:
         answer = self._pool.post("/score", content=samples_to_npz(samples))
-        if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list):
             raise WrongAnswer(
                 f"{samples_text(samples)}: {' or '.join(self._pool.urls)} answered "
                 f'{answer!r:.200}, must be {{"scores": [{len(samples)} numbers or null]}}'
             )
-
-        scores = answer["scores"]
         if None in scores:
             logger.warning(
                 "reward %r: the server could not score %d of %d samples of prompt %.200r; "
@@ -86,9 +84,7 @@ class RemoteReward(Reward):
         return scores
 
     def figures(self) -> Mapping[str, float]:
-        retries = self._pool.retries - self._retries_logged
-        self._retries_logged += retries
-        return {"retries": float(retries)}
+        return self._pool.figures()
 
     def close(self) -> None:
         self._pool.close()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
 
 from megadiff.process.doors import near
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
-from megadiff.rewards.http_pool import bearer_header, check_urls
+from megadiff.rewards.http_pool import HttpPool, bearer_header, check_urls
 from megadiff.rewards.ocr import text_score, wanted_text
 from megadiff.rewards.vlm_answers import (
     AnswerTokens,
     check_answers,
     check_pattern,
-    columns_of,
     fill,
-    named_columns,
     number_in,
     opponents,
     question_rows,
@@ -42,6 +41,7 @@ QUESTIONS = {  # way of asking → its default question
 MIN_MASS = 0.5  # below it the model would mostly say something else
 
 
+@dataclass(kw_only=True, eq=False)
 class VlmReward(Reward):
     """Ask a vision-language model about each picture, of a video about its middle frame.
 
@@ -61,123 +61,109 @@ class VlmReward(Reward):
     token_env: the environment variable with the key of one's own servers.
     """
 
+    judge: str = ""
+    url: str | Sequence[str] = ()
+    model: str = ""
+    question: str = ""
+    answers: Mapping[str, float] | None = None
+    read: str = ""
+    pattern: str = ""
+    scale: Sequence[float] = (1, 5)
+    questions: str = ""
+    mean: str = "arithmetic"
+    against: int = 0
+    max_tokens: int = 1024
+    timeout_s: float = 60.0
+    deadline_s: float = 240.0
+    token_env: str = ""
+
     workers = 32
 
-    def __init__(
-        self,
-        *,
-        judge: str = "",
-        url: str | Sequence[str] = (),
-        model: str = "",
-        question: str = "",
-        answers: Mapping[str, float] | None = None,
-        read: str = "",
-        pattern: str = "",
-        scale: Sequence[float] = (1, 5),
-        questions: str = "",
-        mean: str = "arithmetic",
-        against: int = 0,
-        max_tokens: int = 1024,
-        timeout_s: float = 60.0,
-        deadline_s: float = 240.0,
-        token_env: str = "",
-    ) -> None:
-        if bool(judge) == bool(url):
+    def __post_init__(self) -> None:
+        if bool(self.judge) == bool(self.url):
             raise ValueError(
-                f"judge={judge!r} and url={url!r}: need one of them; judge names a server of the "
-                "config's section `judge`, url is a server of your own, as http://host:port"
+                f"judge={self.judge!r} and url={self.url!r}: need one of them; judge names a "
+                "server of the config's section `judge`, url is a server of your own, as "
+                "http://host:port"
             )
-        ways = {"answers": answers is not None, "read": read, "pattern": pattern}
-        self._way = _only_one(ways | {"questions": questions, "against": against})
-        if read not in ("", "ocr"):
-            raise ValueError(f"read={read!r}; ocr is the only value")
-        if mean not in ("arithmetic", "geometric"):
-            raise ValueError(f"mean={mean!r}; give arithmetic or geometric")
-        _check_question(question, self._way)
-        _check_against(against)
-
-        self._judge = judge
-        # Other clients are given the URL with it.
-        self._urls = [row.removesuffix("/v1") for row in check_urls(url)] if url else []
-        self._model = model
-        self._question = question or QUESTIONS.get(self._way, "")
-        self._values = check_answers(FIRST_OR_SECOND if against else answers or YES_NO)
-        self._pattern = check_pattern(pattern, scale) if pattern else None
-        self._scale = (float(scale[0]), float(scale[-1]))
-        self._questions = questions
-        self._mean = mean
-        self._against = against
-        self._max_tokens = max_tokens
-        self._timeout_s = min(timeout_s, deadline_s)
-        self._deadline_s = deadline_s
-        self._headers = bearer_header(token_env, is_needed=True) if token_env else {}
-        self.samples_per_call = None if against else 1
+        self._check_way()
+        self._values = check_answers(FIRST_OR_SECOND if self.against else self.answers or YES_NO)
+        self._pattern = check_pattern(self.pattern, self.scale) if self.pattern else None
+        # Other clients are given the URL with /v1.
+        self._urls = [row.removesuffix("/v1") for row in check_urls(self.url)] if self.url else []
+        self._headers = bearer_header(self.token_env)
+        self.samples_per_call = None if self.against else 1
 
         self._client: VlmClient | None = None
         self._tokens: AnswerTokens | None = None
         # For the questions inside one call.
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="vlm")
-        self._lock = threading.Lock()
         self._masses: list[float] = []
-        self._retries_told = 0
         self._warned_of_mass = False
+
+    def _check_way(self) -> None:
+        """Choose the question. Raises ValueError for arguments that do not go together."""
+        names = ("answers", "read", "pattern", "questions", "against")
+        ways = [way for way in names if getattr(self, way)]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} are {len(ways)} ways to a score; keep 1")
+        if self.read not in ("", "ocr"):
+            raise ValueError(f"read={self.read!r}; ocr is the only value")
+        if self.mean not in ("arithmetic", "geometric"):
+            raise ValueError(f"mean={self.mean!r}; give arithmetic or geometric")
+        if self.pattern and not self.question:
+            raise ValueError("pattern needs the question that is answered so; set question")
+        if self.questions and self.question:
+            raise ValueError(
+                f"question={self.question!r} beside questions, which are the row's own"
+            )
+        if self.against < 0 or self.against % 2:
+            raise ValueError(
+                f"against={self.against} must be even and at least 2: each sample meets as many "
+                "of its group before it as behind it"
+            )
+        self.question = self.question or QUESTIONS.get(*ways or ["answers"], "")
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
-            columns = columns_of(prompt)
-            for column in named_columns(self._question):
-                if column not in columns:
-                    raise ValueError(
-                        f"the question names {{{column}}}, and the row of the prompt "
-                        f"{prompt.text[:200]!r} has no such column{near(column, columns)}"
-                    )
-            if self._way == "read":
+            fill(self.question, prompt)
+            if self.read:
                 wanted_text(prompt)
-            if self._way == "questions":
-                question_rows(prompt, self._questions)
+            if self.questions:
+                question_rows(prompt, self.questions)
 
     def open(self, context: RewardContext) -> None:
         judges = context.judges
-        if self._judge and self._judge not in judges:
+        if self.judge and self.judge not in judges:
             raise ValueError(
-                f"judge={self._judge} is not in the config's section `judge`"
-                f"{near(self._judge, judges)}; it has: {', '.join(judges) or 'none'}"
+                f"judge={self.judge} is not in the config's section `judge`"
+                f"{near(self.judge, judges)}; it has: {', '.join(judges) or 'none'}"
             )
-        urls = judges[self._judge] if self._judge else self._urls
-        client = VlmClient(
+        urls = judges[self.judge] if self.judge else self._urls
+        pool = HttpPool(
             urls,
-            self._model,
+            timeout_s=min(self.timeout_s, self.deadline_s),
+            deadline_s=self.deadline_s,
             headers=self._headers,
-            timeout_s=self._timeout_s,
-            deadline_s=self._deadline_s,
         )
-        self._client = client
-        if self._way in ("answers", "questions", "against"):
-            self._tokens = client.tokens(self._values)
-        client.try_out(2 if self._against else 1, self._tokens)
+        self._client = VlmClient(pool, self.model)
+        if not (self.read or self.pattern):
+            self._tokens = self._client.tokens(self._values)
+        self._client.try_out(2 if self.against else 1, self._tokens)
 
     def score(self, samples: Sequence[RewardSample]) -> Sequence[float | None]:
-        if self._way == "against":
+        if self.against:
             return self._win_rates(samples)
-        score: Callable[[RewardSample], float | None] = {
-            "answers": self._answers_score,
-            "read": self._read_score,
-            "pattern": self._pattern_score,
-            "questions": self._questions_score,
-        }[self._way]
-        return [score(sample) for sample in samples]
+        return [self._score(sample) for sample in samples]
 
     def figures(self) -> Mapping[str, float]:
         if self._client is None:
             return {}
-        retries = self._client.pool.retries
-        figures = {"retries": float(retries - self._retries_told)}
-        self._retries_told = retries
-        with self._lock:
-            masses = self._masses
-            self._masses = []
+        figures = self._client.pool.figures()
+        masses = self._masses.copy()
+        del self._masses[: len(masses)]  # not those that threads have added meanwhile
         if masses:
-            figures["mass"] = math.fsum(masses) / len(masses)
+            figures["mass"] = fmean(masses)
             self._warn_of_mass(figures["mass"])
         return figures
 
@@ -186,16 +172,18 @@ class VlmReward(Reward):
             self._client.pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _answers_score(self, sample: RewardSample) -> float | None:
-        return self._expectation([_picture(sample)], fill(self._question, sample.prompt))
+    def _score(self, sample: RewardSample) -> float | None:
+        picture = _picture(sample)
+        if self.questions:
+            return self._questions_score(picture, sample.prompt)
+        question = fill(self.question, sample.prompt)
+        if self._tokens:
+            return self._expectation([picture], question)
 
-    def _read_score(self, sample: RewardSample) -> float:
-        return text_score(self._text(sample), wanted_text(sample.prompt))
-
-    def _pattern_score(self, sample: RewardSample) -> float | None:
-        assert self._pattern
-        text = self._text(sample)
-        value = number_in(text, self._pattern, self._scale)
+        text = self._asked.text([picture], question, max_tokens=self.max_tokens)
+        if not self._pattern:
+            return text_score(text, wanted_text(sample.prompt))
+        value = number_in(text, self._pattern, self.scale)
         if value is None:
             logger.warning(
                 "reward %s failed on sample %d of prompt %r: pattern=%r finds no number from %g to "
@@ -204,33 +192,30 @@ class VlmReward(Reward):
                 sample.sample_index,
                 sample.prompt.text[:200],
                 self._pattern.pattern,
-                *self._scale,
+                *self.scale,
                 text[:500],
             )
         return value
 
-    def _questions_score(self, sample: RewardSample) -> float:
-        picture = _picture(sample)
-
+    def _questions_score(self, picture: str, prompt: Prompt) -> float:
         def probability(row: tuple[str, str]) -> float:
             question = ONE_WORD.format(without_special_tokens(row[0]))
             tokens = self._asked.tokens(wanted_answers(*row))
-            _, mass = tokens.expectation(self._asked.log_probs([picture], question, tokens))
-            return mass
+            return tokens.expectation(self._asked.log_probs([picture], question, tokens))[1]
 
-        rows = question_rows(sample.prompt, self._questions)
+        rows = question_rows(prompt, self.questions)
         probabilities = list(self._threads.map(probability, rows))
-        if self._mean == "geometric":
+        if self.mean == "geometric":
             return math.prod(probabilities) ** (1 / len(probabilities))
-        return math.fsum(probabilities) / len(probabilities)
+        return fmean(probabilities)
 
     def _win_rates(self, samples: Sequence[RewardSample]) -> list[float | None]:
         """Return each sample's mean of P(better) over its opponents; 0.5 for a lone sample."""
         if len(samples) == 1:
             return [0.5]
         pictures = list(map(_picture, samples))
-        question = fill(self._question, samples[0].prompt)
-        pairs = opponents(len(samples), self._against)
+        question = fill(self.question, samples[0].prompt)
+        pairs = opponents(len(samples), self.against)
         # In both orders, as models prefer a place.
         orders = [*pairs, *((second, first) for first, second in pairs)]
 
@@ -242,14 +227,13 @@ class VlmReward(Reward):
             if chance is not None:
                 wins[first].append(chance)
                 wins[second].append(1.0 - chance)
-        return [math.fsum(chances) / len(chances) if chances else None for chances in wins]
+        return [fmean(chances) if chances else None for chances in wins]
 
     def _expectation(self, pictures: Sequence[str], question: str) -> float | None:
         assert self._tokens
         log_probs = self._asked.log_probs(pictures, question, self._tokens)
         value, mass = self._tokens.expectation(log_probs)
-        with self._lock:
-            self._masses.append(mass)
+        self._masses.append(mass)
         if mass == 0.0:
             logger.warning(
                 "reward %s failed on the question %r: none of the answers %s is among the model's "
@@ -261,10 +245,6 @@ class VlmReward(Reward):
             )
             return None
         return value
-
-    def _text(self, sample: RewardSample) -> str:
-        question = fill(self._question, sample.prompt)
-        return self._asked.text([_picture(sample)], question, max_tokens=self._max_tokens)
 
     @property
     def _asked(self) -> VlmClient:
@@ -288,26 +268,3 @@ class VlmReward(Reward):
 
 def _picture(sample: RewardSample) -> str:
     return picture_url(sample.pixels[len(sample.pixels) // 2])
-
-
-def _only_one(ways: Mapping[str, object]) -> str:
-    """Return the way to a score that is asked for, by default "answers"."""
-    chosen = [way for way, value in ways.items() if value]
-    if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} are {len(chosen)} ways to a score; keep 1")
-    return chosen[0] if chosen else "answers"
-
-
-def _check_question(question: str, way: str) -> None:
-    if way == "pattern" and not question:
-        raise ValueError("pattern needs the question that is answered so; set question")
-    if way == "questions" and question:
-        raise ValueError(f"question={question!r} beside questions, which are the row's own")
-
-
-def _check_against(against: int) -> None:
-    if against < 0 or against % 2:
-        raise ValueError(
-            f"against={against} must be even and at least 2: each sample meets as many of its "
-            "group before it as behind it"
-        )

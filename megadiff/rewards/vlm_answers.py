@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megadiff.process.doors import near
 from megadiff.types import Prompt
 
 NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen twenty"
 ).split()
+DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)}
+OTHER_SPELLING = DIGITS | {digits: word for word, digits in DIGITS.items()}
 _SPECIAL = re.compile(r"<\|.*?\|>", re.DOTALL)
 _COLUMN = re.compile(r"\{(\w+)\}")
 
@@ -54,27 +58,22 @@ def answer_tokens(
     if first_token is None:
         return AnswerTokens(values=named, ids=())
 
+    values_of: dict[int, set[float]] = defaultdict(set)
+    for form, value in named.items():
+        values_of[first_token(form)].add(value)
     # " 1" begins with a token of the space alone where a tokenizer splits digits off.
-    space = first_token(" ")
-    words_of: dict[int, set[str]] = {}
-    for word in values:
-        for form in word_forms(word):
-            words_of.setdefault(first_token(form), set()).add(word)
-
-    values_by_id = {}
-    for token, words in words_of.items():
-        # A first token that answers of unlike value share tells nothing.
-        if token != space and len({values[word] for word in words}) == 1:
-            values_by_id[token] = values[min(words)]
+    values_of.pop(first_token(" "), None)
+    # A first token that answers of unlike value share tells nothing.
+    by_id = {token: min(values) for token, values in values_of.items() if len(values) == 1}
 
     for word in values:
-        if not any(word in words_of[token] for token in values_by_id):
+        if by_id.keys().isdisjoint(map(first_token, word_forms(word))):
             raise ValueError(
                 f"answers: the model's tokens for {word!r} also begin another of {list(values)}, "
                 "and only an answer's first token is read; choose answers that begin differently"
             )
-    named |= {f"token_id:{token}": value for token, value in values_by_id.items()}
-    return AnswerTokens(values=named, ids=tuple(sorted(values_by_id)))
+    named |= {f"token_id:{token}": value for token, value in by_id.items()}
+    return AnswerTokens(values=named, ids=tuple(sorted(by_id)))
 
 
 def word_forms(word: str) -> list[str]:
@@ -86,28 +85,28 @@ def word_forms(word: str) -> list[str]:
 def wanted_answers(question: str, answer: str) -> dict[str, float]:
     """Return the answers of value 1 to a question; a number counts as word and as digits."""
     word = answer.strip().lower()
-    if question.strip().lower().startswith("how many"):
-        if word in NUMBERS:
-            return {word: 1.0, str(NUMBERS.index(word)): 1.0}
-        if word.isdecimal() and int(word) < len(NUMBERS):
-            return {word: 1.0, NUMBERS[int(word)]: 1.0}
+    if question.strip().lower().startswith("how many") and word in OTHER_SPELLING:
+        return {word: 1.0, OTHER_SPELLING[word]: 1.0}
     return {answer.strip(): 1.0}
 
 
-def columns_of(prompt: Prompt) -> dict[str, object]:
-    """Return what a question may name in braces: the row's columns, and `prompt`, its text."""
-    return {**prompt.fields, "prompt": prompt.text}
-
-
-def named_columns(question: str) -> list[str]:
-    """Return the names in braces."""
-    return _COLUMN.findall(question)
-
-
 def fill(question: str, prompt: Prompt) -> str:
-    """Put the prompt's columns in place of their names in braces."""
-    columns = columns_of(prompt)
-    return _COLUMN.sub(lambda match: without_special_tokens(str(columns[match[1]])), question)
+    """Put the prompt's text and the row's other columns in place of their names in braces.
+
+    Raises ValueError for a name that is no column.
+    """
+    columns = {**prompt.fields, "prompt": prompt.text}
+
+    def value(match: re.Match[str]) -> str:
+        column = match[1]
+        if column not in columns:
+            raise ValueError(
+                f"the question names {{{column}}}, and the row of the prompt "
+                f"{prompt.text[:200]!r} has no such column{near(column, columns)}"
+            )
+        return without_special_tokens(str(columns[column]))
+
+    return _COLUMN.sub(value, question)
 
 
 def without_special_tokens(text: str) -> str:
@@ -118,19 +117,18 @@ def without_special_tokens(text: str) -> str:
     return text
 
 
-def number_in(text: str, pattern: re.Pattern[str], scale: tuple[float, float]) -> float | None:
+def number_in(text: str, pattern: re.Pattern[str], scale: Sequence[float]) -> float | None:
     """Return the mean of the pattern's groups in the text's last match, as 0 … 1 of the scale.
 
     None where nothing matches, or a number is outside the scale.
     """
     matches = list(pattern.finditer(text))
-    if not matches:
-        return None
-    low, high = scale
     try:
         numbers = [float(number) for number in matches[-1].groups()]
-    except (TypeError, ValueError):  # a group of no number, or one that did not take part
+    # no match, a group that did not take part, one of no number
+    except (IndexError, TypeError, ValueError):
         return None
+    low, high = scale
     if not all(low <= number <= high for number in numbers):
         return None
     return (sum(numbers) / len(numbers) - low) / (high - low)
@@ -152,16 +150,18 @@ def question_rows(prompt: Prompt, column: str) -> list[tuple[str, str]]:
     """Return the (question, answer) rows of a prompt. Raises ValueError for any other value."""
     value = prompt.fields.get(column)
     rows = value if isinstance(value, (list, tuple)) else []
-    pairs = [tuple(row) for row in rows if isinstance(row, (list, tuple))]
-    texts = [part for pair in pairs for part in pair]
-    # Without a letter an answer has no first token.
-    is_text = all(isinstance(part, str) and part.strip() for part in texts)
-    if not rows or len(pairs) < len(rows) or {len(pair) for pair in pairs} != {2} or not is_text:
+    pairs = []
+    for row in rows:
+        match row:
+            # Without a letter an answer has no first token.
+            case [str(question), str(answer)] if question.strip() and answer.strip():
+                pairs.append((question, answer))
+    if not rows or len(pairs) < len(rows):
         raise ValueError(
             f"questions={column}: the row of the prompt {prompt.text[:200]!r} has {value!r} there; "
             "need [[question, answer], …], at least 1, of texts"
         )
-    return [(str(question), str(answer)) for question, answer in pairs]
+    return pairs
 
 
 def check_answers(answers: Mapping[str, float]) -> dict[str, float]:

@@ -6,8 +6,8 @@ import base64
 import io
 import logging
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,33 +20,21 @@ from megadiff.rewards.vlm_answers import AnswerTokens, answer_tokens
 
 logger = logging.getLogger(__name__)
 NUM_LIKELIEST = 20  # vLLM's most for top_logprobs
-OPEN_DEADLINE_S = 30.0  # a server that is there tells its models at once
 GREY = np.full((64, 64, 3), 128, dtype=np.uint8)
 
 
 class VlmClient:
     """Ask one model on equal servers. For any number of threads.
 
-    urls: base URLs. model: as the servers call it, "" for their only one. headers: of every
-    request. pool: counts retries.
+    pool: of the servers. model: as they call it, "" for their only one.
+    Raises ValueError for a server that does not serve it, and ScoreFailed.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        model: str,
-        *,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        deadline_s: float,
-    ) -> None:
-        open_s = min(deadline_s, OPEN_DEADLINE_S)
-        for url in urls:
-            probe = HttpPool(url, timeout_s=open_s, deadline_s=open_s, headers=headers)
-            with closing(probe):
-                model = _served_model(probe, model)
+    def __init__(self, pool: HttpPool, model: str) -> None:
+        self.pool = pool
         self.model = model
-        self.pool = HttpPool(urls, timeout_s=timeout_s, deadline_s=deadline_s, headers=headers)
+        for url in pool.urls:
+            self.model = self._served_model(url)
         # A text → its first token's id. Two threads may write one entry, the same value.
         self._ids: dict[str, int] = {}
         self._first_token: Callable[[str], int] | None = self._token_of
@@ -104,13 +92,9 @@ class VlmClient:
             logprob_token_ids=list(tokens.ids) or None,
             return_tokens_as_token_ids=True,
         )
-        try:
+        with _read_as("a chat completion with logprobs", answer):
             rows = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             log_probs = {row["token"]: float(row["logprob"]) for row in rows}
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise ScoreFailed(
-                f"need a chat completion with logprobs, got {reprlib.repr(answer)}"
-            ) from None
         missing = _missing(tokens, log_probs)
         if self._exact and missing:
             raise ScoreFailed(
@@ -122,16 +106,12 @@ class VlmClient:
     def text(self, pictures: Sequence[str], question: str, *, max_tokens: int) -> str:
         """Return what the model writes. Raises ScoreFailed."""
         answer = self._chat(pictures, question, max_tokens=max_tokens)
-        try:
+        with _read_as("a chat completion", answer):
             return answer["choices"][0]["message"]["content"] or ""
-        except (KeyError, IndexError, TypeError):
-            raise ScoreFailed(f"need a chat completion, got {reprlib.repr(answer)}") from None
 
     def _chat(self, pictures: Sequence[str], question: str, **options: object) -> Any:
-        content: list[dict[str, object]] = [
-            {"type": "image_url", "image_url": {"url": picture}} for picture in pictures
-        ]
-        content.append({"type": "text", "text": question})
+        images = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+        content = [*images, {"type": "text", "text": question}]
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],
@@ -144,11 +124,23 @@ class VlmClient:
         if text not in self._ids:
             body = {"model": self.model, "prompt": text, "add_special_tokens": False}
             answer = self.pool.post("/tokenize", json=body)
-            try:
+            with _read_as("the tokens of /tokenize", answer):
                 self._ids[text] = int(answer["tokens"][0])
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise ScoreFailed(f"/tokenize: need tokens, got {reprlib.repr(answer)}") from None
         return self._ids[text]
+
+    def _served_model(self, url: str) -> str:
+        """Return the model to ask for. Raises ValueError where the server does not serve it."""
+        answer = self.pool.get("/v1/models", url=url)
+        with _read_as(f"the models of an OpenAI-compatible server at {url}, e.g. vLLM's", answer):
+            names = [str(row["id"]) for row in answer["data"]]
+        if not self.model and len(names) == 1:
+            return names[0]
+        if self.model not in names:
+            raise ValueError(
+                f"model={self.model!r}: {url} serves {len(names)} models, "
+                f"{', '.join(names) or 'none'}{near(self.model, names)}; set model to one of them"
+            )
+        return self.model
 
 
 def picture_url(pixels: np.ndarray) -> str:
@@ -159,25 +151,13 @@ def picture_url(pixels: np.ndarray) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _served_model(pool: HttpPool, model: str) -> str:
-    """Return the model to ask for. Raises ValueError where the server does not serve it."""
-    (url,) = pool.urls
-    answer = pool.get("/v1/models")
+@contextmanager
+def _read_as(wanted: str, answer: object) -> Iterator[None]:
+    """Raise ScoreFailed where the block does not find what it reads in a server's answer."""
     try:
-        names = [str(row["id"]) for row in answer["data"]]
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"{url}/v1/models answers {reprlib.repr(answer)}; url must be an OpenAI-compatible "
-            "server's, e.g. vLLM's"
-        ) from None
-    if not model and len(names) == 1:
-        return names[0]
-    if model not in names:
-        raise ValueError(
-            f"model={model!r}: {url} serves {len(names)} models, {', '.join(names) or 'none'}"
-            f"{near(model, names)}; set model to one of them"
-        )
-    return model
+        yield
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ScoreFailed(f"need {wanted}, got {reprlib.repr(answer)}") from None
 
 
 def _missing(tokens: AnswerTokens, log_probs: Mapping[str, float]) -> list[int]:

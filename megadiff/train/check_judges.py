@@ -16,17 +16,9 @@ PICTURE_KEYS = ("vision", "visual", "image", "img", "mm_")
 # Models that take pictures although no key says so.
 PICTURE_MODELS = ("ChameleonForConditionalGeneration", "MolmoForCausalLM")
 # Options that the run gives itself, or that would lock it out.
-TAKEN = (
-    "model",
-    "served-model-name",
-    "host",
-    "port",
-    "uds",
-    "api-key",
-    "ssl-keyfile",
-    "root-path",
-    "tensor-parallel-size",
-    "enable-sleep-mode",
+TAKEN = set(
+    "model served-model-name host port uds api-key ssl-keyfile root-path tensor-parallel-size "
+    "enable-sleep-mode".split()
 )
 
 
@@ -38,14 +30,13 @@ def used_judges(config: Config) -> dict[str, list[str]]:
     used: dict[str, list[str]] = {}
     for name, reward in config.reward.items():
         judge = reward.args.get("judge")
-        if not judge:
-            continue
-        if judge not in config.judge:
+        if judge and judge not in config.judge:
             raise ValueError(
                 f"reward.{name}.args.judge={judge} is not in the section judge"
                 f"{near(str(judge), config.judge)}; it has: {', '.join(config.judge) or 'nothing'}"
             )
-        used.setdefault(judge, []).append(name)
+        if judge:
+            used.setdefault(judge, []).append(name)
     return used
 
 
@@ -56,7 +47,7 @@ def check_judges(config: Config, *, all_used: bool = True) -> None:
         if name in used:
             _check_gpus(name, judge)
             _check_model(name, Path(judge.model))
-            _options(name, judge, on_gpus=bool(judge.gpus))
+            _options(name, judge)
         elif all_used:
             raise ValueError(
                 f"judge.{name}: no reward asks it; set reward.<name>.args.judge={name} "
@@ -71,46 +62,46 @@ def server_command(name: str, judge: JudgeConfig, *, port: int, parent_pid: int)
     command += ["vllm.entrypoints.openai.api_server", "--model", judge.model]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--tensor-parallel-size", str(judge.tp)]
-    for option, value in _options(name, judge, on_gpus=bool(judge.gpus)).items():
-        if value is True:
-            command.append(f"--{option}")
-        elif isinstance(value, list):
-            command += [f"--{option}", *map(str, value)]
-        elif value is not False and value is not None:
-            text = json.dumps(value) if isinstance(value, dict) else str(value)
-            command += [f"--{option}", text]
+    for option, value in _options(name, judge).items():
+        if value is False or value is None:
+            continue
+        command.append(f"--{option}")
+        if isinstance(value, dict):
+            command.append(json.dumps(value))
+        elif value is not True:
+            command += map(str, value if isinstance(value, list) else [value])
     return command
 
 
-def _options(name: str, judge: JudgeConfig, *, on_gpus: bool) -> dict[str, object]:
+def _options(name: str, judge: JudgeConfig) -> dict[str, object]:
     """Return vLLM's options, those of the config last. Raises ValueError for one that is taken."""
     # A line for each request would fill the disk, and push a death's reason out of a log's tail.
     options: dict[str, object] = {"dtype": "bfloat16", "disable-uvicorn-access-log": True}
-    if not on_gpus:
+    if not judge.gpus:
         options["enforce-eager"] = True  # compiling takes minutes on a CPU
-    if on_gpus and judge.sleep:
+    elif judge.sleep:
         options["enable-sleep-mode"] = True
     given = {key.replace("_", "-"): value for key, value in judge.args.items()}
-    for option in TAKEN:
-        if option in given:
-            raise ValueError(f"judge.{name}.args.{option}: the run sets it itself; remove it")
+    for option in TAKEN & given.keys():
+        raise ValueError(f"judge.{name}.args.{option}: the run sets it itself; remove it")
     return options | given
 
 
 def _check_gpus(name: str, judge: JudgeConfig) -> None:
     key = f"judge.{name}"
     num_gpus = len(judge.gpus)
+    need = judge.tp * judge.replicas
     if len(set(judge.gpus)) < num_gpus or any(gpu < 0 for gpu in judge.gpus):
         raise ValueError(f"{key}.gpus={judge.gpus}: each must be there once, from 0")
     if not num_gpus and judge.tp > 1:
         raise ValueError(f"{key}.tp={judge.tp} without GPUs: a server on the CPU has tp=1")
-    if num_gpus and num_gpus != judge.tp * judge.replicas:
-        fix = f"name {judge.tp * judge.replicas} GPUs"
+    if num_gpus and num_gpus != need:
+        fix = f"name {need} GPUs"
         if num_gpus % judge.tp == 0:
             fix = f"set {key}.replicas={num_gpus // judge.tp}, or {fix}"
         raise ValueError(
             f"{key}.gpus names {num_gpus} GPUs, {key}.replicas={judge.replicas} servers of "
-            f"{key}.tp={judge.tp} need {judge.tp * judge.replicas}; {fix}"
+            f"{key}.tp={judge.tp} need {need}; {fix}"
         )
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -57,16 +58,16 @@ class JudgeServer:
         self.url = f"http://127.0.0.1:{self._port}"
         # Each look is a connection of its own: the server may be another by then.
         self._http = BoundedHttp(self.url, keep_alive_s=0.0)
-        self._command = server_command(judge, config, port=self._port, parent_pid=os.getpid())
-        self._gpus = config.gpus[index * config.tp : (index + 1) * config.tp]
-        self._environment = _environment(self._gpus, num_threads, sleeps=config.sleep)
-        self._obituary: ThreadingHTTPServer | None = None
-        self.process = self._start(self.log)
-
-    def _start(self, log: Path) -> ServerProcess:
-        return ServerProcess(
-            self.name, self._command, log=log, environment=self._environment, gpus=self._gpus
+        gpus = config.gpus[index * config.tp : (index + 1) * config.tp]
+        self._start = partial(
+            ServerProcess,
+            self.name,
+            server_command(judge, config, port=self._port, parent_pid=os.getpid()),
+            environment=_environment(gpus, num_threads, sleeps=config.sleep),
+            gpus=gpus,
         )
+        self._obituary: ThreadingHTTPServer | None = None
+        self.process = self._start(log=self.log)
 
     def is_healthy(self) -> bool:
         """Ask it. Raises RuntimeError, with the end of its log, where it has ended."""
@@ -92,16 +93,15 @@ class JudgeServer:
         self._was_restarted = True
         self._is_asleep = False
         self.process.stop()  # what it left of its group still holds the port
-        self.process = self._start(self.log.with_suffix(".restart.log"))
+        self.process = self._start(log=self.log.with_suffix(".restart.log"))
 
     def bury(self, death: str) -> None:
         """Answer each request on its port with its death, so that nobody waits for it."""
         self.process.stop()
         self.is_buried = True
         how, _, _ = death.partition("; the end of")
-        handler = type(
-            "_Reason", (_Obituary,), {"reason": f"{how}; see {self.process.log}".encode()}
-        )
+        reason = f"{how}; see {self.process.log}".encode()
+        handler = type("_Reason", (_Obituary,), {"reason": reason})
         self._obituary = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         threading.Thread(target=self._obituary.serve_forever, name="obituary", daemon=True).start()
 

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,7 +30,6 @@ class Judges:
     """The judges that this rank asks.
 
     servers: those that it started, on a node's first rank. urls: `judge.<name>` → base URLs.
-    sleeps: whether any of the run's judges gives its memory back. timeout_s: for their start.
     """
 
     def __init__(
@@ -38,15 +37,13 @@ class Judges:
         servers: Sequence[JudgeServer],
         urls: Mapping[str, Sequence[str]],
         mesh: Mesh,
-        *,
-        sleeps: bool,
-        timeout_s: float,
+        config: Config,
     ) -> None:
         self.servers = servers
         self.urls = urls
         self._mesh = mesh
-        self._sleeps = sleeps
-        self._timeout_s = timeout_s
+        self._sleeps = any(config.judge[name].sleep for name in urls)
+        self._timeout_s = config.rollout.start_timeout_s
         self._started_s = time.monotonic()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="judges", daemon=True)
@@ -116,38 +113,25 @@ def launch_judges(config: Config, mesh: Mesh, folder: Path, stack: ExitStack) ->
     They end when `stack` closes. folder: of the run, which gets their logs.
     Raises AgreedError for GPUs that a node does not have.
     """
-    used = used_judges(config)
-    urls: dict[str, list[str]] = {}
     servers: list[JudgeServer] = []
-    if used:
-        here = mesh.rank == mesh.node_source
-        started = agreed(lambda: _start(config, mesh, folder), mesh.cpu_group, here=here)
-        servers = started or []
+    urls: dict[str, list[str]] = {}
+
+    def start() -> dict[str, list[str]]:
+        servers.extend(_start(config, mesh, folder))
+        for server in servers:
+            urls.setdefault(server.judge, []).append(server.url)
+        return urls
+
+    if used_judges(config):
         urls = read_once(
-            lambda: _urls(servers),
-            source=mesh.node_source,
-            group=mesh.cpu_node_group,
-            world=mesh.cpu_group,
+            start, source=mesh.node_source, group=mesh.cpu_node_group, world=mesh.cpu_group
         )
-    judges = Judges(
-        servers,
-        urls,
-        mesh,
-        sleeps=any(config.judge[name].sleep for name in used),
-        timeout_s=config.rollout.start_timeout_s,
-    )
+    judges = Judges(servers, urls, mesh, config)
     stack.callback(judges.stop)
     return judges
 
 
-def _urls(servers: Sequence[JudgeServer]) -> dict[str, list[str]]:
-    urls: dict[str, list[str]] = {}
-    for server in servers:
-        urls.setdefault(server.judge, []).append(server.url)
-    return urls
-
-
-def _start(config: Config, mesh: Mesh, folder: Path) -> list[JudgeServer]:
+def _start(config: Config, mesh: Mesh, folder: Path) -> Iterator[JudgeServer]:
     used = used_judges(config)
     for name in used:
         _check_device(name, config.judge[name].gpus, on_gpus=mesh.device.type == "cuda")
@@ -155,23 +139,19 @@ def _start(config: Config, mesh: Mesh, folder: Path) -> list[JudgeServer]:
     num_servers = sum(config.judge[name].replicas for name in used)
     # Of all this node's ranks, which wait while a judge is asked.
     num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    servers = []
     for name, rewards in used.items():
         # A restart helps only who can do without some scores meanwhile.
         users = [config.reward[reward] for reward in rewards]
         may_restart = any(user.on_failure == "drop" or not user.weight for user in users)
         for index in range(config.judge[name].replicas):
-            servers.append(
-                JudgeServer(
-                    name,
-                    config.judge[name],
-                    index=index,
-                    logs=folder / "logs",
-                    num_threads=max(1, num_threads // num_servers),
-                    may_restart=may_restart,
-                )
+            yield JudgeServer(
+                name,
+                config.judge[name],
+                index=index,
+                logs=folder / "logs",
+                num_threads=max(1, num_threads // num_servers),
+                may_restart=may_restart,
             )
-    return servers
 
 
 def _check_device(name: str, gpus: Sequence[int], *, on_gpus: bool) -> None:

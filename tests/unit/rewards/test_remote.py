@@ -456,10 +456,11 @@ def test_sigterm_ends_it(served):
     ("arguments", "text"),
     [
         (["--host", "0.0.0.0"], f"0.0.0.0 is not on loopback, and {TOKEN_VARIABLE} is not set"),
-        (["--reward", "pick"], "--reward pick: the config has bytes"),
+        (["reward.two.type=jpeg_size"], "--reward is not given: choose 1 of the 2 rewards in "),
+        (["--reward", "pick"], "--reward pick: choose 1 of the 1 rewards in "),
         (
             ["reward.two.type=jpeg_size"],
-            "has 2 rewards (bytes, two), need 1; choose one with --rew",
+            "config.yaml reward.two.type=jpeg_size: bytes, two",
         ),
         (["reward.two.weight=1"], "missing reward.two.type"),
         (["reward.bytes.args.refused=1", "rewards=1"], "unknown key rewards; did you mean reward"),

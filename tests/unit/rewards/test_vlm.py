@@ -355,6 +355,6 @@ def test_the_yaml_of_the_page(tmp_path):
     assert len(judge.gpus) == judge.tp * judge.replicas
     unified = build_reward("unified", RewardConfig(**files["vlm_ways"].reward.unified))
     text = "cup (object): 1\nFinal Score: 4"
-    assert number_in(text, unified._pattern, unified._scale) == 0.8
+    assert number_in(text, unified._pattern, unified.scale) == 0.8
     (axes,) = re.findall(r"their pattern is `(.*?)`", page, re.DOTALL)
     assert axes.replace("\n", " ") == UNIFIED_20
