@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             ScoreServer(reward, host=options.host, port=options.port, token=token) as server,
         ):
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            reward.open(RewardContext(device=device))
+            try:
+                reward.open(RewardContext(device=device))
+            except Exception as error:  # user code may raise anything
+                raise ValueError(f"reward {reward.name!r} failed in open(): {error}") from error
             server.server_activate()
 
             host = f"[{options.host}]" if ":" in options.host else options.host

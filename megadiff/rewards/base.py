@@ -61,11 +61,13 @@ class Reward:
     cheap rewards and judges that compare; a small number spreads slow work over the workers.
     workers: threads of its own, e.g. 32 for one that waits for a server, 1 for a model on a GPU.
     None shares the rank's threads, one for each core.
+    deadline_s: within which score() gives up by itself, below `reward.<name>.timeout_s`.
     """
 
     name: str = ""
     samples_per_call: int | None = None
     workers: int | None = None
+    deadline_s: float = 0.0
 
     def open(self, context: RewardContext) -> None:
         """Load weights, reach servers. Called once before the first score(), on ranks that score.
@@ -144,6 +146,12 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
             "number of at least 1, or None for the whole group in one call"
         )
 
+    if reward.deadline_s >= config.timeout_s:
+        raise ValueError(
+            f"reward.{name}.args.deadline_s={reward.deadline_s:g} and "
+            f"reward.{name}.timeout_s={config.timeout_s:g}: a call would be given up before its "
+            "servers' failure is known; lower deadline_s or raise timeout_s"
+        )
     return reward
 
 

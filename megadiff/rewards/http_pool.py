@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import re
@@ -25,6 +26,7 @@ EXCERPT_BYTES = 400  # of an answer, in an error
 REST_S = 2.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
+GONE = 410  # a judge that died is answered for so, and another server is asked
 RETRIED = (408, 425, 429)  # beside 5xx: the server asks for patience
 _PORT = r"(:(?!0)(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?"  # to 65535
 # Without user:password, which would stand in every error message.
@@ -129,6 +131,10 @@ class HttpPool:
                 return _json_of(answer, f"{method} {url}{path}")
             except AnswerTooLarge as error:
                 raise ScoreFailed(str(error)) from None
+            except _ServerGone as error:
+                if not self._leave(url, urls):
+                    raise ScoreFailed(str(error)) from None
+                continue
             except NoAnswer as error:
                 cause = str(error)
             finally:
@@ -151,25 +157,37 @@ class HttpPool:
         with self._lock:
             now = time.monotonic()
 
-            def rank(url: str) -> tuple[int, bool, int, float]:
+            def rank(url: str) -> tuple[float, bool, int, float]:
                 # Another server first: a call would spend its deadline on one that hangs.
                 resting = self._rests_until[url] > now
-                return tried.count(url), resting, self._in_flight[url], random.random()
+                tries = math.inf if self._rests_until[url] == math.inf else tried.count(url)
+                return tries, resting, self._in_flight[url], random.random()
 
             url = min(urls, key=rank)
-            if self._rests_until[url]:
+            if 0 < self._rests_until[url] < math.inf:
                 self._rests_until[url] = now + self.timeout_s
             self._in_flight[url] += 1
             return url
+
+    def _leave(self, url: str, urls: Sequence[str]) -> bool:
+        """Ask this server only where no other is left. Return whether one is."""
+        with self._lock:
+            self._rests_until[url] = math.inf
+            return any(self._rests_until[other] < math.inf for other in urls)
 
     def _give_back(self, url: str, cause: str) -> None:
         """Count it as free. cause: why the attempt failed, and the server rests; '' for a use."""
         with self._lock:
             self._in_flight[url] -= 1
             first_failure = cause and not self._rests_until[url]
-            self._rests_until[url] = time.monotonic() + REST_S if cause else 0.0
+            if self._rests_until[url] < math.inf:
+                self._rests_until[url] = time.monotonic() + REST_S if cause else 0.0
         if first_failure and not self._closed.is_set():
             logger.warning("%s; it is asked again for up to %g s", cause, self.deadline_s)
+
+
+class _ServerGone(Exception):
+    """A server said that it is gone for good."""
 
 
 def check_urls(urls: str | Sequence[str]) -> list[str]:
@@ -216,6 +234,8 @@ def _json_of(answer: Answer, asked: str) -> Any:
     # Before the JSON is read: a server may explain its refusal in any form.
     if answer.status in RETRIED or answer.status >= 500:
         raise NoAnswer(said)
+    if answer.status == GONE:
+        raise _ServerGone(said)
     if answer.status >= 400:
         raise ScoreFailed(said)
     if answer.status >= 300:

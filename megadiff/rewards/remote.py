@@ -27,17 +27,17 @@ TOKEN_VARIABLE = "MEGADIFF_SCORE_TOKEN"
 class RemoteReward(Reward):
     """Ask servers that speak this module's protocol.
 
-    url: one server, or a list of equal ones. samples_per_call: of a group in one request; None for
-    a reward that compares the whole group. workers: requests in flight. timeout_s, deadline_s: see
-    HttpPool. token_env: the environment variable with the servers' bearer token; "" for
-    MEGADIFF_SCORE_TOKEN, which need not be set.
+    url: one server, or a list of equal ones. samples_per_call: of a group in one request; None is
+    the whole group, which a reward that compares needs. workers: requests in flight. timeout_s,
+    deadline_s: see HttpPool. token_env: the environment variable with the servers' bearer token;
+    "" for MEGADIFF_SCORE_TOKEN, which need not be set.
     """
 
     def __init__(
         self,
         *,
         url: str | Sequence[str],
-        samples_per_call: int | None = 8,
+        samples_per_call: int | None = None,
         workers: int = 8,
         timeout_s: float = 60.0,
         deadline_s: float = 240.0,
@@ -47,6 +47,7 @@ class RemoteReward(Reward):
             raise ValueError(f"workers={workers}, must be at least 1")
         self.samples_per_call = samples_per_call
         self.workers = workers
+        self.deadline_s = deadline_s
         headers = bearer_header(token_env, default=TOKEN_VARIABLE)
         self._pool = HttpPool(url, timeout_s=timeout_s, deadline_s=deadline_s, headers=headers)
 

@@ -6,6 +6,7 @@ import hmac
 import io
 import json
 import logging
+import math
 import socket
 import sys
 import threading
@@ -19,7 +20,8 @@ import numpy as np
 
 from megadiff.process.network import address_family
 from megadiff.process.workers import share_of_cores
-from megadiff.rewards.base import Reward, RewardSample, ScoreFailed
+from megadiff.rewards.answers import WrongAnswer, score_checked
+from megadiff.rewards.base import Reward, RewardError, RewardSample, ScoreFailed
 from megadiff.rewards.remote import TOKEN_VARIABLE
 from megadiff.types import JsonObject, Prompt
 
@@ -112,12 +114,18 @@ class ScoreServer(ThreadingHTTPServer):
             self._calls.release()
 
     def _call(self, samples: Sequence[RewardSample]) -> list[float | None]:
+        # checked here: a chunk that is short by one would shift the scores of the next
         try:
-            values = self._reward.score(samples)
-        except ScoreFailed as error:
-            logger.warning("prompt %.200r: %s", samples[0].prompt.text, error)
+            values = score_checked(self._reward, samples)
+        except WrongAnswer as error:
+            raise ValueError(str(error)) from None
+        except RewardError as error:
+            assert error.__cause__, "it has what the reward raised"
+            if not isinstance(error.__cause__, ScoreFailed):
+                raise error.__cause__ from None
+            logger.warning("prompt %.200r: %s", samples[0].prompt.text, error.__cause__)
             return [None] * len(samples)
-        return [None if value is None else float(value) for value in values]
+        return [None if math.isnan(value) else value for value in values]
 
 
 class _Handler(BaseHTTPRequestHandler):

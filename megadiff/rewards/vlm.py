@@ -38,6 +38,7 @@ QUESTIONS = {  # way of asking → its default question
     "against": 'The first image is A, the second is B. Which of them shows "{prompt}" better? '
     "Please answer A or B.",
 }
+IN_FLIGHT = 32
 MIN_MASS = 0.5  # below it the model would mostly say something else
 
 
@@ -77,7 +78,7 @@ class VlmReward(Reward):
     deadline_s: float = 240.0
     token_env: str = ""
 
-    workers = 32
+    workers = IN_FLIGHT
 
     def __post_init__(self) -> None:
         if bool(self.judge) == bool(self.url):
@@ -93,11 +94,15 @@ class VlmReward(Reward):
         self._urls = [row.removesuffix("/v1") for row in check_urls(self.url)] if self.url else []
         self._headers = bearer_header(self.token_env)
         self.samples_per_call = None if self.against else 1
+        # These ask many questions a call: two calls keep the servers busy, and more would wait for
+        # each other until timeout_s.
+        if self.against or self.questions:
+            self.workers = 2
 
         self._client: VlmClient | None = None
         self._tokens: AnswerTokens | None = None
         # For the questions inside one call.
-        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="vlm")
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="vlm")
         self._masses: list[float] = []
         self._warned_of_mass = False
 
@@ -109,6 +114,8 @@ class VlmReward(Reward):
             raise ValueError(f"{' and '.join(ways)} are {len(ways)} ways to a score; keep 1")
         if self.read not in ("", "ocr"):
             raise ValueError(f"read={self.read!r}; ocr is the only value")
+        if not isinstance(self.questions, str):
+            raise ValueError(f"questions={self.questions!r} must be the name of a column")
         if self.mean not in ("arithmetic", "geometric"):
             raise ValueError(f"mean={self.mean!r}; give arithmetic or geometric")
         if self.pattern and not self.question:
@@ -122,7 +129,7 @@ class VlmReward(Reward):
                 f"against={self.against} must be even and at least 2: each sample meets as many "
                 "of its group before it as behind it"
             )
-        self.question = self.question or QUESTIONS.get(*ways or ["answers"], "")
+        self.question = self.question or QUESTIONS.get((ways or ["answers"])[0], "")
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:

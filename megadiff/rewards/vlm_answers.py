@@ -166,6 +166,8 @@ def question_rows(prompt: Prompt, column: str) -> list[tuple[str, str]]:
 
 def check_answers(answers: Mapping[str, float]) -> dict[str, float]:
     """Return answer → value. Raises ValueError where they cannot tell pictures apart."""
+    if not isinstance(answers, Mapping):
+        raise ValueError(f'answers={answers!r} must be values by answer, as {{"yes": 1, "no": 0}}')
     # YAML reads an unquoted yes as true.
     switches = [word for word in answers if isinstance(word, bool)]
     if switches:

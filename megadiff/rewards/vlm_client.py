@@ -57,7 +57,7 @@ class VlmClient:
         pictures = [picture_url(GREY)] * num_pictures
         try:
             if tokens is None:
-                self.text(pictures, "Is this grey?", max_tokens=1)
+                self._chat(pictures, "Is this grey?", max_tokens=1)
                 return
             log_probs = self.log_probs(pictures, "Is this grey?", tokens)
         except ScoreFailed as error:
@@ -104,10 +104,18 @@ class VlmClient:
         return log_probs
 
     def text(self, pictures: Sequence[str], question: str, *, max_tokens: int) -> str:
-        """Return what the model writes. Raises ScoreFailed."""
+        """Return what the model writes. Raises ScoreFailed, also for a text that was cut off."""
         answer = self._chat(pictures, question, max_tokens=max_tokens)
         with _read_as("a chat completion", answer):
-            return answer["choices"][0]["message"]["content"] or ""
+            choice = answer["choices"][0]
+            content = choice["message"]["content"]
+        # A thinking model that used up its tokens has written nothing, which is no empty picture.
+        if not isinstance(content, str) or choice.get("finish_reason") == "length":
+            raise ScoreFailed(
+                f"the answer {reprlib.repr(content)} ended by {choice.get('finish_reason')!r}; "
+                f"raise max_tokens={max_tokens}, or serve a model that answers at once"
+            )
+        return content
 
     def _chat(self, pictures: Sequence[str], question: str, **options: object) -> Any:
         images = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]

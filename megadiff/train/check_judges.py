@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megadiff.config.rewards import JudgeConfig
 from megadiff.config.schema import Config
@@ -29,7 +30,9 @@ def used_judges(config: Config) -> dict[str, list[str]]:
     """
     used: dict[str, list[str]] = {}
     for name, reward in config.reward.items():
-        judge = reward.args.get("judge")
+        judge = _judge_of(reward.args)
+        if not isinstance(judge, str):
+            raise ValueError(f"reward.{name}.args.judge={judge!r} must be one name")
         if judge and judge not in config.judge:
             raise ValueError(
                 f"reward.{name}.args.judge={judge} is not in the section judge"
@@ -38,6 +41,14 @@ def used_judges(config: Config) -> dict[str, list[str]]:
         if judge:
             used.setdefault(judge, []).append(name)
     return used
+
+
+def _judge_of(args: Mapping[str, Any]) -> Any:
+    """Return the judge that a reward, or the one that it applies to frames, names; "" for none."""
+    inner = args.get("args")
+    if "judge" not in args and isinstance(inner, Mapping):
+        return _judge_of(inner)
+    return args.get("judge", "")
 
 
 def check_judges(config: Config, *, all_used: bool = True) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megadiff.config.rewards import JudgeConfig
 from megadiff.process.bounded_http import BoundedHttp, NoAnswer
+from megadiff.rewards.http_pool import GONE
 from megadiff.rollout.client.processes import (
     TOKEN_VARIABLE,
     ServerProcess,
@@ -25,9 +26,9 @@ from megadiff.train.check_judges import server_command
 # Below those that Linux gives out by itself: a server binds its port seconds after it was chosen.
 PORTS = range(20_000, 32_000)
 HEALTH_TIMEOUT_S = 2.0
+RESTART_S = 600.0  # for a server that was started again, before it can sleep
 SLEEP_TIMEOUT_S = 120.0  # an 8 B model's weights cross PCIe in a second or two
 DYING_S = 2.0  # the kernel takes a while to free a process's memory
-GONE = 410  # a status that no client asks again after
 
 
 class JudgeServer:
@@ -52,7 +53,7 @@ class JudgeServer:
         self.may_restart = may_restart
         self.is_buried = False
         self._was_restarted = False
-        self._is_asleep = False
+        self.is_asleep = False
         self._may_sleep = config.sleep
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -80,18 +81,26 @@ class JudgeServer:
 
     def sleep(self) -> None:
         """Let it give its GPU memory back, where judge.<name>.sleep says so."""
-        if self._may_sleep and not self._is_asleep and self._tell("/sleep"):
-            self._is_asleep = True
+        if not self._may_sleep or self.is_asleep:
+            return
+        # One that loads would take the memory in the middle of an update.
+        deadline = time.monotonic() + RESTART_S
+        while self._was_restarted and not self.process.death() and not self.is_healthy():
+            if time.monotonic() > deadline:
+                raise RuntimeError(self.late_text(RESTART_S))
+            time.sleep(0.5)
+        self.is_asleep = self._tell("/sleep")
 
     def wake(self) -> None:
-        if self._is_asleep and self._tell("/wake_up"):
-            self._is_asleep = False
+        """Wake it. One that died asleep is left to the watch, which has waited for this."""
+        if self.is_asleep:
+            self._tell("/wake_up")
+            self.is_asleep = False
 
     def restart(self) -> None:
         """Start it anew where it died. It logs beside the log of its death."""
         self.may_restart = False
         self._was_restarted = True
-        self._is_asleep = False
         self.process.stop()  # what it left of its group still holds the port
         self.process = self._start(log=self.log.with_suffix(".restart.log"))
 

@@ -96,15 +96,22 @@ class Judges:
         """Start a dead server again, or answer in its place that it is dead."""
         while not self._closed.wait(POLL_S):
             for server in self.servers:
-                death = "" if server.is_buried else server.process.death()
-                if not death:
-                    continue
-                if server.may_restart:
-                    logger.error("judge.%s is started again: %s", server.judge, death)
-                    server.restart()
-                else:
-                    logger.error("judge.%s is dead: %s", server.judge, death)
-                    server.bury(death)
+                # Of one that sleeps the trainer has the memory: not before wake().
+                is_watched = not (server.is_buried or server.is_asleep)
+                death = server.process.death() if is_watched else ""
+                if death:
+                    self._answer_for(server, death)
+
+    def _answer_for(self, server: JudgeServer, death: str) -> None:
+        try:
+            if server.may_restart:
+                logger.error("judge.%s is started again: %s", server.judge, death)
+                server.restart()
+            else:
+                logger.error("judge.%s is dead: %s", server.judge, death)
+                server.bury(death)
+        except OSError as error:  # a port that another process took meanwhile; watch the others
+            logger.error("judge.%s cannot be answered for: %s", server.judge, error)
 
 
 def launch_judges(config: Config, mesh: Mesh, folder: Path, stack: ExitStack) -> Judges:

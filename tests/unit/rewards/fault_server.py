@@ -118,6 +118,7 @@ FAULTS: dict[str, Callable[[BaseHTTPRequestHandler, Any], None]] = {
     "500": _status(500),
     "429": _status(429),
     "422": _status(422),
+    "410": _status(410),
     "half": _half,
     "hang": _hang,
     "drip": lambda handler, good: drip(handler, b""),

@@ -123,6 +123,18 @@ def test_one_of_two_is_dead(make_pool):
         assert pool.retries <= 8
 
 
+def test_one_of_two_is_gone_for_good(make_pool):
+    """Its answer is the quickest, and it must not draw the others' requests."""
+    with fault_server("410") as gone, fault_server("slow") as server:
+        pool = make_pool([gone.url, server.url], timeout_s=2, deadline_s=10)
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(lambda _: pool.post(COMPLETIONS, json={}), range(24)))
+        assert all(answer["choices"] for answer in answers)
+        assert len(gone.asked) <= 8
+        with pytest.raises(ScoreFailed, match="answered 410"):
+            make_pool(gone.url).post(COMPLETIONS, json={})
+
+
 def test_one_of_two_hangs(make_pool, monkeypatch):
     """When its rest is over, one call tries it, and the others do not wait with that one."""
     monkeypatch.setattr(http_pool, "REST_S", 0.2)

@@ -141,8 +141,9 @@ def test_the_scorer_leaves_a_failed_sample_out_or_stops(make_group, caplog):
     """null is such a sample. Through the scorer, as a run does."""
     group = make_group(list(range(0, 200, 10)))
     with fault_server("null") as server:
+        args = {"url": server.url, "samples_per_call": 8}
         for on_failure in ("drop", "stop"):
-            config = RewardConfig(type="remote", args={"url": server.url}, on_failure=on_failure)
+            config = RewardConfig(type="remote", args=args, on_failure=on_failure)
             with contextlib.closing(Scorer({"far": config})) as scorer:
                 if on_failure == "stop":
                     with pytest.raises(RewardError, match="reward 'far' could not score sample"):
@@ -247,6 +248,26 @@ def test_as_many_calls_run_at_once_as_the_reward_has_workers(samples):
     assert answers == [[0.5, 0.5]] * 8
     assert busy.most == 2
     assert busy.calls == 16
+
+
+class Shifts(Reward):
+    """Answer 3 values and then 1 for calls of 2, or texts."""
+
+    samples_per_call = 2
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def score(self, samples):
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize("answers", [([1, 2, 3], [9]), (["0.5", "0.7"],), ([1.0, float("nan")],)])
+def test_answers_are_checked_where_they_are_made(samples, answers):
+    """A chunk that is too long and one that is too short would be as many as were asked for."""
+    with serving(Shifts(*answers)) as url, contextlib.closing(remote(url)) as far:
+        with pytest.raises(ScoreFailed, match="answered 422.*returned"):
+            far.score(samples[:4])
 
 
 def test_who_has_left_is_not_scored(samples):

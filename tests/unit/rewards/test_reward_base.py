@@ -37,6 +37,7 @@ def test_every_reward_of_the_table_builds_and_knows_its_name(reward_type: str) -
         "clip": {"path": "/clip", "score": "hpsv2"},
         "geneval": {"path": "assets/detector"},
         "remote": {"url": "http://127.0.0.1:9000"},
+        "vlm": {"judge": "qwen"},
     }
     config = RewardConfig(type=reward_type, args=args.get(reward_type, {}))
     reward = build_reward("mine", config)
@@ -95,3 +96,11 @@ def test_samples_per_call_is_at_least_one(my_module: str, count: object) -> None
 def test_a_run_needs_a_reward() -> None:
     with pytest.raises(ValueError, match="0 rewards"):
         build_rewards({})
+
+
+def test_a_call_may_not_outlast_its_limit() -> None:
+    config = RewardConfig(
+        type="remote", args={"url": "http://a", "deadline_s": 600}, timeout_s=300.0
+    )
+    with pytest.raises(ValueError, match=r"deadline_s=600 and reward\.far\.timeout_s=300: "):
+        build_reward("far", config)

@@ -235,6 +235,8 @@ def test_win_rates(vlm, opened, grey, count, against):
         ({"judge": "j", "answers": {"yes": 1, "Yes": 0}}, "letters of its own"),
         ({"judge": "j", "answers": {"yes": 1, "no": 1}}, "at least 2 different finite values"),
         ({"judge": "j", "answers": {"yes": 1, "no": float("nan")}}, "different finite values"),
+        ({"judge": "j", "answers": ["yes", "no"]}, "must be values by answer"),
+        ({"judge": "j", "questions": True}, "must be the name of a column"),
         ({"judge": "j", "read": "text"}, "ocr is the only value"),
         ({"judge": "j", "pattern": "(x)"}, "needs the question"),
         ({"judge": "j", "pattern": "x", "question": "?"}, "0 groups"),
@@ -331,6 +333,22 @@ def test_a_failure_is_never_a_score(vlm, opened, grey, fault, text):
     assert time.monotonic() - started < 1.4
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"finish_reason": "length", "message": {"content": None, "reasoning": "First I look"}},
+        {"finish_reason": "length", "message": {"content": "STO"}},
+        {"finish_reason": "stop", "message": {"content": None}},
+    ],
+)
+def test_a_text_that_is_cut_off_is_no_reading(vlm, opened, grey, choice):
+    """An empty text would score 0, and half of one too little."""
+    reward = opened(read="ocr")
+    vlm.fault = partial(_answer, {"choices": [choice]})
+    with pytest.raises(ScoreFailed, match="raise max_tokens=1024"):
+        reward.score([grey(0, text="STOP")])
+
+
 @pytest.mark.parametrize("fault", [_unavailable, _half])
 def test_a_server_that_comes_back_costs_a_retry(vlm, opened, grey, caplog, fault):
     reward = opened()
@@ -349,7 +367,8 @@ def test_the_yaml_of_the_page(tmp_path):
         files[name] = OmegaConf.create(example)
         for reward, values in files[name].reward.items():
             config = RewardConfig(**OmegaConf.to_container(values))
-            assert build_reward(reward, config).workers == 32
+            # of a reward that asks much in a call, two at once
+            assert build_reward(reward, config).workers == (2 if reward in ("tifa", "wins") else 32)
     (judge,) = files["judge"].judge.values()
     JudgeConfig(**judge)
     assert len(judge.gpus) == judge.tp * judge.replicas

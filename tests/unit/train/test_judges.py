@@ -88,6 +88,16 @@ def _write(config: Config, text: str) -> None:
     (Path(config.judge["qwen"].model) / "config.json").write_text(text)
 
 
+def test_a_judge_may_be_asked_about_frames(config):
+    config.reward["look"] = RewardConfig(
+        type="frame", args={"reward": "vlm", "args": {"judge": "qwen"}, "frames": 3}
+    )
+    check_judges(config)
+    config.reward["look"].args["args"]["judge"] = ["qwen"]
+    with pytest.raises(ValueError, match=r"args\.judge=\['qwen'\] must be one name"):
+        check_judges(config)
+
+
 def test_an_evaluation_may_leave_judges_without_use(config):
     config.reward = {"color": RewardConfig(type="color")}
     check_judges(config, all_used=False)
@@ -169,13 +179,17 @@ def test_the_dead_are_started_again_once_and_then_answer_that_they_are_dead(
             assert pool.get("/v1/models") == {}  # it waits until the new one answers
             judges.sleep()
             first.process.process.kill()
+            time.sleep(1.5)
+            assert not first.is_buried  # while it sleeps the trainer has its memory
+            judges.wake()
             started = time.monotonic()
             with pytest.raises(
                 ScoreFailed, match=r"answered 410: judge_qwen_0 .* SIGKILL; see .*restart.log"
             ):
                 pool.post("/v1/chat/completions", json={"picture": "x" * 10**6})
         assert time.monotonic() - started < 5
-        judges.wake()  # of the dead one nothing is expected
+        judges.sleep()  # of the dead one nothing is expected
+        judges.wake()
         processes = [server.process.process for server in judges.servers]
     assert all(process.poll() is not None for process in processes)
 
