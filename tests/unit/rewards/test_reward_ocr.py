@@ -144,6 +144,8 @@ def test_a_text_field_that_is_no_string_fails_at_start(make_sample: MakeSample) 
         ("abcdxx", "abcd", 0.5),
         ("x" * 100, "abcd", 0.0),
         ("３．５０：", "3.50:", 1.0),
+        ("你好世", "你好世界", 0.75),  # a character is one letter
+        ("世 界", "世界", 1.0),
     ],
 )
 def test_text_score(found: str, wanted: str, score: float) -> None:
