@@ -97,9 +97,7 @@ def test_replicas_are_awake_to_sample_and_sleep_where_that_is_asked_for(monkeypa
     config.rollout.sleep = sleep
     mesh = MESH
     monkeypatch.setattr("megadiff.train.replicas.agreed", lambda call, group, here: call())
-    replicas = RunReplicas(
-        fleet, sync, config, mesh, Judges([], {}, mesh, sleeps=False, timeout_s=1.0)
-    )
+    replicas = RunReplicas(fleet, sync, config, mesh, Judges([], {}, mesh, config))
     timers = Timers()
     rest = ["sleep", "forget"] if sleep == "always" else []
     with replicas.awake(3, timers) as stats:
