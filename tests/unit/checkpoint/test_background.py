@@ -276,6 +276,7 @@ def test_a_rescue_of_a_newer_step_drops_the_write_in_flight(
 NUM_ELEMENTS = 1 << 19  # three tensors of 2 MiB, so that a kill falls into their write
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_of_a_background_write(tmp_path: Path) -> None:
     """A real process that saves again and again is killed; a whole checkpoint is always there."""
     subprocess.run([sys.executable, "-m", __name__, str(tmp_path)], check=True, cwd=ROOT)

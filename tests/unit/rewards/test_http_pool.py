@@ -17,6 +17,8 @@ from megadiff.rewards.base import ScoreFailed
 from megadiff.rewards.http_pool import HttpPool, check_urls
 from tests.unit.rewards.fault_server import fault_server
 
+pytestmark = pytest.mark.slow  # most of it waits for servers that do not answer
+
 COMPLETIONS = "/v1/chat/completions"
 SILENT = ("hang", "drip")
 

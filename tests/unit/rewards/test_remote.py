@@ -47,6 +47,8 @@ from tests.unit.rewards.byte_reward import ByteReward
 from tests.unit.rewards.fault_server import fault_server
 from tests.unit.rewards.test_http_pool import free_port
 
+pytestmark = pytest.mark.slow  # most of it waits for servers that do not answer
+
 ROOT = Path(__file__).parents[3]
 CONTEXT = RewardContext(device=torch.device("cpu"))
 TOKEN = "0123456789abcdef-score"

@@ -4,8 +4,10 @@ import json
 import shutil
 
 import bench_convert
+import pytest
 
 
+@pytest.mark.slow
 def test_both_directions_are_timed_and_compared(tiny_model, tmp_path, capsys, monkeypatch):
     shapes = shutil.copytree(tiny_model, tmp_path / "shapes")
     monkeypatch.setattr(bench_convert, "SHAPES", shapes)

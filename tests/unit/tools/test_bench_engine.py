@@ -33,6 +33,7 @@ def test_a_line_for_every_layout(tiny_model, tmp_path, capfd):
     assert "world_size=1 is not a multiple of sp*tp = 3*1 = 3" in failed["failed"]
 
 
+@pytest.mark.slow
 def test_one_rank_of_many(tiny_model, tmp_path, capfd):
     options = f"--model {tiny_model} --gpus 1 --size 64 --rows 8 --repeat 1 --rank-of 4".split()
     layout = ["--layout", "engine.backend=veomni parallel.dp_replicate=2"]

@@ -12,6 +12,7 @@ def lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_threads_of_its_own_hide_a_slow_judge(capsys):
     bench_rewards.measure_scorer(is_tiny=True)
     own, fewer, shared, ratio, *rollouts = lines(capsys.readouterr().out)

@@ -24,6 +24,8 @@ from megadiff.train.judges import Judges, launch_judges
 from tests.meshes import one_rank_mesh
 
 # Stand for vLLM: each says how often and with what it was started, by its log.
+pytestmark = pytest.mark.slow  # most of it waits for servers that do not answer
+
 HEALTHY = """
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
