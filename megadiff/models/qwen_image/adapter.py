@@ -37,6 +37,9 @@ PIXELS_PER_TOKEN = 16  # the VAE divides height and width by 8, packing 2×2 lat
 class QwenImageAdapter(ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
+    title = "Qwen-Image"
+    pipeline_class = "QwenImagePipeline"
+    rollout_pipeline = "megadiff.models.qwen_image.pipeline:QwenImageRolloutPipeline"
     components = ("transformer",)
     plan = PLAN
     # A CPU is faster where a call's pixels stay in its caches. A GPU takes 145 ms for 16 images of

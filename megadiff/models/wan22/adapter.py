@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class WanAdapter(WanCheckpoint, ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
+    title = "Wan2.1 and Wan2.2"
+    pipeline_class = "WanPipeline"
+    rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
     # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.
     decoding = Decoding(
