@@ -108,7 +108,7 @@ class ModelJob:
                 )
 
         tensors: StoredTensors = {}
-        for name, component in open_model(folder).components.items():
+        for name, component in open_model(folder, self._base.family).components.items():
             tensors |= prefixed(f"{name}.", component.tensors)
         return tensors
 
