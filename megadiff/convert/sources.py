@@ -158,11 +158,12 @@ def _component_of_one(path: Path, base: ModelFolder | None) -> str:
 def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool, family: str) -> Source:
     progress = read_progress(folder)
     shards = ShardFolder(folder)
+    model_folder = base or model_path(folder)
     config = read_config(folder) if (folder / "config.yaml").is_file() else {}
     section = config.get("model")
     if isinstance(section, dict):
         family = family or str(section.get("family", ""))
-    model = open_model(base or model_path(folder), family)
+    model = open_model(model_folder, family)
     spec = lora_from_json(shards.values.get("lora"))
     state = from_checkpoint(shards)
 
