@@ -69,6 +69,12 @@ FAMILIES = (
         adapter="megadiff.models.wan22.adapter.WanAdapter",
         optional=("transformer_2",),
     ),
+    ModelFamily(
+        pipeline_class="StableDiffusion3Pipeline",
+        transformer_class="SD3Transformer2DModel",
+        rollout_pipeline="megadiff.models.sd3.pipeline.SD3RolloutPipeline",
+        adapter="megadiff.models.sd3.adapter.SD3Adapter",
+    ),
 )
 
 
