@@ -59,7 +59,7 @@ class ParallelPlan:
     """Describe a transformer's sharding.
 
     rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each
-    matches something.
+    matches something, but for those of `optional`, which some models of the family have no use for.
     blocks: the repeated blocks, units of recompute and of FSDP.
     attention: the modules whose processor gathers tokens itself, splits heads and runs Ulysses.
     Column layers inside them do no collective.
@@ -86,6 +86,7 @@ class ParallelPlan:
     features: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     unused: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class ParallelPlan:
         Raises ValueError that names a parameter matched by no rule or several, or an idle rule.
         """
         kinds: dict[str, str] = {}
-        idle = set(self.rules)
+        idle = set(self.rules) - set(self.optional)
 
         for name in names:
             module = module_of(name)
