@@ -2,7 +2,7 @@
 
 All five parts have the real classes; scheduler and prompt template are the real model's. The text
 encoder and the transformer are random so that prompts matter (see `build_transformer`), and the
-VAE's decoder paints the first three latent channels as colours (see vae.shape_decoder).
+VAE's decoder paints the first three latent channels as colours (see vae.build_kl_vae).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from examples.tiny_models.parts import seeded, write_folder
 from examples.tiny_models.qwen_image import build_tokenizer
-from examples.tiny_models.vae import shape_decoder
+from examples.tiny_models.vae import build_kl_vae
 from megadiff.types import DTYPES
 
 NUM_HEADS = 4  # divides by 4 (tp 4, sp 4), unlike the real model's 30
@@ -50,7 +50,8 @@ def write_tiny_pipeline(
     shared_states_TD = prompt_states("a picture", tokenizer, text_encoder)
     networks = {
         "transformer": build_transformer(shared_states_TD, seed=seed),
-        "vae": build_vae(seed=seed),
+        # facts of Tongyi-MAI/Z-Image
+        "vae": build_kl_vae(scaling_factor=0.3611, shift_factor=0.1159, seed=seed),
         "text_encoder": text_encoder,
     }
     scheduler = FlowMatchEulerDiscreteScheduler(
@@ -127,24 +128,3 @@ def prompt_states(text: str, tokenizer: Qwen2Tokenizer, text_encoder: Qwen3ForCa
     prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     return text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-2][0]
-
-
-def build_vae(*, seed: int) -> AutoencoderKL:
-    """Build a float32 VAE, 8× down, 16 latent channels: random encoder, shaped decoder.
-
-    scaling_factor and shift_factor are the real model's.
-    """
-    with seeded(seed):
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(8, 8, 16, 16),
-            latent_channels=16,
-            norm_num_groups=4,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
-    shape_decoder(vae)
-    return vae

@@ -30,6 +30,7 @@ PLAN = ParallelPlan(
     token_inputs=(),
     stream_entry="layers.0",
     stream_exit="all_final_layer.2-1",
+    joint_stream=True,
     features=("x", "cap_feats"),
     lora_targets=(
         "layers.*.attention.to_[qkv]",
