@@ -165,6 +165,9 @@ class ModelAdapter(Protocol):
     def validate(self, sampling: Sampling) -> None:
         """Raise ValueError for a size, guidance or first frame that the model cannot sample."""
 
+    def check_trained(self) -> None:
+        """Raise ValueError for a model that is not to be trained; by default any may be."""
+
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for the first prompt that has more tokens than the model takes."""
         texts = dict.fromkeys(

@@ -71,7 +71,7 @@ class RolloutPipelineMixin:
             for parameter in getattr(self, name).parameters():
                 parameter.data = parameter.data.to(od_config.dtype)
         self.adapter.adapt_vae(self.vae)
-        if hasattr(self, "set_progress_bar_config"):  # not every stock pipeline has a bar
+        if hasattr(self, "set_progress_bar_config"):  # not all of vllm-omni's pipelines have a bar
             self.set_progress_bar_config(disable=True)
 
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:

@@ -69,6 +69,7 @@ class ParallelPlan:
     argument of one module, or its hidden_states by keyword, and the output of the other are the
     token stream [B, tokens, C]. It is split on entry and whole again after the exit. Without them
     the stream is among token_inputs and forward's output is gathered.
+    joint_stream: whether that stream is image and text together.
     features: arguments of forward that are cast to the model's dtype, tensors or lists of them.
     unused: modules whose output nobody reads, `{last}` being the last block's index. Their weights
     get no gradient.
@@ -83,6 +84,7 @@ class ParallelPlan:
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     stream_entry: str = ""
     stream_exit: str = ""
+    joint_stream: bool = False
     features: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     unused: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -100,7 +102,12 @@ class ParallelPlan:
     @property
     def text_is_stream(self) -> bool:
         """Tell whether text passes through the blocks, and not only cross attention reads it."""
-        return "encoder_hidden_states" in self.token_inputs
+        return self.joint_stream or self.num_streams > 1
+
+    @property
+    def num_streams(self) -> int:
+        """Return how many streams of tokens pass through the blocks: 2 where text has its own."""
+        return 2 if "encoder_hidden_states" in self.token_inputs else 1
 
     def kinds(self, names: Iterable[str]) -> dict[str, str]:
         """Return parameter name → kind.
