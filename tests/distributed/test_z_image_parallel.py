@@ -1,4 +1,4 @@
-"""Z-Image under tensor parallelism, sequence parallelism and Ulysses against the unsharded diffusers
+"""Z-Image under tensor parallelism, sequence parallelism and Ulysses against the unsharded stock
 transformer, on gloo processes.
 
 Texts fill up to different multiples of 32, so that rows have masks and positions of their own; 15
