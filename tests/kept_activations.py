@@ -51,7 +51,7 @@ def kept_by_autograd(
     adapter: ModelAdapter, transformer: nn.Module, *, first_frame: bool = False
 ) -> int:
     """Return the bytes of the distinct storages, without weights and tables of rotary angles."""
-    half_head = transformer.config.attention_head_dim // 2
+    half_head = adapter.width // adapter.num_heads // 2
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -68,12 +68,11 @@ def kept_by_autograd(
             kept[storage] = tensor  # alive, so that no address comes twice
         return tensor
 
-    config = transformer.config
     sampling = sampling_of(adapter, first_frame=first_frame)
     num_tokens, channels = adapter.latents_shape(sampling)
-    text_dim = getattr(config, "joint_attention_dim", None) or config.text_dim
+    text_width = adapter.blank_text(1)["prompt_embeds"].shape[-1]
     conditioning = {
-        "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, text_dim),
+        "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, text_width),
         "prompt_mask": torch.ones(ROWS, TEXT_TOKENS, dtype=torch.bool),
     }
     if first_frame:

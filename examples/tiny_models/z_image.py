@@ -67,7 +67,7 @@ def write_tiny_pipeline(
 def build_transformer(shared_states_TD: Tensor, *, seed: int) -> ZImageTransformer2DModel:
     """Build a random float32 transformer in which the prompt matters from the start.
 
-    Linear layers keep their input's variance, gates start open, text values count twice, and what
+    Linear layers keep their input's variance, gates start open, attention counts double, and what
     is common to all prompts is mostly projected out of the text. The learned padding is random, as
     tokens of zeros would hide mistakes with it. The velocity starts small.
     shared_states_TD: the text encoder's states of a prompt that says nothing.
@@ -94,12 +94,17 @@ def build_transformer(shared_states_TD: Tensor, *, seed: int) -> ZImageTransform
                     module.bias.view(2, 2, -1)[:, 1] = 1.0
         for pad_token in (transformer.x_pad_token, transformer.cap_pad_token):
             pad_token.normal_()
+        # Three quarters of the text are padding: let it carry what it reads of the prompt.
+        for block in transformer.context_refiner:
+            block.attention.norm_k.weight.mul_(2)
+            block.attention_norm2.weight.mul_(3)
+        for block in transformer.layers:
+            block.attention_norm2.weight.mul_(2)
         transformer.all_final_layer["2-1"].linear.weight.mul_(0.3)
 
         to_width = transformer.cap_embedder[1]
         basis_TD = torch.linalg.svd(shared_states_TD, full_matrices=False).Vh
         to_width.weight.sub_(0.9 * to_width.weight @ basis_TD.T @ basis_TD)
-        to_width.weight.mul_(2)
     return transformer
 
 

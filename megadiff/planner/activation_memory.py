@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megadiff.parallel.recompute import kept_blocks
@@ -52,7 +54,11 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     if not work.compiled or placing.layout.sp > 1:
         num_whole = len(kept_blocks(model.num_blocks, work.budget))
 
-    outside = _row_bytes(_saved(model, work).outside, model, placing, work)
+    # Blocks before a joint stream are not split: each rank computes all their tokens and heads.
+    around = placing
+    if model.plan.joint_stream:
+        around = replace(placing, layout=replace(placing.layout, sp=1, tp=1))
+    outside = _row_bytes(_saved(model, work).outside, model, around, work)
     # checkpoint() keeps a block's input, which is the stream
     inputs = work.stream_itemsize * model.adapter.width * split_tokens(model, placing, work)
     recomputed = (model.num_blocks - num_whole) * inputs

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,8 +135,7 @@ def measure(
         for height in HEIGHTS
     ]
 
-    config: Any = transformer.config  # of diffusers, without types
-    recorder = BlockRecorder(half_head=config.attention_head_dim // 2)
+    recorder = BlockRecorder(half_head=adapter.width // adapter.num_heads // 2)
     _watch(transformer, adapter, recorder)
 
     blocks_name = adapter.plan.blocks.removesuffix(".*")

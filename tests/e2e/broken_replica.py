@@ -1,10 +1,12 @@
 """`megadiff serve`, with a contract broken on purpose; the fault is read from a file at each use.
 
 Faults of what a push brings or a group records: none, nudge, round, shift, noise, skip, flip.
-Faults of the policy's forward: first_row, unmasked, swapped, timestep, unguided, call_norm.
+Faults of the policy's forward: first_row, unmasked, swapped, timestep, unguided, call_norm; where
+they apply short, stock_scale, sign, one_call.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +14,10 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from megadiff.cli.serve import main
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models import batch_sampler, pipeline_base
+from megadiff.models import batch_sampler, image_family, pipeline_base
 from megadiff.models.qwen_image import adapter as qwen_adapter
+from megadiff.models.z_image import adapter as z_image_adapter
+from megadiff.models.z_image import pipeline as z_image_pipeline
 
 FAULT_FILE = Path(sys.argv.pop(1))
 
@@ -42,6 +46,8 @@ def _shift_schedule(sigmas):
         schedule = sigmas(num_steps, **arguments)
         if fault() == "shift":
             schedule[1:-1] *= 1.001
+        if fault() == "short":  # N points are N − 1 steps, and one from 0 to 0
+            schedule = torch.cat([sigmas(num_steps - 1, **arguments), schedule[-1:]])
         return schedule
 
     return broken
@@ -94,7 +100,7 @@ def _cast_timestep(sigma_rows):
 def _spoil_guidance(guide):
     """unguided: the negative branch is dropped.
 
-    call_norm: the norm is taken over the whole call.
+    call_norm: the norm is taken over the whole call. stock_scale: the scale counts from 0.
     """
 
     def broken(self, positive_BLC, negative_BLC, sampling):
@@ -103,7 +109,30 @@ def _spoil_guidance(guide):
         if fault() == "call_norm":
             combined_BLC = plain_cfg(positive_BLC, negative_BLC, self.guidance_scale(sampling))
             return combined_BLC * (positive_BLC.norm() / combined_BLC.norm())
+        if fault() == "stock_scale":
+            sampling = replace(sampling, guidance_scale=sampling.guidance_scale + 1)
         return guide(self, positive_BLC, negative_BLC, sampling)
+
+    return broken
+
+
+def _spoil_sign(one_pass):
+    """sign: the model's output is taken as it is."""
+
+    def broken(self, *args):
+        velocity_BCHW = one_pass(self, *args)
+        return -velocity_BCHW if fault() == "sign" else velocity_BCHW
+
+    return broken
+
+
+def _in_one_call(by_filled_length):
+    """one_call: as vllm-omni's own pipeline, which has no mask and one table of positions."""
+
+    def broken(forward, *, x, t, cap_feats, **kwargs):
+        if fault() == "one_call":
+            return forward(x, t, cap_feats)[:1]
+        return by_filled_length(forward, x=x, t=t, cap_feats=cap_feats, **kwargs)
 
     return broken
 
@@ -138,4 +167,10 @@ if __name__ == "__main__":
     adapter = qwen_adapter.QwenImageAdapter
     adapter.guide = _spoil_guidance(adapter.guide)
     batch_sampler.BatchSampler.sigma_rows = _cast_timestep(batch_sampler.BatchSampler.sigma_rows)
+    image_family.static_sigmas = _shift_schedule(image_family.static_sigmas)
+    image = image_family.ImageFamily
+    image.guide = _spoil_guidance(image.guide)
+    z_image = z_image_adapter.ZImageAdapter
+    z_image.one_pass = _spoil_sign(z_image.one_pass)
+    z_image_pipeline.by_filled_length = _in_one_call(z_image_pipeline.by_filled_length)
     sys.exit(main(sys.argv[1:]))
