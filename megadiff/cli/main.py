@@ -17,6 +17,7 @@ COMMANDS = {  # name → (module that has its main(), what it does)
     "serve": ("megadiff.cli.serve", "run a rollout replica: MODEL …, or CONFIG.yaml … key=value …"),
     "score": ("megadiff.cli.score", "serve a reward to `remote` rewards elsewhere: CONFIG.yaml …"),
     "evaluate": ("megadiff.cli.evaluate", "score a model or a checkpoint on a prompt set"),
+    "check": ("megadiff.cli.check", "say what a model folder holds, and what it lacks: MODEL"),
     "plan": (
         "megadiff.planner.command",
         "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … "

@@ -60,7 +60,7 @@ class ParallelPlan:
 
     rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each
     matches something, but for those of `optional`, which some models of the family have no use for.
-    blocks: the repeated blocks, units of recompute and of FSDP.
+    blocks: the repeated blocks, units of recompute and of FSDP; several patterns for several lists.
     attention: the modules whose processor gathers tokens itself, splits heads and runs Ulysses.
     Column layers inside them do no collective.
     token_inputs: arguments of forward [B, tokens, …], split over tokens. An argument that is [B],
@@ -71,15 +71,15 @@ class ParallelPlan:
     the stream is among token_inputs and forward's output is gathered.
     joint_stream: whether that stream is image and text together.
     features: arguments of forward that are cast to the model's dtype, tensors or lists of them.
-    unused: modules whose output nobody reads, `{last}` being the last block's index. Their weights
-    get no gradient.
+    unused: modules whose output nobody reads, `{last}` being the index of its list's last block.
+    Their weights get no gradient.
     constants: buffers that checkpoints hold. Both sides read them from the model folder. They are
     never trained or sent, and in no manifest.
     lora_targets: modules that LoRA wraps (lora_modules).
     """
 
     rules: Mapping[str, str]
-    blocks: str = "transformer_blocks.*"
+    blocks: str | tuple[str, ...] = "transformer_blocks.*"
     attention: str = "transformer_blocks.*.attn"
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     stream_entry: str = ""
@@ -173,19 +173,32 @@ class ParallelPlan:
             )
         return placements
 
-    def block_of(self, name: str) -> int | None:
-        """Return the index of a module's or parameter's block, None outside the blocks."""
-        prefix = self.blocks.removesuffix("*")
-        index = name.removeprefix(prefix).partition(".")[0]
-        return int(index) if name.startswith(prefix) and index.isdecimal() else None
+    @property
+    def block_lists(self) -> tuple[str, ...]:
+        """Return the names of the modules that hold the blocks."""
+        patterns = (self.blocks,) if isinstance(self.blocks, str) else self.blocks
+        return tuple(pattern.removesuffix(".*") for pattern in patterns)
+
+    def block_of(self, name: str) -> str | None:
+        """Return the name of a module's or parameter's block, None outside the blocks."""
+        for blocks in self.block_lists:
+            index = name.removeprefix(f"{blocks}.").partition(".")[0]
+            if name.startswith(f"{blocks}.") and index.isdecimal():
+                return f"{blocks}.{index}"
+        return None
 
     def unused_names(self, names: Iterable[str]) -> set[str]:
         """Return the parameters that never get a gradient."""
         names = list(names)
-        last = max((block for block in map(self.block_of, names) if block is not None), default=0)
+        last: dict[str, int] = {}
+        for block in filter(None, map(self.block_of, names)):
+            blocks, _, index = block.rpartition(".")
+            last[blocks] = max(last.get(blocks, 0), int(index))
+
         unused = set()
         for pattern in self.unused:
-            pattern = pattern.replace("{last}", str(last))
+            blocks = pattern.partition(".{last}")[0]
+            pattern = pattern.replace("{last}", str(last.get(blocks, 0)))
             unused |= {name for name in names if fnmatchcase(module_of(name), pattern)}
         return unused
 
@@ -218,7 +231,7 @@ class ParallelPlan:
 
     def is_block(self, name: str) -> bool:
         """Tell whether a module is a block."""
-        return self.block_of(name) is not None and name.count(".") == self.blocks.count(".")
+        return self.block_of(name) == name
 
     def is_attention(self, name: str) -> bool:
         """Tell whether a module is an attention site."""

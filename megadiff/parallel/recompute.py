@@ -23,11 +23,9 @@ def recompute_blocks(module: nn.Module, plan: ParallelPlan, *, budget: float) ->
     if budget >= 1:
         return
 
-    blocks = {
-        plan.block_of(name): block for name, block in module.named_modules() if plan.is_block(name)
-    }
+    blocks = [block for name, block in module.named_modules() if plan.is_block(name)]
     keeping = kept_blocks(len(blocks), budget)
-    recomputed = {block for index, block in blocks.items() if index not in keeping}
+    recomputed = {block for index, block in enumerate(blocks) if index not in keeping}
 
     enable = module.enable_gradient_checkpointing
     enable(partial(_called, recomputed))  # type: ignore[operator]  # diffusers' ModelMixin has it

@@ -85,9 +85,9 @@ class ModelShape:
     def num_blocks(self) -> int:
         return len(self.units(self.shapes).keys() - {None})
 
-    def units(self, shapes: Shapes) -> Counter[int | None]:
+    def units(self, shapes: Shapes) -> Counter[str | None]:
         """Return the elements of each block, and under None those of the rest."""
-        sizes = Counter[int | None]()
+        sizes = Counter[str | None]()
         for name, shape in shapes.items():
             sizes[self.plan.block_of(name)] += math.prod(shape)
         return sizes

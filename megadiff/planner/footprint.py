@@ -183,11 +183,13 @@ def _shapes(
         manifest = folder_manifest(model_folder, (component,), dtype=dtype)
         return {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
     if (folder / "config.json").is_file():
-        return {name: p.shape for name, p in _empty(folder, *class_path).named_parameters()}
+        return {
+            name: p.shape for name, p in empty_component(folder, *class_path).named_parameters()
+        }
     return None
 
 
-def _empty(folder: Path, library: str, class_name: str) -> nn.Module:
+def empty_component(folder: Path, library: str, class_name: str) -> nn.Module:
     """Return the module that a component's config.json describes, on the meta device."""
     module_class = getattr(importlib.import_module(library), class_name)
     with init_empty_weights():

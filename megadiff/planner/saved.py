@@ -138,22 +138,33 @@ def measure(
     recorder = BlockRecorder(half_head=adapter.width // adapter.num_heads // 2)
     _watch(transformer, adapter, recorder)
 
-    blocks_name = adapter.plan.blocks.removesuffix(".*")
-    bytes_by_blocks = {}
-    for num_blocks in (2, 1):  # falling, as blocks that are cut off are gone
-        setattr(transformer, blocks_name, getattr(transformer, blocks_name)[:num_blocks])
+    def saved_bytes() -> Tensor:
+        """Return the bytes [sizes, kinds] that one row saves with the blocks that are left."""
         _fill(transformer, dtype)
-        bytes_by_blocks[num_blocks] = torch.tensor(
-            [_run(transformer, adapter, sampling, recorder) for sampling in samplings],
-            dtype=torch.float64,
-        )
+        rows = [_run(transformer, adapter, sampling, recorder) for sampling in samplings]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    lists = adapter.plan.block_lists
+    num_blocks = {name: len(transformer.get_submodule(name)) for name in lists}
+    for name in lists:
+        transformer.set_submodule(name, transformer.get_submodule(name)[:2])
+    bytes_SK = saved_bytes()
+    blocks_SK = torch.zeros_like(bytes_SK)
+    blocks_left_SK = torch.zeros_like(bytes_SK)
+    for name in lists:
+        transformer.set_submodule(name, transformer.get_submodule(name)[:1])
+        left_SK = saved_bytes()
+        # the last block of a list may save less, and it is in both: the difference is a whole one
+        block_SK = bytes_SK - left_SK
+        blocks_SK += num_blocks[name] * block_SK
+        blocks_left_SK += block_SK
+        bytes_SK = left_SK
 
     image_tokens = [adapter.token_count(sampling, TEXT_TOKENS).image for sampling in samplings]
-    # the last block of a stack may save less, and it is in both: their difference is a whole block
-    block_SK = bytes_by_blocks[2] - bytes_by_blocks[1]
     return Saved(
-        block=_row(block_SK, image_tokens),
-        outside=_row(bytes_by_blocks[1] - block_SK, image_tokens),
+        # of several lists' blocks their mean
+        block=_row(blocks_SK / sum(num_blocks.values()), image_tokens),
+        outside=_row(bytes_SK - blocks_left_SK, image_tokens),
         norm_itemsize=recorder.norm_itemsize(adapter.width),
     )
 
@@ -181,10 +192,14 @@ def _fill(transformer: nn.Module, dtype: torch.dtype) -> None:
 
 def _watch(transformer: nn.Module, adapter: ModelAdapter, recorder: BlockRecorder) -> None:
     """Tell the recorder where attention and MLPs begin and end: children of blocks with linears."""
-    depth = adapter.plan.blocks.count(".") + 2
-    kinds = adapter.plan.kinds([name for name, _ in transformer.named_parameters()])
-    linears = [name for name, kind in kinds.items() if kind in LINEAR_KINDS]
-    regions = {".".join(name.split(".")[:depth]) for name in linears}
+    plan = adapter.plan
+    kinds = plan.kinds([name for name, _ in transformer.named_parameters()])
+    regions = set()
+    for name, kind in kinds.items():
+        block = plan.block_of(name)
+        if kind in LINEAR_KINDS and block:
+            child = name.removeprefix(f"{block}.").partition(".")[0]
+            regions.add(f"{block}.{child}")
     for name, module in transformer.named_modules():
         if name in regions:
             module.register_forward_pre_hook(recorder.enter, with_kwargs=True)

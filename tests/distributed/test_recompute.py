@@ -103,7 +103,7 @@ def _update(engine: ComponentsEngine) -> tuple[dict[str, Tensor], tuple[int, ...
     """
     member, mesh = only(engine), engine.mesh
     gradients: dict[str, Tensor] = {}
-    calls: Counter[int] = Counter()
+    calls: Counter[str] = Counter()
     hook = member.optimizer.register_step_pre_hook(
         lambda *_: gradients.update(
             {n: local(p.grad).clone() for n, p in member._optimized.items() if p.grad is not None}

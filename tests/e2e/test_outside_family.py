@@ -18,7 +18,7 @@ FAMILY = "my_family:StaticShiftAdapter"
 def test_a_family_of_ones_own_trains(tiny_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
     change(model / "model_index.json", _class_name="StaticShiftPipeline")
-    change(model / "scheduler" / "scheduler_config.json", shift=3.0)
+    change(model / "scheduler" / "scheduler_config.json", shift=3.0, use_dynamic_shifting=False)
     shutil.copy(ROOT / "examples" / "static_shift.py", tmp_path / "my_family.py")
 
     trainer = Trainer(tmp_path, model)

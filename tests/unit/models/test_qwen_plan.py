@@ -81,7 +81,11 @@ def test_four_ranks_hold_a_quarter_of_the_real_model() -> None:
     placements = PLAN.placements(shapes, tp=4, tp_rank=1, sequence_parallel=True)
 
     def in_block(sizes: dict[str, tuple[int, ...]]) -> int:
-        return sum(prod(shape) for name, shape in sizes.items() if PLAN.block_of(name) == 0)
+        return sum(
+            prod(shape)
+            for name, shape in sizes.items()
+            if PLAN.block_of(name) == "transformer_blocks.0"
+        )
 
     full, local = (
         in_block(shapes),

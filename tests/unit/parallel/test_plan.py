@@ -164,9 +164,27 @@ def test_a_size_that_does_not_divide_is_refused() -> None:
         shard_box("row", "a.weight", (8, 12), tp=5, tp_rank=0)
 
 
+def test_blocks_of_several_lists() -> None:
+    plan = ParallelPlan(
+        rules={"*": "replicated"},
+        blocks=("double.*", "single.*"),
+        unused=("double.{last}.text", "single.{last}.gate"),
+    )
+    names = [f"double.{i}.text.weight" for i in range(3)]
+    names += [f"single.{i}.gate.weight" for i in range(12)]
+    assert plan.block_of("double.2.text.weight") == "double.2"
+    assert plan.block_of("single.2.gate.weight") == "single.2"
+    assert [plan.is_block(name) for name in ("single.11", "single", "single.1.gate")] == [
+        True,
+        False,
+        False,
+    ]
+    assert plan.unused_names(names) == {"double.2.text.weight", "single.11.gate.weight"}
+
+
 def test_blocks_and_attention_sites() -> None:
     assert [PLAN.block_of(name) for name in ("transformer_blocks.10.mod.bias", "embed.weight")] == [
-        10,
+        "transformer_blocks.10",
         None,
     ]
     assert PLAN.is_block("transformer_blocks.3") and not PLAN.is_block("transformer_blocks.3.attn")
