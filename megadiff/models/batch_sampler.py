@@ -26,7 +26,7 @@ from megadiff.diffusion.noise import (
 from megadiff.diffusion.sde import SdeStep, dpm2_gain, ode_step, sde_step
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Tensors
 
-T = TypeVar("T", str, bytes)
+T = TypeVar("T", str, tuple[bytes, ...])
 
 CONDITIONING_PREFIX = "conditioning."
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megadiff.models.packing import pack
+from megadiff.types import ImageSize
 
 
 @torch.no_grad()
@@ -24,6 +26,21 @@ def encode_pixels(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
     latents_BCFHW = vae.encode(scaled_BCFHW.to(vae.dtype)).latent_dist.mode().float()
     mean, std = latent_statistics(vae, device)
     return pack((latents_BCFHW - mean) / std)
+
+
+def encode_images(vae: Any, pixels: Tensor) -> Tensor:
+    """Encode uint8 images [B, H, W, 3], or videos as encode_pixels() does."""
+    # an image is a video of one frame
+    return encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
+
+
+def pixels_of(images: Sequence[bytes], sizes: Sequence[ImageSize]) -> list[Tensor]:
+    """Return a request's images as uint8 tensors [H, W, 3]."""
+    return [
+        # a copy: frombuffer wants memory that can be written to
+        torch.frombuffer(bytearray(image), dtype=torch.uint8).view(*size, 3)
+        for image, size in zip(images, sizes, strict=True)
+    ]
 
 
 def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:

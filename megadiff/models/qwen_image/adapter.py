@@ -86,10 +86,9 @@ class QwenImageAdapter(ModelAdapter):
                 f"rollout.num_frames={sampling.num_frames}, but Qwen-Image makes images; "
                 "set it to 1"
             )
-        if sampling.first_frame:
+        if sampling.images:
             raise ValueError(
-                "rollout.first_frame=true, but Qwen-Image makes images from text alone; "
-                "set it to false"
+                "rollout.images=true, but Qwen-Image makes images from text alone; set it to false"
             )
 
         if sampling.true_cfg_scale < 1:

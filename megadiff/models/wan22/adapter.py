@@ -103,7 +103,7 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         """Count tokens; the text is padded, whatever num_text_tokens."""
         # all frames: the tokens of a given first frame pass through all blocks
         image = self.grid(sampling).num_tokens
-        return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=sampling.first_frame)
+        return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=bool(sampling.images))
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Return the mean over the schedule; the text is padded, whatever num_text_tokens."""

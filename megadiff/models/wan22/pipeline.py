@@ -7,6 +7,7 @@ requests are drawn here, by vllm-omni's transformers and the trainer's own veloc
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.models.wan2_2 import Wan22Pipeline
 
-from megadiff.models.adapter import FIRST_FRAME
+from megadiff.models.adapter import IMAGE_LATENTS
 from megadiff.models.batch_sampler import BatchSampler, distinct
 from megadiff.models.packing import unpack
 from megadiff.models.pipeline_base import RolloutPipelineMixin, to_uint8
-from megadiff.models.vae import encode_pixels, latent_statistics
+from megadiff.models.vae import encode_images, latent_statistics, pixels_of
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import SERVED_NAMES
@@ -38,8 +39,8 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
         sampler = self._sampler
         assert sampler is not None  # forward() has made it
         self._encode_texts(sampler)
-        if sampler.sampling.first_frame:
-            self._encode_first_frames(sampler)
+        if sampler.sampling.images:
+            self._encode_images(sampler)
         return DiffusionOutput(output=self._decoded(self._denoised(sampler)))
 
     def to_pixels(self, images: Tensor) -> Tensor:
@@ -56,18 +57,17 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
                 f"{side}prompt_mask": mask_BT[index_P],
             }
 
-    def _encode_first_frames(self, sampler: BatchSampler) -> None:
-        """Encode each distinct image once, as the groups' conditioning."""
+    def _encode_images(self, sampler: BatchSampler) -> None:
+        """Encode each distinct request's images once, as the groups' conditioning."""
         sampling = sampler.sampling
-        images, index_P = distinct([request.first_frame for request in sampler.requests])
-
-        shape = (1, 1, sampling.height, sampling.width, 3)
+        requested, index_P = distinct([request.images for request in sampler.requests])
         latents = []
-        for image in images:  # one at a time: the VAE's activations are large
-            # a copy: frombuffer wants memory that can be written to
-            pixels = torch.frombuffer(bytearray(image), dtype=torch.uint8).view(shape)
-            latents.append(encode_pixels(self.vae, pixels))
-        sampler.conditioning[FIRST_FRAME] = torch.cat(latents)[index_P.to(self.device)]
+        for images in requested:
+            pixels = pixels_of(images, sampling.images)
+            latents.append(
+                self.adapter.image_latents(partial(encode_images, self.vae), pixels, sampling)
+            )
+        sampler.conditioning[IMAGE_LATENTS] = torch.cat(latents)[index_P.to(self.device)]
 
     def _denoised(self, sampler: BatchSampler) -> Tensor:
         """Return latents [N, C, F, H, W] at sigma 0.
@@ -95,7 +95,7 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
             latents_NLC = sampler.step(velocity_BLC[index_N], latents_NLC)
 
         # the given frames go in front again, clean
-        given = [conditioning[FIRST_FRAME].to(latents_NLC)] if sampling.first_frame else []
+        given = [conditioning[IMAGE_LATENTS].to(latents_NLC)] if sampling.images else []
         return unpack(torch.cat([*given, latents_NLC], dim=1), self.adapter.grid(sampling))
 
     def _decoded(self, latents_NCFHW: Tensor) -> Tensor:

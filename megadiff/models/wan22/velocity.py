@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models.adapter import FIRST_FRAME, Conditioning, encoded_text
+from megadiff.models.adapter import IMAGE_LATENTS, Conditioning, encoded_text
 from megadiff.models.packing import TokenGrid, pack, unpack
 
 # the text's width in every forward; beyond the prompt zeros, which the model attends to
@@ -29,12 +29,12 @@ def wan_velocity(
 
     transformer: diffusers' class or vllm-omni's. timestep_B: [B] float32 in [0, 1000].
     conditioning: prompt_embeds [B, tokens, D], prompt_mask [B, tokens], and the same with negative_
-    in front where guidance_scale > 1; first_frame [B, grid.tokens_per_frame, C] where the first
+    in front where guidance_scale > 1; image_latents [B, grid.tokens_per_frame, C] where the first
     frame is given. Then latents_BLC are the tokens of the other frames. The transformer sees the
     given ones, clean, at timestep 0, and their velocity is left out.
     Guidance is computed in the transformer's output dtype.
     """
-    first_BLC = conditioning.get(FIRST_FRAME)
+    first_BLC = conditioning.get(IMAGE_LATENTS)
     num_given = 0
     timestep = timestep_B
     if first_BLC is not None:
