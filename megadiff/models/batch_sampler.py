@@ -9,7 +9,7 @@ Rules that the trainer's adapter follows too:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from megadiff.diffusion.noise import (
 from megadiff.diffusion.sde import SdeStep, dpm2_gain, ode_step, sde_step
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Tensors
 
-T = TypeVar("T", str, tuple[bytes, ...])
+T = TypeVar("T", bound=Hashable)
 
 CONDITIONING_PREFIX = "conditioning."
 
@@ -130,9 +130,9 @@ class BatchSampler:
             index_N.to(self.device, non_blocking=True),
         )
 
-    def model_sigma(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Return the current sigma as the transformer takes it, [num_rows] in its dtype."""
-        return self.schedule[self.step_index].to(dtype).expand(num_rows)
+    def sigma_rows(self, num_rows: int) -> Tensor:
+        """Return the current sigma, [num_rows] float32."""
+        return self.schedule[self.step_index].expand(num_rows)
 
     def step(self, velocity_NLC: Tensor, latents_NLC: Tensor) -> Tensor:
         """Return the next, less noisy latents in the storage dtype.

@@ -146,13 +146,12 @@ def read_prompts(config: Config, path: str, adapter: ModelAdapter) -> list[Promp
 
 def _check_images(files: tuple[str, ...], *, adapter: ModelAdapter, sampling: Sampling) -> None:
     """Raise ValueError where the model or a replica's limits refuse the images of a row."""
-    images = given_images(files, sampling, adapter)
-    sizes = tuple(image.shape[:2] for image in images)
+    images, sampling = given_images(files, sampling, adapter)
     limits = Limits()
-    if len(sizes) > limits.given_images or not limits.num_requests(sizes):
+    if len(images) > limits.given_images or not limits.num_requests(sampling.images):
         num_bytes = sum(image.nbytes for image in images)
         raise ValueError(
-            f"{len(sizes)} images of {num_bytes} bytes, a request takes {limits.given_images} "
+            f"{len(images)} images of {num_bytes} bytes, a request takes {limits.given_images} "
             f"and {limits.json_bytes * 3 // 4} bytes; give fewer or smaller ones"
         )
 

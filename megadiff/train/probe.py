@@ -16,12 +16,12 @@ from safetensors.torch import load, save
 
 from megadiff.config.schema import Config
 from megadiff.data.prompts import prompt_id
-from megadiff.models.adapter import IMAGE_LATENTS, ModelAdapter
+from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.wire import read_record
 from megadiff.train.sampling import given_images, sampling_of
-from megadiff.types import DTYPES, ImageSize, Prompt, Tensors
+from megadiff.types import DTYPES, Prompt, Sampling, Tensors
 
 LONG = (
     "a wide photograph of an old harbour at dusk, fishing boats tied to a wooden pier, "
@@ -71,21 +71,27 @@ def unlike_size(config: Config) -> tuple[int, int]:
     return num_groups, min(config.algorithm.group_size, most // num_groups, UNLIKE_SAMPLES)
 
 
-def unlike_prompts(prompts: Sequence[Prompt], count: int, shapes: Sequence[object]) -> list[Prompt]:
+def unlike_prompts(
+    prompts: Sequence[Prompt], count: int, samplings: Sequence[object]
+) -> list[Prompt]:
     """Return `count` prompts, and one more where the step has images of a second shape.
 
     The first is the first of the run's step, then come the texts above. They get the images of
-    those prompts of the step in turn that are shaped like the first's: only such share a call.
-    shapes: of each prompt's images, equal for those that may share a call.
+    those prompts of the step in turn whose sizes are the first's: only such share a call.
+    samplings: of each prompt, with its images' sizes.
     """
     # columns stay here: they may be no JSON, and only rewards read them
     chosen = [replace(prompts[0], fields={})]
-    alike = [prompt for prompt, shape in zip(prompts, shapes, strict=True) if shape == shapes[0]]
+    alike = [
+        prompt for prompt, shape in zip(prompts, samplings, strict=True) if shape == samplings[0]
+    ]
     for index, (text, negative_text) in enumerate(TEXTS[: count - 1], start=1):
         images = alike[index % len(alike)].images
         identity = prompt_id(text, negative_text, images)
         chosen.append(Prompt(text=text, id=identity, negative_text=negative_text, images=images))
-    others = [prompt for prompt, shape in zip(prompts, shapes, strict=True) if shape != shapes[0]]
+    others = [
+        prompt for prompt, shape in zip(prompts, samplings, strict=True) if shape != samplings[0]
+    ]
     return chosen + [replace(prompt, fields={}) for prompt in others[:1]]
 
 
@@ -104,7 +110,7 @@ def prepare(
     num_unlike, num_unlike_samples = unlike_size(config)
     usual = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
     unlike = agreed(
-        lambda: unlike_prompts(prompts, num_unlike, _shapes(prompts, adapter, config)),
+        lambda: unlike_prompts(prompts, num_unlike, _given(prompts, adapter, config)[1]),
         mesh.cpu_group,
         here=mesh.rank == 0,
     )
@@ -141,15 +147,16 @@ def prepare(
     ]
 
 
-def _shapes(
+def _given(
     prompts: Sequence[Prompt], adapter: ModelAdapter, config: Config
-) -> list[list[ImageSize]]:
-    """Return the sizes of each prompt's images as the VAE encodes them."""
+) -> tuple[list[Images], list[Sampling]]:
+    """Return each prompt's images, and the sampling with their sizes."""
     sampling = sampling_of(config.rollout)
     if not sampling.images:
-        return [[] for _ in prompts]
+        return [()] * len(prompts), [sampling] * len(prompts)
     given = [given_images(prompt.images, sampling, adapter) for prompt in prompts]
-    return [[image.shape[:2] for image in images] for images in given]
+    images = [tuple(map(torch.tensor, arrays)) for arrays, _ in given]
+    return images, [sized for _, sized in given]
 
 
 def _encode(
@@ -159,6 +166,7 @@ def _encode(
     sampling = sampling_of(config.rollout)
     dtype = DTYPES[config.model.dtype]
     is_guided = adapter.is_guided(sampling)
+    images, samplings = _given(prompts, adapter, config)
 
     tensors = {}
     with adapter.prompt_encoder(dtype=dtype, device=device) as encode_texts:
@@ -168,14 +176,12 @@ def _encode(
             if is_guided:
                 texts["negative_"] = prompt.negative_text
             for side, text in texts.items():
-                embeds, mask = encode_texts([text])
-                tensors[f"{index}.{side}prompt_embeds"] = embeds
-                tensors[f"{index}.{side}prompt_mask"] = mask
+                for name, value in encode_texts([text], [images[index]]).items():
+                    tensors[f"{index}.{side}{name}"] = value
 
     if sampling.images:
         with adapter.image_encoder(dtype=dtype, device=device) as encode_images:
-            for index, prompt in enumerate(prompts):
-                images = map(torch.tensor, given_images(prompt.images, sampling, adapter))
-                latents_1LC = adapter.image_latents(encode_images, [*images], sampling)
+            for index, sized in enumerate(samplings):
+                latents_1LC = adapter.image_latents(encode_images, images[index], sized)
                 tensors[f"{index}.{IMAGE_LATENTS}"] = latents_1LC.cpu()
     return save({name: tensor.contiguous() for name, tensor in tensors.items()})

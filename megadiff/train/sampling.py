@@ -174,23 +174,19 @@ def for_replica(request: RolloutRequest, adapter: ModelAdapter) -> RolloutReques
     if not request.sampling.images:
         return replace(request, prompt=prompt)
     try:
-        images = given_images(request.prompt.images, request.sampling, adapter)
+        images, sampling = given_images(request.prompt.images, request.sampling, adapter)
     except ValueError as error:
         raise ValueError(f"prompt {prompt.id} ({prompt.text[:60]!r}): {error}") from error
-    sizes = tuple(image.shape[:2] for image in images)
-    return replace(
-        request,
-        prompt=prompt,
-        sampling=replace(request.sampling, images=sizes),
-        images=tuple(image.tobytes() for image in images),
-    )
+    pixels = tuple(image.tobytes() for image in images)
+    return replace(request, prompt=prompt, sampling=sampling, images=pixels)
 
 
 def given_images(
     files: Sequence[str], sampling: Sampling, adapter: ModelAdapter
-) -> list[np.ndarray]:
-    """Read a prompt's images, uint8 [H, W, 3] each, of the sizes at which the VAE encodes them.
+) -> tuple[list[np.ndarray], Sampling]:
+    """Read a prompt's images, uint8 [H, W, 3] each, scaled to what the VAE encodes.
 
+    Returns them, and the sampling with their sizes.
     Raises ValueError for a file that is no readable image, and for sizes that the model refuses.
     """
     images = []
@@ -198,12 +194,12 @@ def given_images(
         pixels_HWC = read_image(file)
         height, width = adapter.image_size(*pixels_HWC.shape[:2], sampling)
         images.append(scale(pixels_HWC, height, width))
-    sizes = tuple(image.shape[:2] for image in images)
+    sampling = replace(sampling, images=tuple(image.shape[:2] for image in images))
     try:
-        adapter.validate(replace(sampling, images=sizes))
+        adapter.validate(sampling)
     except ValueError as error:
         raise ValueError(f"{', '.join(files)}: {error}") from error
-    return images
+    return images, sampling
 
 
 def broadcast_groups(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:
