@@ -72,6 +72,7 @@ class ModelJob:
                 key: cast(stored, _chosen_dtype(dtype, component.tensors[key].meta.dtype))
                 for key, stored in tensors.items()
             }
+            self._tensors[name] |= component.constants
 
         self.num_bytes = sum(map(total_bytes, self._tensors.values()))
         self._rest = rest_of(self._base)
@@ -108,8 +109,8 @@ class ModelJob:
                 )
 
         tensors: StoredTensors = {}
-        for name, component in open_model(folder).components.items():
-            tensors |= prefixed(f"{name}.", component.tensors)
+        for name, component in open_model(folder, self._base.family).components.items():
+            tensors |= prefixed(f"{name}.", component.tensors | component.constants)
         return tensors
 
 
@@ -191,8 +192,9 @@ class CheckpointJob:
     def _config(self) -> dict[str, object]:
         """Return the run's config with what is now another; of a diffusers source just that."""
         tp = len(self._boxes) if self._backend == "megatron" else 1
+        base = _needed_base(self._source)
         changes: dict[str, dict[str, object]] = {
-            "model": {"path": str(_needed_base(self._source).home.resolve())},
+            "model": {"path": str(base.home.resolve()), "family": base.family},
             "engine": {"backend": self._backend},
             # dp 0 takes what sp and tp leave of the ranks that start from it.
             "parallel": {"dp": 0, "dp_replicate": 1, "sp": 1, "tp": tp},

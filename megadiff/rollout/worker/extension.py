@@ -24,7 +24,6 @@ from vllm_omni.platforms import current_omni_platform
 
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_stop import check_stop
-from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.plan import is_lora, module_of
@@ -103,7 +102,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         pipeline = self._pipeline
         # Shapes alone: FP8 copies may have taken the weights' memory already.
         views = self._views(meta=True)
-        rows = folder_manifest(Path(pipeline.od_config.model), self._components, dtype="float32")
+        rows = folder_manifest(
+            Path(pipeline.od_config.model),
+            self._components,
+            dtype="float32",
+            constants=pipeline.adapter.plan.constants,
+        )
         difference = views.keys() ^ rows.keys()
         if difference:
             raise ValueError(
@@ -302,9 +306,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def _components(self) -> tuple[str, ...]:
         return self._pipeline.policy_components
 
-    @cached_property
+    @property
     def _adapter(self) -> ModelAdapter:
-        return build_adapter(Path(self._pipeline.od_config.model))
+        return self._pipeline.adapter
 
     @cached_property
     def _places(self) -> ServedPlaces:
