@@ -81,8 +81,8 @@ def unlike_prompts(
     samplings: of each prompt, with its images' sizes.
     """
     # columns stay here: they may be no JSON, and only rewards read them
-    alike = []
-    others = []
+    alike: list[Prompt] = []
+    others: list[Prompt] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         (alike if sampling == samplings[0] else others).append(replace(prompt, fields={}))
 
