@@ -25,6 +25,8 @@ from megadiff.types import Shape
 FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
+    "megadiff.models.sd3.adapter:SD3Adapter",
+    "megadiff.models.z_image.adapter:ZImageAdapter",
 )
 ENTRY_POINTS = "megadiff.families"
 # class attributes that have no default
