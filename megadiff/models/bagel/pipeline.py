@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 from vllm_omni.diffusion.models.bagel import bagel_transformer, pipeline_bagel
 from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
-from megadiff.diffusion.noise import seed_of
+from megadiff.diffusion.noise import group_key, seed_of
+from megadiff.models.adapter import Images
 from megadiff.models.bagel.plan import SERVED_NAMES
-from megadiff.models.pipeline_base import RolloutPipelineMixin
+from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.tensors.model_files import read_json
-from megadiff.types import Sampling, Tensors
+from megadiff.types import RolloutRequest, Tensors
 
 CORE = ("time_embedder", "vae2llm", "llm2vae", "latent_pos_embed")  # beside the language model
 LANGUAGE_MODEL = "language_model.model."
@@ -32,7 +32,6 @@ PUBLISHED_VAE = pipeline_bagel.default_ae_params()
 
 class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
     served_names = SERVED_NAMES
-    thinks = True
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         compute_in(od_config.dtype, Path(od_config.model))
@@ -57,18 +56,28 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         """Load a checkpoint's tensors, or pushed ones under the trainer's names."""
         return super().load_weights((_stored_name(name), tensor) for name, tensor in weights)
 
-    def encode(self, texts: Sequence[str], images: Sequence[Any] = ()) -> Tensors:
+    def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
         """Return prompt_ids [B, T] and prompt_mask [B, T]: BAGEL's text encoder is itself."""
         # of the call before; a text's keys and values take 57 KB a token
         self._prefills = {}
         return padded([self._token_ids(text) for text in texts])
 
-    def think(self, text: str, sampling: Sampling, key: str) -> tuple[list[int], str]:
-        """Return the ids of the prompt and of what the model writes about it, and that text.
+    def think(self, requests: Sequence[RolloutRequest]) -> tuple[Tensors, list[str]]:
+        """Let the model write about each prompt; a group's samples share one text."""
+        rows = []
+        texts = []
+        for request in requests:
+            ids = self._token_ids(request.prompt.text)
+            written = self._written(ids, request)
+            rows.append(ids + written)
+            # the first is the mark that a text begins with
+            texts.append(self.tokenizer.decode(written[1:]))
+        return padded(rows), texts
 
-        key: the group's randomness, so that a text is the same in any call.
-        """
-        ids = self._token_ids(text)
+    def _written(self, ids: list[int], request: RolloutRequest) -> list[int]:
+        """Sample what follows the prompt. A group's text is the same in any call."""
+        key = group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
+        sampling = request.sampling
         start = self.bagel.prepare_start_tokens([len(ids)], [len(ids)], self.new_token_ids)
         devices = [self.device] if self.device.type == "cuda" else []
         with (
@@ -76,24 +85,21 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
             _autocast(self.device.type, dtype=self.od_config.dtype),
         ):
             torch.manual_seed(seed_of(f"{key}/think"))
-            written = self.bagel.generate_text(
+            written_TB = self.bagel.generate_text(
                 past_key_values=self._prefill(tuple(ids)),
                 max_length=sampling.think_tokens,
                 do_sample=sampling.think_temperature > 0,
                 temperature=sampling.think_temperature or 1.0,
                 end_token_id=self.new_token_ids["eos_token_id"],
                 **{name: tensor.to(self.device) for name, tensor in start.items()},
-            )[:, 0].tolist()
-        # generating went on in the prompt's own keys and values
-        self._prefills.clear()
-        # the first is the mark that a text begins with
-        return ids + written, self.tokenizer.decode(written[1:])
+            )
+        # the text went on in the prompt's own keys and values
+        self._prefills = {}
+        return written_TB[:, 0].tolist()
 
-    def transformer_call(self, component: str) -> Any:
+    def transformer_call(self, component: str) -> TransformerCall:
         """Return what takes the arguments of the trainer's module."""
-        call = partial(self._velocity)
-        call.dtype = self.od_config.dtype  # type: ignore[attr-defined]  # as a module has it
-        return call
+        return TransformerCall(forward=self._velocity, dtype=self.od_config.dtype)
 
     def _velocity(
         self,
@@ -151,6 +157,9 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         return self._prefills[ids]
 
     def _token_ids(self, text: str) -> list[int]:
+        """Return a prompt's ids with its marks; none of a blank one, as BAGEL was trained."""
+        if not text.strip():
+            return []
         packed, _, _ = self.bagel.prepare_prompts(
             [0], [0], [text], self.tokenizer, self.new_token_ids
         )
