@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion.guidance import clamped_cfg
-from megadiff.diffusion.schedule import wan_shift, wan_sigmas
+from megadiff.diffusion.schedule import static_shift, wan_sigmas
 from megadiff.models.adapter import (
     Conditioning,
     ModelAdapter,
@@ -123,7 +123,7 @@ class BagelAdapter(ModelAdapter):
         return wan_sigmas(sampling.num_inference_steps, flow_shift=FLOW_SHIFT)
 
     def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
-        return wan_shift(sigmas, flow_shift=FLOW_SHIFT)
+        return static_shift(sigmas, shift=FLOW_SHIFT)
 
     def num_passes(self, component: str, sampling: Sampling) -> int:
         return 2 if sampling.guidance_scale > 1 else 1
