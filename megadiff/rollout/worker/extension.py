@@ -106,7 +106,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             Path(pipeline.od_config.model),
             self._components,
             dtype="float32",
-            constants=pipeline.adapter.plan.constants,
+            plan=pipeline.adapter.plan,
         )
         difference = views.keys() ^ rows.keys()
         if difference:
