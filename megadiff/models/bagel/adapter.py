@@ -39,7 +39,7 @@ class BagelAdapter(ModelAdapter):
     """Train the generation expert; the understanding expert is frozen.
 
     That is exact: text is causal and comes first, so that it never depends on a trained weight.
-    A conditioning has ids: the prompt's between its two marks, then the image's two marks. An empty
+    A conditioning has ids: the prompt's between its two marks, then the image's two marks. A blank
     negative text is the image's marks alone, the branch without a prompt.
     """
 
@@ -47,6 +47,9 @@ class BagelAdapter(ModelAdapter):
     pipeline_class = "BagelForConditionalGeneration"  # of config.json, as there is no index
     transformer_class = "BagelTransformer"
     rollout_pipeline = "megadiff.models.bagel.pipeline:BagelRolloutPipeline"
+    stage_topology = "bagel_single_stage"
+    stage_class = "BagelPipeline"
+    num_end_marks = NUM_MARKS
     components = ("transformer",)
     plan = PLAN
     # the decoder of FLUX.1, whose last levels have 128 channels
@@ -231,18 +234,24 @@ class BagelAdapter(ModelAdapter):
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> dict[str, Tensor]:
     """Return prompt_ids and prompt_mask [B, tokens], as BagelPipeline makes the ids.
 
-    A text is between its marks; the image's marks follow, which are all of an empty text.
+    A text is between its marks; the image's marks follow, which are all of a blank text.
     """
     start, end, *image_marks = tokenizer.convert_tokens_to_ids(list(MARKS))
     rows = []
     for text in texts:
-        ids = [start, *tokenizer.encode(text, add_special_tokens=False), end] if text else []
+        ids = (
+            [start, *tokenizer.encode(text, add_special_tokens=False), end] if text.strip() else []
+        )
         rows.append([*ids, *image_marks])
+    return padded(rows)
+
+
+def padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return prompt_ids [B, tokens] int64 and prompt_mask [B, tokens] bool of rows of ids."""
     width = max(map(len, rows))
-    padded = [ids + [0] * (width - len(ids)) for ids in rows]
     lengths = torch.tensor([len(ids) for ids in rows])
     return {
-        "prompt_ids": torch.tensor(padded),
+        "prompt_ids": torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in rows]),
         "prompt_mask": torch.arange(width) < lengths[:, None],
     }
 

@@ -19,6 +19,8 @@ from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
 from megadiff.diffusion.noise import group_key, seed_of
 from megadiff.models.adapter import Images
+from megadiff.models.bagel.adapter import encode_texts, padded
+from megadiff.models.bagel.attention import NUM_MARKS
 from megadiff.models.bagel.plan import SERVED_NAMES
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.tensors.model_files import read_json
@@ -57,19 +59,19 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         return super().load_weights((_stored_name(name), tensor) for name, tensor in weights)
 
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        """Return prompt_ids [B, T] and prompt_mask [B, T]: BAGEL's text encoder is itself."""
         # of the call before; a text's keys and values take 57 KB a token
         self._prefills = {}
-        return padded([self._token_ids(text) for text in texts])
+        return encode_texts(self.tokenizer, texts)
 
     def think(self, requests: Sequence[RolloutRequest]) -> tuple[Tensors, list[str]]:
         """Let the model write about each prompt; a group's samples share one text."""
         rows = []
         texts = []
         for request in requests:
-            ids = self._token_ids(request.prompt.text)
-            written = self._written(ids, request)
-            rows.append(ids + written)
+            ids = encode_texts(self.tokenizer, [request.prompt.text])["prompt_ids"][0].tolist()
+            prompt = ids[:-NUM_MARKS]
+            written = self._written(prompt, request)
+            rows.append([*prompt, *written, *ids[-NUM_MARKS:]])
             # the first is the mark that a text begins with
             texts.append(self.tokenizer.decode(written[1:]))
         return padded(rows), texts
@@ -156,15 +158,6 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
             self._prefills[ids] = cache
         return self._prefills[ids]
 
-    def _token_ids(self, text: str) -> list[int]:
-        """Return a prompt's ids with its marks; none of a blank one, as BAGEL was trained."""
-        if not text.strip():
-            return []
-        packed, _, _ = self.bagel.prepare_prompts(
-            [0], [0], [text], self.tokenizer, self.new_token_ids
-        )
-        return packed["packed_text_ids"].tolist()
-
 
 class TorchBut:
     """Stand for `torch` in a module of vllm-omni's, but for the names given."""
@@ -191,15 +184,6 @@ def compute_in(dtype: torch.dtype, model: Path) -> None:
 
 def _autocast(device_type: str, *, dtype: torch.dtype, enabled: bool = True) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32)
-
-
-def padded(rows: Sequence[Sequence[int]]) -> Tensors:
-    """Return prompt_ids [B, T] int64 and prompt_mask [B, T] bool of rows of different lengths."""
-    width = max(map(len, rows))
-    return {
-        "prompt_ids": torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]),
-        "prompt_mask": torch.tensor([[index < len(row) for index in range(width)] for row in rows]),
-    }
 
 
 def _stored_name(name: str) -> str:
