@@ -69,6 +69,7 @@ class ModelAdapter(Protocol):
     plan: how a transformer is sharded. decoding: how many samples the VAE decodes at once.
     frames_per_s: at which its videos are played. max_prompt_tokens: longer texts are refused.
     transformer_class, vae_class: their names in diffusers. tokenizer_class: in transformers.
+    stage_topology: vllm-omni's name of the model in one stage, where it knows it in several too.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -90,6 +91,7 @@ class ModelAdapter(Protocol):
     decoding: Decoding
     frames_per_s: int
     max_prompt_tokens: int
+    stage_topology: ClassVar[str] = ""
     veomni_splits_tokens: bool
     transformer_class: str
     vae_class: str

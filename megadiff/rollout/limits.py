@@ -30,6 +30,7 @@ class Limits:
     pixels: int = 2**29
     num_inference_steps: int = 1000
     prompt_chars: int = 2000
+    think_tokens: int = 4096
     json_bytes: int = 64 * 2**20  # 40 first frames of 480x832
     bucket_bytes: int = 8 * 2**30
     images: int = 10

@@ -18,6 +18,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.base import RewardContext
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.stages import thinking
 from megadiff.rollout.wire import decode_groups, encode_groups
 from megadiff.types import Prompt, PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
@@ -26,10 +27,14 @@ Rewards = dict[str, Tensor]
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
-    """Return how every group of the run is sampled: by the keys that Sampling has as well."""
+    """Return how every group of the run is sampled: by the keys that Sampling has as well.
+
+    The stage configuration says how the model thinks first.
+    """
     names = {field.name for field in fields(Sampling)} & vars(config).keys()
     keys = {name: getattr(config, name) for name in names}
     low, high = config.sde_window_range  # validate() has refused a range of other than two numbers
+    keys |= thinking(config.stage_config)
     return Sampling(**keys | {"sde_window_range": (low, high)})
 
 

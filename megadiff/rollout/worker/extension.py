@@ -292,7 +292,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return {
             # the name before LoRA wrapped the layer
             name.replace(f".{WRAPPED}.", "."): tensor
-            for name, tensor in self._pipeline.named_parameters()
+            for name, tensor in self._pipeline.policy_parameters()
             if (name.partition(".")[0] in self._components) == pushed
         }
 
