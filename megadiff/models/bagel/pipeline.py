@@ -40,6 +40,9 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         super().__init__(od_config=od_config, prefix=prefix)
         self._prefills: dict[tuple[int, ...], NaiveCache] = {}
 
+    def set_progress_bar_config(self, **settings: Any) -> None:
+        """Do nothing: BAGEL's stock loop shows no bar."""
+
     def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by the trainer's names; vllm-omni has two modules for one transformer.
 
