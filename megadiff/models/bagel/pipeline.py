@@ -19,6 +19,7 @@ from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
 from megadiff.diffusion.noise import group_key, seed_of
 from megadiff.models.adapter import Images
+from megadiff.models.bagel.adapter import encode_texts, with_image_marks
 from megadiff.models.bagel.plan import SERVED_NAMES
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.tensors.model_files import read_json
@@ -60,7 +61,7 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         """Return prompt_ids [B, T] and prompt_mask [B, T]: BAGEL's text encoder is itself."""
         # of the call before; a text's keys and values take 57 KB a token
         self._prefills = {}
-        return padded([self._token_ids(text) for text in texts])
+        return encode_texts(self.tokenizer, texts)
 
     def think(self, requests: Sequence[RolloutRequest]) -> tuple[Tensors, list[str]]:
         """Let the model write about each prompt; a group's samples share one text."""
@@ -72,7 +73,7 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
             rows.append(ids + written)
             # the first is the mark that a text begins with
             texts.append(self.tokenizer.decode(written[1:]))
-        return padded(rows), texts
+        return with_image_marks(self.tokenizer, rows), texts
 
     def _written(self, ids: list[int], request: RolloutRequest) -> list[int]:
         """Sample what follows the prompt. A group's text is the same in any call."""
@@ -191,15 +192,6 @@ def compute_in(dtype: torch.dtype, model: Path) -> None:
 
 def _autocast(device_type: str, *, dtype: torch.dtype, enabled: bool = True) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32)
-
-
-def padded(rows: Sequence[Sequence[int]]) -> Tensors:
-    """Return prompt_ids [B, T] int64 and prompt_mask [B, T] bool of rows of different lengths."""
-    width = max(map(len, rows))
-    return {
-        "prompt_ids": torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]),
-        "prompt_mask": torch.tensor([[index < len(row) for index in range(width)] for row in rows]),
-    }
 
 
 def _stored_name(name: str) -> str:
