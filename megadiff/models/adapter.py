@@ -100,6 +100,7 @@ class ModelAdapter(Protocol):
     transformer_class: str
     vae_class: str
     tokenizer_class: str
+    tokenizer_folder: str = "tokenizer"
 
     @classmethod
     def recognises(cls, folder: Path, index: Index) -> bool:
@@ -182,7 +183,7 @@ class ModelAdapter(Protocol):
         import transformers
 
         tokenizer = getattr(transformers, self.tokenizer_class).from_pretrained(
-            self.model_folder / "tokenizer"
+            self.model_folder / self.tokenizer_folder
         )
 
         for text in long:

@@ -25,6 +25,7 @@ from megadiff.types import Shape
 FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
+    "megadiff.models.bagel.adapter:BagelAdapter",
 )
 ENTRY_POINTS = "megadiff.families"
 # class attributes that have no default

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,15 @@ from megadiff.models.adapter import (
     ModelAdapter,
     PromptEncoder,
     check_pixels,
+    text_of_side,
 )
 from megadiff.models.bagel.attention import NUM_MARKS
 from megadiff.models.bagel.plan import PLAN
 from megadiff.models.bagel.transformer import BagelSizes, BagelTransformer
 from megadiff.models.decoding import Decoding, TokenCount
-from megadiff.tensors.model_files import read_json
+from megadiff.models.packing import TokenGrid
+from megadiff.models.pipeline_folder import Index
+from megadiff.tensors.model_files import ROOT_FILE, open_weights, read_json
 from megadiff.types import Sampling
 
 if TYPE_CHECKING:
@@ -32,7 +35,9 @@ VAE_FACTOR = 8
 FLOW_SHIFT = 3.0  # BagelPipeline's timestep_shift for images
 # sigmas above which BagelPipeline guides, by its own default
 GUIDED_ABOVE = 0.4
-MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+SETTINGS = ("vit_config.json", "preprocessor_config.json", "tokenizer_config.json")
+TEXT_MARKS = ("<|im_start|>", "<|im_end|>")
+IMAGE_MARKS = ("<|vision_start|>", "<|vision_end|>")
 
 
 class BagelAdapter(ModelAdapter):
@@ -57,7 +62,7 @@ class BagelAdapter(ModelAdapter):
     frames_per_s = 1
     veomni_splits_tokens = False
     max_prompt_tokens = 1024
-    vae_class = "AutoencoderKL"
+    vae_class = "AutoencoderKL"  # unused: ae.safetensors is not in diffusers' layout
     tokenizer_class = "Qwen2Tokenizer"
     tokenizer_folder = "."
 
@@ -72,14 +77,29 @@ class BagelAdapter(ModelAdapter):
         self.pixels_per_token = VAE_FACTOR * self.sizes.patch
 
     @classmethod
-    def recognises(cls, folder: Path, index: Mapping[str, object]) -> bool:
-        """Tell by config.json, as the root has no model_index.json."""
+    def recognises(cls, folder: Path, index: Index) -> bool:
         config = folder / "config.json"
         return (
             not index
             and config.is_file()
             and (read_json(config).get("architectures") == [cls.pipeline_class])
         )
+
+    @classmethod
+    def folder_problems(cls, folder: Path, index: Index) -> Iterator[str]:
+        try:
+            for name in SETTINGS:
+                read_json(folder / name)
+            BagelSizes.read(folder)
+            for name in (ROOT_FILE, "ae.safetensors"):
+                open_weights(folder / name)
+        except ValueError as error:
+            yield str(error)
+
+    @classmethod
+    def component_configs(cls, folder: Path, index: Index) -> dict[str, Path]:
+        # BagelSizes.read checks the sizes, which two files of the root have
+        return {}
 
     def component_of(self, sigma: float) -> str:
         return self.components[0]
@@ -114,12 +134,14 @@ class BagelAdapter(ModelAdapter):
                 f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more"
             )
 
-    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
-        rows, columns = self._grid(sampling)
-        return rows * columns, self.sizes.patch**2 * self.sizes.latent_channels
+    def grid(self, sampling: Sampling) -> TokenGrid:
+        rows, columns = (
+            size // self.pixels_per_token for size in (sampling.height, sampling.width)
+        )
+        return TokenGrid(frames=1, rows=rows, columns=columns)
 
-    def _grid(self, sampling: Sampling) -> tuple[int, int]:
-        return sampling.height // self.pixels_per_token, sampling.width // self.pixels_per_token
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        return self.grid(sampling).num_tokens, self.sizes.patch**2 * self.sizes.latent_channels
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """Return [T+1] float32 sigmas: T steps are BagelPipeline's num_timesteps = T + 1."""
@@ -147,16 +169,17 @@ class BagelAdapter(ModelAdapter):
         under guidance. Masks on the CPU save a device synchronisation.
         """
         device = latents_BLC.device
-        rows, columns = self._grid(sampling)
-        cells = torch.arange(rows)[:, None] * self.sizes.table_side + torch.arange(columns)
+        grid = self.grid(sampling)
+        columns = torch.arange(grid.columns)
+        cells = torch.arange(grid.rows)[:, None] * self.sizes.table_side + columns
 
         def one_pass(prefix: str) -> Tensor:
-            context = _context(conditioning, prefix)
+            context = _context(**text_of_side(conditioning, prefix, device))
             (velocity_BLC,) = transformer(
                 hidden_states=latents_BLC.to(transformer.dtype),
                 timestep=sigma_B.float().to(device),
                 position_ids=cells.flatten().expand(len(latents_BLC), -1).to(device),
-                **{name: value.to(device) for name, value in context.items()},
+                **context,
             )
             return velocity_BLC.float()
 
@@ -204,7 +227,9 @@ class BagelAdapter(ModelAdapter):
     def unpack(self, latents_BLC: Tensor, sampling: Sampling) -> Tensor:
         """Return [B, C, H, W]. A token's numbers are (row, column, channel) of its patch."""
         patch = self.sizes.patch
-        latents = latents_BLC.unflatten(2, (patch, patch, -1)).unflatten(1, self._grid(sampling))
+        grid = self.grid(sampling)
+        cells = grid.rows, grid.columns
+        latents = latents_BLC.unflatten(2, (patch, patch, -1)).unflatten(1, cells)
         return latents.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
     def blank_text(self, num_tokens: int) -> dict[str, Tensor]:
@@ -232,38 +257,36 @@ class BagelAdapter(ModelAdapter):
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> dict[str, Tensor]:
-    """Return prompt_ids and prompt_mask [B, tokens], as BagelPipeline makes the ids.
-
-    A text is between its marks; the image's marks follow, which are all of a blank text.
-    """
-    start, end, *image_marks = tokenizer.convert_tokens_to_ids(list(MARKS))
-    rows = []
+    """Encode texts as BagelPipeline does, each between its marks; a blank one has no tokens."""
+    start, end = tokenizer.convert_tokens_to_ids(list(TEXT_MARKS))
+    rows: list[list[int]] = []
     for text in texts:
-        ids = (
-            [start, *tokenizer.encode(text, add_special_tokens=False), end] if text.strip() else []
-        )
-        rows.append([*ids, *image_marks])
-    return padded(rows)
+        ids = [start, *tokenizer.encode(text, add_special_tokens=False), end]
+        rows.append(ids if text.strip() else [])
+    return with_image_marks(tokenizer, rows)
 
 
-def padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Return prompt_ids [B, tokens] int64 and prompt_mask [B, tokens] bool of rows of ids."""
-    width = max(map(len, rows))
-    lengths = torch.tensor([len(ids) for ids in rows])
+def with_image_marks(tokenizer: Any, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return prompt_ids and prompt_mask [B, tokens]: each row's ids, then the image's two marks."""
+    marks = tokenizer.convert_tokens_to_ids(list(IMAGE_MARKS))
+    width = max(map(len, rows)) + NUM_MARKS
+    padded = [[*ids, *marks, *[0] * (width - NUM_MARKS - len(ids))] for ids in rows]
+    lengths_B = torch.tensor([len(ids) + NUM_MARKS for ids in rows])
     return {
-        "prompt_ids": torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in rows]),
-        "prompt_mask": torch.arange(width) < lengths[:, None],
+        "prompt_ids": torch.tensor(padded),
+        "prompt_mask": torch.arange(width) < lengths_B[:, None],
     }
 
 
-def _context(conditioning: Conditioning, prefix: str) -> dict[str, Tensor]:
+def _context(prompt_ids: Tensor, prompt_mask: Tensor) -> dict[str, Tensor]:
     """Return forward's arguments of a text: prompts padded to the longest, then the two marks."""
-    ids_BT = conditioning[f"{prefix}prompt_ids"]
-    lengths_B = conditioning[f"{prefix}prompt_mask"].sum(dim=1) - NUM_MARKS
+    lengths_B = prompt_mask.sum(dim=1) - NUM_MARKS
     width = int(lengths_B.max())
     # a row's marks come right behind its own text
-    marks = lengths_B.to(ids_BT.device)[:, None] + torch.arange(NUM_MARKS, device=ids_BT.device)
+    marks_B2 = lengths_B[:, None] + torch.arange(NUM_MARKS, device=lengths_B.device)
+    marks_ids = prompt_ids.gather(1, marks_B2.to(prompt_ids.device))
+    mask_BT = torch.arange(width, device=lengths_B.device) < lengths_B[:, None]
     return {
-        "context_ids": torch.cat([ids_BT[:, :width], ids_BT.gather(1, marks)], dim=1),
-        "prompt_mask": torch.arange(width, device=lengths_B.device) < lengths_B[:, None],
+        "context_ids": torch.cat([prompt_ids[:, :width], marks_ids], dim=1),
+        "prompt_mask": mask_BT.to(prompt_ids.device, non_blocking=True),
     }

@@ -19,7 +19,7 @@ from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
 from megadiff.diffusion.noise import group_key, seed_of
 from megadiff.models.adapter import Images
-from megadiff.models.bagel.adapter import encode_texts, padded
+from megadiff.models.bagel.adapter import encode_texts, with_image_marks
 from megadiff.models.bagel.attention import NUM_MARKS
 from megadiff.models.bagel.plan import SERVED_NAMES
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
@@ -71,13 +71,13 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         rows = []
         texts = []
         for request in requests:
-            ids = encode_texts(self.tokenizer, [request.prompt.text])["prompt_ids"][0].tolist()
-            prompt = ids[:-NUM_MARKS]
+            encoded = encode_texts(self.tokenizer, [request.prompt.text])
+            prompt = encoded["prompt_ids"][0, :-NUM_MARKS].tolist()
             written = self._written(prompt, request)
-            rows.append([*prompt, *written, *ids[-NUM_MARKS:]])
+            rows.append(prompt + written)
             # the first is the mark that a text begins with
             texts.append(self.tokenizer.decode(written[1:]))
-        return padded(rows), texts
+        return with_image_marks(self.tokenizer, rows), texts
 
     def _written(self, ids: list[int], request: RolloutRequest) -> list[int]:
         """Sample what follows the prompt. A group's text is the same in any call."""

@@ -23,6 +23,7 @@ from megadiff.tensors.model_files import read_json
 
 GENERATION = "_moe_gen"  # the end of the generation expert's names; the other expert's have none
 FREQUENCIES = 256  # of the timestep's embedding
+LARGEST_SIZE = 1 << 18  # a module with 10**9 layers would be built without end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class BagelSizes:
         config = read_json(folder / "config.json")
         language = read_json(folder / "llm_config.json")
         try:
-            return cls(
+            sizes = cls(
                 width=language["hidden_size"],
                 mlp_width=language["intermediate_size"],
                 num_layers=language["num_hidden_layers"],
@@ -72,6 +73,22 @@ class BagelSizes:
             raise ValueError(
                 f"{folder}: config.json and llm_config.json lack {error}; fetch them again"
             ) from error
+        for name in (
+            "width",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "vocabulary",
+            "table_side",
+        ):
+            size = getattr(sizes, name)
+            # type(): isinstance takes JSON's true for 1
+            if type(size) is not int or not 0 < size <= LARGEST_SIZE:
+                raise ValueError(
+                    f"{folder} has {name}={size!r}, not a whole number from 1 to {LARGEST_SIZE}; "
+                    "fetch config.json and llm_config.json again"
+                )
+        return sizes
 
 
 class RMSNorm(nn.Module):
