@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megadiff.models.served_names import Segments, ServedNames
 from megadiff.parallel.plan import ParallelPlan
 
 PLAN = ParallelPlan(
@@ -41,14 +44,21 @@ PLAN = ParallelPlan(
     lora_targets=("layers.*.mlp_moe_gen.*",),
 )
 
-SERVED_NAMES = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.qkv_proj.gen_exp": (
-        "self_attn.q_proj_moe_gen",
-        "self_attn.k_proj_moe_gen",
-        "self_attn.v_proj_moe_gen",
-    ),
-    "self_attn.o_proj.gen_exp": ("self_attn.o_proj_moe_gen",),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp_moe_gen.gate_up_proj": ("mlp_moe_gen.gate_proj", "mlp_moe_gen.up_proj"),
-}
+# norms that vllm-omni keeps both experts' weights in
+NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
+
+
+def served_names(num_heads: int, num_kv_heads: int) -> ServedNames:
+    """Return where vllm-omni has each weight. Keys and values have fewer heads than queries."""
+    parts = (num_heads, num_kv_heads, num_kv_heads)
+    names: dict[str, Sequence[str] | Segments] = {
+        f"{norm}.gen_weight": (f"{norm}_moe_gen.weight",) for norm in NORMS
+    }
+    for served, expert in (("qkv_proj", ""), ("qkv_proj.gen_exp", "_moe_gen")):
+        names[f"self_attn.{served}"] = Segments(
+            names=tuple(f"self_attn.{name}_proj{expert}" for name in "qkv"), parts=parts
+        )
+    names["self_attn.o_proj.gen_exp"] = ("self_attn.o_proj_moe_gen",)
+    for mlp in ("mlp", "mlp_moe_gen"):
+        names[f"{mlp}.gate_up_proj"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    return names
