@@ -91,6 +91,8 @@ class Sampling:
     sde_window_range: [low, high) in step indices.
     same_noise: a group's samples begin with one noise, and differ from the window's first step on.
     ode_solver: of steps after the window, and of all steps without one; those before it are Euler.
+    think_tokens: the model writes at most as many about the prompt before it draws; 0 writes none.
+    think_temperature: of that text; 0 takes the likeliest token. The stage configuration has both.
     """
 
     height: int
@@ -109,6 +111,9 @@ class Sampling:
     sde_window_range: tuple[int, int] = (0, 5)
     same_noise: bool = False
     ode_solver: str = "euler"
+
+    think_tokens: int = 0
+    think_temperature: float = 0.0
 
     # Of the states as they are stored: log_probs are taken from these.
     latents_dtype: str = "float32"
@@ -154,6 +159,7 @@ class RolloutGroup:
     bool, negative_* under guidance, and image_latents [1, tokens, C] float32, clean, where images
     are given.
     policy_version: the weights that sampled it. replica: the name of who sampled it.
+    thought: what the model wrote about the prompt before it drew; its tokens are in conditioning.
     """
 
     prompt: Prompt
@@ -168,6 +174,7 @@ class RolloutGroup:
     conditioning: Mapping[str, Tensor]
     policy_version: int
     replica: str
+    thought: str = ""
 
     @property
     def num_forwards(self) -> int:

@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
         fleet = _replica(options, model, Path(scratch), mesh, stack)
         adapter = build_adapter(model)
         manifest = folder_manifest(
-            model, adapter.components, dtype=options.dtype, constants=adapter.plan.constants
+            model, adapter.components, dtype=options.dtype, plan=adapter.plan
         )
         names = dict.fromkeys(name.partition(".")[2] for name in manifest)
         spec = lora_spec(LoraConfig(rank=options.lora_rank), adapter.plan, names)

@@ -46,7 +46,7 @@ def write_folder(
     """
     parts = {**networks, "tokenizer": tokenizer, "scheduler": scheduler, **(more_tokenizers or {})}
     index = {"_class_name": class_name, "_diffusers_version": diffusers.__version__}
-    with _written_aside(out) as folder:
+    with written_aside(out) as folder:
         for network in networks.values():
             if network.dtype != DTYPES[dtype]:
                 network.to(DTYPES[dtype])
@@ -59,7 +59,8 @@ def write_folder(
 
 
 @contextmanager
-def _written_aside(out: Path) -> Iterator[Path]:
+def written_aside(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` at the end, or is removed after an error."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; remove it or name another one")
     aside = out.parent / f".{out.name}.writing-{os.getpid()}"

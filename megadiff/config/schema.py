@@ -201,6 +201,11 @@ class RolloutConfig:
         at_least=0,
         at_most=1024,
     )
+    stage_config: str = key(
+        "",
+        "A stage configuration file of vllm-omni says how a replica runs, and whether the model "
+        "thinks first; empty takes the family's own.",
+    )
     registry: str = key(
         "", "Separate replicas announce themselves in this folder (`megadiff serve --registry`)."
     )

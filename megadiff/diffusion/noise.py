@@ -83,6 +83,11 @@ def uniform(shape: Shape, *, key: str) -> Tensor:
     return torch.from_numpy(_generator(key).random(shape, dtype=np.float32)).mul_(2).sub_(1)
 
 
+def seed_of(key: str) -> int:
+    """Return 63 bits for a generator of torch's own."""
+    return int.from_bytes(_digest(key)[:8], "little") >> 1
+
+
 def _generator(key: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(_digest(key), "little")))
 

@@ -68,7 +68,9 @@ class Engine(Protocol):
 
         They are in the rollout dtype, in buckets of at most bucket_bytes (one tensor may be
         larger), in the same order on every rank. All ranks iterate to the end. With LoRA these are
-        the frozen weights without it. components: whose to give; None gives all.
+        the frozen weights without it. Weights that the plan freezes have `~frozen` behind the
+        component (ParallelPlan.sent_names). components: whose to give, as they stand in front of
+        the names; None gives all.
         """
 
     def named_lora(self, bucket_bytes: int, components: Collection[str] | None = None) -> Buckets:

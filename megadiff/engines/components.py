@@ -120,9 +120,8 @@ class ComponentsEngine:
         self, bucket_bytes: int, components: Collection[str] | None, *, lora: bool
     ) -> Buckets:
         self._offload_idle()
-        for component, member in self.members.items():
-            if components is None or component in components:
-                yield from member.buckets(bucket_bytes, lora=lora)
+        for member in self.members.values():
+            yield from member.buckets(bucket_bytes, components, lora=lora)
 
     def mark_pushed(self) -> None:
         self.changed.clear()

@@ -80,14 +80,14 @@ class MegatronEngine(ShardedEngine):
         self._parameters = dict(transformer.named_parameters())
         self._is_outdated = False  # the weights, behind the masters
         frozen = is_frozen(config, component)
+        never_trained = adapter.plan.frozen_names(self._parameters)
+        trainable = {name: p for name, p in self._parameters.items() if name not in never_trained}
         self._is_mixed = config.engine.dtype != "float32" and not frozen
 
         if frozen:
             transformer.requires_grad_(False)
             # no update comes: no gradient buffers, and no masters beside the weights
-            self._ranges = {
-                name: whole_range(parameter) for name, parameter in self._parameters.items()
-            }
+            self._ranges = {name: whole_range(parameter) for name, parameter in trainable.items()}
             optimizer = build_adamw(config.optim, [])
         else:
             self._ddp = _build_ddp(transformer, mesh)
@@ -95,7 +95,7 @@ class MegatronEngine(ShardedEngine):
             with megatron_cpu.making_optimizer(mesh.device):
                 self._distributed = _build_optimizer(config, self._ddp, self._parameters)
             low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
-            self._ranges = flat_ranges(self._distributed, low_rank or self._parameters)
+            self._ranges = flat_ranges(self._distributed, low_rank or trainable)
             optimizer = self._distributed.optimizer
 
         if self._is_mixed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -134,13 +134,15 @@ class ShardedEngine(ComponentState):
         self._masters_changed()
         return Step(sums=sums, grad_norm=grad_norm)
 
-    def buckets(self, bucket_bytes: int, *, lora: bool) -> Buckets:
+    def buckets(self, bucket_bytes: int, groups: Collection[str] | None, *, lora: bool) -> Buckets:
         """Give LoRA's full tensors, or else the weights, as engines.base.Engine says."""
         dtype = DTYPES[self.config.model.dtype]
+        names = [name for name, _ in self.transformer.named_parameters() if is_lora(name) == lora]
+        sent_names = self.adapter.plan.sent_names(self.component, names)
         num_bytes = {
             name: math.prod(self._full_shape(name)) * dtype.itemsize
-            for name, _ in self.transformer.named_parameters()
-            if is_lora(name) == lora
+            for name in names
+            if groups is None or sent_names[name].partition(".")[0] in groups
         }
 
         with self._in_use():
@@ -149,8 +151,7 @@ class ShardedEngine(ComponentState):
                 bucket: list[tuple[str, Tensor]] = []
                 for run in runs({name: num_bytes[name] for name in bucket_names}, GATHERED_AT_ONCE):
                     tensors = self._full_weights(run, dtype)
-                    full_names = [f"{self.component}.{name}" for name in run]
-                    bucket += zip(full_names, tensors, strict=True)
+                    bucket += zip((sent_names[name] for name in run), tensors, strict=True)
                     del tensors
                 yield bucket
 

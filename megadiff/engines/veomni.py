@@ -95,7 +95,10 @@ class VeOmniEngine(ShardedEngine):
             shard = _shard(parameter, local(parameter))
             read_start(source, name, [shard], seed=config.seed)
 
-        masters = low_rank or self._parameters
+        never_trained = adapter.plan.frozen_names(self._parameters)
+        masters = low_rank or {
+            name: p for name, p in self._parameters.items() if name not in never_trained
+        }
         trained = {} if is_frozen(config, component) else masters
 
         self._fsdp_modules = [
@@ -247,12 +250,12 @@ def _build_transformer(
         model = adapter.empty_transformer(component)
 
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
-    frozen = is_frozen(config, component)
-    if adapters or frozen:
-        model.requires_grad_(not frozen)
+    parameters = dict(model.named_parameters())
+    is_whole = bool(adapters) or is_frozen(config, component)
+    for name in parameters if is_whole else plan.frozen_names(parameters):
         # frozen weights need no float32 masters
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        parameters[name].data = parameters[name].data.to(dtype)
+        parameters[name].requires_grad_(False)
     if adapters:
         adapt_linears(model, adapters)
 

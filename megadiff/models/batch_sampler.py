@@ -29,6 +29,7 @@ from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Tensors
 T = TypeVar("T", bound=Hashable)
 
 CONDITIONING_PREFIX = "conditioning."
+THOUGHT_PREFIX = "thought."  # then a group's index
 
 
 class BatchSampler:
@@ -44,6 +45,7 @@ class BatchSampler:
     requests: of equal sampling; their seed, step, prompt and number of samples may differ.
     schedule: [T+1] float32. token_shape: (L, C) of one sample's packed latents.
     conditioning: name → [P, tokens, …], padded, a row for each group; the pipeline sets it.
+    thoughts: what the model wrote about each group's prompt, where it did; set likewise.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class BatchSampler:
             self._initial_keys += initial_keys(keys, same_noise=self.sampling.same_noise)
         self.step_index = 0
         self.conditioning: Tensors = {}
+        self.thoughts: list[str] = []
 
         sizes_P = torch.tensor([len(request.sample_indices) for request in requests])
         self._group_N = torch.arange(len(requests)).repeat_interleave(sizes_P)
@@ -187,6 +190,9 @@ class BatchSampler:
             "pixels": pixels_NFHWC,
             **{CONDITIONING_PREFIX + name: tensor for name, tensor in self.conditioning.items()},
         }
+        for index, thought in enumerate(self.thoughts):
+            # a result is tensors alone
+            tensors[f"{THOUGHT_PREFIX}{index}"] = torch.tensor([*thought.encode()]).byte()
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def _rows_in_window(self, length: int) -> tuple[Tensor, Tensor]:
@@ -244,11 +250,17 @@ def split_groups(
             conditioning=_conditioning_row(result, index),
             policy_version=policy_version,
             replica=replica,
+            thought=_thought(result, index),
         )
         for index, (request, latents_GSLC, log_probs_GW, pixels_GFHWC) in enumerate(
             zip(requests, *columns, strict=True)
         )
     ]
+
+
+def _thought(result: Mapping[str, Tensor], index: int) -> str:
+    written = result.get(f"{THOUGHT_PREFIX}{index}")
+    return "" if written is None else bytes(written.tolist()).decode()
 
 
 def _conditioning_row(result: Mapping[str, Tensor], index: int) -> Tensors:

@@ -8,14 +8,14 @@ groups are the batch, and depend on nothing else that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
 from megadiff.models.batch_sampler import BatchSampler, distinct
@@ -80,6 +80,21 @@ class RolloutPipelineMixin:
         """Encode as the adapter's prompt_encoder does, by the pipeline's own networks."""
         raise NotImplementedError
 
+    def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters; those of the policy under their component's name."""
+        return self.named_parameters()  # type: ignore[attr-defined]  # a torch module
+
+    def think(self, requests: Sequence[RolloutRequest]) -> tuple[Tensors, list[str]]:
+        """Let the model write about each prompt before it draws.
+
+        Returns the conditioning in place of the prompts' own, [P, …] by name, and the texts.
+        Raises ValueError where it cannot, which is so by default.
+        """
+        raise ValueError(
+            f"think_tokens={requests[0].sampling.think_tokens}, but {self.adapter.title} writes no "
+            "text before it draws; send think_tokens=0"
+        )
+
     def transformer_call(self, component: str) -> TransformerCall:
         """Return the component's forward, with the arguments that the adapter gives it."""
         forward = self.get_submodule(component)  # type: ignore[attr-defined]  # a torch module
@@ -113,6 +128,9 @@ class RolloutPipelineMixin:
             device=self.device,
         )
         sampler.conditioning = self._encode_texts(requests) | self._encode_images(requests)
+        if sampling.think_tokens:
+            conditioning, sampler.thoughts = self.think(requests)
+            sampler.conditioning |= conditioning
         conditioning = {
             name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
         }

@@ -25,6 +25,7 @@ from megadiff.types import Shape
 FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
+    "megadiff.models.bagel.adapter:BagelAdapter",
     "megadiff.models.sd3.adapter:SD3Adapter",
     "megadiff.models.z_image.adapter:ZImageAdapter",
 )

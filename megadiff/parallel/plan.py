@@ -35,6 +35,8 @@ SHARDED_DIM: dict[str, dict[str, int]] = {
     "replicated": {},
 }
 LINEAR_KINDS = ("column", "row")  # that LoRA can wrap and FP8 can multiply
+# end of a component's name in front of its frozen weights when they are sent: a group of their own
+FROZEN = "~frozen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,9 @@ class ParallelPlan:
     features: arguments of forward that are cast to the model's dtype, tensors or lists of them.
     unused: modules whose output nobody reads, `{last}` being the index of its list's last block.
     Their weights get no gradient.
+    frozen: modules that forward uses and nothing trains. Their weights are in engine.dtype, without
+    master, optimizer state or LoRA. They are sent once, and read from the model folder ever after,
+    so that no checkpoint holds them.
     constants: buffers that checkpoints hold. Both sides read them from the model folder. They are
     never trained or sent, and in no manifest.
     lora_targets: modules that LoRA wraps (lora_modules).
@@ -87,6 +92,7 @@ class ParallelPlan:
     joint_stream: bool = False
     features: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     unused: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ()
@@ -195,21 +201,31 @@ class ParallelPlan:
             blocks, _, index = block.rpartition(".")
             last[blocks] = max(last.get(blocks, 0), int(index))
 
-        unused = set()
+        patterns = []
         for pattern in self.unused:
             blocks = pattern.partition(".{last}")[0]
-            pattern = pattern.replace("{last}", str(last.get(blocks, 0)))
-            unused |= {name for name in names if fnmatchcase(module_of(name), pattern)}
-        return unused
+            patterns.append(pattern.replace("{last}", str(last.get(blocks, 0))))
+        return _matched(names, patterns)
+
+    def frozen_names(self, names: Iterable[str]) -> set[str]:
+        """Return the parameters that are never trained, low-rank pairs left out."""
+        return _matched([name for name in names if not is_lora(name)], self.frozen)
+
+    def sent_names(self, component: str, names: Iterable[str]) -> dict[str, str]:
+        """Return parameter → its name on the way to replicas, with the component in front."""
+        names = list(names)
+        frozen = self.frozen_names(names)
+        return {name: f"{component}{FROZEN if name in frozen else ''}.{name}" for name in names}
 
     def lora_modules(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the modules that LoRA wraps, sorted: those of lora_targets but the unused ones.
+        """Return the modules that LoRA wraps, sorted: lora_targets without unused and frozen ones.
 
         names: of all parameters. Raises ValueError for a target that matches no module, or one
         that is neither a column nor a row linear.
         """
         kinds = self.kinds(name for name in names if not is_lora(name))
-        unused = self.unused_names(kinds)
+        # a LoRA beside a frozen weight would train it
+        left_out = self.unused_names(kinds) | self.frozen_names(kinds)
 
         modules: set[str] = set()
         for pattern in self.lora_targets:
@@ -226,7 +242,7 @@ class ParallelPlan:
                     f"{kinds[wrong[0]]}; LoRA wraps {' and '.join(LINEAR_KINDS)} linears only, "
                     "correct the plan"
                 )
-            modules |= {module_of(name) for name in matched - unused}
+            modules |= {module_of(name) for name in matched - left_out}
         return tuple(sorted(modules))
 
     def is_block(self, name: str) -> bool:
@@ -240,6 +256,14 @@ class ParallelPlan:
     def in_attention(self, name: str) -> bool:
         """Tell whether a module is inside an attention site."""
         return fnmatchcase(name, f"{self.attention}.*")
+
+
+def _matched(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    """Return the parameters whose module matches a pattern."""
+    patterns = list(patterns)
+    return {
+        name for name in names if any(fnmatchcase(module_of(name), pattern) for pattern in patterns)
+    }
 
 
 def is_lora(parameter: str) -> bool:

@@ -135,7 +135,7 @@ def parallelize(
     if axes.tp > 1 or fp8:
         _replace_linears(module, plan, placements, axes, config, adapters)
 
-    trained = placements.keys() - plan.unused_names(placements)
+    trained = placements.keys() - plan.unused_names(placements) - plan.frozen_names(placements)
     if adapters:
         trained = set(filter(is_lora, placements))
     _materialise(module, placements, mesh.device, dtype, trained=trained)

@@ -64,7 +64,13 @@ class ModelShape:
         if self.lora:
             return dict(self.lora)
         unused = self.plan.unused_names(self.shapes)
-        return {name: shape for name, shape in self.shapes.items() if name not in unused}
+        return {name: shape for name, shape in self.trainable.items() if name not in unused}
+
+    @cached_property
+    def trainable(self) -> dict[str, Shape]:
+        """Parameters without those that the plan freezes and LoRA's; they may be unused."""
+        frozen = self.plan.frozen_names(self.shapes)
+        return {name: shape for name, shape in self.shapes.items() if name not in frozen}
 
     @cached_property
     def kinds(self) -> dict[str, str]:
@@ -79,7 +85,7 @@ class ModelShape:
     @cached_property
     def num_trained(self) -> int:
         """Count elements with a gradient, and the unused ones where all weights are trained."""
-        return sum(map(math.prod, self.lora.values())) or self.num_parameters
+        return sum(map(math.prod, (self.lora or self.trainable).values()))
 
     @cached_property
     def num_blocks(self) -> int:
@@ -183,17 +189,18 @@ def gathered_bytes(model: ModelShape, placing: Placing, work: Work, *, training:
 def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     """FSDP2 splits dimension 0 into equal chunks, the last ones padded.
 
-    Masters, gradients and moments are float32. What LoRA leaves frozen is in engine.dtype.
+    Masters, gradients and moments are float32. What is frozen is in engine.dtype.
     """
     base = _fsdp_elements(model, placing)
     lora = sum(fsdp_shard(shape, placing.shards) for shape in model.lora.values())
+    trainable = sum(fsdp_shard(shape, placing.shards) for shape in model.trainable.values())
     trained = [fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
-    masters = FLOAT32 * (lora or base)
+    masters = FLOAT32 * (lora or trainable)
 
     return Static(
         reference=0 if lora else masters,
         masters=masters,
-        parameters=masters + (work.itemsize * base if lora else 0),
+        parameters=masters + work.itemsize * (base if lora else base - trainable),
         gradients=FLOAT32 * sum(trained),
         optimizer=MOMENTS * sum(trained) + STEP_COUNTER * len(trained),
         average=masters if work.keeps_average else 0,
@@ -224,7 +231,7 @@ def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, trainin
     if not training:
         return work.itemsize * elements
 
-    trained = model.units(model.lora or model.shapes)
+    trained = model.units(model.lora or model.trainable)
     # The largest block counts: gradients are reduced block by block.
     trained.pop(None, 0)
     # in engine.dtype, and in float32 as the reduction's input
@@ -255,7 +262,8 @@ def _megatron_static(model: ModelShape, placing: Placing, work: Work) -> Static:
 
     # beside the weights; masters of unused weights are on the host
     has_masters = work.itemsize < FLOAT32
-    unused = 0 if model.lora else frozen
+    trainable = sum(sizes[name] for name in model.trainable)
+    unused = 0 if model.lora else trainable - sum(trained.values())
     averaged = elements + (0 if has_masters else unused)
     moments_and_masters = MOMENTS + (FLOAT32 if has_masters else 0)
 

@@ -35,6 +35,7 @@ class Limits:
     prompt_chars: int = 2000
     given_images: int = 16  # of one request
     json_bytes: int = 64 * 2**20  # 40 given images of 480x832
+    think_tokens: int = 4096
     bucket_bytes: int = 8 * 2**30
     images: int = 10
     image_pixels: int = 2**24

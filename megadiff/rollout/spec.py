@@ -59,6 +59,9 @@ class ReplicaSpec:
         "bring all weights",
         False,
     )
+    stage_config: Path | None = _flag(
+        "a stage configuration file of vllm-omni", None, key="rollout.stage_config"
+    )
     float32_streams: bool = _flag(
         "as the run's model.float32_streams", False, key="model.float32_streams"
     )
@@ -72,7 +75,8 @@ def config_spec(config: Config, **settings: Any) -> ReplicaSpec:
     """Return the spec of a run's replica: what its config says, but for the settings given."""
     told: dict[str, Any] = {name: attrgetter(key)(config) for name, key in config_keys().items()}
     told["model"] = Path(config.model.path)
-    told["registry"] = Path(config.rollout.registry) if config.rollout.registry else None
+    for name in ("registry", "stage_config"):
+        told[name] = Path(told[name]) if told[name] else None
     told["weights"] = None
     if config.sync.transport == "disk":
         # as a run of separate replicas writes them (train/replicas.py)

@@ -30,6 +30,7 @@ PLAIN_FIELDS = (  # of a group, which travel in the header
     "window_start",
     "policy_version",
     "replica",
+    "thought",
 )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import TypedDict
 
+from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import open_weights, weight_files
 
 
@@ -25,22 +25,22 @@ def folder_manifest(
     components: tuple[str, ...],
     *,
     dtype: str,
-    constants: Collection[str] = (),
+    plan: ParallelPlan | None = None,
 ) -> Manifest:
     """Return the manifest of components as `component.name`, with dtype as replicas hold them.
 
-    constants: names of tensors in the files that are no weights, and so are left out.
+    plan: names the constants, which are left out, and frozen weights (ParallelPlan.sent_names).
     """
+    plan = plan or ParallelPlan(rules={})
     manifest: Manifest = {}
     for component in components:
         for path in weight_files(model_folder / component):
             file = open_weights(path)
-            for name in file.keys():
-                if name in constants:
-                    continue
+            names = [name for name in file.keys() if name not in plan.constants]
+            for name, sent_name in plan.sent_names(component, names).items():
                 # of the header alone; the dtype is the replica's, whatever the file has
                 shape = file.get_slice(name).get_shape()
-                manifest[f"{component}.{name}"] = {"dtype": dtype, "shape": list(shape)}
+                manifest[sent_name] = {"dtype": dtype, "shape": list(shape)}
     return manifest
 
 

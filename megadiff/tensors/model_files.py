@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+# BAGEL's published layout has no folders of components: this file lies in the model's root. Of its
+# names, these are the transformer's; the language model's head and last norm are for text alone.
+ROOT_FILE = "ema.safetensors"
+LANGUAGE_MODEL = "language_model.model."
+GENERATION_CORE = ("time_embedder.", "vae2llm.", "llm2vae.", "latent_pos_embed.")
+NOT_TRANSFORMER = ("language_model.model.norm.weight",)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -64,6 +72,8 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / name for name in shards]
         if single.is_file():
             return [single]
+    if (root := folder.parent / ROOT_FILE).is_file():
+        return [root]
     raise ValueError(
         f"{folder} holds neither diffusion_pytorch_model nor model .safetensors; fetch the whole "
         "model folder"
@@ -86,10 +96,32 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def open_weights(path: Path) -> safe_open:
+class RootWeights:
+    """Read the transformer out of a root's file, which holds several networks."""
+
+    def __init__(self, file: safe_open) -> None:
+        self._file = file
+        self._key_of = {
+            key.removeprefix(LANGUAGE_MODEL): key
+            for key in file.keys()
+            if key.startswith((LANGUAGE_MODEL, *GENERATION_CORE)) and key not in NOT_TRANSFORMER
+        }
+
+    def keys(self) -> list[str]:
+        return list(self._key_of)
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self._key_of[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._file.get_tensor(self._key_of[name])
+
+
+def open_weights(path: Path) -> safe_open | RootWeights:
     """Open a safetensors file. Raises ValueError when its header does not fit its size."""
     try:
-        return safe_open(path, framework="pt")
+        file = safe_open(path, framework="pt")
+        return RootWeights(file) if path.name == ROOT_FILE else file
     except (SafetensorError, OSError) as error:
         size = f" ({path.stat().st_size} bytes)" if path.is_file() else ""
         raise ValueError(

@@ -237,7 +237,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
         adapter.model_folder,
         adapter.components,
         dtype=config.model.dtype,
-        constants=adapter.plan.constants,
+        plan=adapter.plan,
     )
 
     users = users_of(config, mesh)

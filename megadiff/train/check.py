@@ -28,6 +28,7 @@ from megadiff.parallel.mesh import (
 )
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
+from megadiff.rollout.stages import check_stages
 from megadiff.train.check_algorithm import ITEMS, check_algorithm
 from megadiff.train.check_judges import check_judges
 from megadiff.train.components import check_components
@@ -120,6 +121,14 @@ def _checked_adapter(
     adapter = build_adapter(model, config.model.family)
     adapter.check_trained()
     adapter.validate(sampling)
+    if config.rollout.stage_config:
+        check_stages(
+            Path(config.rollout.stage_config),
+            adapter,
+            tp=config.rollout.tp,
+            # a run's own replica sees its own GPUs alone; others' are counted where they start
+            num_devices=config.rollout.tp if config.rollout.mode == "colocated" else None,
+        )
     if config.model.float32_streams:
         adapter.check_float32_streams()
     for warning in check_components(config, adapter, has_steps=has_steps):

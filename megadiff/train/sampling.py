@@ -19,6 +19,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.base import RewardContext
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.stages import thinking
 from megadiff.rollout.wire import decode_groups, encode_groups
 from megadiff.types import PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
@@ -27,12 +28,16 @@ Rewards = dict[str, Tensor]
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
-    """Return how every group of the run is sampled: by the keys that Sampling has as well."""
+    """Return how every group of the run is sampled: by the keys that Sampling has as well.
+
+    The stage configuration says how the model thinks first.
+    """
     names = {field.name for field in fields(Sampling)} & vars(config).keys()
     keys = {name: getattr(config, name) for name in names}
     low, high = config.sde_window_range  # validate() has refused a range of other than two numbers
     # a request's own images have sizes of their own, which its prompt decides
     images = ((config.height, config.width),) if config.images else ()
+    keys |= thinking(config.stage_config)
     return Sampling(**keys | {"sde_window_range": (low, high), "images": images})
 
 

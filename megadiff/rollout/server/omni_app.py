@@ -55,12 +55,13 @@ def build_engine(
     spec: ReplicaSpec,
     *,
     pipeline: str,
+    stages: Path | None = None,
     private_folder: Path | None = None,
     worker_extension: str = WORKER_EXTENSION,
 ) -> Any:
     """Return an AsyncOmni with our pipeline and worker extension, its weights loaded.
 
-    pipeline: "module:Class".
+    pipeline: "module:Class". stages: a stage configuration file, None where the model needs none.
     private_folder: of the replica's processes alone, where its workers meet; None: by TCP.
     """
     from vllm_omni.diffusion import diffusion_engine
@@ -89,6 +90,7 @@ def build_engine(
             "private_folder": str(private_folder or ""),
         },
         worker_extension_cls=worker_extension,
+        **({"deploy_config": str(stages)} if stages else {}),
     )
 
 

@@ -68,12 +68,21 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
             f"pixels, a sample has at most {limits.pixels}; ask for fewer or smaller frames"
         )
 
-    for name in ("true_cfg_scale", "guidance_scale", "guidance_scale_2", "eta"):
+    for name in (
+        "true_cfg_scale",
+        "guidance_scale",
+        "guidance_scale_2",
+        "eta",
+        "think_temperature",
+    ):
         value = getattr(sampling, name)
         if not 0 <= value <= 100:  # NaN fails every comparison
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
 
     _check_images(request, limits)
+    if sampling.think_tokens:
+        check_count("think_tokens", sampling.think_tokens, limits.think_tokens)
+
     # After the bounds: a model's rule counts tokens of any size that it is given.
     model_rule(sampling)
     _check_sde(request)

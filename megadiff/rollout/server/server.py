@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,10 @@ from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.rollout.proof import is_loopback
 from megadiff.rollout.spec import ReplicaSpec
+from megadiff.rollout.stages import check_stages, single_stage
 
 if TYPE_CHECKING:  # imports torch
-    from megadiff.types import Sampling
+    from megadiff.models.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight
@@ -56,18 +57,24 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
 
     grow_segments()
     try:
-        family = check_model_folder(spec.model, spec.family)
+        check_model_folder(spec.model, spec.family)
         adapter = build_adapter(spec.model, spec.family)
 
         check_hardware(spec, num_heads=adapter.num_heads)
         if spec.float32_streams:
             adapter.check_float32_streams()
 
+        if spec.stage_config:
+            check_stages(
+                spec.stage_config,
+                adapter,
+                tp=spec.tp,
+                num_devices=num_devices(spec.tp),
+            )
+
         stay_on_loopback(spec.host)
         with tempfile.TemporaryDirectory(prefix="megadiff-replica-") as folder:
-            serving = _serve(
-                spec, token, family.rollout_pipeline, adapter.validate, listener, Path(folder)
-            )
+            serving = _serve(spec, token, adapter, listener, Path(folder))
             asyncio.run(serving)
     finally:
         listener.close()
@@ -144,6 +151,25 @@ def check_hardware(spec: ReplicaSpec, *, num_heads: int) -> None:
         )
 
 
+def num_devices(tp: int) -> int:
+    """Return how many GPUs a stage can name; on a CPU as many as the replica has workers."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else tp
+
+
+def stage_file(spec: ReplicaSpec, adapter: ModelAdapter, folder: Path) -> Path | None:
+    """Return the replica's stage configuration file, written into the folder where none is given.
+
+    None where vllm-omni has one topology of the model.
+    """
+    if spec.stage_config or not adapter.stage_topology:
+        return spec.stage_config
+    file = folder / "stages.yaml"
+    file.write_text(single_stage(adapter.stage_topology, tp=spec.tp))
+    return file
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Return a TCP socket, bound before anything is loaded.
 
@@ -181,8 +207,7 @@ def reachable_url(host: str, port: int) -> str:
 async def _serve(
     spec: ReplicaSpec,
     token: str | None,
-    pipeline: str,
-    model_rule: Callable[[Sampling], None],
+    adapter: ModelAdapter,
     listener: socket.socket,
     private_folder: Path,
 ) -> None:
@@ -203,7 +228,12 @@ async def _serve(
 
         omni_version = check_versions()
         sweep()
-        engine = build_engine(spec, pipeline=pipeline, private_folder=private_folder)
+        engine = build_engine(
+            spec,
+            pipeline=adapter.rollout_pipeline,
+            stages=stage_file(spec, adapter, private_folder),
+            private_folder=private_folder,
+        )
 
     try:
         model = await call_worker(engine, "describe")
@@ -212,7 +242,7 @@ async def _serve(
             spec=spec,
             expected=model["manifest"],
             workers=model["workers"],
-            model_rule=model_rule,
+            model_rule=adapter.validate,
             private_folder=private_folder,
         )
 

@@ -26,7 +26,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_stop import check_stop
 from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
-from megadiff.parallel.plan import is_lora, module_of
+from megadiff.parallel.plan import FROZEN, is_lora, module_of
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
@@ -106,7 +106,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             Path(pipeline.od_config.model),
             self._components,
             dtype="float32",
-            constants=pipeline.adapter.plan.constants,
+            plan=pipeline.adapter.plan,
         )
         difference = views.keys() ^ rows.keys()
         if difference:
@@ -235,7 +235,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             elif self.lora_manager.wraps(module_of(served.parameter)):
                 yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
             else:
-                yield name, tensor
+                yield name.replace(FROZEN, ""), tensor
 
     def _stop_when_told(self) -> None:
         """Look before each forward pass of the policy whether its request was given up."""
@@ -292,7 +292,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return {
             # the name before LoRA wrapped the layer
             name.replace(f".{WRAPPED}.", "."): tensor
-            for name, tensor in self._pipeline.named_parameters()
+            for name, tensor in self._pipeline.policy_parameters()
             if (name.partition(".")[0] in self._components) == pushed
         }
 
@@ -312,8 +312,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     @cached_property
     def _places(self) -> ServedPlaces:
-        """Diffusers name → where a base weight lives."""
-        return served_places(list(self._parameters()), names=self._pipeline.served_names)
+        """Name on the way here → where a base weight lives."""
+        places = served_places(list(self._parameters()), names=self._pipeline.served_names)
+        sent: ServedPlaces = {}
+        for component in self._components:
+            start = f"{component}."
+            names = [name.removeprefix(start) for name in places if name.startswith(start)]
+            for name, sent_name in self._adapter.plan.sent_names(component, names).items():
+                sent[sent_name] = places[start + name]
+        return sent
 
     @cached_property
     def _receiver(self) -> Receiver:

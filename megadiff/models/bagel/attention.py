@@ -1,0 +1,175 @@
+"""Attend jointly to BAGEL's prompt, marks and latents, with tokens and heads split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
+    from megadiff.models.bagel.transformer import BagelSizes
+    from megadiff.parallel.attention import TokenAxes
+
+NUM_MARKS = 2  # of the image's start and end
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, S or 1, 1, head_dim / 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStreams:
+    """Describe the unsplit streams of one forward.
+
+    lengths: tokens of the context (prompt and marks) and of the latents, without padding.
+    mask: [B, 1, 1, context + latents] bool, or None where all of the prompt counts.
+    prompt, image: rotations. Marks and latents have one position, the row's own prompt length.
+    """
+
+    lengths: tuple[int, int]
+    mask: Tensor | None
+    prompt: Rotary
+    image: Rotary
+
+    @classmethod
+    def of(
+        cls,
+        sizes: BagelSizes,
+        prompt_mask_BT: Tensor,
+        lengths: tuple[int, int],
+        *,
+        dtype: torch.dtype,
+    ) -> WholeStreams:
+        device = prompt_mask_BT.device
+        exponents = torch.arange(0, sizes.head_dim, 2, device=device).float() / sizes.head_dim
+
+        def rotary(positions_BS: Tensor) -> Rotary:
+            angles = positions_BS.float()[..., None, None] / sizes.rope_theta**exponents
+            # rounded before the product, as the replica does
+            return angles.cos().to(dtype), angles.sin().to(dtype)
+
+        num_rows, width = prompt_mask_BT.shape
+        mask = None
+        if not prompt_mask_BT.all():
+            rest = prompt_mask_BT.new_ones(num_rows, sum(lengths) - width)
+            mask = torch.cat([prompt_mask_BT, rest], dim=1)[:, None, None]
+        return cls(
+            lengths=lengths,
+            mask=mask,
+            prompt=rotary(torch.arange(width, device=device)[None]),
+            image=rotary(prompt_mask_BT.sum(dim=1)[:, None]),
+        )
+
+
+class OneRank:
+    """Stand for TokenAxes where a rank has all tokens and heads."""
+
+    def enter_split(self, stream_BSC: Tensor) -> Tensor:
+        return stream_BSC
+
+    def all_tokens(
+        self, streams: Sequence[Sequence[Tensor]], lengths: Sequence[int]
+    ) -> Sequence[Sequence[Tensor]]:
+        return streams
+
+    def own_tokens(self, streams_BSHD: Sequence[Tensor]) -> list[Tensor]:
+        return [stream_BSHD.flatten(2) for stream_BSHD in streams_BSHD]
+
+
+class BagelAttention:
+    """Fulfil parallel.attention.TokenAttention.
+
+    Values are those of vllm-omni's PackedAttentionMoT.
+    """
+
+    def __init__(self, tokens: TokenAxes | None = None) -> None:
+        self.tokens = tokens or OneRank()
+
+    def prepare(self, transformer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        lengths = kwargs["context_ids"].shape[1], kwargs["hidden_states"].shape[1]
+        streams = WholeStreams.of(
+            transformer.sizes, kwargs["prompt_mask"], lengths, dtype=kwargs["hidden_states"].dtype
+        )
+        return {**kwargs, "streams": streams}
+
+    def __call__(
+        self, site: Any, context_BSC: Tensor, latents_BSC: Tensor, streams: WholeStreams
+    ) -> tuple[Tensor, Tensor]:
+        """Return context and latents [B, chunk, C], this rank's chunks."""
+        context_NSC = self.tokens.enter_split(context_BSC)
+        latents_NSC = self.tokens.enter_split(latents_BSC)
+        # keys have fewer heads than queries, so they are exchanged apart
+        (context_q,), (latents_q,) = self.tokens.all_tokens(
+            [
+                [_heads(site, site.q_proj, context_NSC)],
+                [_heads(site, site.q_proj_moe_gen, latents_NSC)],
+            ],
+            streams.lengths,
+        )
+        (context_k, context_v), (latents_k, latents_v) = self.tokens.all_tokens(
+            [
+                [_heads(site, layer, context_NSC) for layer in (site.k_proj, site.v_proj)],
+                [
+                    _heads(site, layer, latents_NSC)
+                    for layer in (site.k_proj_moe_gen, site.v_proj_moe_gen)
+                ],
+            ],
+            streams.lengths,
+        )
+
+        context_q = _of_context(site.q_norm(context_q), streams)
+        context_k = _of_context(site.k_norm(context_k), streams)
+        latents_q = _rotated(site.q_norm_moe_gen(latents_q), streams.image)
+        latents_k = _rotated(site.k_norm_moe_gen(latents_k), streams.image)
+
+        sizes = [streams.lengths[0] - NUM_MARKS, NUM_MARKS]
+        prompt_q, marks_q = context_q.split(sizes, dim=1)
+        prompt_k, marks_k = context_k.split(sizes, dim=1)
+        prompt_v, marks_v = context_v.split(sizes, dim=1)
+        # the prompt depends on frozen weights alone
+        prompt_k = prompt_k.detach()
+        prompt_v = prompt_v.detach()
+
+        # Padding comes after the prompt, so that a causal prompt never sees it.
+        prompt = _attended(prompt_q.detach(), prompt_k, prompt_v, is_causal=True)
+        image = _attended(
+            torch.cat([marks_q, latents_q], dim=1),
+            torch.cat([prompt_k, marks_k, latents_k], dim=1),
+            torch.cat([prompt_v, marks_v, latents_v], dim=1),
+            attn_mask=streams.mask,
+        )
+        marks, latents = image.split([NUM_MARKS, streams.lengths[1]], dim=1)
+        context_NSC, latents_NSC = self.tokens.own_tokens(
+            [torch.cat([prompt, marks], dim=1), latents]
+        )
+        return site.o_proj(context_NSC), site.o_proj_moe_gen(latents_NSC)
+
+
+def _heads(site: Any, layer: nn.Module, x_NSC: Tensor) -> Tensor:
+    return layer(x_NSC).unflatten(-1, (-1, site.head_dim))
+
+
+def _of_context(x_BSHD: Tensor, streams: WholeStreams) -> Tensor:
+    """Rotate the context: a prompt's tokens by their own positions, the marks by the image's."""
+    prompt, marks = x_BSHD.split([x_BSHD.shape[1] - NUM_MARKS, NUM_MARKS], dim=1)
+    return torch.cat([_rotated(prompt, streams.prompt), _rotated(marks, streams.image)], dim=1)
+
+
+def _rotated(x_BSHD: Tensor, rotary: Rotary) -> Tensor:
+    cos, sin = rotary
+    first, second = x_BSHD.chunk(2, dim=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(rotated, dim=-1).type_as(x_BSHD)
+
+
+def _attended(query_BSHD: Tensor, key_BTHD: Tensor, value_BTHD: Tensor, **options: Any) -> Tensor:
+    # Grouped queries: fast kernels with a mask want a key for each query head.
+    repeats = query_BSHD.shape[2] // key_BTHD.shape[2]
+    keys = key_BTHD.repeat_interleave(repeats, dim=2)
+    values = value_BTHD.repeat_interleave(repeats, dim=2)
+    attended_BHSD = functional.scaled_dot_product_attention(
+        query_BSHD.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), **options
+    )
+    return attended_BHSD.transpose(1, 2)
