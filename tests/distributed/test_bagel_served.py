@@ -10,7 +10,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -36,27 +35,19 @@ class TorchIn32:
         return getattr(torch, name)
 
 
-@pytest.fixture(scope="session")
-def tiny_bagel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from examples.tiny_models.bagel import write_tiny_bagel
-
-    folder = tmp_path_factory.mktemp("models") / "bagel"
-    write_tiny_bagel(folder)
-    return folder
-
-
 def test_velocities_are_those_of_vllm_omni(tiny_bagel: Path) -> None:
     """For texts of several lengths in one batch, under guidance, and schedule and ids."""
     run_ranks(_compare, 1, tiny_bagel)
 
 
 def _compare(folder: Path) -> None:
-    import megadiff.rollout.worker.cpu_platform.worker as cpu_worker
     from transformers import AutoTokenizer
     from vllm.config import set_current_vllm_config
     from vllm_omni.diffusion.config import set_current_diffusion_config
     from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
     from vllm_omni.diffusion.forward_context import set_forward_context
+
+    import megadiff.rollout.worker.cpu_platform.worker as cpu_worker
 
     config = OmniDiffusionConfig(model=str(folder), dtype=torch.float32, num_gpus=1)
     config.tf_model_config = TransformerConfig.from_dict({})

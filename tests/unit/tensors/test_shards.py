@@ -317,9 +317,7 @@ def test_constants_are_read_into_buffers_and_are_in_no_manifest(tmp_path: Path) 
     check_source(source, module, plan)
     source.read_constants(module, plan.constants)
     assert torch.equal(module.a, FULL["a"]) and not module.b.any()
-    manifest = folder_manifest(
-        tmp_path, ("transformer",), dtype="float32", plan=plan
-    )
+    manifest = folder_manifest(tmp_path, ("transformer",), dtype="float32", plan=plan)
     assert list(manifest) == ["transformer.b"]
     module.register_buffer("a", torch.zeros(7, 6))
     with pytest.raises(ValueError, match=r"a has shape \(7, 5\), the model's is \(7, 6\)"):
