@@ -70,6 +70,7 @@ class ModelAdapter(Protocol):
     frames_per_s: at which its videos are played. max_prompt_tokens: longer texts are refused.
     transformer_class, vae_class: their names in diffusers. tokenizer_class: in transformers.
     stage_topology: vllm-omni's name of the model in one stage, where it knows it in several too.
+    tokenizer_folder: of the tokenizer that counts a prompt's tokens.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -165,6 +166,9 @@ class ModelAdapter(Protocol):
 
     def validate(self, sampling: Sampling) -> None:
         """Raise ValueError for a size, guidance or first frame that the model cannot sample."""
+
+    def check_trained(self) -> None:
+        """Raise ValueError for a model that is not to be trained; by default any may be."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for the first prompt that has more tokens than the model takes."""

@@ -120,6 +120,7 @@ def _checked_adapter(
         raise ValueError(f"model.path={config.model.path}: {error}") from error
 
     adapter = build_adapter(model, config.model.family)
+    adapter.check_trained()
     adapter.validate(sampling)
     if config.rollout.stage_config:
         check_stages(

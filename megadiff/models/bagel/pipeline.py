@@ -20,7 +20,7 @@ from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 from megadiff.diffusion.noise import group_key, seed_of
 from megadiff.models.adapter import Images
 from megadiff.models.bagel.adapter import encode_texts, with_image_marks
-from megadiff.models.bagel.plan import SERVED_NAMES
+from megadiff.models.bagel.plan import served_names
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.tensors.model_files import read_json
 from megadiff.types import RolloutRequest, Tensors
@@ -32,11 +32,11 @@ PUBLISHED_VAE = pipeline_bagel.default_ae_params()
 
 
 class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
-    served_names = SERVED_NAMES
-
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         compute_in(od_config.dtype, Path(od_config.model))
         super().__init__(od_config=od_config, prefix=prefix)
+        sizes = self.adapter.sizes
+        self.served_names = served_names(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads)
         self._prefills: dict[tuple[int, ...], NaiveCache] = {}
 
     def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

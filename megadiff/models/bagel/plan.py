@@ -1,7 +1,10 @@
-"""Give the rules by which BAGEL's weights are sharded, trained and loaded. Data only."""
+"""Give the rules by which BAGEL's weights are sharded, trained and served. Data only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from megadiff.models.served_names import ServedNames
 from megadiff.parallel.plan import ParallelPlan
 
 PLAN = ParallelPlan(
@@ -37,18 +40,25 @@ PLAN = ParallelPlan(
         "layers.*.self_attn.[qk]_norm",
         "layers.*.mlp.*",
     ),
-    # where the last layer's context leads: nowhere
+    # vllm-omni computes attention's two experts in one layer, which takes no LoRA
     lora_targets=("layers.*.mlp_moe_gen.*",),
 )
 
-SERVED_NAMES = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.qkv_proj.gen_exp": (
-        "self_attn.q_proj_moe_gen",
-        "self_attn.k_proj_moe_gen",
-        "self_attn.v_proj_moe_gen",
-    ),
-    "self_attn.o_proj.gen_exp": ("self_attn.o_proj_moe_gen",),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp_moe_gen.gate_up_proj": ("mlp_moe_gen.gate_proj", "mlp_moe_gen.up_proj"),
-}
+
+def served_names(*, num_heads: int, num_kv_heads: int) -> ServedNames:
+    """Return how vllm-omni packs the weights: both experts' in one layer, keys with fewer heads."""
+    names: dict[str, Sequence[str] | Mapping[str, int]] = {
+        "self_attn.o_proj.gen_exp": ("self_attn.o_proj_moe_gen",),
+        "norm.gen_weight": ("norm_moe_gen.weight",),
+    }
+    for served, expert in (("self_attn.qkv_proj", ""), ("self_attn.qkv_proj.gen_exp", "_moe_gen")):
+        names[served] = {
+            f"self_attn.q_proj{expert}": num_heads,
+            f"self_attn.k_proj{expert}": num_kv_heads,
+            f"self_attn.v_proj{expert}": num_kv_heads,
+        }
+    for mlp in ("mlp", "mlp_moe_gen"):
+        names[f"{mlp}.gate_up_proj"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    for norm in ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"):
+        names[f"{norm}.gen_weight"] = (f"{norm}_moe_gen.weight",)
+    return names

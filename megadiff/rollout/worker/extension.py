@@ -26,7 +26,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_stop import check_stop
 from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
-from megadiff.parallel.plan import is_lora, module_of
+from megadiff.parallel.plan import FROZEN, is_lora, module_of
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
@@ -227,15 +227,17 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         a name that the pipeline does not have: that raises ValueError here.
         """
         for name, tensor in pairs:
-            served = self._places.get(name)
             if is_lora(name):
                 self.lora_manager.set_aside(name, tensor)
-            elif served is None:
+                continue
+            served = self._places.get(name)
+            if served is None:
                 raise ValueError(f"the replica's model has no tensor {name}")
-            elif self.lora_manager.wraps(module_of(served.parameter)):
-                yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
-            else:
-                yield name, tensor
+            # to the loader a frozen weight is like any other
+            module, _, leaf = name.replace(f"{FROZEN}.", ".", 1).rpartition(".")
+            if self.lora_manager.wraps(module_of(served.parameter)):
+                module = f"{module}.{WRAPPED}"
+            yield f"{module}.{leaf}", tensor
 
     def _stop_when_told(self) -> None:
         """Look before each forward pass of the policy whether its request was given up."""
@@ -312,8 +314,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     @cached_property
     def _places(self) -> ServedPlaces:
-        """Diffusers name → where a base weight lives."""
-        return served_places(list(self._parameters()), names=self._pipeline.served_names)
+        """Name that a push gives a base weight → where it lives."""
+        served = served_places(list(self._parameters()), names=self._pipeline.served_names)
+        places = {}
+        for component in self._components:
+            prefix = f"{component}."
+            names = [name.removeprefix(prefix) for name in served if name.startswith(prefix)]
+            for name, sent_name in self._adapter.plan.sent_names(component, names).items():
+                places[sent_name] = served[prefix + name]
+        return places
 
     @cached_property
     def _receiver(self) -> Receiver:
