@@ -69,8 +69,10 @@ class ModelAdapter(Protocol):
     plan: how a transformer is sharded. decoding: how many samples the VAE decodes at once.
     frames_per_s: at which its videos are played. max_prompt_tokens: longer texts are refused.
     transformer_class, vae_class: their names in diffusers. tokenizer_class: in transformers.
-    stage_topology: vllm-omni's name of the model in one stage, where it knows it in several too.
     tokenizer_folder: of the tokenizer that counts a prompt's tokens.
+    stage_topology, stage_class: vllm-omni's names of the model in one stage and of its class, where
+    it knows the model in several stages too.
+    num_end_marks: tokens of a conditioning that stay behind all text, the model's own included.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -93,6 +95,8 @@ class ModelAdapter(Protocol):
     frames_per_s: int
     max_prompt_tokens: int
     stage_topology: ClassVar[str] = ""
+    stage_class: ClassVar[str] = ""
+    num_end_marks: ClassVar[int] = 0
     veomni_splits_tokens: bool
     transformer_class: str
     vae_class: str

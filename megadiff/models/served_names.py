@@ -10,27 +10,36 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# vllm-omni's module → diffusers' modules in it, shards along axis 0: of equal size, or module →
-# relative size. Names are the ends of whole ones. "" is the module around it: vllm-omni keeps that
-# one's parameters in a module of its own. Modules that are not listed have the same name on both
-# sides. A parameter may stand in place of a module, on both sides.
-ServedNames = Mapping[str, Sequence[str] | Mapping[str, int]]
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Name shards of unequal sizes, as of queries and fewer keys. parts: their proportion."""
+
+    names: tuple[str, ...]
+    parts: tuple[int, ...]
+
+
+# vllm-omni's module → diffusers' modules in it, shards along axis 0, of equal size but for
+# Segments. Names are the ends of whole ones. "" is the module around it: vllm-omni keeps that one's
+# parameters in a module of its own. A key may be a parameter's name too, its leaf included. What is
+# not listed has the same name on both sides.
+ServedNames = Mapping[str, Sequence[str] | Segments]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPlace:
     """Locate one diffusers weight: a shard along axis 0 of vllm-omni's parameter.
 
-    sizes: of all the parameter's shards, relative to each other.
+    parts: the proportion of the parameter's shards.
     """
 
     parameter: str
     shard: int = 0
-    sizes: tuple[int, ...] = (1,)
+    parts: tuple[int, ...] = (1,)
 
     @property
     def num_shards(self) -> int:
-        return len(self.sizes)
+        return len(self.parts)
 
 
 ServedPlaces = dict[str, ServedPlace]  # by diffusers' names
@@ -46,15 +55,15 @@ def served_places(parameters: Sequence[str], *, names: ServedNames) -> ServedPla
         module, _, leaf = parameter.rpartition(".")
         weights = {}
         for served, shards in names.items():
-            sizes = tuple(shards.values()) if isinstance(shards, Mapping) else (1,) * len(shards)
-            for path, rest in ((module, leaf), (parameter, "")):
-                # with a dot in front, so that a name matches from a module's beginning on
-                if not f".{path}".endswith(f".{served}"):
-                    continue
-                outer = path.removesuffix(served).rstrip(".")
-                for shard, diffusers in enumerate(shards):
-                    name = ".".join(filter(None, (outer, diffusers, rest)))
-                    weights[name] = ServedPlace(parameter=parameter, shard=shard, sizes=sizes)
+            # with a dot in front, so that a name matches from a module's beginning on
+            is_whole = f".{parameter}".endswith(f".{served}")
+            if not is_whole and not f".{module}".endswith(f".{served}"):
+                continue
+            segments = shards if isinstance(shards, Segments) else _equal(shards)
+            outer = (parameter if is_whole else module).removesuffix(served).rstrip(".")
+            for shard, diffusers in enumerate(segments.names):
+                name = ".".join(filter(None, (outer, diffusers, "" if is_whole else leaf)))
+                weights[name] = ServedPlace(parameter=parameter, shard=shard, parts=segments.parts)
 
         # not packed: one name on both sides
         weights = weights or {parameter: ServedPlace(parameter=parameter)}
@@ -67,9 +76,15 @@ def served_places(parameters: Sequence[str], *, names: ServedNames) -> ServedPla
     return by_name
 
 
+def _equal(names: Sequence[str]) -> Segments:
+    return Segments(names=tuple(names), parts=(1,) * len(names))
+
+
 def served_view(place: ServedPlace, *, parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the weight's own rows of its parameter, as a view."""
     tensor = parameters[place.parameter].detach()
-    # a worker has the same share of every shard
-    rows = [len(tensor) * size // sum(place.sizes) for size in place.sizes]
-    return tensor if len(rows) == 1 else tensor.split(rows)[place.shard]
+    if place.num_shards == 1:
+        return tensor
+    rows = tensor.shape[0] // sum(place.parts)
+    start = rows * sum(place.parts[: place.shard])
+    return tensor[start : start + rows * place.parts[place.shard]]

@@ -39,7 +39,7 @@ class SampleRecord:
     rewards: reward name → raw value, None or NaN where it has none. reward: the total that the
     advantage is made of.
     prompt_id, sample_index: its identity. policy_version: weights that drew it.
-    frames_per_s: of a video.
+    frames_per_s: of a video. thought: what the model wrote about the prompt before it drew.
     """
 
     pixels: Tensor
@@ -50,6 +50,7 @@ class SampleRecord:
     sample_index: int
     policy_version: int
     frames_per_s: int = video.FRAMES_PER_S
+    thought: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class SavedSample:
     prompt_id: str
     sample_index: int
     policy_version: int
+    thought: str = ""
 
 
 def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]) -> Path:
@@ -90,6 +92,8 @@ def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]
                 "reward": _finite(sample.reward),
                 "rewards": {reward: _finite(value) for reward, value in sample.rewards.items()},
             }
+            if sample.thought:
+                entry["thought"] = sample.thought
             index.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     # A rename replaces no folder that holds files.

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from megadiff.models.adapter import ModelAdapter
 from megadiff.types import JsonObject
 
 KEY = "rollout.stage_config"
@@ -47,21 +48,23 @@ THINKING: JsonObject = {
 
 
 def check_stages(
-    file: Path, *, topology: str, model_class: str, tp: int, num_devices: int | None = None
+    file: Path, adapter: ModelAdapter, *, tp: int, num_devices: int | None = None
 ) -> None:
     """Raise ValueError, which names file and key, unless a replica can run by the file.
 
-    topology: the one that the family samples in, "" where vllm-omni has none for it.
-    model_class: vllm-omni's class of the model. num_devices: visible ones; None: not known here.
+    num_devices: that the replica will see; None where that is not known.
     """
     where = f"{KEY}={file}"
     stages = read_stages(file)
+    topology = adapter.stage_topology
     if not topology:
-        raise ValueError(f"{where}: vllm-omni knows no stages of {model_class}; leave {KEY} empty")
+        raise ValueError(
+            f"{where}: vllm-omni runs {adapter.title} without a stage file; leave {KEY} empty"
+        )
 
     if stages.get("pipeline") != topology:
         raise ValueError(
-            f"{where} is of pipeline {stages.get('pipeline')!r}; {model_class} is sampled by "
+            f"{where} is of pipeline {stages.get('pipeline')!r}; {adapter.title} is sampled by "
             f"{topology!r}, whose one stage does all, thinking too; set pipeline: {topology}"
         )
     _check_keys(stages, FILE_KEYS, where)
@@ -71,7 +74,7 @@ def check_stages(
         raise ValueError(
             f"{where} has stages {ids}; {topology} has one, of stage_id 0; remove the others"
         )
-    _check_stage(stages["stages"][0], f"{where}, stage 0", model_class, tp, num_devices)
+    _check_stage(stages["stages"][0], f"{where}, stage 0", adapter.stage_class, tp, num_devices)
     thinking(file)
 
 

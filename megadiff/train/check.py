@@ -125,8 +125,7 @@ def _checked_adapter(
     if config.rollout.stage_config:
         check_stages(
             Path(config.rollout.stage_config),
-            topology=adapter.stage_topology,
-            model_class=adapter.pipeline_class,
+            adapter,
             tp=config.rollout.tp,
             # a run's own replica sees its own GPUs alone; others' are counted where they start
             num_devices=config.rollout.tp if config.rollout.mode == "colocated" else None,

@@ -250,7 +250,9 @@ def _gaps(
                 "parity/schedule_gap_max": _gap(
                     engine.adapter.schedule(group.sampling), group.schedule
                 ),
-                "parity/embedding_gap_max": _conditioning_gap(conditioning, group),
+                "parity/embedding_gap_max": _conditioning_gap(
+                    conditioning, group, num_end_marks=engine.adapter.num_end_marks
+                ),
                 "parity/latents_gap_max": _gap(replayed_NSLC, batch.latents_NSLC),
                 log_prob_key: max(_largest(alone_GW), _largest(mixed_GW)),
             }
@@ -310,7 +312,9 @@ def _step_mean(
     return log_probs(engine, step_batch).means_NWLC[:, 0]
 
 
-def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float:
+def _conditioning_gap(
+    expected: dict[str, Tensor], group: RolloutGroup, *, num_end_marks: int
+) -> float:
     """Return the largest difference of the embeddings, relative to their largest entry.
 
     It is inf when masks or names differ. What the model wrote after a prompt is not compared: the
@@ -322,9 +326,12 @@ def _conditioning_gap(expected: dict[str, Tensor], group: RolloutGroup) -> float
     for name, value in expected.items():
         actual = group.conditioning[name]
         if group.sampling.think_tokens and not name.startswith(NEGATIVE):
-            if actual.shape[1] <= value.shape[1]:
+            # the text stands behind the prompt, before what ends both
+            prompt = value.shape[1] - num_end_marks
+            end = actual.shape[1] - num_end_marks
+            if end <= prompt:
                 return math.inf
-            actual = actual[:, : value.shape[1]]
+            actual = torch.cat([actual[:, :prompt], actual[:, end:]], dim=1)
         if value.dtype != torch.bool:
             gaps.append(_gap(value, actual) / float(value.abs().max()))
         elif not torch.equal(value, actual):

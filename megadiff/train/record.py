@@ -263,6 +263,7 @@ def sample_records(
                 sample_index=sample_index,
                 policy_version=group.policy_version,
                 frames_per_s=frames_per_s,
+                thought=group.thought,
             )
             records.append(record)
     return records

@@ -52,6 +52,9 @@ class BagelAdapter(ModelAdapter):
     pipeline_class = "BagelForConditionalGeneration"  # of config.json, as there is no index
     transformer_class = "BagelTransformer"
     rollout_pipeline = "megadiff.models.bagel.pipeline:BagelRolloutPipeline"
+    stage_topology = "bagel_single_stage"
+    stage_class = "BagelPipeline"
+    num_end_marks = NUM_MARKS
     components = ("transformer",)
     plan = PLAN
     # the decoder of FLUX.1, whose last levels have 128 channels

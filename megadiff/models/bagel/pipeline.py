@@ -19,7 +19,8 @@ from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
 from megadiff.diffusion.noise import group_key, seed_of
 from megadiff.models.adapter import Images
-from megadiff.models.bagel.adapter import encode_texts, with_image_marks
+from megadiff.models.bagel.adapter import BagelAdapter, encode_texts, with_image_marks
+from megadiff.models.bagel.attention import NUM_MARKS
 from megadiff.models.bagel.plan import served_names
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.tensors.model_files import read_json
@@ -32,12 +33,17 @@ PUBLISHED_VAE = pipeline_bagel.default_ae_params()
 
 
 class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
+    adapter: BagelAdapter
+
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         compute_in(od_config.dtype, Path(od_config.model))
         super().__init__(od_config=od_config, prefix=prefix)
         sizes = self.adapter.sizes
-        self.served_names = served_names(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads)
+        self.served_names = served_names(sizes.num_heads, sizes.num_kv_heads)
         self._prefills: dict[tuple[int, ...], NaiveCache] = {}
+
+    def set_progress_bar_config(self, **settings: Any) -> None:
+        """Do nothing: BAGEL's stock loop shows no bar."""
 
     def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by the trainer's names; vllm-omni has two modules for one transformer.
@@ -58,7 +64,6 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         return super().load_weights((_stored_name(name), tensor) for name, tensor in weights)
 
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        """Return prompt_ids [B, T] and prompt_mask [B, T]: BAGEL's text encoder is itself."""
         # of the call before; a text's keys and values take 57 KB a token
         self._prefills = {}
         return encode_texts(self.tokenizer, texts)
@@ -68,9 +73,10 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         rows = []
         texts = []
         for request in requests:
-            ids = self._token_ids(request.prompt.text)
-            written = self._written(ids, request)
-            rows.append(ids + written)
+            encoded = encode_texts(self.tokenizer, [request.prompt.text])
+            prompt = encoded["prompt_ids"][0, :-NUM_MARKS].tolist()
+            written = self._written(prompt, request)
+            rows.append(prompt + written)
             # the first is the mark that a text begins with
             texts.append(self.tokenizer.decode(written[1:]))
         return with_image_marks(self.tokenizer, rows), texts
@@ -156,15 +162,6 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
                 )
             self._prefills[ids] = cache
         return self._prefills[ids]
-
-    def _token_ids(self, text: str) -> list[int]:
-        """Return a prompt's ids with its marks; none of a blank one, as BAGEL was trained."""
-        if not text.strip():
-            return []
-        packed, _, _ = self.bagel.prepare_prompts(
-            [0], [0], [text], self.tokenizer, self.new_token_ids
-        )
-        return packed["packed_text_ids"].tolist()
 
 
 class TorchBut:

@@ -1,10 +1,10 @@
-"""Give the rules by which BAGEL's weights are sharded, trained and served. Data only."""
+"""Give the rules by which BAGEL's weights are sharded, trained and loaded. Data only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from megadiff.models.served_names import ServedNames
+from megadiff.models.served_names import Segments, ServedNames
 from megadiff.parallel.plan import ParallelPlan
 
 PLAN = ParallelPlan(
@@ -44,21 +44,21 @@ PLAN = ParallelPlan(
     lora_targets=("layers.*.mlp_moe_gen.*",),
 )
 
+# norms that vllm-omni keeps both experts' weights in
+NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 
-def served_names(*, num_heads: int, num_kv_heads: int) -> ServedNames:
-    """Return how vllm-omni packs the weights: both experts' in one layer, keys with fewer heads."""
-    names: dict[str, Sequence[str] | Mapping[str, int]] = {
-        "self_attn.o_proj.gen_exp": ("self_attn.o_proj_moe_gen",),
-        "norm.gen_weight": ("norm_moe_gen.weight",),
+
+def served_names(num_heads: int, num_kv_heads: int) -> ServedNames:
+    """Return where vllm-omni has each weight. Keys and values have fewer heads than queries."""
+    parts = (num_heads, num_kv_heads, num_kv_heads)
+    names: dict[str, Sequence[str] | Segments] = {
+        f"{norm}.gen_weight": (f"{norm}_moe_gen.weight",) for norm in NORMS
     }
-    for served, expert in (("self_attn.qkv_proj", ""), ("self_attn.qkv_proj.gen_exp", "_moe_gen")):
-        names[served] = {
-            f"self_attn.q_proj{expert}": num_heads,
-            f"self_attn.k_proj{expert}": num_kv_heads,
-            f"self_attn.v_proj{expert}": num_kv_heads,
-        }
+    for served, expert in (("qkv_proj", ""), ("qkv_proj.gen_exp", "_moe_gen")):
+        names[f"self_attn.{served}"] = Segments(
+            names=tuple(f"self_attn.{name}_proj{expert}" for name in "qkv"), parts=parts
+        )
+    names["self_attn.o_proj.gen_exp"] = ("self_attn.o_proj_moe_gen",)
     for mlp in ("mlp", "mlp_moe_gen"):
         names[f"{mlp}.gate_up_proj"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-    for norm in ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"):
-        names[f"{norm}.gen_weight"] = (f"{norm}_moe_gen.weight",)
     return names

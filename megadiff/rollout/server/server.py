@@ -67,8 +67,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
         if spec.stage_config:
             check_stages(
                 spec.stage_config,
-                topology=adapter.stage_topology,
-                model_class=adapter.pipeline_class,
+                adapter,
                 tp=spec.tp,
                 num_devices=num_devices(spec.tp),
             )

@@ -227,17 +227,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         a name that the pipeline does not have: that raises ValueError here.
         """
         for name, tensor in pairs:
+            served = self._places.get(name)
             if is_lora(name):
                 self.lora_manager.set_aside(name, tensor)
-                continue
-            served = self._places.get(name)
-            if served is None:
+            elif served is None:
                 raise ValueError(f"the replica's model has no tensor {name}")
-            # to the loader a frozen weight is like any other
-            module, _, leaf = name.replace(f"{FROZEN}.", ".", 1).rpartition(".")
-            if self.lora_manager.wraps(module_of(served.parameter)):
-                module = f"{module}.{WRAPPED}"
-            yield f"{module}.{leaf}", tensor
+            elif self.lora_manager.wraps(module_of(served.parameter)):
+                yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
+            else:
+                yield name.replace(FROZEN, ""), tensor
 
     def _stop_when_told(self) -> None:
         """Look before each forward pass of the policy whether its request was given up."""
@@ -314,15 +312,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     @cached_property
     def _places(self) -> ServedPlaces:
-        """Name that a push gives a base weight → where it lives."""
-        served = served_places(list(self._parameters()), names=self._pipeline.served_names)
-        places = {}
+        """Name on the way here → where a base weight lives."""
+        places = served_places(list(self._parameters()), names=self._pipeline.served_names)
+        sent: ServedPlaces = {}
         for component in self._components:
-            prefix = f"{component}."
-            names = [name.removeprefix(prefix) for name in served if name.startswith(prefix)]
+            start = f"{component}."
+            names = [name.removeprefix(start) for name in places if name.startswith(start)]
             for name, sent_name in self._adapter.plan.sent_names(component, names).items():
-                places[sent_name] = served[prefix + name]
-        return places
+                sent[sent_name] = places[start + name]
+        return sent
 
     @cached_property
     def _receiver(self) -> Receiver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megadiff.models.bagel.plan import served_names
 from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.served_names import served_places, served_view
 
@@ -44,6 +45,26 @@ def test_suffixes_match_whole_module_names_only() -> None:
     assert set(served_places(["a.proj.weight", "a.out_proj.weight"], names=names)) == {
         "a.proj.0.weight",
         "a.out_proj.weight",
+    }
+
+
+def test_unequal_shards_and_renamed_leaves() -> None:
+    """BAGEL: four heads of queries for each two of keys and values; norms of two experts."""
+    names = served_names(4, 2)
+    served = ["a.self_attn.qkv_proj.gen_exp.bias", "a.self_attn.q_norm.gen_weight"]
+    served += ["a.self_attn.q_norm.weight", "norm.gen_weight"]
+    parameters = {name: torch.arange(16) for name in served}
+    places = served_places(served, names=names)
+    views = {
+        name: served_view(place, parameters=parameters).tolist() for name, place in places.items()
+    }
+    assert views == {
+        "a.self_attn.q_proj_moe_gen.bias": list(range(8)),
+        "a.self_attn.k_proj_moe_gen.bias": list(range(8, 12)),
+        "a.self_attn.v_proj_moe_gen.bias": list(range(12, 16)),
+        "a.self_attn.q_norm_moe_gen.weight": list(range(16)),
+        "a.self_attn.q_norm.weight": list(range(16)),
+        "norm_moe_gen.weight": list(range(16)),
     }
 
 

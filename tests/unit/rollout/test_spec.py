@@ -24,6 +24,7 @@ WHOLE = ReplicaSpec(
     compile=True,
     fp8=True,
     fp8_in_place=True,
+    stage_config=Path("stages.yaml"),
     float32_streams=True,
 )
 

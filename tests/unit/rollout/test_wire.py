@@ -57,6 +57,7 @@ def make_group(*, sample_indices: tuple[int, ...] = (4, 7)) -> RolloutGroup:
         conditioning=conditioning,
         policy_version=5,
         replica="replica-1",
+        thought="a circle, 圆",
     )
 
 
