@@ -1,7 +1,7 @@
-"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, or of Wan2.2
-with one or two transformers.
+"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, of Wan2.2
+with one or two transformers, or of Stable Diffusion 3 and 3.5.
 
-See examples/tiny_models/qwen_image.py and examples/tiny_models/wan22.py. With --size full a
+See examples/tiny_models/. With --size full a
 family's real sizes, by tools/random_weights.py, whose own options may follow:
 
     python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] \\
@@ -18,12 +18,15 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from examples.tiny_models import qwen_image, wan22
+from examples.tiny_models import qwen_image, sd3, wan22
 
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen_image": qwen_image.write_tiny_pipeline,
     "wan22_ti2v_5b": partial(wan22.write_tiny_pipeline, kind="ti2v_5b"),
     "wan22_t2v_a14b": partial(wan22.write_tiny_pipeline, kind="t2v_a14b"),
+    "sd35_medium": partial(sd3.write_tiny_pipeline, kind="3_5_medium"),
+    "sd35_large": partial(sd3.write_tiny_pipeline, kind="3_5_large"),
+    "sd3_medium": partial(sd3.write_tiny_pipeline, kind="3_medium"),
 }
 FULL = "full"
 ASSETS = Path(__file__).parents[1] / "assets"  # the families' config.json files

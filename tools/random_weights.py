@@ -15,21 +15,20 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.tiny_models import qwen_image, wan22
+from examples.tiny_models import qwen_image, sd3, wan22
 from megadiff.models.adapter import ModelAdapter
+from megadiff.models.pipeline_folder import read_index, weighted_components
 from megadiff.models.registry import build_adapter
 from megadiff.tensors.model_files import read_json
 
@@ -54,9 +53,10 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
     shutil.copy(source / "model_index.json", out)
     for name in build_adapter(source).components:
         (out / name).mkdir()
-        config = read_json(source / name / "config.json") | (
-            {"num_layers": num_layers} if num_layers else {}
-        )
+        config = read_json(source / name / "config.json")
+        if num_layers:
+            key = "num_layers" if "num_layers" in config else "n_layers"
+            config |= {key: num_layers}
         (out / name / "config.json").write_text(json.dumps(config))
     (out / "scheduler").mkdir()
     config = source / "scheduler" / "scheduler_config.json"
@@ -75,9 +75,13 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
 def _write_component(
     adapter: ModelAdapter, component: str, folder: Path, generator: torch.Generator
 ) -> int:
-    shapes = {name: p.shape for name, p in adapter.empty_transformer(component).named_parameters()}
+    transformer = adapter.empty_transformer(component)
+    shapes = {name: p.shape for name, p in transformer.named_parameters()}
     kinds = adapter.plan.kinds(shapes)
-    shard: dict[str, Tensor] = {}
+    # buffers that checkpoints hold, as code computes them
+    shard: dict[str, Tensor] = {
+        name: transformer.get_buffer(name).bfloat16() for name in adapter.plan.constants
+    }
     places: dict[str, str] = {}
     for place, (name, shape) in enumerate(shapes.items()):
         is_gate = (kinds[name] == "modulation" and name.endswith("bias")) or name.endswith(
@@ -105,38 +109,61 @@ def write_random_pipeline(
 ) -> int:
     """Write write_random_transformer's model, and beside it all that a replica needs.
 
-    That is a tokenizer of few words, and a text encoder and VAE of source's configs with random
-    bfloat16 weights. text_layers: 0 keeps the config's.
+    Those are tokenizers of few words, and every other network of source's configs with random
+    bfloat16 weights. text_layers: 0 keeps the configs'.
     """
     num_parameters = write_random_transformer(source, out, device=device, num_layers=num_layers)
-    text_config = read_json(source / "text_encoder" / "config.json")
-    vae_config = read_json(source / "vae" / "config.json")
-    build = BUILDERS[read_json(source / "model_index.json")["_class_name"]]
+    index = read_index(source)
+    tokenizers = {name: build() for name, build in TOKENIZERS[str(index["_class_name"])].items()}
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(out / name)
+
     torch.manual_seed(0)
-    with torch.device(device):
-        tokenizer, text_encoder, vae = build(text_config, vae_config, text_layers)
-    tokenizer.save_pretrained(out / "tokenizer")
-    text_encoder.save_pretrained(out / "text_encoder")
-    vae.to(torch.bfloat16).save_pretrained(out / "vae")
+    for name, (library, class_name) in weighted_components(index).items():
+        if name in build_adapter(source).components:
+            continue
+        values = read_json(source / name / "config.json")
+        with torch.device(device):
+            if library == "diffusers":
+                network = _other_network(class_name, values)
+            else:
+                tokenizer = tokenizers[name.replace("text_encoder", "tokenizer")]
+                network = _text_encoder(class_name, values, tokenizer, text_layers)
+        network.save_pretrained(out / name)
+        del network  # before the next is drawn: text encoders take gigabytes
     return num_parameters
 
 
-def _qwen_image(text: dict, vae: dict, text_layers: int) -> tuple[object, nn.Module, nn.Module]:
-    tokenizer = qwen_image.build_tokenizer()
-    config = _text_config(text, tokenizer, text_layers)
-    text_encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
-    return tokenizer, text_encoder, AutoencoderKLQwenImage.from_config(vae)
+TOKENIZERS: dict[str, dict[str, Callable[[], Any]]] = {
+    "QwenImagePipeline": {"tokenizer": qwen_image.build_tokenizer},
+    "WanPipeline": {"tokenizer": wan22.build_tokenizer},
+    "ZImagePipeline": {"tokenizer": qwen_image.build_tokenizer},
+    "StableDiffusion3Pipeline": {
+        "tokenizer": sd3.build_clip_tokenizer,
+        "tokenizer_2": sd3.build_clip_tokenizer,
+        "tokenizer_3": sd3.build_t5_tokenizer,
+    },
+}
 
 
-def _wan(text: dict, vae: dict, text_layers: int) -> tuple[object, nn.Module, nn.Module]:
-    config = UMT5Config(**text | ({"num_layers": text_layers} if text_layers else {}))
-    channels = vae["z_dim"]  # the class's own means and spreads are those of 16 channels
-    vae = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels} | vae
-    text_encoder = UMT5EncoderModel._from_config(config, dtype=torch.bfloat16)
-    return wan22.build_tokenizer(), text_encoder, AutoencoderKLWan.from_config(vae)
+def _other_network(class_name: str, values: dict) -> nn.Module:
+    """Draw a VAE."""
+    if class_name == "AutoencoderKLWan":
+        channels = values["z_dim"]  # the class's own means and spreads are those of 16 channels
+        values = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels} | values
+    return getattr(diffusers, class_name).from_config(values).to(torch.bfloat16)
 
 
-BUILDERS = {"QwenImagePipeline": _qwen_image, "WanPipeline": _wan}
+def _text_encoder(class_name: str, values: dict, tokenizer: Any, num_layers: int) -> nn.Module:
+    stock = getattr(transformers, class_name)
+    if stock is Qwen2_5_VLForConditionalGeneration:
+        config = _text_config(values, tokenizer, num_layers)
+    else:
+        if num_layers:
+            key = "num_layers" if "num_layers" in values else "num_hidden_layers"
+            values = values | {key: num_layers}
+        config = stock.config_class(**values)
+    return stock._from_config(config, dtype=torch.bfloat16)
 
 
 def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:

@@ -1,5 +1,5 @@
-"""Z-Image under tensor parallelism, sequence parallelism and Ulysses against the unsharded diffusers
-transformer, on gloo processes.
+"""Z-Image under tensor parallelism, sequence parallelism and Ulysses against the unsharded
+diffusers transformer, on gloo processes.
 
 Texts fill up to different multiples of 32, so that rows have masks and positions of their own; 15
 image tokens are filled up to 32.
