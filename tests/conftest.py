@@ -51,6 +51,16 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.fixture(scope="session")
+def tiny_bagel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 tiny BAGEL folder, made once. Read-only by agreement."""
+    from examples.tiny_models.bagel import write_tiny_bagel
+
+    folder = tmp_path_factory.mktemp("models") / "bagel"
+    write_tiny_bagel(folder)
+    return folder
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 

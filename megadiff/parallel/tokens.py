@@ -30,9 +30,9 @@ def split_tokens(
     for a class whose forward somebody has replaced: it splits tokens itself or not at all.
     """
     origin = type(module).forward.__module__
-    if not origin.startswith("diffusers."):
+    if origin.partition(".")[0] != type(module).__module__.partition(".")[0]:
         raise ValueError(
-            f"{type(module).__name__}.forward is no longer diffusers' own but {origin}'s; VeOmni "
+            f"{type(module).__name__}.forward is no longer its own but {origin}'s; VeOmni "
             "replaces it for the whole process when it builds its own class of the model: use "
             "another process"
         )

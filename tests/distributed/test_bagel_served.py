@@ -10,7 +10,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,15 +33,6 @@ class TorchIn32:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
-
-
-@pytest.fixture(scope="session")
-def tiny_bagel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from examples.tiny_models.bagel import write_tiny_bagel
-
-    folder = tmp_path_factory.mktemp("models") / "bagel"
-    write_tiny_bagel(folder)
-    return folder
 
 
 def test_velocities_are_those_of_vllm_omni(tiny_bagel: Path) -> None:

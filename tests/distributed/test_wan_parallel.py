@@ -200,7 +200,7 @@ def test_a_replaced_forward_is_refused(pipeline: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(WanTransformer3DModel, "forward", sliced)
     adapter = WanAdapter(pipeline)
     with pytest.raises(
-        ValueError, match="WanTransformer3DModel.forward is no longer diffusers' own but tests"
+        ValueError, match="WanTransformer3DModel.forward is no longer its own but tests"
     ):
         split_tokens(
             adapter.empty_transformer(), adapter.plan, axes=None, attention=adapter.attention

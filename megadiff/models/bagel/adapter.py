@@ -70,7 +70,8 @@ class BagelAdapter(ModelAdapter):
         """Read the sizes from model_folder, in the published layout."""
         self.model_folder = Path(model_folder)
         self.sizes = BagelSizes.read(self.model_folder)
-        self.num_heads = self.sizes.num_heads
+        # keys have fewer heads than queries, so theirs limit how far attention can be split
+        self.num_heads = self.sizes.num_kv_heads
         self.width = self.sizes.width
         # two thirds of a gated MLP's three matrices are as large as both of a plain one
         self.mlp_ratio = 1.5 * self.sizes.mlp_width / self.width

@@ -40,7 +40,7 @@ PLAN = ParallelPlan(
         "layers.*.self_attn.[qk]_norm",
         "layers.*.mlp.*",
     ),
-    # where the last layer's context leads: nowhere
+    # vllm-omni computes attention's two experts in one layer, which takes no LoRA
     lora_targets=("layers.*.mlp_moe_gen.*",),
 )
 

@@ -121,8 +121,7 @@ class AttentionSite(nn.Module):
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
-        self.heads = sizes.num_heads
-        self.kv_heads = sizes.num_kv_heads
+        self.heads = sizes.num_kv_heads  # of keys, the fewer: they limit tp and sp
         self.head_dim = sizes.head_dim
         kv_width = sizes.num_kv_heads * sizes.head_dim
         for expert in ("", GENERATION):
