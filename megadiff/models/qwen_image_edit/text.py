@@ -73,8 +73,8 @@ def encode(
     """
     rows = []
     # one at a time: an embedding must not depend on the others' lengths
-    for text, own_pictures in zip(texts, pictures, strict=True):
-        inputs = processor.inputs(text, own_pictures).to(text_encoder.device)
+    for text, pictures_of_text in zip(texts, pictures, strict=True):
+        inputs = processor.inputs(text, pictures_of_text).to(text_encoder.device)
         # With mm_token_type_ids: without it transformers 5 numbers a picture's tokens as if they
         # were text, silently (huggingface/diffusers issue 14194). The model was trained with rows
         # and columns.
