@@ -31,8 +31,8 @@ SIDE_MULTIPLE = 32
 class PictureProcessor(Qwen2VLProcessor):
     """Turn text and pictures into the text encoder's inputs.
 
-    Without the stock class's video processor, which needs torchvision. Always by Pillow: torchvision
-    resizes differently, and trainer and replica must agree where only one of them has it.
+    Without the stock class's video processor, which needs torchvision. Always by Pillow, as
+    torchvision resizes differently: trainer and replica must agree where only one of them has it.
     """
 
     # transformers reads from these arguments what a processor consists of
