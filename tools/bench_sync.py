@@ -103,7 +103,9 @@ def main(argv: list[str]) -> int:
         model = served_model(options.model, Path(scratch), device=str(mesh.device), **sizes)
         fleet = _replica(options, model, Path(scratch), mesh, stack)
         adapter = build_adapter(model)
-        manifest = folder_manifest(model, adapter.components, dtype=options.dtype)
+        manifest = folder_manifest(
+            model, adapter.components, dtype=options.dtype, constants=adapter.plan.constants
+        )
         names = dict.fromkeys(name.partition(".")[2] for name in manifest)
         spec = lora_spec(LoraConfig(rank=options.lora_rank), adapter.plan, names)
         _show(

@@ -72,6 +72,7 @@ class ModelJob:
                 key: cast(stored, _chosen_dtype(dtype, component.tensors[key].meta.dtype))
                 for key, stored in tensors.items()
             }
+            self._tensors[name] |= component.constants
 
         self.num_bytes = sum(map(total_bytes, self._tensors.values()))
         self._rest = rest_of(self._base)
@@ -109,7 +110,7 @@ class ModelJob:
 
         tensors: StoredTensors = {}
         for name, component in open_model(folder).components.items():
-            tensors |= prefixed(f"{name}.", component.tensors)
+            tensors |= prefixed(f"{name}.", component.tensors | component.constants)
         return tensors
 
 

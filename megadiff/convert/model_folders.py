@@ -65,6 +65,16 @@ class Component:
         return {path.name: TensorFile(path) for path in self.files}
 
     @cached_property
+    def constants(self) -> StoredTensors:
+        """Return the plan's constants, which a conversion keeps as they are."""
+        return {
+            name: from_file(file, name)
+            for file in self.opened.values()
+            for name in self.model.plan.constants
+            if name in file.tensors
+        }
+
+    @cached_property
     def tensors(self) -> StoredTensors:
         """Return the weights, all there and as config.json wants them, in the model's order.
 
@@ -78,6 +88,8 @@ class Component:
                     problems.append(f"{file.path}: {name} is in {tensors[name].path.name} as well")
                 tensors[name] = from_file(file, name)
 
+        for name in self.constants:
+            del tensors[name]
         problems += misfits(tensors, self.model.shapes, dtypes=FLOATS)
         if problems:
             weights = self.files[0] if len(self.files) == 1 else self.files[0].parent

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from torch import nn
+
 from megadiff.config.schema import Config, LoraConfig
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, lora_spec, start_values
@@ -107,6 +109,13 @@ def read_start(source: SourceFolder, name: str, shards: Sequence[Shard], *, seed
     else:
         for shard in shards:
             source.read_into(name, shard)
+
+
+def check_source(source: SourceFolder, module: nn.Module, plan: ParallelPlan) -> None:
+    """Raise ValueError unless the source has the module's weights and constants, and no others."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if not is_lora(name)}
+    shapes |= {name: tuple(module.get_buffer(name).shape) for name in plan.constants}
+    source.check_names(shapes)
 
 
 def lora_values(lora: LoraSpec) -> dict[str, object]:

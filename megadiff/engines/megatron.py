@@ -24,7 +24,13 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Loss, NonFiniteError
 from megadiff.engines.flat_ranges import flat_ranges, placement_of, whole_range
 from megadiff.engines.gathering import gather_flat
-from megadiff.engines.lora import build_adapters, is_frozen, open_source, read_start
+from megadiff.engines.lora import (
+    build_adapters,
+    check_source,
+    is_frozen,
+    open_source,
+    read_start,
+)
 from megadiff.engines.microbatch import Batch, ComponentRows
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine, Step
@@ -64,9 +70,11 @@ class MegatronEngine(ShardedEngine):
 
         source = open_source(config, adapter, component)
         empty = adapter.empty_transformer(component)
-        shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-        source.check_names(shapes)
-        adapters = build_adapters(config, adapter.plan, shapes)
+        check_source(source, empty, adapter.plan)
+        source.read_constants(empty, adapter.plan.constants)
+        adapters = build_adapters(
+            config, adapter.plan, (name for name, _ in empty.named_parameters())
+        )
 
         transformer = _build_transformer(config, mesh, adapter, empty, source, adapters)
         self._parameters = dict(transformer.named_parameters())

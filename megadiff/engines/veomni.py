@@ -31,12 +31,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
 from megadiff.engines.gathering import gather_rows, local
-from megadiff.engines.lora import build_adapters, is_frozen, open_source, read_start
+from megadiff.engines.lora import (
+    build_adapters,
+    check_source,
+    is_frozen,
+    open_source,
+    read_start,
+)
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.engines.versions import check_version
-from megadiff.models.adapter import STREAMS, ModelAdapter
+from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
@@ -82,9 +88,8 @@ class VeOmniEngine(ShardedEngine):
         )
         low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
         source = open_source(config, adapter, component)
-        source.check_names(
-            {name: tuple(p.shape) for name, p in self._parameters.items() if name not in low_rank}
-        )
+        check_source(source, transformer, adapter.plan)
+        source.read_constants(transformer, adapter.plan.constants)
 
         for name, parameter in self._parameters.items():
             shard = _shard(parameter, local(parameter))
@@ -310,7 +315,7 @@ def _veomni_module(folder: Path) -> nn.Module:
 
 
 def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Split tokens over sp, and cast the streams, which FSDP2 would do only with the timesteps."""
+    """Split tokens over sp, and cast features, which FSDP2 would do only with the timesteps."""
     check_version("megatron-core", tested=MEGATRON_VERSIONS)  # whose collectives split them
     from megadiff.parallel.tokens import split_tokens
 
@@ -318,11 +323,16 @@ def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: to
     split = model.forward
 
     def forward(**inputs: Any) -> Any:
-        return split(
-            **inputs | {name: inputs[name].to(dtype) for name in STREAMS if name in inputs}
-        )
+        features = inputs.keys() & set(adapter.plan.features)
+        return split(**inputs | {name: _cast(inputs[name], dtype) for name in features})
 
     model.forward = forward
+
+
+def _cast(feature: Tensor | list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
+    if isinstance(feature, list):
+        return [tensor.to(dtype) for tensor in feature]
+    return feature.to(dtype)
 
 
 @cache

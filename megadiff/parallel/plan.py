@@ -66,11 +66,14 @@ class ParallelPlan:
     token_inputs: arguments of forward [B, tokens, …], split over tokens. An argument that is [B],
     the same for all tokens, stays whole.
     stream_entry, stream_exit: for a forward that makes tokens itself (of a video, say). The first
-    argument of one module and the output of the other are the token stream [B, tokens, C]. It is
-    split on entry and whole again after the exit. Without them the stream is among token_inputs
-    and forward's output is gathered.
+    argument of one module, or its hidden_states by keyword, and the output of the other are the
+    token stream [B, tokens, C]. It is split on entry and whole again after the exit. Without them
+    the stream is among token_inputs and forward's output is gathered.
+    features: arguments of forward that are cast to the model's dtype, tensors or lists of them.
     unused: modules whose output nobody reads, `{last}` being the last block's index. Their weights
     get no gradient.
+    constants: buffers that checkpoints hold. Both sides read them from the model folder. They are
+    never trained or sent, and in no manifest.
     lora_targets: modules that LoRA wraps (lora_modules).
     """
 
@@ -80,7 +83,9 @@ class ParallelPlan:
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     stream_entry: str = ""
     stream_exit: str = ""
+    features: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     unused: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

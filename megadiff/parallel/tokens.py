@@ -81,14 +81,19 @@ def _split_stream(module: nn.Module, plan: ParallelPlan, axes: TokenAxes) -> Non
     # sets it again, and nothing reads it then.
     length = 0
 
-    def enter(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(
+        block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         nonlocal length
-        stream_BSC, *others = args
+        stream_BSC = args[0] if args else kwargs["hidden_states"]
         length = stream_BSC.shape[1]
-        return (axes.split(stream_BSC), *others)
+        chunk_BSC = axes.split(stream_BSC)
+        if args:
+            return (chunk_BSC, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": chunk_BSC}
 
     def leave(block: nn.Module, args: tuple[Any, ...], chunk_BSC: Tensor) -> Tensor:
         return axes.gather(chunk_BSC, length)
 
-    module.get_submodule(plan.stream_entry).register_forward_pre_hook(enter)
+    module.get_submodule(plan.stream_entry).register_forward_pre_hook(enter, with_kwargs=True)
     module.get_submodule(plan.stream_exit).register_forward_hook(leave)

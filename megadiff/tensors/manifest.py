@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TypedDict
 
@@ -19,13 +20,24 @@ class TensorRow(TypedDict):
 Manifest = dict[str, TensorRow]
 
 
-def folder_manifest(model_folder: Path, components: tuple[str, ...], *, dtype: str) -> Manifest:
-    """Return the manifest of components as `component.name`, with dtype as replicas hold them."""
+def folder_manifest(
+    model_folder: Path,
+    components: tuple[str, ...],
+    *,
+    dtype: str,
+    constants: Collection[str] = (),
+) -> Manifest:
+    """Return the manifest of components as `component.name`, with dtype as replicas hold them.
+
+    constants: names of tensors in the files that are no weights, and so are left out.
+    """
     manifest: Manifest = {}
     for component in components:
         for path in weight_files(model_folder / component):
             file = open_weights(path)
             for name in file.keys():
+                if name in constants:
+                    continue
                 # of the header alone; the dtype is the replica's, whatever the file has
                 shape = file.get_slice(name).get_shape()
                 manifest[f"{component}.{name}"] = {"dtype": dtype, "shape": list(shape)}

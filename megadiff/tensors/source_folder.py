@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+
+from torch import nn
 
 from megadiff.tensors.model_files import open_weights, weight_files
 from megadiff.tensors.shards import Shard
@@ -49,3 +51,9 @@ class SourceFolder:
         # a rank has nothing of a tensor that has fewer rows than there are ranks
         if shard.local.numel():
             shard.local.copy_(self._file_of[name].get_slice(name)[slices])
+
+    def read_constants(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Read the module's buffers of these names, each whole and in the buffer's dtype."""
+        for name in names:
+            # code can compute it, but a file has it as it was rounded when it was saved
+            module.get_buffer(name).copy_(self._file_of[name].get_tensor(name))

@@ -233,7 +233,12 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
     config = engine.config
     mesh = engine.mesh
     adapter = engine.adapter
-    manifest = folder_manifest(adapter.model_folder, adapter.components, dtype=config.model.dtype)
+    manifest = folder_manifest(
+        adapter.model_folder,
+        adapter.components,
+        dtype=config.model.dtype,
+        constants=adapter.plan.constants,
+    )
 
     users = users_of(config, mesh)
     targets = fleet.weight_targets()

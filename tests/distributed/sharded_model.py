@@ -235,6 +235,7 @@ class Ranks:
         self.samples = range(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
         self.parameters = dict(self.module.named_parameters())
         with torch.no_grad():
+            self.source.read_constants(self.module, self.adapter.plan.constants)
             for name, p in self.parameters.items():
                 self.source.read_into(
                     name, Shard(local=p, offsets=p.placement.offsets, shape=p.placement.shape)

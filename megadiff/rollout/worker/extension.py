@@ -103,7 +103,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         pipeline = self._pipeline
         # Shapes alone: FP8 copies may have taken the weights' memory already.
         views = self._views(meta=True)
-        rows = folder_manifest(Path(pipeline.od_config.model), self._components, dtype="float32")
+        rows = folder_manifest(
+            Path(pipeline.od_config.model),
+            self._components,
+            dtype="float32",
+            constants=pipeline.adapter.plan.constants,
+        )
         difference = views.keys() ^ rows.keys()
         if difference:
             raise ValueError(

@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megadiff.engines.lora import check_source
+from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors import shards
 from megadiff.tensors.covering import cover
 from megadiff.tensors.flat_shards import flat_shards
+from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.shards import Shard, ShardFolder, shard_file, write_shards
 from megadiff.tensors.source_folder import SourceFolder
 
@@ -300,6 +303,27 @@ def test_source_folder_names_what_does_not_fit(tmp_path):
     (tmp_path / "part1.safetensors").unlink()
     with pytest.raises(ValueError, match="lacks part1.safetensors"):
         SourceFolder(tmp_path).check_names({"a": (7, 5), "b": (6,)})
+
+
+def test_constants_are_read_into_buffers_and_are_in_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    _write_source(tmp_path / "transformer", 1)
+    module = torch.nn.Module()
+    module.register_buffer("a", torch.zeros(7, 5))
+    module.register_parameter("b", torch.nn.Parameter(torch.zeros(6)))
+    source = SourceFolder(tmp_path / "transformer")
+    plan = ParallelPlan(rules={}, constants=("a",))
+
+    check_source(source, module, plan)
+    source.read_constants(module, plan.constants)
+    assert torch.equal(module.a, FULL["a"]) and not module.b.any()
+    manifest = folder_manifest(
+        tmp_path, ("transformer",), dtype="float32", constants=plan.constants
+    )
+    assert list(manifest) == ["transformer.b"]
+    module.register_buffer("a", torch.zeros(7, 6))
+    with pytest.raises(ValueError, match=r"a has shape \(7, 5\), the model's is \(7, 6\)"):
+        check_source(source, module, plan)
 
 
 def _write_source(folder: Path, num_files: int) -> None:
