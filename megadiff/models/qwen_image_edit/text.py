@@ -40,15 +40,17 @@ class PictureProcessor(Qwen2VLProcessor):
         super().__init__(image_processor, tokenizer)
 
     @classmethod
-    def from_folder(cls, model_folder: Path) -> PictureProcessor:
+    def from_pretrained(cls, model_folder: Path | str, **_: object) -> PictureProcessor:
+        """Read a pipeline folder's image processor and tokenizer."""
         # from its module: the package's own door to this class asks for torchvision
         from transformers import Qwen2Tokenizer
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         image_processor = AutoImageProcessor.from_pretrained(
-            model_folder / "processor", backend="pil", local_files_only=True
+            Path(model_folder) / "processor", backend="pil", local_files_only=True
         )
-        return cls(image_processor, Qwen2Tokenizer.from_pretrained(model_folder / "tokenizer"))
+        tokenizer = Qwen2Tokenizer.from_pretrained(Path(model_folder) / "tokenizer")
+        return cls(image_processor, tokenizer)
 
     def inputs(self, text: str, pictures: Sequence[Tensor]) -> Any:
         """Return the encoder's arguments for one text and its pictures, uint8 [H, W, 3] each."""
@@ -99,7 +101,8 @@ def sides_of_area(height: int, width: int, pixels: int) -> tuple[int, int]:
 
 
 def _rounded(side: float) -> int:
-    return round(side / SIDE_MULTIPLE) * SIDE_MULTIPLE
+    # the stock function makes nothing of what is ten times as long as wide
+    return max(round(side / SIDE_MULTIPLE), 1) * SIDE_MULTIPLE
 
 
 def _scaled(picture_HWC: np.ndarray) -> Image.Image:
