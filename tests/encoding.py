@@ -13,4 +13,5 @@ from megadiff.models.adapter import ModelAdapter
 def encode_prompts(adapter: ModelAdapter, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Return (embeddings, mask) of all texts in one call."""
     with adapter.prompt_encoder(dtype=torch.float32, device=torch.device("cpu")) as encode:
-        return encode(texts)
+        encoded = encode(texts)
+    return encoded["prompt_embeds"], encoded["prompt_mask"]

@@ -209,8 +209,6 @@ def synthetic_batch(
     shape = (rows, 2, *adapter.latents_shape(sampling))
     mine = slice(mesh.dp_rank, None, mesh.dp)
     latents_NSLC = torch.randn(shape, generator=generator)[mine]
-    sizes = adapter.empty_transformer().config
-    text_dim = sizes.get("joint_attention_dim") or sizes.text_dim
     return TrainBatch(
         latents_NSLC=latents_NSLC,
         old_log_probs_NW=None,
@@ -220,8 +218,10 @@ def synthetic_batch(
         weights_N=torch.ones(len(latents_NSLC)),
         group_index_N=torch.zeros(len(latents_NSLC), dtype=torch.int64),
         conditioning={
-            "prompt_embeds": torch.randn(1, text_tokens, text_dim, generator=generator),
-            "prompt_mask": torch.ones(1, text_tokens, dtype=torch.bool),
+            name: value
+            if value.dtype == torch.bool
+            else torch.randn(value.shape, generator=generator)
+            for name, value in adapter.blank_text(text_tokens).items()
         },
         schedule=adapter.schedule(sampling),
         sampling=sampling,

@@ -261,8 +261,9 @@ def _encode_captions(
     progress = _Progress("captions", len(rows), mesh)
 
     def encode_texts(start: int) -> None:
-        embeds_BTD, mask_BT = encode(texts[start : min(start + TEXTS_PER_CALL, rows.stop)])
-        tokens.add(embeds_BTD[mask_BT])  # without the padding
+        encoded = encode(texts[start : min(start + TEXTS_PER_CALL, rows.stop)])
+        mask_BT = encoded["prompt_mask"]
+        tokens.add(encoded["prompt_embeds"][mask_BT])  # without the padding
         lengths.add(mask_BT.sum(dim=1, dtype=torch.int32))
         progress.add(len(mask_BT))
 

@@ -65,12 +65,24 @@ def wan_sigmas(num_steps: int, *, flow_shift: float) -> Tensor:
     _check_num_steps(num_steps)
     # 0 is a fixed point of the shift, so it need not be appended.
     sigmas = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return wan_shift(sigmas, flow_shift=flow_shift).float()
+    return static_shift(sigmas, shift=flow_shift).float()
 
 
-def wan_shift(sigmas: Tensor, *, flow_shift: float) -> Tensor:
+def static_sigmas(num_steps: int, *, shift: float, last: float) -> Tensor:
+    """Return a schedule of equal steps from 1 to `last`, shifted, and then 0.
+
+    [num_steps + 1] float32, computed in float64.
+    last: the last sigma before 0, not yet shifted. Source: FlowMatchEulerDiscreteScheduler with
+    use_dynamic_shifting=false.
+    """
+    _check_num_steps(num_steps)
+    sigmas = torch.linspace(1, last, num_steps, dtype=torch.float64)
+    return torch.cat([static_shift(sigmas, shift=shift), sigmas.new_zeros(1)]).float()
+
+
+def static_shift(sigmas: Tensor, *, shift: float) -> Tensor:
     """Shift sigmas in [0, 1] to those of the schedule. Same shape and dtype."""
-    return flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def check_window(sampling: Sampling) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.models.decoding import Decoding, TokenCount
-from megadiff.models.vae import encode_pixels
+from megadiff.models.packing import TokenGrid, unpack
+from megadiff.models.vae import decode_latents, encode_pixels
 from megadiff.parallel.plan import ParallelPlan
-from megadiff.types import Prompt, Sampling
+from megadiff.tensors.model_files import read_json
+from megadiff.types import Prompt, Sampling, Tensors
 
 if TYPE_CHECKING:  # needs megatron-core, which only its engine does
     from megadiff.parallel.attention import TokenAttention, TokenAxes
@@ -26,11 +28,25 @@ Conditioning = Mapping[str, Tensor]
 STREAMS = ("hidden_states", "encoder_hidden_states")
 # in a conditioning where Sampling.first_frame: clean latents [B, tokens of a frame, C]
 FIRST_FRAME = "first_frame"
-# texts → (embeddings [B, tokens, D], mask [B, tokens] bool), as the replica computes them
-PromptEncoder = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
+IMAGE_CONDITIONING = {FIRST_FRAME}  # names of a conditioning that both sides of guidance see
+NEGATIVE = "negative_"  # in front of the names of the negative prompt's conditioning
+# given images of one prompt, each uint8 RGB [H, W, 3]
+Images = tuple[Tensor, ...]
 # uint8 RGB [B, H, W, 3] → packed, normalised latents [B, L, C] float32;
 # a video model's takes [B, F, H, W, 3] too
 ImageEncoder = Callable[[Tensor], Tensor]
+
+
+class PromptEncoder(Protocol):
+    """Encode texts as the replica does."""
+
+    def __call__(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
+        """Return a conditioning by name, each tensor [B, …] on the CPU.
+
+        images: those of each text, for a model whose text encoder sees them.
+        `X_mask` [B, tokens] bool belongs to the tensors `X_*` [B, tokens, …], which a group's
+        record has cut to its own length. Tensors without such a mask stay whole.
+        """
 
 
 class ModelAdapter(Protocol):
@@ -40,6 +56,8 @@ class ModelAdapter(Protocol):
     video's frames following each other. Only velocity() and the encoders know the model's own
     shape of them.
 
+    title: what people call the models. pipeline_class: `_class_name` in model_index.json.
+    rollout_pipeline: "module:Class" of the replica's side, imported there only.
     model_folder: the diffusers pipeline folder.
     components: its subfolders that are trained, e.g. ("transformer",). Several are of one shape,
     so that one plan, num_heads and width hold for all. Each has a part of the schedule
@@ -53,6 +71,9 @@ class ModelAdapter(Protocol):
     length. Else its engine takes the stock module and parallel.tokens.
     """
 
+    title: ClassVar[str]
+    pipeline_class: ClassVar[str]
+    rollout_pipeline: ClassVar[str]
     model_folder: Path
     components: tuple[str, ...]
     num_heads: int
@@ -141,6 +162,9 @@ class ModelAdapter(Protocol):
         fits = len(text.encode()) + 2 <= self.max_prompt_tokens
         return 0 if fits else len(tokenizer(text).input_ids)
 
+    def grid(self, sampling: Sampling) -> TokenGrid:
+        """Return the tokens of a whole image or video, given frames among them."""
+
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """Return (L, C), packed latent tokens and channels, of what is drawn of one sample.
 
@@ -183,8 +207,21 @@ class ModelAdapter(Protocol):
     ) -> AbstractContextManager[PromptEncoder]:
         """Load the text encoder (5.7 to 7 B parameters); its memory is freed at the end.
 
-        It returns embeddings in dtype; both are on the CPU.
+        It returns embeddings in dtype.
         """
+
+    def blank_text(self, num_tokens: int) -> Tensors:
+        """Return zeros in place of one encoded text, [1, …] by name: for plans and benchmarks."""
+        config = read_json(self.model_folder / self.components[0] / "config.json")
+        width = config.get("joint_attention_dim") or config["text_dim"]
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, width),
+            "prompt_mask": torch.ones(1, num_tokens, dtype=torch.bool),
+        }
+
+    def num_text_tokens(self, conditioning: Conditioning) -> int:
+        """Return the width of encoded prompts, padding included."""
+        return conditioning["prompt_mask"].shape[1]
 
     @contextmanager
     def image_encoder(
@@ -202,6 +239,21 @@ class ModelAdapter(Protocol):
         with freed(vae):
             # an image is a video of one frame
             yield lambda pixels: encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
+
+    def decode(
+        self, vae: Any, latents_NLC: Tensor, sampling: Sampling, conditioning: Conditioning
+    ) -> Tensor:
+        """Decode latents at sigma 0 to uint8 RGB [N, F, H, W, 3] on the CPU, a few rows at a time.
+
+        conditioning: of each row, for a model whose given images are part of the result.
+        """
+        num_rows = self.decoding.num_rows(
+            latents_NLC.device.type,
+            num_frames=sampling.num_frames,
+            height=sampling.height,
+            width=sampling.width,
+        )
+        return decode_latents(vae, unpack(latents_NLC, self.grid(sampling)), num_rows=num_rows)
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """Count the tokens of one forward. num_text_tokens: of the longest prompt."""
@@ -224,19 +276,29 @@ def check_pixels(sampling: Sampling, multiple: int) -> None:
             )
 
 
-def encoded_text(conditioning: Conditioning, prefix: str) -> tuple[Tensor, Tensor]:
-    """Return (embeddings, mask) of the prompts, or with prefix "negative_" of those.
+def text_of_side(
+    conditioning: Conditioning, prefix: str, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the prompts' conditioning, or with prefix "negative_" the negative ones', by name.
 
-    Raises ValueError when they are absent.
+    Tensors of numbers are brought to the device; masks stay where they are, as one on the CPU saves
+    a synchronisation. Given images are of both sides. Raises ValueError when there are none.
     """
-    names = [f"{prefix}prompt_embeds", f"{prefix}prompt_mask"]
-    missing = [name for name in names if name not in conditioning]
-    if missing:
+    text = {}
+    for name, tensor in conditioning.items():
+        if name.startswith(NEGATIVE) == bool(prefix) or name in IMAGE_CONDITIONING:
+            is_mask = tensor.dtype == torch.bool
+            moved = tensor if is_mask else tensor.to(device, non_blocking=True)
+            text[name.removeprefix(prefix)] = moved
+
+    needed = {name.removeprefix(NEGATIVE) for name in conditioning} - IMAGE_CONDITIONING
+    missing = [prefix + name for name in sorted(needed - text.keys())]
+    if missing or not needed:
         raise ValueError(
             f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "
             "sample with the same guidance as training uses"
         )
-    return conditioning[names[0]], conditioning[names[1]]
+    return text
 
 
 @contextmanager

@@ -130,9 +130,9 @@ class BatchSampler:
             index_N.to(self.device, non_blocking=True),
         )
 
-    def model_sigma(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Return the current sigma as the transformer takes it, [num_rows] in its dtype."""
-        return self.schedule[self.step_index].to(dtype).expand(num_rows)
+    def sigma_rows(self, num_rows: int) -> Tensor:
+        """Return the current sigma, [num_rows] float32."""
+        return self.schedule[self.step_index].expand(num_rows)
 
     def step(self, velocity_NLC: Tensor, latents_NLC: Tensor) -> Tensor:
         """Return the next, less noisy latents in the storage dtype.

@@ -8,19 +8,20 @@ groups are the batch, and depend on nothing else that runs.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.models.batch_sampler import BatchSampler
+from megadiff.models.adapter import Images, ModelAdapter
+from megadiff.models.batch_sampler import BatchSampler, distinct
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedNames
-from megadiff.types import RolloutRequest
+from megadiff.types import RolloutRequest, Tensors
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
@@ -30,19 +31,34 @@ NO_LORA_REQUESTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransformerCall:
+    """Call a served transformer as the adapter calls the trainer's. dtype: it computes in."""
+
+    forward: Callable[..., Any]
+    dtype: torch.dtype
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self.forward(**kwargs)
+
+
 class RolloutPipelineMixin:
     """Stand in front of a vllm-omni pipeline class and draw our requests through it.
 
-    The model's subclass implements `to_pixels`, and hands the sampler's latents, timesteps and
-    conditioning to the stock denoising loop. The adapter is the trainer's: one schedule, one latent
-    shape, one limit of tokens for both sides.
+    A step's velocity is the trainer's: the adapter's own function, of vllm-omni's transformer. The
+    stock pipeline loads the networks and answers plain requests. The model's subclass gives
+    `served_names` and `encode`.
+
+    cast_networks: those that vllm-omni leaves in their files' dtype.
     """
 
-    transformer: Any  # this and the tokenizer are the vllm-omni pipeline's
-    tokenizer: Any
+    adapter: ModelAdapter
+    tokenizer: Any  # this and the VAE are the vllm-omni pipeline's
+    vae: Any
+    od_config: Any
     device: torch.device
     served_names: ServedNames
-    _sampler: BatchSampler | None = None
+    cast_networks: tuple[str, ...] = ()
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
@@ -50,19 +66,25 @@ class RolloutPipelineMixin:
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]  # its own
         self.adapter = build_adapter(Path(od_config.model))
         self.policy_components = self.adapter.components  # whose weights the trainer pushes
+        for name in self.cast_networks:
+            # Parameters only: a text encoder's rotary frequencies are float32 buffers and stay so.
+            for parameter in getattr(self, name).parameters():
+                parameter.data = parameter.data.to(od_config.dtype)
+        self.adapter.adapt_vae(self.vae)
         self.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]  # likewise
 
-    def to_pixels(self, images: Tensor) -> Tensor:
-        """Turn the decoder's output into [N, F, H, W, 3] uint8."""
+    def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
+        """Encode as the adapter's prompt_encoder does, by the pipeline's own networks."""
         raise NotImplementedError
 
-    def draw(self, req: Any) -> Any:
-        """Return vllm-omni's output for our requests, whose `output` to_pixels takes.
+    def encode_images(self, requests: Sequence[RolloutRequest]) -> Tensors:
+        """Return the conditioning of given images, [P, …] by name; by default nothing."""
+        return {}
 
-        It is the stock forward's, unless the model's subclass draws by itself.
-        """
-        (output,) = super().forward(req)  # type: ignore[misc]  # vllm-omni's
-        return output
+    def transformer_call(self, component: str) -> TransformerCall:
+        """Return the component's forward, with the arguments that the adapter gives it."""
+        forward = self.get_submodule(component)  # type: ignore[attr-defined]  # a torch module
+        return TransformerCall(forward=forward, dtype=self.od_config.dtype)
 
     def forward(self, req: Any) -> Any:
         requests = rollout_requests(req)
@@ -73,28 +95,72 @@ class RolloutPipelineMixin:
         refused = ValueError if requests else Stopped
         try:
             if requests:
-                return [self._draw_groups(req, requests)]
+                return [self._draw_groups(requests)]
             return super().forward(req)  # type: ignore[misc]  # vllm-omni's
         except refused as error:
             return [_refusal(str(error))]
         finally:
             self.stop_path = None
-            self._sampler = None
 
-    def _draw_groups(self, req: Any, requests: Sequence[RolloutRequest]) -> Any:
+    def _draw_groups(self, requests: Sequence[RolloutRequest]) -> Any:
+        from vllm_omni.diffusion.data import DiffusionOutput
+
+        sampling = requests[0].sampling
         self._check_lengths(requests)
-        self._sampler = BatchSampler(
+        sampler = BatchSampler(
             requests,
-            schedule=self.adapter.schedule(requests[0].sampling),
-            token_shape=self.adapter.latents_shape(requests[0].sampling),
+            schedule=self.adapter.schedule(sampling),
+            token_shape=self.adapter.latents_shape(sampling),
             device=self.device,
         )
+        sampler.conditioning = self._encode_texts(requests) | self.encode_images(requests)
+        conditioning = {
+            name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
+        }
 
-        output = self.draw(req)
-        result = self._sampler.result(self.to_pixels(output.output))
+        latents_NLC = self._denoise(sampler, conditioning)
+        pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
+        result = sampler.result(pixels_NFHWC)
         # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
-        return dataclasses.replace(output, output=envelope)
+        return DiffusionOutput(output=envelope)
+
+    def _encode_texts(self, requests: Sequence[RolloutRequest]) -> Tensors:
+        """Encode each distinct text once. Returns the groups' conditioning, [P, …] by name."""
+        conditioning: Tensors = {}
+        for side, side_texts in self.texts_of_sides(requests).items():
+            texts, index_P = distinct(side_texts)
+            for name, value in self.encode(texts).items():
+                if value.is_floating_point():
+                    value = value.to(self.od_config.dtype)
+                if value.dtype == torch.bool:
+                    value = value.cpu()  # a forward asks how many tokens count, without waiting
+                conditioning[side + name] = value[index_P.to(value.device)]
+        return conditioning
+
+    def _denoise(self, sampler: BatchSampler, conditioning: Tensors) -> Tensor:
+        """Return latents [N, L, C] at sigma 0. conditioning: a row for each sample."""
+        latents_NLC = sampler.initial_latents()
+        # on the host at once: to read a sigma later would wait for the GPU
+        for sigma in sampler.schedule[:-1].tolist():
+            component = self.adapter.component_of(sigma)
+            rows_B, index_N = sampler.distinct_rows()
+            of_rows = conditioning
+            if len(rows_B) < len(index_N):  # a group's samples are still one
+                of_rows = {
+                    name: value_N[rows_B.to(value_N.device)]
+                    for name, value_N in conditioning.items()
+                }
+            velocity_BLC = self.adapter.velocity(
+                self.transformer_call(component),
+                latents_NLC[rows_B],
+                sampler.sigma_rows(len(rows_B)),
+                of_rows,
+                sampler.sampling,
+                component=component,
+            )
+            latents_NLC = sampler.step(velocity_BLC[index_N], latents_NLC)
+        return latents_NLC
 
     def texts_of_sides(self, requests: Sequence[RolloutRequest]) -> dict[str, list[str]]:
         """Return the groups' prompts under "", under guidance also "negative_" → negative ones."""
@@ -115,42 +181,6 @@ class RolloutPipelineMixin:
                         f"{side.replace('_', ' ')}prompt is too long, {count} tokens, the model "
                         f"takes {limit}; shorten {text[:60]!r}…"
                     )
-
-    def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
-        stock = super().predict_noise  # type: ignore[misc]  # vllm-omni's
-        if self._sampler is None:
-            return stock(*args, **kwargs)
-
-        # the stock loop has all rows; the transformer computes those that differ
-        rows_B, index_N = self._sampler.distinct_rows()
-        kwargs = {name: _rows_of(value, rows_B) for name, value in kwargs.items()}
-        dtype = next(self.transformer.parameters()).dtype
-        # latents are float32 between steps; the model computes in its own dtype
-        kwargs["hidden_states"] = kwargs["hidden_states"].to(dtype)
-        kwargs["timestep"] = self._sampler.model_sigma(len(rows_B), dtype)
-        return stock(*args, **kwargs)[index_N]
-
-    def scheduler_step(
-        self, noise_pred: Any, t: Any, latents: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._sampler is not None:
-            return self._sampler.step(noise_pred, latents)
-        stock = super().scheduler_step  # type: ignore[misc]  # vllm-omni's
-        return stock(noise_pred, t, latents, *args, **kwargs)
-
-
-def to_uint8(values: Tensor) -> Tensor:
-    """Turn a decoder's values in [-1, 1] into uint8, rounded as the stock images are."""
-    scaled = (values.float() * 0.5 + 0.5).clamp(0, 1) * 255
-    return scaled.round().to(torch.uint8)
-
-
-def _rows_of(value: Any, rows_B: Tensor) -> Any:
-    """Return the rows of a transformer's argument; what has no rows comes back as it is."""
-    if isinstance(value, Tensor):
-        return value[rows_B]
-    # image shapes and text lengths, which are equal for all rows of a batch
-    return value[: len(rows_B)] if isinstance(value, list) else value
 
 
 def _refusal(message: str) -> Any:

@@ -199,17 +199,12 @@ def _run(
     transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling, recorder: BlockRecorder
 ) -> list[int]:
     """Return the bytes of KINDS that one row saves."""
-    config: Any = transformer.config  # of diffusers, without types
     recorder.inputs.clear()
     recorder.tensors.clear()
 
     num_tokens, channels = adapter.latents_shape(sampling)
-    text_width = getattr(config, "joint_attention_dim", None) or config.text_dim
     # real tensors, as the adapter looks into the mask; they turn fake where they meet weights
-    conditioning = {
-        "prompt_embeds": torch.zeros(1, TEXT_TOKENS, text_width),
-        "prompt_mask": torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
-    }
+    conditioning = adapter.blank_text(TEXT_TOKENS)
     if sampling.first_frame:
         num_given = adapter.token_count(sampling, TEXT_TOKENS).image - num_tokens
         conditioning[FIRST_FRAME] = torch.zeros(1, num_given, channels)

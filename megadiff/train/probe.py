@@ -152,9 +152,8 @@ def _encode(
             if is_guided:
                 texts["negative_"] = prompt.negative_text
             for side, text in texts.items():
-                embeds, mask = encode_texts([text])
-                tensors[f"{index}.{side}prompt_embeds"] = embeds
-                tensors[f"{index}.{side}prompt_mask"] = mask
+                for name, value in encode_texts([text]).items():
+                    tensors[f"{index}.{side}{name}"] = value
 
     if sampling.first_frame:
         with adapter.image_encoder(dtype=dtype, device=device) as encode_images:

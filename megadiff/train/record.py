@@ -179,7 +179,7 @@ def step_work(
     trained = train_sampling(config, algorithm)
     work = {"rollout": 0.0, "train": 0.0}
     for group in groups:
-        num_text_tokens = group.conditioning["prompt_embeds"].shape[1]
+        num_text_tokens = adapter.num_text_tokens(group.conditioning)
         forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
         work["rollout"] += forward * group.num_forwards
         work["train"] += adapter.flops(trained, num_text_tokens) / 1e12 * num_rows * (1 + backward)

@@ -225,7 +225,7 @@ def _result(
     num_first = adapter.grid(SAMPLING).tokens_per_frame
     with_first = inputs.conditioning | {"first_frame": latents_BLC[:, :num_first]}
     with (
-        patch("megadiff.models.wan22.velocity.TEXT_TOKENS", TEXT_TOKENS),
+        patch("megadiff.models.wan22.text.TEXT_TOKENS", TEXT_TOKENS),
         EXACT_ATTENTION(),
     ):  # recomputation included
         velocity_BLC = adapter.velocity(

@@ -86,5 +86,5 @@ def exact() -> Iterator[None]:
     """Few text tokens, among which gradients of single ones do not drown, and a kernel that does
     not depend on the batch's size; recomputation included.
     """
-    with patch("megadiff.models.wan22.velocity.TEXT_TOKENS", 17), sdpa_kernel(SDPBackend.MATH):
+    with patch("megadiff.models.wan22.text.TEXT_TOKENS", 17), sdpa_kernel(SDPBackend.MATH):
         yield

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
+from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from megadiff.cli.serve import main
-from megadiff.models import batch_sampler
+from megadiff.diffusion.guidance import plain_cfg
+from megadiff.models import batch_sampler, pipeline_base
 from megadiff.models.qwen_image import adapter as qwen_adapter
-from megadiff.models.qwen_image import pipeline as qwen_rollout
 
 FAULT_FILE = Path(sys.argv.pop(1))
 
@@ -56,61 +57,55 @@ def _shift_noise(initial_latents_rows):
     return broken
 
 
-def _spoil_texts(spread):
+def _spoil_texts(denoise):
     """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
-    swapped: the texts of the last two groups are exchanged. What is recorded stays right."""
+    swapped: the texts of the last two groups are exchanged. What is recorded stays right.
 
-    def broken(sampler, context, side, index_P):
-        changed = spread(sampler, context, side, index_P)
-        embeds = f"{side}prompt_embeds"
-        mask = f"{side}prompt_embeds_mask"
-        if changed[mask] is None:
-            return changed
-        if fault() == "first_row":
-            changed[mask] = changed[mask][:1].expand_as(changed[mask])
-        elif fault() == "unmasked":
-            changed[mask] = None
-        elif fault() == "swapped":
-            count = len(sampler.requests)
-            if count < 2:
-                return changed
-            order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
-            order_N = sampler.per_row(order_P) * (len(changed[mask]) // count)
-            order_N += torch.arange(len(order_N)) % (len(order_N) // count)
-            changed[embeds] = changed[embeds][order_N]
-            changed[mask] = changed[mask][order_N]
-        return changed
+    Of any family: tensors of conditioning are exchanged or their masks changed by name."""
+
+    def broken(self, sampler, conditioning):
+        changed = dict(conditioning)
+        count = len(sampler.requests)
+        for name, value_N in conditioning.items():
+            if name.endswith("_mask") and fault() == "first_row":
+                changed[name] = value_N[:1].expand_as(value_N)
+            elif name.endswith("_mask") and fault() == "unmasked":
+                changed[name] = torch.ones_like(value_N)
+            elif fault() == "swapped" and count > 1:
+                order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
+                order_N = sampler.per_row(order_P) * (len(value_N) // count)
+                order_N += torch.arange(len(order_N)) % (len(order_N) // count)
+                changed[name] = value_N[order_N]
+        return denoise(self, sampler, changed)
 
     return broken
 
 
-def _cast_timestep(model_sigma):
+def _cast_timestep(sigma_rows):
     """timestep: sigma passes through bfloat16 on its way to the transformer."""
 
-    def broken(self, latents, dtype):
-        sigma = model_sigma(self, latents, dtype)
-        return sigma.bfloat16().to(dtype) if fault() == "timestep" else sigma
+    def broken(self, num_rows):
+        sigma_B = sigma_rows(self, num_rows)
+        return sigma_B.bfloat16().float() if fault() == "timestep" else sigma_B
 
     return broken
 
 
-def _spoil_guidance(combine, normalize):
+def _spoil_guidance(guide):
     """unguided: the negative branch is dropped.
 
     call_norm: the norm is taken over the whole call.
     """
 
-    def broken_combine(self, positive, negative, *arguments, **options):
+    def broken(self, positive_BLC, negative_BLC, sampling):
         if fault() == "unguided":
-            return positive[0] if isinstance(positive, tuple) else positive
-        return combine(self, positive, negative, *arguments, **options)
-
-    def broken_normalize(self, noise_pred, comb_pred):
+            return positive_BLC
         if fault() == "call_norm":
-            return comb_pred * (noise_pred.norm() / comb_pred.norm())
-        return normalize(self, noise_pred, comb_pred)
+            combined_BLC = plain_cfg(positive_BLC, negative_BLC, self.guidance_scale(sampling))
+            return combined_BLC * (positive_BLC.norm() / combined_BLC.norm())
+        return guide(self, positive_BLC, negative_BLC, sampling)
 
-    return broken_combine, broken_normalize
+    return broken
 
 
 def _damage_bucket(load_weights):
@@ -136,11 +131,11 @@ if __name__ == "__main__":
     batch_sampler.BatchSampler.result = _round_latents(batch_sampler.BatchSampler.result)
     batch_sampler.initial_latents_rows = _shift_noise(batch_sampler.initial_latents_rows)
     qwen_adapter.qwen_image_sigmas = _shift_schedule(qwen_adapter.qwen_image_sigmas)
-    pipeline = qwen_rollout.QwenImageRolloutPipeline
-    pipeline.load_weights = _damage_bucket(pipeline.load_weights)
-    qwen_rollout._spread = _spoil_texts(qwen_rollout._spread)
-    pipeline.combine_cfg_noise, pipeline.cfg_normalize_function = _spoil_guidance(
-        pipeline.combine_cfg_noise, pipeline.cfg_normalize_function
-    )
-    batch_sampler.BatchSampler.model_sigma = _cast_timestep(batch_sampler.BatchSampler.model_sigma)
+    pipeline = pipeline_base.RolloutPipelineMixin
+    pipeline._denoise = _spoil_texts(pipeline._denoise)
+    stock = QwenImagePipeline
+    stock.load_weights = _damage_bucket(stock.load_weights)
+    adapter = qwen_adapter.QwenImageAdapter
+    adapter.guide = _spoil_guidance(adapter.guide)
+    batch_sampler.BatchSampler.sigma_rows = _cast_timestep(batch_sampler.BatchSampler.sigma_rows)
     sys.exit(main(sys.argv[1:]))

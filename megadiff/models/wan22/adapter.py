@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import Conditioning, ModelAdapter, PromptEncoder, freed
+from megadiff.diffusion.guidance import plain_cfg
+from megadiff.models.adapter import (
+    FIRST_FRAME,
+    NEGATIVE,
+    Conditioning,
+    Images,
+    ModelAdapter,
+    PromptEncoder,
+    freed,
+    text_of_side,
+)
 from megadiff.models.decoding import Decoding, TokenCount
+from megadiff.models.packing import pack, unpack
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
 from megadiff.models.wan22.plan import PLAN
-from megadiff.models.wan22.velocity import TEXT_TOKENS, wan_velocity
-from megadiff.types import Sampling
+from megadiff.models.wan22.text import TEXT_TOKENS
+from megadiff.types import Sampling, Tensors
 
 if TYPE_CHECKING:
     from megadiff.parallel.attention import TokenAttention, TokenAxes
@@ -25,6 +36,9 @@ if TYPE_CHECKING:
 class WanAdapter(WanCheckpoint, ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
+    title = "Wan2.2"
+    pipeline_class = "WanPipeline"
+    rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
     # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.
     decoding = Decoding(
@@ -62,7 +76,7 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
 
     def velocity(
         self,
-        transformer: Callable[..., tuple[Tensor]],
+        transformer: Any,
         latents_BLC: Tensor,
         sigma_B: Tensor,
         conditioning: Conditioning,
@@ -70,15 +84,52 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         *,
         component: str = HIGH_NOISE,
     ) -> Tensor:
-        """Return wan_velocity guided by the component's own scale; both passes carry gradient."""
-        return wan_velocity(
-            transformer,
-            latents_BLC,
-            self.timestep(sigma_B),
-            conditioning,
-            grid=self.grid(sampling),
-            guidance_scale=self.guidance_scale(component, sampling),
-        )
+        """Return the velocity [B, L, C] float32, guided by the component's own scale.
+
+        conditioning: prompt_embeds [B, tokens, D] and prompt_mask [B, tokens], with negative_ in
+        front as well under guidance; first_frame [B, grid.tokens_per_frame, C] where that is given.
+        Then latents_BLC are the tokens of the other frames. The transformer sees the given ones,
+        clean, at timestep 0, and their velocity is left out.
+        """
+        device = latents_BLC.device
+        timestep = self.timestep(sigma_B).to(device)
+        num_given = 0
+        if (first_BLC := conditioning.get(FIRST_FRAME)) is not None:
+            first_BLC = first_BLC.to(latents_BLC)
+            num_given = first_BLC.shape[1]
+            # a timestep for each token: 0 says that the given ones are clean
+            clean_BL = timestep.new_zeros(first_BLC.shape[:2])
+            drawn_BL = timestep[:, None].expand(latents_BLC.shape[:2])
+            timestep = torch.cat([clean_BL, drawn_BL], dim=1)
+            latents_BLC = torch.cat([first_BLC, latents_BLC], dim=1)
+
+        video_BCFHW = unpack(latents_BLC, self.grid(sampling)).to(transformer.dtype)
+
+        def one_pass(prefix: str) -> Tensor:
+            text = text_of_side(conditioning, prefix, device)
+            (velocity_BCFHW,) = transformer(
+                hidden_states=video_BCFHW,
+                timestep=timestep,
+                encoder_hidden_states=wan_text.padded(text).to(video_BCFHW),
+                return_dict=False,
+            )[:1]
+            return pack(velocity_BCFHW)[:, num_given:]
+
+        # guidance is computed in the transformer's output dtype; both passes carry gradient
+        velocity_BLC = one_pass("")
+        scale = self.guidance_scale(component, sampling)
+        if scale > 1:
+            velocity_BLC = plain_cfg(velocity_BLC, one_pass(NEGATIVE), scale)
+        return velocity_BLC.float()
+
+    def decode(
+        self, vae: Any, latents_NLC: Tensor, sampling: Sampling, conditioning: Conditioning
+    ) -> Tensor:
+        """Decode, with the given frames in front again, clean."""
+        if sampling.first_frame:
+            first_NLC = conditioning[FIRST_FRAME].to(latents_NLC)
+            latents_NLC = torch.cat([first_NLC, latents_NLC], dim=1)
+        return super().decode(vae, latents_NLC, sampling, conditioning)
 
     @contextmanager
     def prompt_encoder(
@@ -92,9 +143,9 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         )
         text_encoder.to(device)
 
-        def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
             embeds_BTD, mask_BT = wan_text.encode(texts, tokenizer, text_encoder)
-            return embeds_BTD.to("cpu", dtype), mask_BT.cpu()
+            return {"prompt_embeds": embeds_BTD.to("cpu", dtype), "prompt_mask": mask_BT.cpu()}
 
         with freed(text_encoder):
             yield encode

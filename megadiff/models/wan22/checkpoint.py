@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.diffusion.schedule import wan_shift, wan_sigmas
+from megadiff.diffusion.schedule import static_shift, wan_sigmas
 from megadiff.models.adapter import check_pixels
 from megadiff.models.packing import PATCH, TokenGrid
 from megadiff.tensors.model_files import read_json
@@ -153,7 +153,7 @@ class WanCheckpoint:
         return wan_sigmas(sampling.num_inference_steps, flow_shift=self.flow_shift)
 
     def shift(self, sigmas: Tensor, sampling: Sampling) -> Tensor:
-        return wan_shift(sigmas, flow_shift=self.flow_shift)
+        return static_shift(sigmas, shift=self.flow_shift)
 
     def timestep(self, sigma_B: Tensor) -> Tensor:
         """Return [B] float32, as the transformer takes it."""

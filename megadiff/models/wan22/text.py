@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from megadiff.models.wan22.velocity import TEXT_TOKENS
+# the text's width in every forward; beyond the prompt zeros, which the model attends to
+TEXT_TOKENS = 512
 
 
 def cleaned(text: str) -> str:
@@ -39,3 +41,20 @@ def encode(texts: Sequence[str], tokenizer: Any, text_encoder: Any) -> tuple[Ten
     width = int(mask_BT.sum(dim=1).max())
     mask_BT = mask_BT[:, :width]
     return embeds_BTD[:, :width] * mask_BT[:, :, None], mask_BT
+
+
+def padded(text: Mapping[str, Tensor]) -> Tensor:
+    """Return prompt_embeds as [B, TEXT_TOKENS, D], zero beyond each row's own tokens.
+
+    Raises ValueError when they are too long.
+    """
+    embeds_BTD = text["prompt_embeds"]
+    num_tokens = embeds_BTD.shape[1]
+    if num_tokens > TEXT_TOKENS:
+        raise ValueError(
+            f"prompt_embeds has {num_tokens} tokens, the model takes {TEXT_TOKENS}; "
+            "shorten the prompt"
+        )
+
+    embeds_BTD = embeds_BTD * text["prompt_mask"].to(embeds_BTD, non_blocking=True)[:, :, None]
+    return functional.pad(embeds_BTD, (0, 0, 0, TEXT_TOKENS - num_tokens))

@@ -52,7 +52,7 @@ def draw(
         rows_B, index_N = sampler.distinct_rows()
         if not shares:
             rows_B = index_N = torch.arange(len(latents_NLC))
-        sigma_B = sampler.model_sigma(len(rows_B), torch.float32)
+        sigma_B = sampler.sigma_rows(len(rows_B))
         widths_B = sampler.per_row(widths_P)[rows_B]
         velocity_BLC = velocity(latents_NLC[rows_B], sigma_B, widths_B)
         latents_NLC = sampler.step(velocity_BLC[index_N], latents_NLC)

@@ -227,12 +227,13 @@ def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, folder):
 def test_one_loaded_text_encoder_serves_many_calls_and_is_freed(adapter):
     before = _text_encoders()
     with adapter.prompt_encoder(dtype=torch.float32, device="cpu") as encode:
-        batched_BTD, mask_BT = encode(["a red circle", "a photo of a blue square on a white wall"])
-        alone_1TD, _ = encode(["a red circle"])
+        batched = encode(["a red circle", "a photo of a blue square on a white wall"])
+        alone_1TD = encode(["a red circle"])["prompt_embeds"]
         (text_encoder,) = [
             each for each in _text_encoders() if all(each is not other for other in before)
         ]
-    torch.testing.assert_close(batched_BTD[0][mask_BT[0]], alone_1TD[0], rtol=1e-5, atol=1e-5)
+    of_first = batched["prompt_embeds"][0][batched["prompt_mask"][0]]
+    torch.testing.assert_close(of_first, alone_1TD[0], rtol=1e-5, atol=1e-5)
     assert {parameter.device.type for parameter in text_encoder.parameters()} == {"meta"}
 
 
@@ -309,6 +310,8 @@ def test_folder_without_transformer_is_refused(tmp_path):
 
 def test_an_editing_model_is_refused(tmp_path):
     (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "config.json").write_text('{"zero_cond_t": true}')
+    sizes = '"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 1'
+    config = tmp_path / "transformer" / "config.json"
+    config.write_text(f'{{"zero_cond_t": true, {sizes}}}')
     with pytest.raises(ValueError, match="zero_cond_t=true, an editing model"):
         QwenImageAdapter(tmp_path)
