@@ -76,6 +76,11 @@ class QwenImageAdapter(ImageFamily):
             scheduler_config=self.scheduler_config(),
         )
 
+    def image_shapes(self, sampling: Sampling) -> list[tuple[int, int, int]]:
+        """Return frames, rows and columns of tokens of each image that the transformer sees."""
+        grid = self.grid(sampling)
+        return [(1, grid.rows, grid.columns)]
+
     def packed_pass(
         self,
         transformer: Any,
@@ -92,7 +97,6 @@ class QwenImageAdapter(ImageFamily):
         device synchronisation.
         """
         embeds_BTD, mask_BT = _trim(text["prompt_embeds"], text["prompt_mask"])
-        grid = self.grid(sampling)
         return transformer(
             hidden_states=latents_BLC,
             timestep=sigma_B,
@@ -100,7 +104,7 @@ class QwenImageAdapter(ImageFamily):
             encoder_hidden_states_mask=mask_BT,
             # of one sample: only the first is read, and FSDP2 walks through an entry per
             # sample, which took half of a small step
-            img_shapes=[[(1, grid.rows, grid.columns)]],
+            img_shapes=[self.image_shapes(sampling)],
             return_dict=False,
         )[0]
 
