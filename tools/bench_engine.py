@@ -130,7 +130,7 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     mesh = init_mesh(layout, config.run.device)
-    adapter = build_adapter(Path(config.model.path))
+    adapter = build_adapter(Path(config.model.path), config.model.family)
     if options.rows % mesh.dp:
         raise ValueError(
             f"--rows {options.rows} is not a multiple of parallel.dp={mesh.dp}; change one of them"

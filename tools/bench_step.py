@@ -144,7 +144,7 @@ def figures(
     """
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
-    adapter = build_adapter(model_folder)
+    adapter = build_adapter(model_folder, config.model.family)
     algorithm = build_algorithm(config.algorithm)
     samples = config.train.prompts_per_step * config.algorithm.group_size
     num_rows = config.train.prompts_per_step * rows_per_group(config, algorithm)
@@ -182,7 +182,7 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
     own = make_plan(
         config,
-        build_adapter(Path(config.model.path)),
+        build_adapter(Path(config.model.path), config.model.family),
         machine=machine,
         text_tokens=options.text_tokens,
     ).configured

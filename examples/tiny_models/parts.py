@@ -36,15 +36,17 @@ def write_folder(
     *,
     dtype: str,
     settings: Mapping[str, object] | None = None,
+    more_tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
     image_processor: BaseImageProcessor | None = None,
 ) -> None:
     """Write a diffusers pipeline folder, whole or not at all. The networks are cast in place.
 
+    more_tokenizers: those beside `tokenizer`, by their folders.
     settings: further keys of model_index.json, or other values of its keys.
     image_processor: of models that are given pictures; processor/ holds it and the tokenizer.
     Raises ValueError when `out` holds something already.
     """
-    parts = {**networks, "tokenizer": tokenizer, "scheduler": scheduler}
+    parts = {**networks, "tokenizer": tokenizer, "scheduler": scheduler, **(more_tokenizers or {})}
     index = {"_class_name": class_name, "_diffusers_version": diffusers.__version__}
     with _written_aside(out) as folder:
         for network in networks.values():

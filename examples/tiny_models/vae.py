@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor, nn
+
+from examples.tiny_models.parts import seeded
 
 
 @torch.no_grad()
@@ -49,6 +52,81 @@ def shape_decoder(
         to_rgb[colour, 3 + colour] = -1.0
     subpixels = decoder.conv_out.out_channels // 3  # neighbouring channels are those of one colour
     _set_pointwise(decoder.conv_out, to_rgb.repeat_interleave(subpixels, dim=0))
+
+
+def build_kl_vae(*, scaling_factor: float, shift_factor: float, seed: int) -> AutoencoderKL:
+    """Build a float32 AutoencoderKL, 8× down, 16 latent channels, as SD3's and FLUX's are.
+
+    Its encoder is random, its decoder shaped.
+    """
+    with seeded(seed):
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(8, 8, 16, 16),
+            layers_per_block=1,
+            latent_channels=16,
+            # one group: more of them would take the mean colour out of an image
+            norm_num_groups=1,
+            sample_size=64,
+            scaling_factor=scaling_factor,
+            shift_factor=shift_factor,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+    shape_kl_decoder(vae)
+    return vae
+
+
+@torch.no_grad()
+def shape_kl_decoder(
+    vae: AutoencoderKL, *, scale: float = 1.0, mean_weight: float = 0.5, bias: float = 2.0
+) -> None:
+    """Make AutoencoderKL's decoder paint latent channels 0, 1, 2, as shape_decoder() does.
+
+    Channels 0..7 inside the decoder hold (c, -c, bias, -bias). Their mean is 0, so a group norm
+    over all of them only divides: by the root mean square of the whole image.
+    scale: gain of one latent unit, after scaling_factor.
+    """
+    decoder = vae.decoder
+    gain = scale * vae.config.scaling_factor
+    to_colours = torch.zeros(decoder.conv_in.out_channels, vae.config.latent_channels)
+    for colour in range(3):
+        to_colours[colour, colour] = gain
+        to_colours[3 + colour, colour] = -gain
+    _set_blur(decoder.conv_in, to_colours)
+    # the shift's part of each colour
+    offset = gain * vae.config.shift_factor
+    decoder.conv_in.bias[:8] = torch.tensor([*[-offset] * 3, *[offset] * 3, bias, -bias])
+
+    for block in decoder.modules():
+        kind = type(block).__name__
+        if kind == "ResnetBlock2D":
+            block.conv2.weight.zero_()
+            block.conv2.bias.zero_()
+            if block.conv_shortcut is not None:
+                _set_pointwise(
+                    block.conv_shortcut, torch.eye(block.out_channels, block.in_channels)
+                )
+        elif kind == "Upsample2D":
+            _set_blur(block.conv, torch.eye(block.out_channels, block.channels))
+        elif kind == "Attention":
+            colours = torch.diag((torch.arange(block.query_dim) < 6).float())
+            # it looks everywhere alike
+            for linear, matrix_OI in (
+                (block.to_q, torch.zeros_like(colours)),
+                (block.to_k, torch.zeros_like(colours)),
+                (block.to_v, colours),
+                (block.to_out[0], mean_weight * colours),
+            ):
+                linear.weight.copy_(matrix_OI)
+                linear.bias.zero_()
+
+    to_rgb = torch.zeros(3, decoder.conv_out.in_channels)
+    for colour in range(3):
+        to_rgb[colour, colour] = 1.0
+        to_rgb[colour, 3 + colour] = -1.0
+    _set_pointwise(decoder.conv_out, to_rgb)
 
 
 def _shape_blocks(decoder: nn.Module, mean_weight: float, *, with_time: bool) -> None:

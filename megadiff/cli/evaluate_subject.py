@@ -180,7 +180,7 @@ def _with_options(config: Config, options: argparse.Namespace) -> Config:
 
 def _checked_adapter(config: Config) -> ModelAdapter:
     model = Path(config.model.path)
-    check_model_folder(model)
-    adapter = build_adapter(model)
+    check_model_folder(model, config.model.family)
+    adapter = build_adapter(model, config.model.family)
     adapter.validate(eval_sampling(config))
     return adapter

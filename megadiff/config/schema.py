@@ -33,6 +33,9 @@ class ModelConfig:
     """Name the model and the precision of its replicas."""
 
     path: str = key(MISSING, "The model is in this folder, a diffusers pipeline.")
+    family: str = key(
+        "", "The model's family is module:Class; by default a registered one recognises it."
+    )
     dtype: str = key(
         "bfloat16", "Replicas hold weights in this dtype.", choices=("float32", "bfloat16")
     )

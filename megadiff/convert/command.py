@@ -60,6 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         help="the model folder of a LoRA or checkpoint; by default the run's model.path",
     )
+    parser.add_argument(
+        "--family",
+        default="",
+        metavar="MODULE:CLASS",
+        help="of the model; by default the run's model.family, or a registered one",
+    )
 
     parser.add_argument(
         "--dtype",

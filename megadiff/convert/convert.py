@@ -36,8 +36,8 @@ class Options:
     """The command's options.
 
     to: one of TARGETS. num_ranks: tp of megatron, dp of fsdp. dtype: keep | float32 | bfloat16, of
-    weight files. step, base, raw: as of open_source. verify: read all back before dst appears.
-    force: an old dst gives way. sync: dst is on the disk before it appears.
+    weight files. step, base, raw, family: as of open_source. verify: read all back before dst
+    appears. force: an old dst gives way. sync: dst is on the disk before it appears.
     """
 
     to: str
@@ -46,6 +46,7 @@ class Options:
     step: int | None = None
     base: Path | None = None
     raw: bool = False
+    family: str = ""
     verify: bool = False
     force: bool = False
     sync: bool = False
@@ -57,7 +58,9 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
     Raises ValueError for everything that a user can put right: what src is, what is wrong in it, a
     dst in the way, a disk that is full.
     """
-    source = open_source(src, step=options.step, base=options.base, raw=options.raw)
+    source = open_source(
+        src, step=options.step, base=options.base, raw=options.raw, family=options.family
+    )
 
     # Before dst is looked at: a killed process may have left the old one beside it.
     clear_up(dst)

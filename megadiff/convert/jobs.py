@@ -109,7 +109,7 @@ class ModelJob:
                 )
 
         tensors: StoredTensors = {}
-        for name, component in open_model(folder).components.items():
+        for name, component in open_model(folder, self._base.family).components.items():
             tensors |= prefixed(f"{name}.", component.tensors | component.constants)
         return tensors
 
@@ -192,8 +192,9 @@ class CheckpointJob:
     def _config(self) -> dict[str, object]:
         """Return the run's config with what is now another; of a diffusers source just that."""
         tp = len(self._boxes) if self._backend == "megatron" else 1
+        base = _needed_base(self._source)
         changes: dict[str, dict[str, object]] = {
-            "model": {"path": str(_needed_base(self._source).home.resolve())},
+            "model": {"path": str(base.home.resolve()), "family": base.family},
             "engine": {"backend": self._backend},
             # dp 0 takes what sp and tp leave of the ranks that start from it.
             "parallel": {"dp": 0, "dp_replicate": 1, "sp": 1, "tp": tp},

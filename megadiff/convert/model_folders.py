@@ -39,19 +39,20 @@ WEIGHT_SUFFIXES = (
 class Component:
     """A trained component of a model. folder: with its config.json. files: its weights.
 
-    where: its path within a folder like the model's.
+    where: its path within a folder like the model's. family: as of component_model.
     is_single_file: it came as one file without a folder around it.
     """
 
     folder: Path
     where: Path
     files: tuple[Path, ...]
+    family: str = ""
     is_single_file: bool = False
 
     @cached_property
     def model(self) -> ComponentModel:
         """Describe the model by config.json alone. Raises ValueError for an unknown kind."""
-        return component_model(self.folder)
+        return component_model(self.folder, self.family)
 
     @cached_property
     def opened(self) -> dict[str, TensorFile]:
@@ -106,34 +107,38 @@ class ModelFolder:
     """A model on disk. path: as it was named. components: those that are trained, in its order.
 
     home: the folder of the model that it is of, which is path, but for a single file.
+    family: "module:Class" where one was named.
     """
 
     path: Path
     home: Path
     components: Mapping[str, Component]
+    family: str = ""
 
 
-def open_model(path: Path) -> ModelFolder:
-    """Open a pipeline folder or a trained component's.
+def open_model(path: Path, family: str = "") -> ModelFolder:
+    """Open a pipeline folder or a trained component's. family: "module:Class", or any.
 
     Raises ValueError as check_model_folder does, or that says what it is not.
     """
     if (path / "model_index.json").is_file():
-        check_model_folder(path)
+        check_model_folder(path, family)
         components = {
             name: Component(
                 folder=path / name,
                 where=Path(name),
                 files=tuple(weight_files(path / name)),
+                family=family,
             )
-            for name in build_adapter(path).components
+            for name in build_adapter(path, family).components
         }
-        return ModelFolder(path=path, home=path, components=components)
+        return ModelFolder(path=path, home=path, components=components, family=family)
 
     if (path / "config.json").is_file():
         files = tuple(weight_files(path))
-        component = Component(folder=path, where=Path(), files=files)
-        return ModelFolder(path=path, home=path, components={COMPONENT: component})
+        component = Component(folder=path, where=Path(), files=files, family=family)
+        components = {COMPONENT: component}
+        return ModelFolder(path=path, home=path, components=components, family=family)
 
     raise ValueError(
         f"{path} is no diffusers model: neither a pipeline folder (model_index.json) nor a "
@@ -141,25 +146,27 @@ def open_model(path: Path) -> ModelFolder:
     )
 
 
-def open_single_file(path: Path, *, base: Path | None) -> ModelFolder:
+def open_single_file(path: Path, *, base: Path | None, family: str = "") -> ModelFolder:
     """Open one file of all a component's weights. config.json lies beside it, or in the base."""
     home = base or path.parent
-    folder = _only_component(base) if base else home
+    folder = _only_component(open_model(base, family)) if base else home
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} holds no config.json, which says what {path.name} must hold; name a model "
             "folder with --base"
         )
-    component = Component(folder=folder, where=Path(), files=(path,), is_single_file=True)
-    return ModelFolder(path=path, home=home, components={COMPONENT: component})
+    component = Component(
+        folder=folder, where=Path(), files=(path,), family=family, is_single_file=True
+    )
+    return ModelFolder(path=path, home=home, components={COMPONENT: component}, family=family)
 
 
-def _only_component(base: Path) -> Path:
-    components = open_model(base).components.values()
+def _only_component(base: ModelFolder) -> Path:
+    components = base.components.values()
     if len(components) > 1:
         folders = " or ".join(str(component.folder) for component in components)
         raise ValueError(
-            f"{base} has {len(components)} components that one file may be of; give --base "
+            f"{base.path} has {len(components)} components that one file may be of; give --base "
             f"{folders}"
         )
     return next(iter(components)).folder

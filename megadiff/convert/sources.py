@@ -56,8 +56,12 @@ class Source:
     config: Mapping[str, object] = field(default_factory=dict)
 
 
-def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -> Source:
+def open_source(
+    path: Path, *, step: int | None, base: Path | None, raw: bool, family: str = ""
+) -> Source:
     """Open path, whatever it is. raw: not the running average.
+
+    family: of the model, "module:Class"; by default a run's model.family, or a registered one.
 
     base: the model folder where path does not say, or says another. Raises ValueError that says
     what was looked for, or what is wrong with which file and tensor.
@@ -76,22 +80,22 @@ def open_source(path: Path, *, step: int | None, base: Path | None, raw: bool) -
     # A file of shards alone is a checkpoint that lacks the rest, which the message then says.
     if is_run or is_checkpoint(path) or shard_file(path, 0).is_file():
         folder = chosen_checkpoint(path, step=step) if is_run else path
-        return _open_checkpoint(folder, base=base, raw=raw)
+        return _open_checkpoint(folder, base=base, raw=raw, family=family)
 
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
 
     # Before a model: a LoRA is a single file, or lies in a folder, as well.
     if has_loras(path):
-        return _open_lora(path, base=open_model(base) if base else None)
+        return _open_lora(path, base=open_model(base, family) if base else None)
     if path.is_file():
-        return _open_model(open_single_file(path, base=base))
+        return _open_model(open_single_file(path, base=base, family=family))
     if (path / "model_index.json").is_file() or (path / "config.json").is_file():
         if base:
             raise ValueError(
                 f"--base {base} is for weights without a model around them; {path} is a whole model"
             )
-        return _open_model(open_model(path))
+        return _open_model(open_model(path, family))
 
     raise ValueError(
         f"{path} is nothing that can be converted. Looked for: a run (checkpoints/step_…), a "
@@ -151,10 +155,15 @@ def _component_of_one(path: Path, base: ModelFolder | None) -> str:
     return name
 
 
-def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
+def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool, family: str) -> Source:
     progress = read_progress(folder)
     shards = ShardFolder(folder)
-    model = open_model(base or model_path(folder))
+    model_folder = base or model_path(folder)
+    config = read_config(folder) if (folder / "config.yaml").is_file() else {}
+    section = config.get("model")
+    if isinstance(section, dict):
+        family = family or str(section.get("family", ""))
+    model = open_model(model_folder, family)
     spec = lora_from_json(shards.values.get("lora"))
     state = from_checkpoint(shards)
 
@@ -176,7 +185,7 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool) -> Source:
         state=state,
         values=shards.values,
         progress=progress,
-        config=read_config(folder) if (folder / "config.yaml").is_file() else {},
+        config=config,
     )
 
 

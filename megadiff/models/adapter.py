@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import TokenGrid, unpack
+from megadiff.models.pipeline_folder import Index, pipeline_problems, weighted_components
 from megadiff.models.vae import decode_latents, encode_pixels
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import read_json
@@ -58,6 +59,7 @@ class ModelAdapter(Protocol):
 
     title: what people call the models. pipeline_class: `_class_name` in model_index.json.
     rollout_pipeline: "module:Class" of the replica's side, imported there only.
+    size_keys: of layers, heads and their width in the transformer's config.json.
     model_folder: the diffusers pipeline folder.
     components: its subfolders that are trained, e.g. ("transformer",). Several are of one shape,
     so that one plan, num_heads and width hold for all. Each has a part of the schedule
@@ -74,6 +76,11 @@ class ModelAdapter(Protocol):
     title: ClassVar[str]
     pipeline_class: ClassVar[str]
     rollout_pipeline: ClassVar[str]
+    size_keys: ClassVar[tuple[str, ...]] = (
+        "num_layers",
+        "num_attention_heads",
+        "attention_head_dim",
+    )
     model_folder: Path
     components: tuple[str, ...]
     num_heads: int
@@ -88,6 +95,32 @@ class ModelAdapter(Protocol):
     vae_class: str
     tokenizer_class: str
 
+    @classmethod
+    def recognises(cls, folder: Path, index: Index) -> bool:
+        """Tell whether a model folder is of this family. index: of its model_index.json."""
+        return index.get("_class_name") == cls.pipeline_class
+
+    @classmethod
+    def folder_problems(cls, folder: Path, index: Index) -> Iterator[str]:
+        """Yield what the folder lacks or has damaged. Headers alone are read."""
+        return pipeline_problems(folder, index)
+
+    @classmethod
+    def component_configs(cls, folder: Path, index: Index) -> dict[str, Path]:
+        """Return component → the file with the sizes of its transformer."""
+        components = ["transformer"]
+        for name, (_, class_name) in weighted_components(index).items():
+            if class_name == cls.transformer_class and name not in components:
+                components.append(name)
+        return {name: folder / name / "config.json" for name in components}
+
+    @classmethod
+    def module_class(cls) -> Any:
+        """Return the stock transformer's class."""
+        import diffusers
+
+        return getattr(diffusers, cls.transformer_class)
+
     def component_of(self, sigma: float) -> str:
         """Return the component that gives the velocity at sigma, in rollout and in training.
 
@@ -99,10 +132,9 @@ class ModelAdapter(Protocol):
 
         Buffers are real.
         """
-        import diffusers
         from accelerate import init_empty_weights
 
-        stock = getattr(diffusers, self.transformer_class)
+        stock = self.module_class()
         # include_buffers is false by default: buffers that no file holds get their values here
         with init_empty_weights():
             return stock.from_config(stock.load_config(self.model_folder / component))

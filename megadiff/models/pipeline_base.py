@@ -64,7 +64,8 @@ class RolloutPipelineMixin:
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         # what comes next in the order of classes is vllm-omni's pipeline
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]  # its own
-        self.adapter = build_adapter(Path(od_config.model))
+        arguments = od_config.custom_pipeline_args or {}
+        self.adapter = build_adapter(Path(od_config.model), arguments.get("family", ""))
         self.policy_components = self.adapter.components  # whose weights the trainer pushes
         for name in self.cast_networks:
             # Parameters only: a text encoder's rotary frequencies are float32 buffers and stay so.

@@ -1,23 +1,35 @@
-"""List the model families, and check that a folder holds a whole model of one of them."""
+"""List the model families, and check that a folder holds a whole model of one of them.
+
+A family is its adapter class, named as "module:Class". Other packages register theirs as entry
+points of the group `megadiff.families`; a run may name one as `model.family`.
+"""
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
+from torch import nn
+
 from megadiff.models.adapter import ModelAdapter
+from megadiff.models.pipeline_folder import INDEX, read_index
 from megadiff.parallel.plan import ParallelPlan
-from megadiff.tensors.model_files import open_weights, read_json, weight_files
+from megadiff.process.doors import import_class
+from megadiff.tensors.model_files import read_json
 from megadiff.types import Shape
 
-TRANSFORMER = "transformer"  # a component that all pipelines have
-WEIGHTED = ("text_encoder", TRANSFORMER, "vae")  # of all pipelines, in safetensors
-# JSON files without which the model would run with other settings than its own
-SETTINGS = ("scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json")
-SIZES = ("in_channels", "num_layers", "num_attention_heads", "attention_head_dim")  # of all
-LARGEST_SIZE = 1 << 16  # of those; a module with 10**9 layers would be built without end
+FAMILIES = (
+    "megadiff.models.qwen_image.adapter:QwenImageAdapter",
+    "megadiff.models.wan22.adapter:WanAdapter",
+)
+ENTRY_POINTS = "megadiff.families"
+# class attributes that have no default
+REQUIRED = ("title", "pipeline_class", "transformer_class", "rollout_pipeline", "plan")
+LARGEST_SIZE = 1 << 16  # of size_keys; a module with 10**9 layers would be built without end
 CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
     TypeError,
     ValueError,
@@ -27,49 +39,7 @@ CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
     RuntimeError,
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFamily:
-    """Describe a model family.
-
-    pipeline_class: `_class_name` in model_index.json.
-    transformer_class: `_class_name` in the trained component's config.json.
-    rollout_pipeline, adapter: dotted names, imported where used.
-    optional: weighted components that some models of the family have.
-    """
-
-    pipeline_class: str
-    transformer_class: str
-    rollout_pipeline: str
-    adapter: str
-    optional: tuple[str, ...] = ()
-
-    def weighted(self, index: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the components of weights that a model has, by its model_index.json."""
-        components: tuple[str, ...] = WEIGHTED
-        for name in self.optional:
-            classes = index.get(name)
-            # [null, null] means none
-            if isinstance(classes, list) and classes and classes[0] is not None:
-                components += (name,)
-        return components
-
-
-FAMILIES = (
-    ModelFamily(
-        pipeline_class="QwenImagePipeline",
-        transformer_class="QwenImageTransformer2DModel",
-        rollout_pipeline="megadiff.models.qwen_image.pipeline.QwenImageRolloutPipeline",
-        adapter="megadiff.models.qwen_image.adapter.QwenImageAdapter",
-    ),
-    ModelFamily(
-        pipeline_class="WanPipeline",
-        transformer_class="WanTransformer3DModel",
-        rollout_pipeline="megadiff.models.wan22.pipeline.WanRolloutPipeline",
-        adapter="megadiff.models.wan22.adapter.WanAdapter",
-        optional=("transformer_2",),
-    ),
-)
+Family = type[ModelAdapter]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,96 +54,166 @@ class ComponentModel:
     num_heads: int
 
 
-def check_model_folder(folder: Path) -> ModelFamily:
-    """Return the family of a diffusers pipeline folder.
+@cache
+def families() -> tuple[Family, ...]:
+    """Return the families of megadiff, and after them those of installed packages.
+
+    Raises ValueError for an entry point that names none.
+    """
+    found = [_imported(path, key=f"family {path}") for path in FAMILIES]
+    for entry in entry_points(group=ENTRY_POINTS):
+        package = entry.dist.name if entry.dist else "a package"
+        found.append(_imported(entry.value, key=f"{package}'s entry point {entry.name}"))
+    return tuple(found)
+
+
+def _imported(path: str, *, key: str) -> Family:
+    """Return the class that "module:Class" names. key: who named it, for messages."""
+    family = import_class(path, ModelAdapter, key=key)
+    missing = [name for name in REQUIRED if not getattr(family, name, None)]
+    if missing:
+        raise ValueError(
+            f"{key}: {family.__name__} lacks {', '.join(missing)}; set these class attributes, see "
+            "docs/adding_a_model.md"
+        )
+    module_name = family.rollout_pipeline.partition(":")[0]
+    if not _is_module(module_name):
+        raise ValueError(
+            f"{key}: {family.__name__}.rollout_pipeline={family.rollout_pipeline!r}, but there is "
+            f"no module {module_name!r}; name the replica's class as module:Class"
+        )
+    return family
+
+
+def _is_module(name: str) -> bool:
+    """Look for a module without importing it: the replica's side needs vllm-omni."""
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _choices(family: str) -> tuple[Family, ...]:
+    """Return the family that a config names, or all."""
+    return (_imported(family, key=f"model.family={family}"),) if family else families()
+
+
+def family_of(folder: Path, family: str = "") -> Family:
+    """Return the family that recognises a model folder. family: "module:Class", the only choice.
+
+    Raises ValueError when none does, or several do.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
+    choices = _choices(family)
+    index = read_index(folder)
+    matching = [choice for choice in choices if choice.recognises(folder, index)]
+    if len(matching) == 1:
+        return matching[0]
+
+    if matching:
+        names = " and ".join(_path_of(choice) for choice in matching)
+        raise ValueError(
+            f"{folder} is a {index.get('_class_name')!r} for {names}; choose by "
+            f"model.family={_path_of(matching[0])}, or uninstall the other's package"
+        )
+    class_name = read_json(folder / INDEX).get("_class_name")
+    supported = ", ".join(sorted(choice.pipeline_class for choice in choices))
+    who = f"supported by model.family={family}" if family else "supported pipelines"
+    raise ValueError(f"{folder} is a {class_name!r}; {who}: {supported}")
+
+
+def _path_of(family: Family) -> str:
+    return f"{family.__module__}:{family.__qualname__}"
+
+
+def check_model_folder(folder: Path, family: str = "") -> Family:
+    """Return the family of a whole model folder.
 
     Reads headers only: seconds at most, before any engine starts. Raises ValueError that names
     what is missing, unknown or cut short.
     """
-    family = family_of(folder)
-    weighted = family.weighted(read_json(folder / "model_index.json"))
-    components = ("scheduler", "tokenizer", *weighted)
-
-    absent = [name for name in components if not (folder / name).is_dir()]
-    if absent:
-        folders = ", ".join(f"{name}/" for name in absent)
-        raise ValueError(f"{folder} lacks {folders}; fetch the whole model folder")
-
-    for name in (*SETTINGS, *(f"{component}/config.json" for component in weighted)):
-        read_json(folder / name)
-
-    # opening reads a file's header, and compares it with the file's size
-    for component in weighted:
-        for path in weight_files(folder / component):
-            open_weights(path)
-    return family
+    choice = family_of(folder, family)
+    for problem in choice.folder_problems(folder, read_index(folder)):
+        raise ValueError(problem)
+    return choice
 
 
-def family_of(folder: Path) -> ModelFamily:
-    """Return the family that model_index.json names. Raises ValueError for another."""
-    if not folder.is_dir():
-        raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
-    class_name = read_json(folder / "model_index.json").get("_class_name")
-    for family in FAMILIES:
-        if family.pipeline_class == class_name:
-            return family
-    supported = ", ".join(sorted(family.pipeline_class for family in FAMILIES))
-    raise ValueError(f"{folder} is a {class_name!r}; supported pipelines: {supported}")
-
-
-def build_adapter(folder: Path) -> ModelAdapter:
+def build_adapter(folder: Path, family: str = "") -> ModelAdapter:
     """Return the trainer's adapter of the folder's model family.
 
-    Raises ValueError as `check_model_folder` does.
+    Raises ValueError as `family_of` does.
     """
-    family = family_of(folder)
-    for name in (TRANSFORMER, *family.optional):
-        component = folder / name
-        if name == TRANSFORMER or component.is_dir():
-            _check_transformer_config(component, read_json(component / "config.json"), (family,))
-    return pkgutil.resolve_name(family.adapter)(folder)
+    choice = family_of(folder, family)
+    for name, path in choice.component_configs(folder, read_index(folder)).items():
+        _check_config(folder / name, read_json(path), (choice,))
+    return choice(folder)
 
 
-def component_model(folder: Path) -> ComponentModel:
+def component_model(folder: Path, family: str = "") -> ComponentModel:
     """Return the model of a trained component's folder, with a pipeline around it or without.
 
-    Raises ValueError for another kind of model.
+    Raises ValueError for another kind of model, and for one that several families have.
     """
-    config = read_json(folder / "config.json")
-    _check_transformer_config(folder, config, FAMILIES)
-    by_class = {family.transformer_class: family for family in FAMILIES}
-    name = str(config["_class_name"])
+    choices = _choices(family)
+    for choice in choices:
+        # a model whose weights lie in its own folder, with no component's around them
+        if choice.recognises(folder, read_index(folder)):
+            adapter = choice(folder)
+            return _described(choice, adapter.empty_transformer(), adapter.num_heads)
 
-    import diffusers
+    config = read_json(folder / "config.json")
+    _check_config(folder, config, choices)
+    choice = _choice_for(folder, str(config["_class_name"]), choices)
     from accelerate import init_empty_weights
 
     try:
         with init_empty_weights():
-            transformer = getattr(diffusers, name).from_config(config)
+            transformer = choice.module_class().from_config(config)
     except CONSTRUCTOR_ERRORS as error:
         raise ValueError(
-            f"{folder}/config.json makes no {name}: {error!r}; fetch it again"
+            f"{folder}/config.json makes no {choice.transformer_class}: {error!r}; fetch it again"
         ) from error
+    return _described(choice, transformer, config[choice.size_keys[1]])
 
+
+def _choice_for(folder: Path, class_name: str, choices: Sequence[Family]) -> Family:
+    """Return the family of a component's class: that of the pipeline around it, if there is one.
+
+    Raises ValueError where several with different plans are left.
+    """
+    matching = [choice for choice in choices if choice.transformer_class == class_name]
+    index = read_index(folder.parent)
+    of_pipeline = [choice for choice in matching if choice.recognises(folder.parent, index)]
+    matching = of_pipeline or matching
+    if any(choice.plan != matching[0].plan for choice in matching):
+        names = " or ".join(_path_of(choice) for choice in matching)
+        raise ValueError(
+            f"{folder} is a {class_name}, which may be of {names}; choose by --family, or name a "
+            "whole pipeline folder"
+        )
+    return matching[0]
+
+
+def _described(family: Family, transformer: nn.Module, num_heads: int) -> ComponentModel:
     return ComponentModel(
         shapes={name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()},
-        plan=pkgutil.resolve_name(by_class[name].adapter).plan,
-        num_heads=transformer.config.num_attention_heads,
+        plan=family.plan,
+        num_heads=num_heads,
     )
 
 
-def _check_transformer_config(
-    folder: Path, config: Mapping[str, object], families: Sequence[ModelFamily]
-) -> None:
+def _check_config(folder: Path, config: Mapping[str, object], choices: Sequence[Family]) -> None:
     """Raise ValueError for the config of another class, or with sizes that are none."""
-    classes = sorted(family.transformer_class for family in families)
     class_name = config.get("_class_name")
-    if class_name not in classes:
+    matching = [choice for choice in choices if choice.transformer_class == class_name]
+    if not matching:
+        classes = sorted({choice.transformer_class for choice in choices})
         raise ValueError(
             f"{folder} is a {class_name!r}; supported components: {', '.join(classes)}"
         )
 
-    for key in SIZES:
+    for key in ("in_channels", *matching[0].size_keys):
         size = config.get(key)
         # type(): isinstance takes JSON's true for 1
         if type(size) is not int or not 0 < size <= LARGEST_SIZE:

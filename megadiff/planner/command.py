@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine = _machine(options)
         # dp=1 divides everything: what depends on dp is an obstacle of a layout, not of the config.
         validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
-        adapter = build_adapter(Path(config.model.path))
+        adapter = build_adapter(Path(config.model.path), config.model.family)
         adapter.validate(sampling_of(config.rollout))
         if config.model.float32_streams:
             adapter.check_float32_streams()

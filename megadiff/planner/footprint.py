@@ -14,14 +14,13 @@ from torch import nn
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
-from megadiff.models.registry import family_of
+from megadiff.models.pipeline_folder import ClassPath, read_index, weighted_components
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.activation_memory import activation_bytes
 from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing
 from megadiff.planner.work import Machine, num_passes, stream_itemsize, work_of
 from megadiff.rollout.worker.fp8 import fp8_targets
 from megadiff.tensors.manifest import folder_manifest
-from megadiff.tensors.model_files import read_json
 from megadiff.train.sampling import sampling_of
 from megadiff.types import DTYPES
 
@@ -145,14 +144,13 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
     Sizes come from the safetensors headers. Where only a component's config.json is there, they
     come from its empty module; a component with neither is unknown.
     """
-    index = read_json(model_folder / "model_index.json")
     transformers = 0
     others = 0
     encoder = 0
     unknown = []
 
-    for component in family_of(model_folder).weighted(index):
-        shapes = _shapes(model_folder, component, index.get(component), dtype)
+    for component, class_path in weighted_components(read_index(model_folder)).items():
+        shapes = _shapes(model_folder, component, class_path, dtype)
         if shapes is None:
             unknown.append(component)
             continue
@@ -174,7 +172,7 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
 
 
 def _shapes(
-    model_folder: Path, component: str, class_path: Sequence[str] | None, dtype: str
+    model_folder: Path, component: str, class_path: ClassPath, dtype: str
 ) -> Mapping[str, Sequence[int]] | None:
     """Return a component's name → shape, None where nothing tells.
 
@@ -184,19 +182,13 @@ def _shapes(
     if list(folder.glob("*.safetensors")):
         manifest = folder_manifest(model_folder, (component,), dtype=dtype)
         return {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
-    if class_path and (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
         return {name: p.shape for name, p in _empty(folder, *class_path).named_parameters()}
     return None
 
 
 def _empty(folder: Path, library: str, class_name: str) -> nn.Module:
     """Return the module that a component's config.json describes, on the meta device."""
-    if library not in ("diffusers", "transformers"):
-        raise ValueError(
-            f"model_index.json names {library}.{class_name} for {folder.name}, which is no "
-            "diffusers part; correct it to a class of diffusers or transformers"
-        )
-
     module_class = getattr(importlib.import_module(library), class_name)
     with init_empty_weights():
         if library == "diffusers":

@@ -27,7 +27,8 @@ def import_class(path: str, base: type, *, key: str) -> type:
         hint = near(class_name, vars(module))
         raise ValueError(f"{key}: module {module_name!r} has no {class_name!r}{hint}")
 
-    if not (isinstance(named, type) and issubclass(named, base)):
+    # issubclass() takes no protocol with attributes
+    if base not in getattr(named, "__mro__", ()):
         parent = f"{base.__module__}.{base.__qualname__}"
         raise ValueError(f"{key}: {class_name!r} is not a class derived from {parent}")
     return named

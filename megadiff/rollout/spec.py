@@ -28,6 +28,9 @@ class ReplicaSpec:
     __pydantic_config__ = {"extra": "forbid"}
 
     model: Path = _flag("a diffusers pipeline folder", key="model.path")
+    family: str = _flag(
+        "module:Class of its family's adapter; by default a registered one", "", key="model.family"
+    )
     name: str = _flag(
         "how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT", ""
     )

@@ -114,11 +114,11 @@ def _checked_adapter(
     """Return the model's adapter. Raises ValueError where the config does not fit the model."""
     model = Path(config.model.path)
     try:
-        check_model_folder(model)
+        check_model_folder(model, config.model.family)
     except ValueError as error:
         raise ValueError(f"model.path={config.model.path}: {error}") from error
 
-    adapter = build_adapter(model)
+    adapter = build_adapter(model, config.model.family)
     adapter.validate(sampling)
     if config.model.float32_streams:
         adapter.check_float32_streams()

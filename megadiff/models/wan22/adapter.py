@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class WanAdapter(WanCheckpoint, ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
-    title = "Wan2.2"
+    title = "Wan2.1, Wan2.2"
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN

@@ -60,6 +60,7 @@ def build_engine(
 ) -> Any:
     """Return an AsyncOmni with our pipeline and worker extension, its weights loaded.
 
+    pipeline: "module:Class".
     private_folder: of the replica's processes alone, where its workers meet; None: by TCP.
     """
     from vllm_omni.diffusion import diffusion_engine
@@ -84,7 +85,7 @@ def build_engine(
         # Workers read the spec's fields from here, by their names.
         custom_pipeline_args={
             **json.loads(spec.to_json()),
-            "pipeline_class": pipeline,
+            "pipeline_class": pipeline.replace(":", "."),
             "private_folder": str(private_folder or ""),
         },
         worker_extension_cls=worker_extension,

@@ -56,8 +56,8 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
 
     grow_segments()
     try:
-        family = check_model_folder(spec.model)
-        adapter = build_adapter(spec.model)
+        family = check_model_folder(spec.model, spec.family)
+        adapter = build_adapter(spec.model, spec.family)
 
         check_hardware(spec, num_heads=adapter.num_heads)
         if spec.float32_streams:

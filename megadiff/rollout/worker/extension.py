@@ -24,7 +24,6 @@ from vllm_omni.platforms import current_omni_platform
 
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_stop import check_stop
-from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.plan import is_lora, module_of
@@ -307,9 +306,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def _components(self) -> tuple[str, ...]:
         return self._pipeline.policy_components
 
-    @cached_property
+    @property
     def _adapter(self) -> ModelAdapter:
-        return build_adapter(Path(self._pipeline.od_config.model))
+        return self._pipeline.adapter
 
     @cached_property
     def _places(self) -> ServedPlaces:

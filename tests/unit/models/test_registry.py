@@ -12,16 +12,25 @@ from safetensors.torch import save_file
 
 from megadiff.models.registry import build_adapter, check_model_folder, component_model
 
+CLASSES = {
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "tokenizer": ["transformers", "Qwen2Tokenizer"],
+    "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+    "transformer": ["diffusers", "QwenImageTransformer2DModel"],
+    "vae": ["diffusers", "AutoencoderKLQwenImage"],
+}
+INDEX = {"_class_name": "QwenImagePipeline", **CLASSES}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The outline of a pipeline: the files that the check reads, with one small tensor each; the
     transformer is sharded.
     """
-    for component in ("scheduler", "tokenizer", "text_encoder", "transformer", "vae"):
+    for component in CLASSES:
         (tmp_path / component).mkdir()
         (tmp_path / component / "config.json").write_text("{}")
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    (tmp_path / "model_index.json").write_text(json.dumps(INDEX))
     (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     save_file({"a": torch.zeros(8)}, tmp_path / "text_encoder" / "model.safetensors")
@@ -68,6 +77,30 @@ def test_missing_parts_are_named(folder: Path, missing: str, match: str) -> None
         path.unlink()
     with pytest.raises(ValueError, match=match):
         check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"vae": [None, None]}, "model_index.json lists no vae"),
+        ({"transformer": ["my_package", "MyModel"]}, "lists no transformer"),
+        ({"image_encoder": ["transformers", "CLIPVisionModel"]}, "lacks image_encoder/"),
+        ({"transformer_2": ["diffusers", "QwenImageTransformer2DModel"]}, "lacks transformer_2/"),
+        ({"image_processor": ["transformers", "CLIPImageProcessor"]}, "lacks image_processor/"),
+    ],
+)
+def test_every_component_of_the_index_is_looked_for(
+    folder: Path, change: dict[str, object], match: str
+) -> None:
+    (folder / "model_index.json").write_text(json.dumps(INDEX | change))
+    with pytest.raises(ValueError, match=match):
+        check_model_folder(folder)
+
+
+def test_settings_of_a_pipeline_are_no_components(folder: Path) -> None:
+    others = {"boundary_ratio": None, "transformer_2": [None, None], "feature_extractor": 3}
+    (folder / "model_index.json").write_text(json.dumps(INDEX | others))
+    check_model_folder(folder)
 
 
 def test_truncated_and_empty_shards(folder: Path) -> None:

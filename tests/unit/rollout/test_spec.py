@@ -11,6 +11,7 @@ from megadiff.rollout.spec import ReplicaSpec, add_flags, flag_of, read_spec
 
 WHOLE = ReplicaSpec(
     model=Path("models/a"),
+    family="my_family:MyAdapter",
     name="replica_0",
     host="10.0.0.1",
     port=0,
