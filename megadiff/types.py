@@ -27,6 +27,7 @@ from torch import Tensor
 Shape = tuple[int, ...]  # of a tensor
 Shapes = Mapping[str, Shape]  # by the tensors' names
 Figures = dict[str, float]  # by their names, most of them keys of metrics
+ImageSize = tuple[int, int]  # height and width in pixels
 JsonObject = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -35,16 +36,16 @@ Tensors = dict[str, Tensor]
 class Prompt:
     """One row of the prompt source.
 
-    id: 16 hex digits, a hash of (text, negative_text) and of how the row names its image. It is the
-    same in every run and layout.
-    image: the file of the video's first frame, "" without one. It is read where requests are made.
+    id: 16 hex digits, a hash of (text, negative_text) and of how the row names its images. It is
+    the same in every run and layout.
+    images: the files of the images that the model is given. They are read where requests are made.
     fields: the row's other columns (JSON values), read by rewards.
     """
 
     text: str
     id: str
     negative_text: str = " "
-    image: str = ""
+    images: tuple[str, ...] = ()
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -80,10 +81,11 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings by which samples are drawn. Equal for all groups of a step.
+    """The settings by which samples are drawn. All but images are equal for all groups of a step.
 
     height, width: pixels. The other fields are as in the config's rollout section.
-    first_frame: the request brings it; the other frames are drawn, recorded and trained on.
+    images: (height, width) of each image that the request brings, as the VAE encodes it. In the
+    settings of a run an image of the sample's own size stands for those of the data.
     guidance_scale_2: for the second component (Wan2.2's low-noise expert); 0 takes guidance_scale.
     sde_window_size: 0 makes every step an ODE step.
     sde_window_range: [low, high) in step indices.
@@ -94,7 +96,7 @@ class Sampling:
     height: int
     width: int
     num_frames: int = 1
-    first_frame: bool = False
+    images: tuple[ImageSize, ...] = ()
 
     num_inference_steps: int
     true_cfg_scale: float = 1.0
@@ -124,8 +126,8 @@ class RolloutRequest:
 
     (seed, step, prompt.id, sample index, SDE step) is the identity of all its noise. With
     sampling.same_noise all samples have the initial noise of the first one.
-    first_frame: RGB, height · width · 3 bytes row by row, b"" where the sampling has none. It is in
-    no identity, so prompts of equal text and other images need other ids.
+    images: RGB, height · width · 3 bytes row by row, each of its size in sampling.images. They are
+    in no identity, so prompts of equal text and other images need other ids.
     policy_version: the version that the replica must hold; None takes any.
     """
 
@@ -134,7 +136,7 @@ class RolloutRequest:
     sample_indices: tuple[int, ...]
     seed: int
     step: int
-    first_frame: bytes = b""
+    images: tuple[bytes, ...] = ()
     policy_version: int | None = None
 
 
@@ -149,7 +151,8 @@ class RolloutGroup:
     pixels_GFHWC: uint8, F = 1 for images.
     schedule: [T+1] float32 sigmas, 1 falling to 0.
     conditioning: name → [1, tokens, …], e.g. prompt_embeds [1, tokens, D], prompt_mask [1, tokens]
-    bool, negative_* under guidance, and first_frame [1, tokens, C] float32, its clean latents.
+    bool, negative_* under guidance, and image_latents [1, tokens, C] float32, clean, where images
+    are given.
     policy_version: the weights that sampled it. replica: the name of who sampled it.
     """
 

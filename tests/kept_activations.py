@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
+from megadiff.models.adapter import IMAGE_LATENTS, ModelAdapter
 from megadiff.planner.engine_memory import Work
 from megadiff.types import Sampling
 
@@ -14,11 +14,12 @@ PIXELS = 256
 TEXT_TOKENS = 64
 
 
-def sampling_of(adapter: ModelAdapter, *, first_frame: bool = False) -> Sampling:
+def sampling_of(adapter: ModelAdapter, *, with_image: bool = False) -> Sampling:
     """Return the sampling of an image, or of nine frames where the model makes videos."""
+    images = ((PIXELS, PIXELS),) if with_image else ()
     image = Sampling(height=PIXELS, width=PIXELS, num_inference_steps=6)
     video = Sampling(
-        height=PIXELS, width=PIXELS, num_frames=9, first_frame=first_frame, num_inference_steps=6
+        height=PIXELS, width=PIXELS, num_frames=9, images=images, num_inference_steps=6
     )
     try:
         adapter.validate(video)
@@ -28,10 +29,10 @@ def sampling_of(adapter: ModelAdapter, *, first_frame: bool = False) -> Sampling
 
 
 def activation_work(
-    adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0, first_frame: bool = False
+    adapter: ModelAdapter, itemsize: int, *, budget: float = 1.0, with_image: bool = False
 ) -> Work:
     """Describe the forward in kept_by_autograd to the planner."""
-    tokens = adapter.token_count(sampling_of(adapter, first_frame=first_frame), TEXT_TOKENS)
+    tokens = adapter.token_count(sampling_of(adapter, with_image=with_image), TEXT_TOKENS)
     return Work(
         rows=ROWS,
         image_tokens=tokens.image,
@@ -48,7 +49,7 @@ def activation_work(
 
 
 def kept_by_autograd(
-    adapter: ModelAdapter, transformer: nn.Module, *, first_frame: bool = False
+    adapter: ModelAdapter, transformer: nn.Module, *, with_image: bool = False
 ) -> int:
     """Return the bytes of the distinct storages, without weights and tables of rotary angles."""
     half_head = transformer.config.attention_head_dim // 2
@@ -69,16 +70,15 @@ def kept_by_autograd(
         return tensor
 
     config = transformer.config
-    sampling = sampling_of(adapter, first_frame=first_frame)
+    sampling = sampling_of(adapter, with_image=with_image)
     num_tokens, channels = adapter.latents_shape(sampling)
     text_dim = getattr(config, "joint_attention_dim", None) or config.text_dim
     conditioning = {
         "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, text_dim),
         "prompt_mask": torch.ones(ROWS, TEXT_TOKENS, dtype=torch.bool),
     }
-    if first_frame:
-        num_given = adapter.token_count(sampling, TEXT_TOKENS).image - num_tokens
-        conditioning[FIRST_FRAME] = torch.randn(ROWS, num_given, channels)
+    if with_image:
+        conditioning[IMAGE_LATENTS] = torch.randn(ROWS, *adapter.image_latents_shape(sampling))
     latents_BLC = torch.randn(ROWS, num_tokens, channels)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         velocity_BLC = adapter.velocity(

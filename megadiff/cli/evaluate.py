@@ -133,6 +133,7 @@ def _evaluate(
             scorer,
             plan,
             config,
+            adapter=subject.adapter,
             policy_version=step,
             mesh=mesh,
             model=str(subject.target),

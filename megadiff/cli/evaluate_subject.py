@@ -18,9 +18,9 @@ from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.train.build import run_folder
-from megadiff.train.check import check_call, read_prompts
+from megadiff.train.check import read_prompts
 from megadiff.train.check_judges import check_judges
-from megadiff.train.evaluate import Plan, eval_sampling, groups_in_a_call, spread
+from megadiff.train.evaluate import Plan, eval_sampling, spread
 
 # In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
 MODEL_CONFIG = "evaluate.yaml"
@@ -83,9 +83,8 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
     check_judges(config, all_used=False)  # --reward may leave some without use
     adapter = _checked_adapter(config)
 
-    prompts = read_prompts(config, config.eval.prompts)
+    prompts = read_prompts(config, config.eval.prompts, adapter)
     plan = spread(prompts, config.eval.num_samples)
-    check_call(eval_sampling(config), groups_in_a_call(plan, config), what="the evaluation")
     adapter.check_prompts(prompts)
 
     folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))

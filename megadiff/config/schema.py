@@ -106,8 +106,9 @@ class RolloutConfig:
     num_frames: int = key(
         1, "Samples have this many frames; 1 is an image.", at_least=1, at_most=1024
     )
-    first_frame: bool = key(
-        False, "A video begins with its prompt's `image`, and only its other frames are drawn."
+    images: bool = key(
+        False,
+        "Each prompt brings an `image` or `images`, to edit or to begin a video with.",
     )
     # The last step is never stochastic, so one alone would leave nothing to learn from.
     num_inference_steps: int = key(

@@ -41,7 +41,7 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.step_weight": "none",
     "algorithm.lagging_kl_coef": 0,
     "train.updates_per_step": 1,
-    "rollout.first_frame": False,
+    "rollout.images": False,
     "rollout.same_noise": False,
     "rollout.sde_window_moves": 0,
     "optim.skip_nonfinite": 0,

@@ -39,29 +39,30 @@ def decode(data: bytes, *, where: str) -> np.ndarray:
         ) from error
 
 
-def read_first_frame(path: Path | str, *, height: int, width: int, where: str) -> np.ndarray:
-    """Return uint8 [height, width, 3] of a file, as decode() does.
+def read_image(path: Path | str) -> np.ndarray:
+    """Return uint8 [H, W, 3] of a file, as decode() does.
 
-    where: names who asks for it, in errors.
-    Raises ValueError where there is no file, for what decode() refuses and for another size: how to
-    cut or scale the image is for whoever chose it.
+    Raises ValueError where there is no file and for what decode() refuses.
     """
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise ValueError(
-            f"{where}: the image cannot be read ({error}); put it there, or mend the row"
+            f"the image cannot be read ({error}); put it there, or mend the row"
         ) from error
 
-    pixels_HWC = decode(data, where=f"{where}: {path}")
-    rows, columns = pixels_HWC.shape[:2]
-    if (rows, columns) != (height, width):
-        raise ValueError(
-            f"{where}: the image {path} has {columns}x{rows} pixels, a first frame must have the "
-            f"video's {width}x{height}; scale or crop the file, or set rollout.width and "
-            "rollout.height"
-        )
-    return pixels_HWC
+    return decode(data, where=str(path))
+
+
+def scale(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resample the whole image to uint8 [height, width, 3] by Lanczos, as diffusers' processors.
+
+    An image of that size is returned as it is.
+    """
+    if pixels_HWC.shape[:2] == (height, width):
+        return pixels_HWC
+    image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
+    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
 
 
 def fit(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megadiff.data.pixels import read_first_frame
 from megadiff.process.workers import share_of_cores
 from megadiff.tensors import model_files
 from megadiff.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-IMAGE = "image"
+IMAGE_KEYS = ("image", "images")
 MAX_READERS = 16
 Row = tuple[str, dict[str, object]]  # where it stands ("file:line"), and its columns
 
 
 def load_prompts(
-    path: str | Path, *, max_chars: int, first_frame_size: tuple[int, int] | None = None
+    path: str | Path,
+    *,
+    max_chars: int,
+    check_images: Callable[[tuple[str, ...]], object] | None = None,
 ) -> list[Prompt]:
     """Return all prompts of a file, in its order.
 
@@ -32,12 +34,12 @@ def load_prompts(
     .jsonl: an object a line with `prompt` and perhaps `negative_prompt`; other keys become
     Prompt.fields. .parquet: the same as columns.
     max_chars: longest prompt allowed, in characters, negative prompt too.
-    first_frame_size: (height, width) where the model is given a first frame. Every row then has an
-    `image`, a file of that size named relative to the prompt file's folder, and all are decoded
-    once here. Without it `image` is a column like others.
+    check_images: where the model is given images. Every row then has an `image`, or `images`: files
+    named relative to the prompt file's folder. It is called with the files of a row, once for equal
+    ones, and raises ValueError for what cannot be given. Without it they are columns like others.
     Equal prompts stay. They share an id; two of them in one step get different samples.
     Raises ValueError, with file and line, for a missing or empty file, another suffix, a row that
-    is not as above and an image that is missing, damaged or of another size.
+    is not as above and images that are refused.
     """
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
@@ -53,17 +55,14 @@ def load_prompts(
     if not rows:
         raise ValueError(f"data.prompts={path}: holds 0 prompts, need at least 1")
 
-    folder = path.parent if first_frame_size else None
+    folder = path.parent if check_images else None
     prompts = [_prompt(where, row, max_chars, folder=folder) for where, row in rows]
-    if first_frame_size:
-        wheres = [where for where, _ in rows]
-        images = [prompt.image for prompt in prompts]
-        _check_images(dict(zip(images, wheres, strict=True)), first_frame_size)
-    elif any(isinstance(row.get(IMAGE), str) for _, row in rows):
+    if check_images:
+        wheres = {prompt.images: where for prompt, (where, _) in zip(prompts, rows, strict=True)}
+        _check_all(wheres, check_images)
+    elif any(isinstance(row.get("image"), str) or "images" in row for _, row in rows):
         logger.warning(
-            "%s: its %r goes to rewards only; rollout.first_frame=true makes it the first frame",
-            path,
-            IMAGE,
+            "%s: its images go to rewards only; rollout.images=true gives them to the model", path
         )
 
     num_repeated = len(prompts) - len({prompt.id for prompt in prompts})
@@ -72,13 +71,12 @@ def load_prompts(
     return prompts
 
 
-def prompt_id(text: str, negative_text: str, image: str = "") -> str:
-    """Return 16 hex digits, a hash of the texts and of how the row names its image.
+def prompt_id(text: str, negative_text: str, images: Sequence[str] = ()) -> str:
+    """Return 16 hex digits, a hash of the texts and of how the row names its images.
 
     Noise follows from it: it must stay the same in every run, layout and version.
     """
-    named = [text, negative_text, image] if image else [text, negative_text]
-    return digest_of(json.dumps(named), size=8)
+    return digest_of(json.dumps([text, negative_text, *images]), size=8)
 
 
 def digest_of(text: str, *, size: int = 16) -> str:
@@ -86,18 +84,22 @@ def digest_of(text: str, *, size: int = 16) -> str:
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
-def _check_images(where: Mapping[str, str], size: tuple[int, int]) -> None:
-    """Decode each file once, several at a time. where: file → a row that names it.
+def _check_all(
+    wheres: Mapping[tuple[str, ...], str], check_images: Callable[[tuple[str, ...]], object]
+) -> None:
+    """Check images several rows at a time. wheres: files → a row that names them.
 
-    Raises ValueError as read_first_frame does.
+    Raises ValueError that names the row.
     """
-    height, width = size
 
-    def check(image: str) -> None:
-        read_first_frame(image, height=height, width=width, where=where[image])
+    def check(images: tuple[str, ...]) -> None:
+        try:
+            check_images(images)
+        except ValueError as error:
+            raise ValueError(f"{wheres[images]}: {error}") from error
 
     with ThreadPoolExecutor(share_of_cores(MAX_READERS)) as pool:
-        list(pool.map(check, where))  # raises what a thread raised
+        list(pool.map(check, wheres))  # raises what a thread raised
 
 
 def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path | None) -> Prompt:
@@ -115,21 +117,36 @@ def _prompt(where: str, row: dict[str, object], max_chars: int, *, folder: Path 
         negative_text = Prompt.negative_text
     negative_text = checked_text(where, "negative_prompt", negative_text, max_chars)
 
-    name = fields.pop(IMAGE, None) if folder else ""
-    if not isinstance(name, str) or folder and not name:
-        raise ValueError(
-            f"{where}: {IMAGE!r} is {name!r}, but with rollout.first_frame=true every row needs "
-            f"the file of its first frame, named relative to {folder}"
-        )
+    names = _image_names(where, fields, folder) if folder else []
 
     return Prompt(
         text=text,
         # By name and not by path: prompts that are copied elsewhere keep their noise.
-        id=prompt_id(text, negative_text, name),
+        id=prompt_id(text, negative_text, names),
         negative_text=negative_text,
-        image=str(folder / name) if folder else "",
+        images=tuple(str(folder / name) for name in names) if folder else (),
         fields=fields,
     )
+
+
+def _image_names(where: str, fields: dict[str, object], folder: Path) -> list[str]:
+    """Take the names of the row's images out of its fields. Raises ValueError without any."""
+    # a parquet file has all columns in every row, null where the row has none
+    named = {key: fields.pop(key, None) for key in IMAGE_KEYS}
+    given = {key: value for key, value in named.items() if value is not None}
+    names = list(given.values())[0] if len(given) == 1 else None
+    if isinstance(names, str):
+        names = [names]
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise ValueError(
+            f"{where}: its images are {given}, but with rollout.images=true every row needs "
+            f"'image', a file's name, or 'images', a list of them, relative to {folder}"
+        )
+    return names
 
 
 def checked_text(where: str, key: str, text: object, max_chars: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import TokenGrid, unpack
 from megadiff.models.pipeline_folder import Index, pipeline_problems, weighted_components
-from megadiff.models.vae import decode_latents, encode_pixels
+from megadiff.models.vae import decode_latents, encode_images
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Prompt, Sampling, Tensors
@@ -27,9 +28,9 @@ if TYPE_CHECKING:  # needs megatron-core, which only its engine does
 Conditioning = Mapping[str, Tensor]
 # image and text, as diffusers' modules name them
 STREAMS = ("hidden_states", "encoder_hidden_states")
-# in a conditioning where Sampling.first_frame: clean latents [B, tokens of a frame, C]
-FIRST_FRAME = "first_frame"
-IMAGE_CONDITIONING = {FIRST_FRAME}  # names of a conditioning that both sides of guidance see
+# in a conditioning where Sampling.images: clean latents [B, tokens, C] of all given images
+IMAGE_LATENTS = "image_latents"
+IMAGE_CONDITIONING = {IMAGE_LATENTS}  # names of a conditioning that both sides of guidance see
 NEGATIVE = "negative_"  # in front of the names of the negative prompt's conditioning
 # given images of one prompt, each uint8 RGB [H, W, 3]
 Images = tuple[Tensor, ...]
@@ -161,7 +162,7 @@ class ModelAdapter(Protocol):
         """
 
     def validate(self, sampling: Sampling) -> None:
-        """Raise ValueError for a size, guidance or first frame that the model cannot sample."""
+        """Raise ValueError for a size, guidance or given images that the model cannot sample."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for the first prompt that has more tokens than the model takes."""
@@ -200,8 +201,30 @@ class ModelAdapter(Protocol):
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """Return (L, C), packed latent tokens and channels, of what is drawn of one sample.
 
-        The tokens of a given first frame, which the transformer sees as well, are not counted.
+        The tokens of given images, which the transformer sees as well, are not counted.
         """
+
+    def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:
+        """Return the (height, width) to which a given image is scaled; by default its own.
+
+        validate() has the last word on it.
+        """
+        return height, width
+
+    def image_latents(
+        self, encode: ImageEncoder, images: Sequence[Tensor], sampling: Sampling
+    ) -> Tensor:
+        """Return a request's given images as the conditioning `image_latents` [1, tokens, C].
+
+        images: uint8 [H, W, 3] each. encode: of the image_encoder, or a replica's.
+        """
+        # one at a time: their sizes differ, and the VAE's activations are large
+        return torch.cat([encode(image_HWC[None]) for image_HWC in images], dim=1)
+
+    def image_latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        """Return (tokens, channels) of image_latents()."""
+        num_drawn, channels = self.latents_shape(sampling)
+        return self.token_count(sampling, 0).image - num_drawn, channels
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """Return [T+1] float32 sigmas from 1 to 0, by the checkpoint's own scheduler config."""
@@ -259,7 +282,7 @@ class ModelAdapter(Protocol):
     def image_encoder(
         self, *, dtype: torch.dtype, device: torch.device | str
     ) -> Iterator[ImageEncoder]:
-        """Load the encoder of trained latents and given first frames; freed at the end.
+        """Load the encoder of trained latents and given images; freed at the end.
 
         dtype: of the encoder's weights. Latents stay on the device.
         """
@@ -269,8 +292,7 @@ class ModelAdapter(Protocol):
         vae = stock.from_pretrained(self.model_folder / "vae", torch_dtype=dtype).to(device)
         self.adapt_vae(vae)
         with freed(vae):
-            # an image is a video of one frame
-            yield lambda pixels: encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
+            yield partial(encode_images, vae)
 
     def decode(
         self, vae: Any, latents_NLC: Tensor, sampling: Sampling, conditioning: Conditioning

@@ -9,7 +9,7 @@ Rules that the trainer's adapter follows too:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from megadiff.diffusion.noise import (
 from megadiff.diffusion.sde import SdeStep, dpm2_gain, ode_step, sde_step
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Tensors
 
-T = TypeVar("T", str, bytes)
+T = TypeVar("T", bound=Hashable)
 
 CONDITIONING_PREFIX = "conditioning."
 

@@ -157,9 +157,9 @@ class ImageFamily(ModelAdapter):
                 f"rollout.num_frames={sampling.num_frames}, but {self.title} makes images; "
                 "set it to 1"
             )
-        if sampling.first_frame:
+        if sampling.images:
             raise ValueError(
-                f"rollout.first_frame=true, but {self.title} makes images from text alone; "
+                f"rollout.images=true, but {self.title} makes images from text alone; "
                 "set it to false"
             )
         self._check_guidance(sampling)

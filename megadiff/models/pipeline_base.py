@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.models.adapter import Images, ModelAdapter
+from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
 from megadiff.models.batch_sampler import BatchSampler, distinct
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedNames
+from megadiff.models.vae import encode_images, pixels_of
 from megadiff.types import RolloutRequest, Tensors
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
@@ -78,10 +80,6 @@ class RolloutPipelineMixin:
         """Encode as the adapter's prompt_encoder does, by the pipeline's own networks."""
         raise NotImplementedError
 
-    def encode_images(self, requests: Sequence[RolloutRequest]) -> Tensors:
-        """Return the conditioning of given images, [P, …] by name; by default nothing."""
-        return {}
-
     def transformer_call(self, component: str) -> TransformerCall:
         """Return the component's forward, with the arguments that the adapter gives it."""
         forward = self.get_submodule(component)  # type: ignore[attr-defined]  # a torch module
@@ -114,7 +112,7 @@ class RolloutPipelineMixin:
             token_shape=self.adapter.latents_shape(sampling),
             device=self.device,
         )
-        sampler.conditioning = self._encode_texts(requests) | self.encode_images(requests)
+        sampler.conditioning = self._encode_texts(requests) | self._encode_images(requests)
         conditioning = {
             name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
         }
@@ -127,17 +125,36 @@ class RolloutPipelineMixin:
         return DiffusionOutput(output=envelope)
 
     def _encode_texts(self, requests: Sequence[RolloutRequest]) -> Tensors:
-        """Encode each distinct text once. Returns the groups' conditioning, [P, …] by name."""
+        """Encode each distinct text once. Returns the groups' conditioning, [P, …] by name.
+
+        Equal texts beside other images are distinct: some text encoders see the images.
+        """
         conditioning: Tensors = {}
+        images_P = [request.images for request in requests]
         for side, side_texts in self.texts_of_sides(requests).items():
-            texts, index_P = distinct(side_texts)
-            for name, value in self.encode(texts).items():
+            pairs, index_P = distinct(list(zip(side_texts, images_P, strict=True)))
+            texts = [text for text, _ in pairs]
+            images = [pixels_of(images, requests[0].sampling.images) for _, images in pairs]
+            for name, value in self.encode(texts, images).items():
                 if value.is_floating_point():
                     value = value.to(self.od_config.dtype)
                 if value.dtype == torch.bool:
                     value = value.cpu()  # a forward asks how many tokens count, without waiting
                 conditioning[side + name] = value[index_P.to(value.device)]
         return conditioning
+
+    def _encode_images(self, requests: Sequence[RolloutRequest]) -> Tensors:
+        """Encode each distinct request's images once, as the groups' conditioning."""
+        sampling = requests[0].sampling
+        if not sampling.images:
+            return {}
+        distinct_images, index_P = distinct([request.images for request in requests])
+        encode = partial(encode_images, self.vae)
+        latents = [
+            self.adapter.image_latents(encode, pixels_of(images, sampling.images), sampling)
+            for images in distinct_images
+        ]
+        return {IMAGE_LATENTS: torch.cat(latents)[index_P.to(self.device)]}
 
     def _denoise(self, sampler: BatchSampler, conditioning: Tensors) -> Tensor:
         """Return latents [N, L, C] at sigma 0. conditioning: a row for each sample."""

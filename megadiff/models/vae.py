@@ -6,12 +6,14 @@ VAEs (AutoencoderKL: SD3, Z-Image, FLUX) have one shift and one scale and take [
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megadiff.models.packing import pack
+from megadiff.types import ImageSize
 
 
 @torch.no_grad()
@@ -47,6 +49,21 @@ def decode_latents(vae: Any, latents_NCFHW: Tensor, *, num_rows: int) -> Tensor:
         # to the CPU at once: all in the decoder's dtype would take more than the latents
         rows.append(to_uint8(decoded).permute(0, 2, 3, 4, 1).contiguous().cpu())
     return torch.cat(rows)
+
+
+def encode_images(vae: Any, pixels: Tensor) -> Tensor:
+    """Encode uint8 images [B, H, W, 3], or videos as encode_pixels() does."""
+    # an image is a video of one frame
+    return encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
+
+
+def pixels_of(images: Sequence[bytes], sizes: Sequence[ImageSize]) -> tuple[Tensor, ...]:
+    """Return a request's images as uint8 tensors [H, W, 3]."""
+    return tuple(
+        # a copy: frombuffer wants memory that can be written to
+        torch.frombuffer(bytearray(image), dtype=torch.uint8).view(*size, 3)
+        for image, size in zip(images, sizes, strict=True)
+    )
 
 
 def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -112,5 +112,5 @@ def _saved(model: ModelShape, work: Work) -> Saved:
         lora=model.lora_spec,
         dtype=torch.float32 if work.itemsize == torch.float32.itemsize else torch.bfloat16,
         float32_streams=work.stream_itemsize > work.itemsize,
-        first_frame=work.modulates_tokens,
+        modulates_tokens=work.modulates_tokens,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
+from megadiff.models.adapter import IMAGE_LATENTS, ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.plan import LINEAR_KINDS, LORA_A
 from megadiff.types import LoraSpec, Sampling
@@ -26,7 +26,7 @@ KINDS = (TOKENWISE, INPUTS, HEADS)
 WIDTH = 256  # pixels, of both sizes below
 HEIGHTS = (256, 512)  # the difference of two sizes is what image tokens take
 TEXT_TOKENS = 64  # of a family that pads no texts
-VIDEO_FRAMES = 9  # only a video has a given first frame
+VIDEO_FRAMES = 9  # only of a video a token has a timestep of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def measure(
     lora: LoraSpec | None,
     dtype: torch.dtype,
     float32_streams: bool,
-    first_frame: bool,
+    modulates_tokens: bool,
 ) -> Saved:
     """Return what the family's stock transformer in dtype saves, uncompiled and not recomputed."""
     transformer = adapter.empty_transformer()
@@ -129,8 +129,8 @@ def measure(
         Sampling(
             height=height,
             width=WIDTH,
-            num_frames=VIDEO_FRAMES if first_frame else 1,
-            first_frame=first_frame,
+            num_frames=VIDEO_FRAMES if modulates_tokens else 1,
+            images=((height, WIDTH),) if modulates_tokens else (),
             num_inference_steps=1,
         )
         for height in HEIGHTS
@@ -205,9 +205,8 @@ def _run(
     num_tokens, channels = adapter.latents_shape(sampling)
     # real tensors, as the adapter looks into the mask; they turn fake where they meet weights
     conditioning = adapter.blank_text(TEXT_TOKENS)
-    if sampling.first_frame:
-        num_given = adapter.token_count(sampling, TEXT_TOKENS).image - num_tokens
-        conditioning[FIRST_FRAME] = torch.zeros(1, num_given, channels)
+    if sampling.images:
+        conditioning[IMAGE_LATENTS] = torch.zeros(1, *adapter.image_latents_shape(sampling))
 
     latents_BLC = torch.zeros(1, num_tokens, channels)
     saves = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)

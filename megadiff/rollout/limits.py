@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A request's JSON without its first frame: the texts and the samples' indices. JSON escapes a
+from megadiff.types import ImageSize
+
+# A request's JSON without its images: the texts and the samples' indices. JSON escapes a
 # character of 4 bytes as 12.
 REQUEST_BYTES = 2**16
 
@@ -30,7 +33,8 @@ class Limits:
     pixels: int = 2**29
     num_inference_steps: int = 1000
     prompt_chars: int = 2000
-    json_bytes: int = 64 * 2**20  # 40 first frames of 480x832
+    given_images: int = 16  # of one request
+    json_bytes: int = 64 * 2**20  # 40 given images of 480x832
     bucket_bytes: int = 8 * 2**30
     images: int = 10
     image_pixels: int = 2**24
@@ -40,7 +44,8 @@ class Limits:
     image_json_bytes: int = 2**16
     image_answer_s: float = 300.0  # from the request to its answer, the queue included
 
-    def num_first_frames(self, *, height: int, width: int) -> int:
-        """Return how many requests that bring a first frame one call may hold."""
+    def num_requests(self, images: Sequence[ImageSize]) -> int:
+        """Return how many requests, each with images of these sizes, the body of one call holds."""
         # base64 turns a pixel's 3 bytes into 4
-        return self.json_bytes // (4 * height * width + REQUEST_BYTES)
+        num_pixels = sum(height * width for height, width in images)
+        return self.json_bytes // (4 * num_pixels + REQUEST_BYTES)

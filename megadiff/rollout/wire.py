@@ -9,8 +9,8 @@ import base64
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -34,12 +34,12 @@ PLAIN_FIELDS = (  # of a group, which travel in the header
 
 
 def requests_to_json(requests: Sequence[RolloutRequest]) -> list[JsonObject]:
-    """Return RolloutRequests as a JSON list, a first frame in base64."""
-    return [
-        dataclasses.asdict(request)
-        | {"first_frame": base64.b64encode(request.first_frame).decode()}
-        for request in requests
-    ]
+    """Return RolloutRequests as a JSON list, images in base64."""
+    rows = []
+    for request in requests:
+        images = [base64.b64encode(image).decode() for image in request.images]
+        rows.append(dataclasses.asdict(request) | {"images": images})
+    return rows
 
 
 def requests_from_json(value: object) -> list[RolloutRequest]:
@@ -185,14 +185,22 @@ def _field(value: object, wanted: str, where: str) -> object:
         return _integers(value, where, length=2)
     if wanted == "tuple[int, ...]":
         return _integers(value, where)
-    if wanted == "bytes":
-        return _bytes(value, where)
+    if wanted in _TUPLES:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}={value!r:.100} is a {type(value).__name__}, not a list")
+        return tuple(_TUPLES[wanted](item, where) for item in value)
 
     types = _TYPES.get(wanted)
     # True is an int to Python, but no number to us.
     is_wrong_bool = isinstance(value, bool) and types is not bool
     if types and (is_wrong_bool or not isinstance(value, types)):
         raise ValueError(f"{where}={value!r:.100} is a {type(value).__name__}; it must be {wanted}")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} has {value!r:.40}, a {type(value).__name__}; it must be str")
     return value
 
 
@@ -211,4 +219,11 @@ def _bytes(value: object, where: str) -> bytes:
     try:
         return base64.b64decode(value, validate=True)  # type: ignore[arg-type]  # refused below
     except (TypeError, ValueError) as error:  # binascii's own error is a ValueError
-        raise ValueError(f"{where} is {value!r:.40}, not bytes in base64 ({error})") from None
+        raise ValueError(f"{where} has {value!r:.40}, not bytes in base64 ({error})") from None
+
+
+_TUPLES: dict[str, Callable[[object, str], object]] = {  # of any length → how an item is read
+    "tuple[bytes, ...]": _bytes,
+    "tuple[str, ...]": _text,
+    "tuple[ImageSize, ...]": partial(_integers, length=2),
+}

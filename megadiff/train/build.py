@@ -315,7 +315,7 @@ def build_evaluation(
     mesh = engine.mesh
     if not config.eval.every:
         return None
-    plan = spread(eval_prompts(config), config.eval.num_samples)
+    plan = spread(eval_prompts(config, engine.adapter), config.eval.num_samples)
     folder = run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
@@ -328,6 +328,7 @@ def build_evaluation(
             scorer,
             plan,
             config,
+            adapter=engine.adapter,
             policy_version=step,
             mesh=mesh,
             model=str(folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack, closing
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -30,10 +31,9 @@ from megadiff.rollout.limits import Limits
 from megadiff.train.check_algorithm import ITEMS, check_algorithm
 from megadiff.train.check_judges import check_judges
 from megadiff.train.components import check_components
-from megadiff.train.evaluate import groups_in_a_call, spread
-from megadiff.train.probe import own_size
+from megadiff.train.evaluate import spread
 from megadiff.train.replicas import check_num_replicas
-from megadiff.train.sampling import sampling_of
+from megadiff.train.sampling import given_images, sampling_of
 from megadiff.types import Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ def check(
     _check_lora_start(config, algorithm)
 
     adapter = _checked_adapter(config, layout, sampling, has_steps=algorithm.rows == "steps")
-    prompts = read_prompts(config, config.data.prompts) if on_policy else []
-    asked = [*prompts, *eval_prompts(config)]
+    prompts = read_prompts(config, config.data.prompts, adapter) if on_policy else []
+    asked = [*prompts, *eval_prompts(config, adapter)]
     adapter.check_prompts(asked)
 
     scorer = None
@@ -87,7 +87,6 @@ def check(
         scorer = stack.enter_context(closing(Scorer(config.reward)))
         scorer.validate(asked)  # held-out prompts too: an evaluation may be hours away
 
-    _check_calls(config, sampling, dp=layout.dp, on_policy=on_policy)
     if on_policy:
         return layout, adapter, prompts, scorer
     kind = ITEMS[algorithm.rows]
@@ -137,50 +136,33 @@ def _checked_adapter(
     return adapter
 
 
-def _check_calls(config: Config, sampling: Sampling, *, dp: int, on_policy: bool) -> None:
-    """Raise ValueError where a call would bring more first frames than a replica takes."""
-    # a rank's groups of a step may fill less than one call
-    rank_groups = config.train.prompts_per_step // dp
-    if on_policy:
-        call_groups = config.rollout.batch_size // config.algorithm.group_size
-        check_call(sampling, min(rank_groups, call_groups), what="a step")
-    if on_policy and config.parity.mode != "off":
-        check_call(sampling, min(rank_groups, own_size(config)[0]), what="the parity gate")
-    plan = spread(eval_prompts(config), config.eval.num_samples) if config.eval.every else []
-    for rank in range(min(dp, len(plan))):
-        most = groups_in_a_call(plan[rank::dp], config)
-        check_call(sampling, most, what="an evaluation")
+def read_prompts(config: Config, path: str, adapter: ModelAdapter) -> list[Prompt]:
+    """Load prompts by the config's limits. Where the model is given images, check them too."""
+    check_images = None
+    if config.rollout.images:
+        check_images = partial(_check_images, adapter=adapter, sampling=sampling_of(config.rollout))
+    return load_prompts(path, max_chars=config.data.max_prompt_chars, check_images=check_images)
 
 
-def check_call(sampling: Sampling, num_groups: int, *, what: str) -> None:
-    """Check the number of groups in a call against what a replica takes. what: makes the call.
-
-    Raises ValueError when their first frames are too many.
-    """
+def _check_images(files: tuple[str, ...], *, adapter: ModelAdapter, sampling: Sampling) -> None:
+    """Raise ValueError where the model or a replica's limits refuse the images of a row."""
+    images, sampling = given_images(files, sampling, adapter)
     limits = Limits()
-    most = max(1, limits.num_first_frames(height=sampling.height, width=sampling.width))
-    if sampling.first_frame and num_groups > most:
+    if len(images) > limits.given_images or not limits.num_requests(sampling.images):
+        num_bytes = sum(image.nbytes for image in images)
         raise ValueError(
-            f"rollout.batch_size makes {what} ask for {num_groups} groups in a call, each with a "
-            f"first frame of {sampling.width}x{sampling.height}; a replica takes {most} of them "
-            f"({limits.json_bytes >> 20} MiB): set rollout.batch_size<={most}"
+            f"{len(images)} images of {num_bytes} bytes, a request takes {limits.given_images} "
+            f"and {limits.json_bytes * 3 // 4} bytes; give fewer or smaller ones"
         )
 
 
-def read_prompts(config: Config, path: str) -> list[Prompt]:
-    """Load prompts by the config's limits and, where it asks for first frames, their size."""
-    rollout = config.rollout
-    size = (rollout.height, rollout.width) if rollout.first_frame else None
-    return load_prompts(path, max_chars=config.data.max_prompt_chars, first_frame_size=size)
-
-
-def eval_prompts(config: Config) -> list[Prompt]:
+def eval_prompts(config: Config, adapter: ModelAdapter) -> list[Prompt]:
     """Return the prompts of eval.prompts, none where eval.every is 0.
 
     Raises ValueError when eval.num_samples cannot cover their tasks.
     """
     if not config.eval.every:
         return []
-    prompts = read_prompts(config, config.eval.prompts)
+    prompts = read_prompts(config, config.eval.prompts, adapter)
     spread(prompts, config.eval.num_samples)
     return prompts

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, cycle, groupby, islice, zip_longest
 from statistics import fmean
 
@@ -15,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from megadiff.config.schema import Config
+from megadiff.models.adapter import ModelAdapter
 from megadiff.observe import diversity
 from megadiff.observe.evaluation import EvaluatedSample, Evaluation, Identity, image_name
 from megadiff.observe.samples import picture_suffix
@@ -23,7 +25,7 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.train.sampling import fetch_and_score, sampling_of
+from megadiff.train.sampling import Rewards, fetch_and_score, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
@@ -84,13 +86,6 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
     ]
 
 
-def groups_in_a_call(plan: Plan, config: Config) -> int:
-    """Return the most groups that an evaluation can ask for in one call."""
-    batch_size = config.rollout.batch_size
-    chunks = _chunks(_requests(plan, config))
-    return max(min(len(chunk), batch_size // len(chunk[0].sample_indices)) for chunk in chunks)
-
-
 def task_of(prompt: Prompt) -> str:
     """Return the prompt file's `task` column, "" without one."""
     task = prompt.fields.get("task")
@@ -125,6 +120,7 @@ def evaluate(
     plan: Plan,
     config: Config,
     *,
+    adapter: ModelAdapter,
     policy_version: int | None,
     mesh: Mesh,
     model: str,
@@ -139,8 +135,9 @@ def evaluate(
     """
     requests = _requests(plan[mesh.dp_rank :: mesh.dp], config, policy_version=policy_version)
     wanted = pictured(plan)
+    fetch = partial(fetch_and_score, fleet, scorer, adapter=adapter, on_samples=on_samples)
     scored = agreed(
-        lambda: _sample_and_score(fleet, scorer, requests, wanted, on_samples=on_samples),
+        lambda: _sample_and_score(fetch, scorer, requests, wanted),
         mesh.cpu_group,
         # its peers would ask for the same samples
         here=mesh.is_model_group_source,
@@ -206,21 +203,18 @@ def _requests(
 
 
 def _sample_and_score(
-    fleet: Fleet,
+    fetch: Callable[..., tuple[list[RolloutGroup], Rewards]],
     scorer: Scorer,
     requests: Sequence[RolloutRequest],
     wanted: set[Identity],
-    *,
-    on_samples: Callable[[int], object],
 ) -> _Scored:
+    """Sample and score chunk by chunk. fetch: fetch_and_score, without the requests."""
     scored = _Scored()
     pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
     missing = Counter(request.prompt.id for request in requests)
 
     for chunk in _chunks(requests):
-        groups, rewards = fetch_and_score(
-            fleet, scorer, chunk, timers=Timers(), on_samples=on_samples
-        )
+        groups, rewards = fetch(chunk, timers=Timers())
         for index, group in enumerate(groups):
             prompt_id = group.prompt.id
             rewards_G = {name: value[index] for name, value in rewards.items() if name != TOTAL}

@@ -53,7 +53,12 @@ def train(run: Run) -> None:
                     step=progress.step,
                 )
                 groups, rewards = sample_and_score(
-                    run.replicas.fleet, run.scorer, requests, mesh=mesh, timers=timers
+                    run.replicas.fleet,
+                    run.scorer,
+                    requests,
+                    adapter=engine.adapter,
+                    mesh=mesh,
+                    timers=timers,
                 )
             with timers("train"):
                 stats |= update(engine, run.algorithm, groups, rewards, progress=progress)

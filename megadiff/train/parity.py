@@ -221,7 +221,9 @@ def _sample(
         step=step,
     )
     groups = agreed(
-        lambda: fleet.generate_on(replica, list(map(for_replica, requests))),
+        lambda: fleet.generate_on(
+            replica, [for_replica(request, engine.adapter) for request in requests]
+        ),
         engine.mesh.cpu_group,
         here=engine.mesh.is_model_group_source,
     )

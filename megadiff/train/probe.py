@@ -16,12 +16,12 @@ from safetensors.torch import load, save
 
 from megadiff.config.schema import Config
 from megadiff.data.prompts import prompt_id
-from megadiff.models.adapter import FIRST_FRAME, ModelAdapter
+from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
-from megadiff.rollout.limits import Limits
-from megadiff.train.sampling import first_frame_of, sampling_of
-from megadiff.types import DTYPES, Prompt, Tensors
+from megadiff.rollout.wire import read_record
+from megadiff.train.sampling import given_images, sampling_of
+from megadiff.types import DTYPES, Prompt, Sampling, Tensors
 
 LONG = (
     "a wide photograph of an old harbour at dusk, fishing boats tied to a wooden pier, "
@@ -68,25 +68,31 @@ def unlike_size(config: Config) -> tuple[int, int]:
     rollout = config.rollout
     most = max(rollout.batch_size, config.algorithm.group_size)
     num_groups = min(1 + len(TEXTS), most)
-    if rollout.first_frame:  # a call's body holds an image for each group
-        frames = Limits().num_first_frames(height=rollout.height, width=rollout.width)
-        num_groups = max(1, min(num_groups, frames))
     return num_groups, min(config.algorithm.group_size, most // num_groups, UNLIKE_SAMPLES)
 
 
-def unlike_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` prompts: the first of the run's step, then the texts above.
+def unlike_prompts(
+    prompts: Sequence[Prompt], count: int, samplings: Sequence[object]
+) -> list[Prompt]:
+    """Return `count` prompts, and one more where the step has images of a second shape.
 
-    A model that is given a first frame gets those of the step's prompts in turn, so that images
-    differ too where the step's do.
+    The first is the first of the run's step, then come the texts above. They get the images of
+    those prompts of the step in turn whose sizes are the first's: only such share a call.
+    samplings: of each prompt, with its images' sizes.
     """
     # columns stay here: they may be no JSON, and only rewards read them
     chosen = [replace(prompts[0], fields={})]
+    alike = [
+        prompt for prompt, shape in zip(prompts, samplings, strict=True) if shape == samplings[0]
+    ]
     for index, (text, negative_text) in enumerate(TEXTS[: count - 1], start=1):
-        image = prompts[index % len(prompts)].image
-        identity = prompt_id(text, negative_text, image)
-        chosen.append(Prompt(text=text, id=identity, negative_text=negative_text, image=image))
-    return chosen
+        images = alike[index % len(alike)].images
+        identity = prompt_id(text, negative_text, images)
+        chosen.append(Prompt(text=text, id=identity, negative_text=negative_text, images=images))
+    others = [
+        prompt for prompt, shape in zip(prompts, samplings, strict=True) if shape != samplings[0]
+    ]
+    return chosen + [replace(prompt, fields={}) for prompt in others[:1]]
 
 
 def prepare(
@@ -103,10 +109,15 @@ def prepare(
     num_own, num_own_samples = own_size(config)
     num_unlike, num_unlike_samples = unlike_size(config)
     usual = [replace(prompt, fields={}) for prompt in prompts[:num_own]]
-    rows = [asdict(prompt) for prompt in usual + unlike_prompts(prompts, num_unlike)]
+    unlike = agreed(
+        lambda: unlike_prompts(prompts, num_unlike, _given(prompts, adapter, config)[1]),
+        mesh.cpu_group,
+        here=mesh.rank == 0,
+    )
     # the ranks' prompts differ, but every replica is asked for the same ones
+    rows = [[asdict(prompt) for prompt in call] for call in (usual, unlike or [])]
     rows = broadcast_json(rows, source=0, group=mesh.cpu_group)
-    chosen = [Prompt(**row) for row in rows]
+    chosen = [read_record(Prompt, row, "prompt") for row in rows[0] + rows[1]]
 
     # on one rank alone: a text encoder takes gigabytes
     payload = agreed(
@@ -121,7 +132,7 @@ def prepare(
         index, _, name = key.partition(".")
         conditioning[int(index)][name] = tensor
 
-    first = len(chosen) - num_unlike
+    first = len(rows[0])
     return [
         Call(
             prompts=chosen[rows_of_call],
@@ -136,6 +147,18 @@ def prepare(
     ]
 
 
+def _given(
+    prompts: Sequence[Prompt], adapter: ModelAdapter, config: Config
+) -> tuple[list[Images], list[Sampling]]:
+    """Return each prompt's images, and the sampling with their sizes."""
+    sampling = sampling_of(config.rollout)
+    if not sampling.images:
+        return [()] * len(prompts), [sampling] * len(prompts)
+    given = [given_images(prompt.images, sampling, adapter) for prompt in prompts]
+    images = [tuple(map(torch.tensor, arrays)) for arrays, _ in given]
+    return images, [sized for _, sized in given]
+
+
 def _encode(
     adapter: ModelAdapter, prompts: Sequence[Prompt], *, config: Config, device: torch.device
 ) -> bytes:
@@ -143,6 +166,7 @@ def _encode(
     sampling = sampling_of(config.rollout)
     dtype = DTYPES[config.model.dtype]
     is_guided = adapter.is_guided(sampling)
+    images, samplings = _given(prompts, adapter, config)
 
     tensors = {}
     with adapter.prompt_encoder(dtype=dtype, device=device) as encode_texts:
@@ -152,12 +176,12 @@ def _encode(
             if is_guided:
                 texts["negative_"] = prompt.negative_text
             for side, text in texts.items():
-                for name, value in encode_texts([text]).items():
+                for name, value in encode_texts([text], [images[index]]).items():
                     tensors[f"{index}.{side}{name}"] = value
 
-    if sampling.first_frame:
+    if sampling.images:
         with adapter.image_encoder(dtype=dtype, device=device) as encode_images:
-            for index, prompt in enumerate(prompts):
-                pixels = torch.tensor(first_frame_of(prompt, sampling))
-                tensors[f"{index}.{FIRST_FRAME}"] = encode_images(pixels[None]).cpu()
+            for index, sized in enumerate(samplings):
+                latents_1LC = adapter.image_latents(encode_images, images[index], sized)
+                tensors[f"{index}.{IMAGE_LATENTS}"] = latents_1LC.cpu()
     return save({name: tensor.contiguous() for name, tensor in tensors.items()})

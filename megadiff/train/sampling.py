@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megadiff.config.schema import RolloutConfig
-from megadiff.data.pixels import read_first_frame
+from megadiff.data.pixels import read_image, scale
+from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
@@ -19,7 +20,7 @@ from megadiff.rewards.base import RewardContext
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.wire import decode_groups, encode_groups
-from megadiff.types import Prompt, PromptBatch, RolloutGroup, RolloutRequest, Sampling
+from megadiff.types import PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
 # reward name, and "total" → [P, G] float32, NaN as Scorer.collect() has it
 Rewards = dict[str, Tensor]
@@ -30,7 +31,9 @@ def sampling_of(config: RolloutConfig) -> Sampling:
     names = {field.name for field in fields(Sampling)} & vars(config).keys()
     keys = {name: getattr(config, name) for name in names}
     low, high = config.sde_window_range  # validate() has refused a range of other than two numbers
-    return Sampling(**keys | {"sde_window_range": (low, high)})
+    # a request's own images have sizes of their own, which its prompt decides
+    images = ((config.height, config.width),) if config.images else ()
+    return Sampling(**keys | {"sde_window_range": (low, high), "images": images})
 
 
 def sft_sampling(config: RolloutConfig) -> Sampling:
@@ -64,7 +67,13 @@ def group_requests(
 
 
 def sample_and_score(
-    fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, mesh: Mesh, timers: Timers
+    fleet: Fleet,
+    scorer: Scorer,
+    requests: Sequence[RolloutRequest],
+    *,
+    adapter: ModelAdapter,
+    mesh: Mesh,
+    timers: Timers,
 ) -> tuple[list[RolloutGroup], Rewards]:
     """Get the groups and their rewards. Collective.
 
@@ -77,7 +86,7 @@ def sample_and_score(
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
     with timers("sample"), waiting:
         fetched = agreed(
-            lambda: _fetch_and_rest(fleet, scorer, requests, timers=timers),
+            lambda: _fetch_and_rest(fleet, scorer, requests, adapter=adapter, timers=timers),
             mesh.cpu_group,
             here=mesh.is_model_group_source,
         )
@@ -115,9 +124,14 @@ def open_rewards(
 
 
 def _fetch_and_rest(
-    fleet: Fleet, scorer: Scorer, requests: Sequence[RolloutRequest], *, timers: Timers
+    fleet: Fleet,
+    scorer: Scorer,
+    requests: Sequence[RolloutRequest],
+    *,
+    adapter: ModelAdapter,
+    timers: Timers,
 ) -> tuple[list[RolloutGroup], Rewards]:
-    fetched = fetch_and_score(fleet, scorer, requests, timers=timers)
+    fetched = fetch_and_score(fleet, scorer, requests, adapter=adapter, timers=timers)
     scorer.sleep()
     return fetched
 
@@ -127,6 +141,7 @@ def fetch_and_score(
     scorer: Scorer,
     requests: Sequence[RolloutRequest],
     *,
+    adapter: ModelAdapter,
     timers: Timers,
     on_samples: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[RolloutGroup], Rewards]:
@@ -137,7 +152,7 @@ def fetch_and_score(
     scorer.reset()  # drops what a failed step left behind
 
     with timers("rollout"):
-        for index, group in fleet.generate([for_replica(request) for request in requests]):
+        for index, group in fleet.generate([for_replica(request, adapter) for request in requests]):
             arrived[index] = replace(group, prompt=requests[index].prompt)
             scorer.submit(arrived[index])
             on_samples(len(group.sample_indices))
@@ -149,23 +164,42 @@ def fetch_and_score(
     return [arrived[index] for index in range(len(requests))], rewards
 
 
-def for_replica(request: RolloutRequest) -> RolloutRequest:
-    """Return the request as a replica gets it: a first frame's pixels in place of its file.
+def for_replica(request: RolloutRequest, adapter: ModelAdapter) -> RolloutRequest:
+    """Return the request as a replica gets it: images' pixels and sizes in place of their files.
 
     Columns of the prompt stay here. Only rewards read them, and they may be large, or no JSON
     values (a parquet file's dates). Raises ValueError for an image that has changed.
     """
-    first_frame = b""
-    if request.sampling.first_frame:
-        first_frame = first_frame_of(request.prompt, request.sampling).tobytes()
-    prompt = replace(request.prompt, fields={}, image="")
-    return replace(request, prompt=prompt, first_frame=first_frame)
+    prompt = replace(request.prompt, fields={}, images=())
+    if not request.sampling.images:
+        return replace(request, prompt=prompt)
+    try:
+        images, sampling = given_images(request.prompt.images, request.sampling, adapter)
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id} ({prompt.text[:60]!r}): {error}") from error
+    pixels = tuple(image.tobytes() for image in images)
+    return replace(request, prompt=prompt, sampling=sampling, images=pixels)
 
 
-def first_frame_of(prompt: Prompt, sampling: Sampling) -> np.ndarray:
-    """Read uint8 [H, W, 3]. Raises ValueError as read_first_frame does."""
-    where = f"prompt {prompt.id} ({prompt.text[:60]!r})"
-    return read_first_frame(prompt.image, height=sampling.height, width=sampling.width, where=where)
+def given_images(
+    files: Sequence[str], sampling: Sampling, adapter: ModelAdapter
+) -> tuple[list[np.ndarray], Sampling]:
+    """Read a prompt's images, uint8 [H, W, 3] each, scaled to what the VAE encodes.
+
+    Returns them, and the sampling with their sizes.
+    Raises ValueError for a file that is no readable image, and for sizes that the model refuses.
+    """
+    images = []
+    for file in files:
+        pixels_HWC = read_image(file)
+        height, width = adapter.image_size(*pixels_HWC.shape[:2], sampling)
+        images.append(scale(pixels_HWC, height, width))
+    sampling = replace(sampling, images=tuple(image.shape[:2] for image in images))
+    try:
+        adapter.validate(sampling)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(files)}: {error}") from error
+    return images, sampling
 
 
 def broadcast_groups(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:

@@ -35,6 +35,7 @@ def _worker(out: str, world_size: int, sp: int) -> None:
             scorer,
             spread(PROMPTS, 23),
             Config(seed=3, rollout=ROLLOUT),
+            adapter=None,  # none of the prompts brings an image
             policy_version=4,
             mesh=mesh,
             model="stub",

@@ -223,7 +223,7 @@ def _result(
     )
     latents_BLC, sigma_B = inputs.latents_BLC, inputs.sigma_B
     num_first = adapter.grid(SAMPLING).tokens_per_frame
-    with_first = inputs.conditioning | {"first_frame": latents_BLC[:, :num_first]}
+    with_first = inputs.conditioning | {"image_latents": latents_BLC[:, :num_first]}
     with (
         patch("megadiff.models.wan22.text.TEXT_TOKENS", TEXT_TOKENS),
         EXACT_ATTENTION(),

@@ -19,7 +19,7 @@ from torch import Tensor
 from examples.tiny_models.wan22 import KINDS
 from megadiff.diffusion import sde
 from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
-from megadiff.models.adapter import FIRST_FRAME
+from megadiff.models.adapter import IMAGE_LATENTS
 from megadiff.models.packing import unpack
 from megadiff.models.vae import latent_statistics
 from megadiff.models.wan22.adapter import WanAdapter
@@ -59,7 +59,7 @@ REQUESTS = [
 ]
 GROUP_OF_ROW = [place for place, request in enumerate(REQUESTS) for _ in request.sample_indices]
 GAP = {"plain": 1e-5, "guided": 1e-4}
-FROM_IMAGE = dataclasses.replace(PLAIN, guidance_scale=3.0, first_frame=True)
+FROM_IMAGE = dataclasses.replace(PLAIN, guidance_scale=3.0, images=((64, 96),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     image_of_group, sampling = (0, 1, 0), dataclasses.replace(FROM_IMAGE, sde_type="ode")
     requests = [
         dataclasses.replace(
-            request, sampling=sampling, first_frame=pixels_2HWC[image].numpy().tobytes()
+            request, sampling=sampling, images=(pixels_2HWC[image].numpy().tobytes(),)
         )
         for request, image in zip(REQUESTS, image_of_group, strict=True)
     ]
@@ -208,7 +208,7 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
     pipeline.scheduler = Euler(one.adapter.schedule(sampling))
     pipeline.set_progress_bar_config(disable=True)
     for group, request, image in zip(groups, requests, image_of_group, strict=True):
-        given_1LC = group.conditioning[FIRST_FRAME]
+        given_1LC = group.conditioning[IMAGE_LATENTS]
         assert (given_1LC - first_2LC[image]).abs().max() <= 1e-5
         key = group_key(seed=0, step=0, prompt_id=request.prompt.id)
         (noise_LC,) = initial_latents_rows(
@@ -239,7 +239,7 @@ def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> Non
     one, transformers = drawn["ti2v_5b"], _transformers(drawn["ti2v_5b"].adapter)
     image = bytes(range(256)) * (64 * 96 * 3 // 256)
     requests = [
-        dataclasses.replace(each, sampling=FROM_IMAGE, first_frame=image) for each in REQUESTS
+        dataclasses.replace(each, sampling=FROM_IMAGE, images=(image,)) for each in REQUESTS
     ]
     found = dataclasses.replace(one, groups={"image": one.client.generate_batch(requests)})
     assert (
@@ -251,7 +251,7 @@ def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> Non
     assert (recomputed_NW - found.column("image", "log_probs_GW")).abs().max() <= 1e-5
     others = []
     for group in found.groups["image"]:
-        other = {FIRST_FRAME: -group.conditioning[FIRST_FRAME]}
+        other = {IMAGE_LATENTS: -group.conditioning[IMAGE_LATENTS]}
         others.append(dataclasses.replace(group, conditioning={**group.conditioning, **other}))
     wrong_NW, _ = _log_probs(
         dataclasses.replace(found, groups={"image": others}), transformers, "image"
@@ -290,11 +290,8 @@ def test_what_the_model_cannot_draw_is_refused(drawn: dict[str, Drawn]) -> None:
         (dict(guidance_scale_2=0.5), "guidance_scale_2=0.5"),
         (dict(true_cfg_scale=2.0), "true_cfg_scale=2.0"),
         (
-            dict(first_frame=True),
-            (
-                "the first frame has 0 bytes, .* needs 18432|first_frame=true, but this model "
-                "draws from"
-            ),
+            dict(images=((64, 96),)),
+            "the request has 0 images, its sampling 1",
         ),
     ]
     for one in drawn.values():

@@ -121,7 +121,7 @@ def test_image_to_video(run: Run, tmp_path: Path) -> None:
     ]
     prompts.write_text("\n".join(lines))
     asked = (
-        "rollout.first_frame=true",
+        "rollout.images=true",
         f"data.prompts={prompts}",
         f"eval.prompts={prompts}",
         "eval.every=2",

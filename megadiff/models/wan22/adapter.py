@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import plain_cfg
 from megadiff.models.adapter import (
-    FIRST_FRAME,
+    IMAGE_LATENTS,
     NEGATIVE,
     Conditioning,
     Images,
@@ -87,14 +87,14 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         """Return the velocity [B, L, C] float32, guided by the component's own scale.
 
         conditioning: prompt_embeds [B, tokens, D] and prompt_mask [B, tokens], with negative_ in
-        front as well under guidance; first_frame [B, grid.tokens_per_frame, C] where that is given.
-        Then latents_BLC are the tokens of the other frames. The transformer sees the given ones,
-        clean, at timestep 0, and their velocity is left out.
+        front as well under guidance; image_latents [B, grid.tokens_per_frame, C] where the first
+        frame is given. Then latents_BLC are the tokens of the other frames. The transformer sees
+        the given ones, clean, at timestep 0, and their velocity is left out.
         """
         device = latents_BLC.device
         timestep = self.timestep(sigma_B).to(device)
         num_given = 0
-        if (first_BLC := conditioning.get(FIRST_FRAME)) is not None:
+        if (first_BLC := conditioning.get(IMAGE_LATENTS)) is not None:
             first_BLC = first_BLC.to(latents_BLC)
             num_given = first_BLC.shape[1]
             # a timestep for each token: 0 says that the given ones are clean
@@ -126,8 +126,8 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         self, vae: Any, latents_NLC: Tensor, sampling: Sampling, conditioning: Conditioning
     ) -> Tensor:
         """Decode, with the given frames in front again, clean."""
-        if sampling.first_frame:
-            first_NLC = conditioning[FIRST_FRAME].to(latents_NLC)
+        if sampling.images:
+            first_NLC = conditioning[IMAGE_LATENTS].to(latents_NLC)
             latents_NLC = torch.cat([first_NLC, latents_NLC], dim=1)
         return super().decode(vae, latents_NLC, sampling, conditioning)
 
@@ -154,7 +154,7 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         """Count tokens; the text is padded, whatever num_text_tokens."""
         # all frames: the tokens of a given first frame pass through all blocks
         image = self.grid(sampling).num_tokens
-        return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=sampling.first_frame)
+        return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=bool(sampling.images))
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Return the mean over the schedule; the text is padded, whatever num_text_tokens."""

@@ -24,7 +24,7 @@ class WanCheckpoint:
 
     boundary_ratio: the high-noise expert is in charge from this sigma on; None with one
     transformer. flow_shift: of the schedule.
-    takes_first_frame: timesteps are of single tokens, 0 for those of a given first frame.
+    takes_image: timesteps are of single tokens, 0 for those of a given first frame.
     channels: of a latent. spatial, temporal: how many pixels, and frames after the first, the VAE
     turns into one. width: channels of a token inside the transformer. ffn_width: of its
     feed-forward layer.
@@ -54,9 +54,9 @@ class WanCheckpoint:
             )
 
         self.flow_shift = _flow_shift(folder)
-        self.takes_first_frame = bool(index.get("expand_timesteps"))
+        self.takes_image = bool(index.get("expand_timesteps"))
         # as the authors play TI2V-5B's and T2V-A14B's videos; no file says it
-        self.frames_per_s = 24 if self.takes_first_frame else 16
+        self.frames_per_s = 24 if self.takes_image else 16
 
         self.channels: int = config["in_channels"]
         # diffusers' defaults, for a config that names neither
@@ -86,7 +86,7 @@ class WanCheckpoint:
         return 2 if self.guidance_scale(component, sampling) > 1 else 1
 
     def validate(self, sampling: Sampling) -> None:
-        """Raise ValueError for a size, length, guidance or first frame that is not possible."""
+        """Raise ValueError for a size, length, guidance or given images that are not possible."""
         check_pixels(sampling, self.spatial * PATCH)
         frames = sampling.num_frames
         temporal = self.temporal
@@ -97,19 +97,34 @@ class WanCheckpoint:
                 f"after the first); set rollout.num_frames={nearest}"
             )
 
-        if sampling.first_frame and not self.takes_first_frame:
-            raise ValueError(
-                "rollout.first_frame=true, but this model draws from text alone (no "
-                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
-                "rollout.first_frame=false"
-            )
-        if sampling.first_frame and frames == 1:
-            raise ValueError(
-                "rollout.first_frame=true with rollout.num_frames=1: the only frame is given and "
-                f"nothing is drawn; set rollout.num_frames={1 + temporal} or more"
-            )
-
+        self._check_images(sampling)
         self._check_guidance(sampling)
+
+    def _check_images(self, sampling: Sampling) -> None:
+        if not sampling.images:
+            return
+        if not self.takes_image:
+            raise ValueError(
+                "rollout.images=true, but this model draws from text alone (no "
+                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
+                "rollout.images=false"
+            )
+        if len(sampling.images) != 1:
+            raise ValueError(
+                f"{len(sampling.images)} images are given, a video begins with 1; give one"
+            )
+        if sampling.images[0] != (sampling.height, sampling.width):
+            rows, columns = sampling.images[0]
+            raise ValueError(
+                f"a given image has {columns}x{rows} pixels, a first frame must have the video's "
+                f"{sampling.width}x{sampling.height}; scale or crop the file, or set rollout.width "
+                "and rollout.height"
+            )
+        if sampling.num_frames == 1:
+            raise ValueError(
+                "rollout.images=true with rollout.num_frames=1: the only frame is given and "
+                f"nothing is drawn; set rollout.num_frames={1 + self.temporal} or more"
+            )
 
     def _check_guidance(self, sampling: Sampling) -> None:
         if sampling.true_cfg_scale != 1:
@@ -137,7 +152,7 @@ class WanCheckpoint:
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """Return (tokens, channels) of what is drawn: all frames, or all but a given first."""
         grid = self.grid(sampling)
-        num_given = grid.tokens_per_frame if sampling.first_frame else 0
+        num_given = grid.tokens_per_frame if sampling.images else 0
         return grid.num_tokens - num_given, self.channels * PATCH**2
 
     def grid(self, sampling: Sampling) -> TokenGrid:

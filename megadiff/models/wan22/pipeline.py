@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from vllm_omni.diffusion.models.wan2_2 import Wan22Pipeline
 
-from megadiff.models.adapter import FIRST_FRAME, Images
-from megadiff.models.batch_sampler import distinct
+from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin
-from megadiff.models.vae import encode_pixels
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import SERVED_NAMES
-from megadiff.types import RolloutRequest, Tensors
+from megadiff.types import Tensors
 
 
 class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
@@ -33,18 +30,3 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
         embeds_BTD, mask_BT = wan_text.encode(texts, self.tokenizer, self.text_encoder)
         return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
-
-    def encode_images(self, requests: Sequence[RolloutRequest]) -> Tensors:
-        """Encode each distinct first frame once."""
-        sampling = requests[0].sampling
-        if not sampling.first_frame:
-            return {}
-
-        images, index_P = distinct([request.first_frame for request in requests])
-        shape = (1, 1, sampling.height, sampling.width, 3)
-        latents = []
-        for image in images:  # one at a time: the VAE's activations are large
-            # a copy: frombuffer wants memory that can be written to
-            pixels = torch.frombuffer(bytearray(image), dtype=torch.uint8).view(shape)
-            latents.append(encode_pixels(self.vae, pixels))
-        return {FIRST_FRAME: torch.cat(latents)[index_P.to(self.device)]}

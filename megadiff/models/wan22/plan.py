@@ -20,7 +20,7 @@ PLAN = ParallelPlan(
     },
     blocks="blocks.*",
     attention="blocks.*.attn[12]",
-    token_inputs=("timestep",),  # of single tokens, where the first frame is given
+    token_inputs=("timestep",),  # of single tokens, where an image is given
     stream_entry="blocks.0",
     stream_exit="proj_out",
     lora_targets=(

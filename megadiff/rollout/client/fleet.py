@@ -6,25 +6,27 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
-from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
+from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S, Limits
 from megadiff.sync.bucket import BucketBody
-from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest
+from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest, Sampling
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
 GIVE_UP_S = 10.0  # after an owner's silence is over
 ALIVE_S = 15.0  # between two signs of life; below OWNER_SILENT_S
+LIMITS = Limits()
 CALLS_PER_REPLICA = 2  # the next one waits at the replica, so that it never idles between calls
 
 
@@ -89,16 +91,14 @@ class Fleet(AbstractContextManager["Fleet"]):
                 logger.debug("%s did not hear that the run is over", client.name)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
-        """Yield (index of the request, group) as groups arrive, for requests of equal sampling.
+        """Yield (index of the request, group) as groups arrive.
 
         Raises ReplicaDied or ReplicaError at the first failure.
         """
         # A batch is as wide as its longest prompt: those of similar length go into one call.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
-        sizes = [len(requests[index].sample_indices) for index in order]
         futures: dict[Future[list[RolloutGroup]], list[int]] = {}
-        for cut in calls(sizes, batch_size=self.batch_size, num_replicas=self._num_replicas):
-            batch = order[cut.start : cut.stop]
+        for batch in self._batches(requests, order):
             future = self._pool.submit(self._sample, [requests[index] for index in batch])
             futures[future] = batch
 
@@ -114,8 +114,37 @@ class Fleet(AbstractContextManager["Fleet"]):
                 future.cancel()
 
     def generate_on(self, replica: int, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
-        """Return groups of equal sampling from one call on a given replica, in order."""
-        return self.call(self.replicas[replica], lambda client: client.generate_batch(requests))
+        """Return the groups of a given replica, in order, from one call for each sampling."""
+        groups: dict[int, RolloutGroup] = {}
+        client = self.replicas[replica]
+        for batch in self._batches(requests, range(len(requests)), whole=True):
+            called = [requests[index] for index in batch]
+            drawn = self.call(client, methodcaller("generate_batch", called))
+            groups |= zip(batch, drawn, strict=True)
+        return [groups[index] for index in range(len(requests))]
+
+    def _batches(
+        self, requests: Sequence[RolloutRequest], order: Iterable[int], *, whole: bool = False
+    ) -> list[list[int]]:
+        """Cut requests into calls, each of equal sampling; return their indices.
+
+        whole: a call holds all of a sampling that its body takes, however many replicas there are.
+        """
+        by_sampling: dict[Sampling, list[int]] = {}
+        for index in order:
+            by_sampling.setdefault(requests[index].sampling, []).append(index)
+
+        batches = []
+        for sampling, indices in by_sampling.items():
+            sizes = [len(requests[index].sample_indices) for index in indices]
+            cuts = calls(
+                sizes,
+                batch_size=len(sizes) * max(sizes) if whole else self.batch_size,
+                num_replicas=1 if whole else self._num_replicas,
+                most_groups=LIMITS.num_requests(sampling.images),
+            )
+            batches += [indices[cut.start : cut.stop] for cut in cuts]
+        return batches
 
     def weight_targets(self) -> list[WeightTarget]:
         """Return the replicas as the weight sync sees them."""
@@ -164,18 +193,20 @@ class Fleet(AbstractContextManager["Fleet"]):
             raise ReplicaDied(text) from error
 
 
-def calls(group_sizes: Sequence[int], *, batch_size: int, num_replicas: int) -> list[range]:
+def calls(
+    group_sizes: Sequence[int], *, batch_size: int, num_replicas: int, most_groups: int
+) -> list[range]:
     """Cut groups of these numbers of samples into calls: ranges of consecutive whole groups.
 
-    A call holds at most batch_size samples, but at least one group. All calls but the last hold
-    equally many groups, so that no replica is idle in the last round.
+    A call holds at most batch_size samples and most_groups groups, but at least one group. All
+    calls but the last hold equally many groups, so that no replica is idle in the last round.
     """
     # Nothing here may vary between two runs, such as which replica is faster: a batch's composition
     # changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
     if not group_sizes:
         return []
     num_groups = len(group_sizes)
-    most = max(1, batch_size // max(group_sizes))
+    most = max(1, min(batch_size // max(group_sizes), most_groups))
     rounds = math.ceil(num_groups / (most * num_replicas))
     per_call = math.ceil(num_groups / (rounds * num_replicas))
     return [

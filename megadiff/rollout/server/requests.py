@@ -73,9 +73,9 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
         if not 0 <= value <= 100:  # NaN fails every comparison
             raise ValueError(f"{name}={value} must be a number from 0 to 100")
 
+    _check_images(request, limits)
     # After the bounds: a model's rule counts tokens of any size that it is given.
     model_rule(sampling)
-    _check_first_frame(request)
     _check_sde(request)
     _check_samples(request.sample_indices, limits.group_size)
 
@@ -97,17 +97,22 @@ def check_text(name: str, text: str, max_chars: int) -> None:
         raise ValueError(f"the {name} holds a lone surrogate, which is no Unicode text; remove it")
 
 
-def _check_first_frame(request: RolloutRequest) -> None:
-    """Raise ValueError unless its size fits; the model's rule has said whether it takes one."""
-    sampling = request.sampling
-    size = len(request.first_frame)
-    needed = 3 * sampling.height * sampling.width if sampling.first_frame else 0
-    if size != needed:
+def _check_images(request: RolloutRequest, limits: Limits) -> None:
+    """Raise ValueError unless the pixels fit the sizes; the model's rule judges the sizes."""
+    sizes = request.sampling.images
+    if len(request.images) != len(sizes) or len(sizes) > limits.given_images:
         raise ValueError(
-            f"the first frame has {size} bytes, a sampling of {sampling.width}x{sampling.height} "
-            f"with first_frame={sampling.first_frame} needs {needed}; send RGB, 3 bytes a pixel, "
-            "where the sampling has a first frame"
+            f"the request has {len(request.images)} images, its sampling {len(sizes)}; send as "
+            f"many, at most {limits.given_images}"
         )
+    for index, (image, (height, width)) in enumerate(zip(request.images, sizes, strict=True)):
+        check_count(f"images[{index}] height", height, limits.side)
+        check_count(f"images[{index}] width", width, limits.side)
+        if len(image) != 3 * height * width:
+            raise ValueError(
+                f"images[{index}] has {len(image)} bytes, the {width}x{height} that the sampling "
+                f"says need {3 * height * width}; send RGB, 3 bytes a pixel"
+            )
 
 
 def _check_sde(request: RolloutRequest) -> None:

@@ -1,21 +1,24 @@
-"""Prompts that bring a video's first frame: what is read, and what is refused before a run
-starts.
-"""
+"""Prompts that bring images: what is read, and what is refused before a run starts."""
 
 from __future__ import annotations
 
 import json
 import logging
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from megadiff.data.pixels import read_first_frame
-from megadiff.data.prompts import load_prompts, prompt_id
+from megadiff.data.pixels import read_image
+from megadiff.data.prompts import digest_of, load_prompts, prompt_id
 
-SIZE = (32, 64)
+
+def readable(files: tuple[str, ...]) -> None:
+    for file in files:
+        read_image(file)
 
 
 def picture(path: Path, *, height: int = 32, width: int = 64) -> Path:
@@ -37,21 +40,26 @@ def test_images_are_named_from_the_prompt_files_folder(
     monkeypatch.chdir(tmp_path)
     for name in ("one.png", "zwei ü.png"):
         picture(tmp_path / "data" / name)
-    rows = [{"prompt": "a", "image": "one.png", "n": 1}, {"prompt": "a", "image": "zwei ü.png"}]
-    first, second = load_prompts(prompts(Path("data"), *rows), max_chars=9, first_frame_size=SIZE)
-    assert (first.image, second.image) == ("data/one.png", "data/zwei ü.png") and first.fields == {
-        "n": 1
-    }
-    assert first.id == prompt_id("a", " ", "one.png") != second.id != prompt_id("a", " ")
+    both = ["zwei ü.png", "one.png"]
+    rows = [{"prompt": "a", "image": "one.png", "n": 1}, {"prompt": "a", "images": both}]
+    rows += [{"prompt": "a", "image": None, "images": ["one.png"]}]
+    path = prompts(Path("data"), *rows)
+    first, second, third = load_prompts(path, max_chars=9, check_images=readable)
+    assert (first.images, first.fields) == (("data/one.png",), {"n": 1})
+    assert second.images == ("data/zwei ü.png", "data/one.png")
+    assert first.id == prompt_id("a", " ", ["one.png"]) == third.id
+    assert second.id == prompt_id("a", " ", both) != prompt_id("a", " ", both[::-1])
+    # ids are the noise: they stay what they were when rows had one image alone
+    assert prompt_id("a", " ", ["one.png"]) == digest_of('["a", " ", "one.png"]', size=8)
 
 
 def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png")
-    pixels = read_first_frame(path, height=32, width=64, where="here")
+    pixels = read_image(path)
     assert pixels.dtype == np.uint8 and np.array_equal(pixels, np.asarray(Image.open(path)))
 
 
-def test_without_a_first_frame_an_image_is_a_column(
+def test_where_the_model_is_given_none_images_are_columns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -59,11 +67,11 @@ def test_without_a_first_frame_an_image_is_a_column(
             prompts(tmp_path, {"prompt": "a", "image": "gone.png"}), max_chars=9
         )
     assert (
-        prompt.image == ""
+        prompt.images == ()
         and prompt.fields == {"image": "gone.png"}
         and prompt.id == prompt_id("a", " ")
     )
-    assert "rollout.first_frame=true" in caplog.text
+    assert "rollout.images=true" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -74,26 +82,66 @@ def test_without_a_first_frame_an_image_is_a_column(
         ("nul\0.png", ["cannot be read", "null byte"]),
         ("torn.png", ["torn.png", "no readable image"]),
         ("text.png", ["5 bytes that are no readable image"]),
-        ("large.png", ["large.png has 64x40 pixels", "video's 64x32", "rollout.width"]),
-        ("", ["'image' is ''", "rollout.first_frame=true"]),
-        (None, ["'image' is None"]),
-        ({"bytes": ""}, ["'image' is {'bytes': ''}"]),
+        ("empty.png", ["empty.png: 0 bytes that are no readable image"]),
+        ("bomb.png", ["bomb.png", "no readable image", "exceeds limit"]),
+        ("float.tif", ["float.tif", "samples of 32 bits"]),
+        ("", ["images are {'image': ''}", "rollout.images=true"]),
+        (None, ["images are {}"]),
+        ({"bytes": ""}, ["images are {'image': {'bytes': ''}}"]),
+        ([], ["images are {'image': []}"]),
+        (["good.png", 3], ["images are {'image': ['good.png', 3]}"]),
     ],
 )
 def test_refusals_name_file_and_line(tmp_path: Path, name: object, words: list[str]) -> None:
     good = picture(tmp_path / "good.png")
-    picture(tmp_path / "large.png", height=40)
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "bomb.png").write_bytes(bomb())
+    Image.new("F", (8, 8)).save(tmp_path / "float.tif")
     (tmp_path / "torn.png").write_bytes(good.read_bytes()[:-3000])
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "folder").mkdir()
     path = prompts(tmp_path, {"prompt": "a", "image": "good.png"}, {"prompt": "b", "image": name})
     with pytest.raises(ValueError) as caught:
-        load_prompts(path, max_chars=9, first_frame_size=SIZE)
+        load_prompts(path, max_chars=9, check_images=readable)
     for word in ("prompts.jsonl:2", *words):
         assert word in str(caught.value)
 
 
-def test_a_text_file_has_no_images(tmp_path: Path) -> None:
+def test_a_row_has_one_of_the_two_columns(tmp_path: Path) -> None:
+    picture(tmp_path / "good.png")
+    row = {"prompt": "a", "image": "good.png", "images": ["good.png"]}
+    with pytest.raises(ValueError, match=r":1: its images are {'image': 'good.png', 'images'"):
+        load_prompts(prompts(tmp_path, row), max_chars=9, check_images=readable)
     (tmp_path / "p.txt").write_text("a\n")
-    with pytest.raises(ValueError, match=r"p.txt:1: 'image' is None"):
-        load_prompts(tmp_path / "p.txt", max_chars=9, first_frame_size=SIZE)
+    with pytest.raises(ValueError, match=r"p.txt:1: its images are {}"):
+        load_prompts(tmp_path / "p.txt", max_chars=9, check_images=readable)
+
+
+def bomb() -> bytes:
+    """Return a PNG of few bytes whose header says 100,000 x 100,000 pixels."""
+    chunks = [b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0), b"IDAT"]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in chunks
+    )
+
+
+def test_unusual_images_are_read_as_a_viewer_shows_them(tmp_path: Path) -> None:
+    """CMYK, 16 bits, a palette, transparency, and a photograph that its camera was turned for."""
+    pixels_HWC = np.zeros((16, 24, 3), np.uint8)
+    pixels_HWC[:, :12] = (255, 0, 0)
+    image = Image.fromarray(pixels_HWC)
+    image.convert("CMYK").save(tmp_path / "cmyk.tif")
+    image.convert("P").save(tmp_path / "palette.png")
+    image.convert("RGBA").save(tmp_path / "alpha.png")
+    for name in ("cmyk.tif", "palette.png", "alpha.png"):
+        assert np.array_equal(read_image(tmp_path / name), pixels_HWC), name
+
+    levels = np.linspace(0, 65535, 16 * 24).reshape(16, 24).astype(np.uint16)
+    Image.fromarray(levels).save(tmp_path / "deep.png")
+    assert np.abs(read_image(tmp_path / "deep.png")[..., 0] - levels / 257).max() <= 0.51
+
+    turned = Image.Exif()
+    turned[0x0112] = 6  # show it turned by 90 degrees clockwise
+    image.save(tmp_path / "turned.png", exif=turned)
+    assert np.array_equal(read_image(tmp_path / "turned.png"), np.rot90(pixels_HWC, -1))

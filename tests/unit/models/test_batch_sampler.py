@@ -143,14 +143,14 @@ def test_conditioning_without_a_mask_stays_whole() -> None:
         device=torch.device("cpu"),
     )
     sampler.conditioning = {
-        "first_frame": frames,
+        "image_latents": frames,
         "prompt_mask": torch.ones(2, 1, dtype=torch.bool),
     }
     result = sampler.result(torch.zeros(2, 1, 1, 1, 3, dtype=torch.uint8))
     for place, group in enumerate(
         split_groups(sampler.requests, result, policy_version=0, replica="r")
     ):
-        assert torch.equal(group.conditioning["first_frame"], frames[place : place + 1])
+        assert torch.equal(group.conditioning["image_latents"], frames[place : place + 1])
 
 
 def test_conditioning_is_cut_to_each_groups_tokens() -> None:

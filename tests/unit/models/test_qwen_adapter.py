@@ -292,7 +292,7 @@ def test_shapes_and_flops_at_real_size(adapter):
         ),
         ({"width": 0}, "rollout.width=0"),
         ({"num_frames": 5}, "rollout.num_frames=5"),
-        ({"first_frame": True}, "rollout.first_frame=true, but Qwen-Image"),
+        ({"images": ((64, 64),)}, "rollout.images=true, but Qwen-Image"),
         ({"true_cfg_scale": 0.5}, "rollout.true_cfg_scale=0.5"),
         ({"guidance_scale": 5.0}, "set rollout.true_cfg_scale"),
     ],

@@ -121,7 +121,7 @@ def test_a_given_first_frame_is_clean_and_left_out(one: WanAdapter) -> None:
         [grid.tokens_per_frame, grid.num_tokens - grid.tokens_per_frame], dim=1
     )
     found = one.velocity(
-        transformer, free, sigma_B, conditioning | {"first_frame": given}, SAMPLING
+        transformer, free, sigma_B, conditioning | {"image_latents": given}, SAMPLING
     )
 
     mask = torch.ones(1, 1, *unpack(latents, grid).shape[2:])
@@ -167,7 +167,7 @@ def test_a_given_first_frame_is_encoded_as_by_the_stock_pipeline(one: WanAdapter
     with one.image_encoder(dtype=torch.float32, device="cpu") as encode_pixels:
         first = encode_pixels(image)
     assert (first - pack(expected)).abs().max() <= 1e-5
-    given = dataclasses.replace(SAMPLING, first_frame=True)
+    given = dataclasses.replace(SAMPLING, images=((64, 96),))
     num_drawn, channels = one.latents_shape(given)
     assert first.shape == (1, one.latents_shape(SAMPLING)[0] - num_drawn, channels)
     assert num_drawn == int(pack(mask)[..., 0].sum())  # of all tokens those whose timestep is not 0
@@ -245,8 +245,13 @@ def test_too_long_prompts_are_refused(one: WanAdapter) -> None:
         ({"guidance_scale": 0.5}, "guidance_scale=0.5 < 1"),
         ({"guidance_scale_2": 3.0}, "no second expert"),
         (
-            {"first_frame": True, "num_frames": 1},
+            {"images": ((64, 96),), "num_frames": 1},
             "the only frame is given .* set rollout.num_frames=5 or more",
+        ),
+        ({"images": ((64, 96), (64, 96))}, "2 images are given, a video begins with 1"),
+        (
+            {"images": ((96, 64),)},
+            "image has 64x96 pixels, .* video's 96x64; scale or crop the file, or set",
         ),
     ],
 )
@@ -258,8 +263,10 @@ def test_impossible_samplings_are_refused(one: WanAdapter, changes: dict, match:
 
 def test_the_second_scale_of_two_experts(two: WanAdapter) -> None:
     two.validate(dataclasses.replace(GUIDED, height=48))
-    with pytest.raises(ValueError, match="first_frame=true, but this model draws from text alone"):
-        two.validate(dataclasses.replace(GUIDED, first_frame=True))
+    with pytest.raises(
+        ValueError, match="rollout.images=true, but this model draws from text alone"
+    ):
+        two.validate(dataclasses.replace(GUIDED, images=((64, 96),)))
     with pytest.raises(ValueError, match="guidance_scale_2=0.5 is below 1"):
         two.validate(dataclasses.replace(GUIDED, guidance_scale_2=0.5))
 

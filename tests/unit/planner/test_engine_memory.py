@@ -161,16 +161,16 @@ def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("first_frame", [False, True])
-def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget, first_frame):
+@pytest.mark.parametrize("with_image", [False, True])
+def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget, with_image):
     """Cross attention reads 512 text tokens, norms are float32, and each token has a timestep."""
     adapter = WanAdapter(tiny_wan["ti2v_5b"])
     transformer = WanTransformer3DModel.from_pretrained(adapter.model_folder / "transformer")
     # engines compute in one dtype; from_pretrained(torch_dtype=…) leaves some modules in float32
     transformer = transformer.to(DTYPES[dtype])
     recompute_blocks(transformer, adapter.plan, budget=budget)
-    found = kept_by_autograd(adapter, transformer.train(), first_frame=first_frame)
-    work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget, first_frame=first_frame)
+    found = kept_by_autograd(adapter, transformer.train(), with_image=with_image)
+    work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget, with_image=with_image)
     planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
     assert 0.95 * found <= planned <= 1.05 * found
 

@@ -264,7 +264,7 @@ def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
         for arguments in (
             (),
             ("--text-tokens", "7"),
-            ("rollout.first_frame=true",),
+            ("rollout.images=true",),
             ("rollout.num_frames=97",),
             ("rollout.height=256", "rollout.width=256"),
         )

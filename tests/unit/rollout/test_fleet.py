@@ -4,7 +4,7 @@ index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -33,7 +33,9 @@ def lengths(sizes: list[int], **arguments: int) -> list[int]:
     ],
 )
 def test_cuts(sizes: list[int], batch_size: int, num_replicas: int, expected: list[int]) -> None:
-    assert lengths(sizes, batch_size=batch_size, num_replicas=num_replicas) == expected
+    arguments = {"batch_size": batch_size, "num_replicas": num_replicas, "most_groups": 99}
+    assert lengths(sizes, **arguments) == expected
+    assert lengths(sizes, **arguments | {"most_groups": 1}) == [1] * len(sizes)
 
 
 def test_every_cut_keeps_the_rules() -> None:
@@ -41,13 +43,33 @@ def test_every_cut_keeps_the_rules() -> None:
         for batch_size in (1, 5, 16, 40, 1000):
             for num_replicas in (1, 2, 3, 8):
                 sizes = [3 + index % 2 for index in range(num_groups)]
-                cuts = calls(sizes, batch_size=batch_size, num_replicas=num_replicas)
+                cuts = calls(
+                    sizes, batch_size=batch_size, num_replicas=num_replicas, most_groups=99
+                )
                 assert [index for cut in cuts for index in cut] == list(range(num_groups))
                 assert max(map(len, cuts)) <= -(-num_groups // num_replicas)
                 assert all(
                     len(cut) == 1 or sum(sizes[index] for index in cut) <= batch_size
                     for cut in cuts
                 )
+
+
+def test_a_call_holds_images_of_one_shape_and_as_many_as_its_body_takes() -> None:
+    """Sizes of images in turn; one of 2800 x 2800 pixels is 31 MB, and a body holds 64 MiB."""
+    shapes = [(), ((64, 64),), ((2800, 2800),)]
+    requests = []
+    for place in range(12):
+        sampling = replace(SAMPLING, images=shapes[place % 3])
+        requests.append(replace(make_request(place, 2), sampling=sampling))
+    replica = EchoReplica("a")
+    with Fleet([replica], batch_size=64) as fleet:
+        arrived = dict(fleet.generate(requests))
+        assert [arrived[index] for index in range(12)] == requests
+        again = fleet.generate_on(0, requests)
+    assert again == requests
+    asked = [(len(call), {request.sampling for request in call}) for call in replica.asked]
+    assert all(len(samplings) == 1 for _, samplings in asked)
+    assert sorted(count for count, _ in asked) == sorted(2 * [4, 4, 2, 2])
 
 
 @dataclass

@@ -78,16 +78,22 @@ def test_bad_sampling(changes: dict, match: str) -> None:
         check_request(replace(GOOD, sampling=replace(GOOD.sampling, **changes)), LIMITS, model_rule)
 
 
-def test_a_first_frame_has_the_samplings_size() -> None:
-    given = replace(GOOD, sampling=replace(GOOD.sampling, first_frame=True, num_frames=5))
-    check_request(replace(given, first_frame=bytes(64 * 64 * 3)), LIMITS, model_rule)
+def test_images_have_the_samplings_sizes() -> None:
+    given = replace(GOOD, sampling=replace(GOOD.sampling, images=((64, 32), (1, 2))))
+    check_request(replace(given, images=(bytes(64 * 32 * 3), bytes(6))), LIMITS, model_rule)
+    huge = replace(GOOD.sampling, images=((1, 129),))
     for bad, match in (
+        (given, "the request has 0 images, its sampling 2; send as many, at most 16"),
+        (replace(GOOD, images=(b"",)), "the request has 1 images, its sampling 0"),
         (
-            given,
-            "the first frame has 0 bytes, a sampling of 64x64 with first_frame=True needs 12288",
+            replace(GOOD, images=(b"abc",) * 17, sampling=replace(huge, images=((1, 1),) * 17)),
+            "has 17 images, .* at most 16",
         ),
-        (replace(given, first_frame=bytes(12289)), "has 12289 bytes"),
-        (replace(GOOD, first_frame=bytes(12288)), "12288 bytes, .* first_frame=False needs 0"),
+        (
+            replace(given, images=(bytes(6144), bytes(7))),
+            r"images\[1\] has 7 bytes, the 2x1 that the sampling says need 6",
+        ),
+        (replace(GOOD, images=(bytes(387),), sampling=huge), r"images\[0\] width=129 must be 1"),
     ):
         with pytest.raises(ValueError, match=match):
             check_request(bad, LIMITS, model_rule)
@@ -143,5 +149,10 @@ def test_batches_that_are_refused() -> None:
         check_requests(
             [GOOD, other(1, sampling=replace(GOOD.sampling, eta=0.5))], LIMITS, model_rule
         )
+    given = replace(GOOD.sampling, images=((1, 1),))
+    with pytest.raises(
+        ValueError, match=r"\[1\] has images=\(\(1, 1\),\), requests\[0\] has images"
+    ):
+        check_requests([GOOD, other(1, sampling=given, images=(b"abc",))], LIMITS, model_rule)
     with pytest.raises(ValueError, match="4 requests ask for 8 samples, a call takes 7"):
         check_requests([other(place) for place in range(4)], LIMITS, model_rule)

@@ -79,9 +79,10 @@ def test_requests_round_trip() -> None:
         make_request(policy_version=3),
         make_request(sample_indices=(1,), seed=9),
     ]
-    requests.append(
-        make_request(first_frame=bytes(range(256)), sampling=replace(SAMPLING, first_frame=True))
-    )
+    given = replace(SAMPLING, images=((4, 8), (1, 1)))
+    requests.append(make_request(images=(bytes(range(96)), b"abc"), sampling=given))
+    named = replace(PROMPT, images=("a.png", "zwei ü.png"))
+    requests.append(make_request(prompt=named))
     fields = {"same_noise": True, "ode_solver": "dpm2"}
     requests.append(make_request(sampling=replace(SAMPLING, **fields)))
     assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
@@ -97,12 +98,15 @@ def test_requests_round_trip() -> None:
         (("sampling", "sde_window_range"), [1], "must be a list of 2 integers"),
         (("sample_indices",), [1, "2"], "request.sample_indices"),
         (("prompt",), "a cat", "prompt is a str"),
-        (("sampling", "first_frame"), 1, "sampling.first_frame=1 is a int"),
+        (("sampling", "images"), 1, "sampling.images=1 is a int, not a list"),
+        (("sampling", "images"), [[1, 2], [3]], "sampling.images=[3] must be a list of 2 integers"),
+        (("prompt", "images"), [1], "prompt.images has 1, a int; it must be str"),
         (("sampling", "same_noise"), "yes", "sampling.same_noise='yes' is a str"),
         (("sampling", "ode_solver"), 2, "sampling.ode_solver=2 is a int"),
-        (("first_frame",), "a*b=", "request.first_frame is 'a.b=', not bytes in base64"),
-        (("first_frame",), "ü", "request.first_frame is 'ü', not bytes in base64"),
-        (("first_frame",), [1], "request.first_frame is .1], not bytes in base64"),
+        (("images",), "YQ==", "request.images='YQ==' is a str, not a list"),
+        (("images",), ["YQ==", "a*b="], "request.images has 'a.b=', not bytes in base64"),
+        (("images",), ["ü"], "request.images has 'ü', not bytes in base64"),
+        (("images",), [[1]], "request.images has .1], not bytes in base64"),
     ],
 )
 def test_bad_request_names_its_place_and_key(

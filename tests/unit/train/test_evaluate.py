@@ -150,6 +150,7 @@ def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
             scorer,
             plan,
             config_of(seed, batch_size),
+            adapter=None,  # none of the prompts brings an image
             policy_version=version,
             mesh=mesh,
             model="stub",

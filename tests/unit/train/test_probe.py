@@ -18,7 +18,7 @@ def config(*, batch_size: int, group_size: int, **rollout: object) -> Config:
 
 
 def test_texts_differ_in_length_script_and_negative_text():
-    prompts = unlike_prompts([PROMPT], 4)
+    prompts = unlike_prompts([PROMPT], 4, [()])
     lengths = [len(prompt.text.encode()) for prompt in prompts]
     assert len(set(lengths)) == 4 and max(lengths) > 10 * min(lengths)
     assert len({prompt.id for prompt in prompts}) == 4
@@ -27,14 +27,13 @@ def test_texts_differ_in_length_script_and_negative_text():
     assert prompts[0].text == PROMPT.text and not prompts[0].fields
 
 
-def test_images_of_the_step_are_asked_for_in_turn():
-    step = [Prompt(text=f"cat {name}", id=name * 16, image=f"{name}.png") for name in "ab"]
-    assert [prompt.image for prompt in unlike_prompts(step, 4)] == [
-        "a.png",
-        "b.png",
-        "a.png",
-        "b.png",
-    ]
+def test_images_of_one_shape_are_asked_for_in_turn_and_one_of_another():
+    step = [Prompt(text=f"cat {name}", id=name * 16, images=(f"{name}.png",)) for name in "abcd"]
+    alike = unlike_prompts(step[:2], 4, ["flat", "flat"])
+    assert [prompt.images[0] for prompt in alike] == ["a.png", "b.png", "a.png", "b.png"]
+    mixed = unlike_prompts(step, 4, ["flat", "tall", "flat", "tall"])
+    assert [prompt.images[0] for prompt in mixed] == ["a.png", "c.png", "a.png", "c.png", "b.png"]
+    assert len({prompt.id for prompt in mixed}) == 5
 
 
 @pytest.mark.parametrize(
@@ -56,10 +55,3 @@ def test_calls_are_no_larger_than_the_runs(batch_size, group_size, own, unlike):
     assert unlike[0] <= 1 + len(TEXTS)
     settings.train.microbatch_size = 2
     assert own_size(settings) == (own[0], 2)
-
-
-def test_first_frames_fit_a_calls_body():
-    settings = config(batch_size=16, group_size=4, first_frame=True)
-    assert unlike_size(settings)[0] == 4
-    settings.rollout.height = settings.rollout.width = 2800  # 31 MB each in base64: two of them
-    assert unlike_size(settings)[0] == 2
