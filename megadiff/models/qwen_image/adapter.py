@@ -43,7 +43,8 @@ class QwenImageAdapter(ImageFamily):
 
     def __init__(self, model_folder: Path | str) -> None:
         super().__init__(model_folder)
-        if self.config.get("zero_cond_t"):  # modulates the tokens of its input image differently
+        # it modulates the tokens of its input image differently
+        if self.config.get("zero_cond_t") and not self.most_images:
             raise ValueError(
                 f"{model_folder}/transformer has zero_cond_t=true, an editing model; "
                 "use a text-to-image one"

@@ -14,7 +14,6 @@ from megadiff.models.decoding import TokenCount
 from megadiff.models.packing import PATCH
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image_edit import text as edit_text
-from megadiff.models.qwen_image_edit.plan import PLAN
 from megadiff.types import Sampling, Tensors
 
 
@@ -28,7 +27,6 @@ class QwenImageEditAdapter(QwenImageAdapter):
     title = "Qwen-Image-Edit"
     pipeline_class = "QwenImageEditPlusPipeline"
     rollout_pipeline = "megadiff.models.qwen_image_edit.pipeline:QwenImageEditRolloutPipeline"
-    plan = PLAN
     most_images = 4  # as in vllm-omni's pipeline; more do not fit into the prompt
 
     def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:
@@ -78,5 +76,4 @@ class QwenImageEditAdapter(QwenImageAdapter):
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """Count the tokens of all images: all pass through all blocks."""
         num_tokens = sum(rows * columns for _, rows, columns in self.image_shapes(sampling))
-        is_modulated = bool(self.config.get("zero_cond_t"))
-        return TokenCount(image=num_tokens, text=num_text_tokens, is_modulated=is_modulated)
+        return TokenCount(image=num_tokens, text=num_text_tokens)

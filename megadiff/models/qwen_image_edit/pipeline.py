@@ -14,8 +14,8 @@ from vllm_omni.diffusion.models.qwen_image import pipeline_qwen_image_edit_plus 
 from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.models.qwen_image.pipeline import with_text_widths
+from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.qwen_image_edit import text as edit_text
-from megadiff.models.qwen_image_edit.plan import SERVED_NAMES
 from megadiff.types import Tensors
 
 
