@@ -92,7 +92,7 @@ def _result(
 
     def recorded(**kwargs: object) -> tuple[Tensor]:
         (output_BLC,) = transformer(**kwargs)
-        outputs.append(output_BLC[:, : shape[0]])
+        outputs.append(output_BLC[:, : shape[0]].contiguous())
         return (output_BLC,)
 
     recorded.dtype = dtype
