@@ -92,17 +92,19 @@ def encode(
 def sides_of_area(height: int, width: int, pixels: int) -> tuple[int, int]:
     """Return (height, width) of about so many pixels in the shape of another size.
 
-    Multiples of SIDE_MULTIPLE, as the pipelines' calculate_dimensions gives them.
+    Multiples of SIDE_MULTIPLE, as the pipelines' calculate_dimensions gives them. Raises ValueError
+    for a shape whose shorter side would be none.
     """
     ratio = width / height
     new_width = math.sqrt(pixels * ratio)
     new_height = new_width / ratio
-    return _rounded(new_height), _rounded(new_width)
-
-
-def _rounded(side: float) -> int:
-    # the stock function makes nothing of what is ten times as long as wide
-    return max(round(side / SIDE_MULTIPLE), 1) * SIDE_MULTIPLE
+    sides = (round(new_height / SIDE_MULTIPLE), round(new_width / SIDE_MULTIPLE))
+    if not min(sides):
+        raise ValueError(
+            f"a given image has {width}x{height} pixels; scaled to an area of {pixels} pixels its "
+            f"shorter side has less than {SIDE_MULTIPLE // 2}, need as many; crop it"
+        )
+    return sides[0] * SIDE_MULTIPLE, sides[1] * SIDE_MULTIPLE
 
 
 def _scaled(picture_HWC: np.ndarray) -> Image.Image:
