@@ -17,7 +17,7 @@ Shape letters
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,7 +197,8 @@ class TrainBatch:
     window_start_N, group_index_N: int64. The latter is the sample's row of the conditioning.
     trained_steps_NK: int64, the steps of the window that are rows; all of them, or a part.
     advantages_N, weights_N: float32. A weight of 0 keeps a sample's row without its gradient.
-    conditioning: name → [P, …].
+    conditioning: name → [P, …], or a list of P where lengths differ without a mask.
+    images_P: each group's Sampling.images; () where there are none.
     schedule: [T+1] float32. sampling: height, width, guidance, SDE.
     velocities_NKLC: of other policies than the trained one, by what Algorithm.needs calls them.
     denominator: global number of weighted rows; the loss sum is divided by it.
@@ -210,11 +211,12 @@ class TrainBatch:
     advantages_N: Tensor
     weights_N: Tensor
     group_index_N: Tensor
-    conditioning: Mapping[str, Tensor]
+    conditioning: Mapping[str, Tensor | Sequence[Tensor]]
     schedule: Tensor
     sampling: Sampling
     denominator: float
     velocities_NKLC: Mapping[str, Tensor] = field(default_factory=dict)
+    images_P: tuple[tuple[ImageSize, ...], ...] = ()
     rollout_log_probs_NW: Tensor | None = None
 
     @property
@@ -248,10 +250,11 @@ class FlowBatch:
     advantages_N: Tensor
     weights_N: Tensor
     group_index_N: Tensor
-    conditioning: Mapping[str, Tensor]
+    conditioning: Mapping[str, Tensor | Sequence[Tensor]]
     sampling: Sampling
     denominator: float
     velocities_NLC: Mapping[str, Tensor] = field(default_factory=dict)
+    images_P: tuple[tuple[ImageSize, ...], ...] = ()
 
     @property
     def num_rows(self) -> int:

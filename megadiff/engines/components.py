@@ -19,7 +19,7 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Buckets, Loss
 from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
-from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, num_microbatches
+from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, cut_rows
 from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
@@ -223,7 +223,7 @@ class ComponentsEngine:
         rows = dict.fromkeys(self.members, torch.empty(0, dtype=torch.int64))
         rows |= component_rows(batch, self.adapter.component_of)
         counts: Figures = {
-            name: num_microbatches(len(rows_R), size) for name, rows_R in rows.items()
+            name: len(cut_rows(batch, rows_R, size)) for name, rows_R in rows.items()
         }
         pairs = {name: float(weights_R[rows_R].sum()) for name, rows_R in rows.items()}
 

@@ -1,21 +1,22 @@
 """Cut a batch into microbatches, the rows of one forward, the same for every engine.
 
-Rows of two components never share a forward. Ranks may have different numbers of a component's
-rows, because every prompt group has a window of its own, but all of them must make the same
-collectives. So a rank with fewer microbatches than another adds fillers, whose results are thrown
-away.
+Rows of two components never share a forward, nor do rows whose given images differ in size. Ranks
+may have different numbers of a component's rows, because every prompt group has a window of its
+own, and of sizes. But all of them must make the same collectives, which no size changes. So a rank
+with fewer microbatches than another adds fillers, whose results are thrown away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megadiff.models.adapter import Conditioning
-from megadiff.types import FlowBatch, MatchInputs, StepInputs, TrainBatch
+from megadiff.types import FlowBatch, MatchInputs, Sampling, StepInputs, TrainBatch
 
 Batch = TrainBatch | FlowBatch
 
@@ -26,8 +27,8 @@ class Microbatch:
 
     row_B: int64, which rows of the batch they are. sample_B, column_B: of each its sample and which
     of the sample's trained steps; step_B: that step of the window. conditioning: name → [B, …],
-    left where the batch has it, so masks stay on the CPU. The rest, float32 on the device, is as in
-    StepInputs.
+    left where the batch has it, so masks stay on the CPU. sampling: the batch's, with the sizes of
+    these rows' given images. The rest, float32 on the device, is as in StepInputs.
     """
 
     row_B: Tensor
@@ -39,6 +40,7 @@ class Microbatch:
     sigma_B: Tensor
     sigma_next_B: Tensor
     conditioning: Conditioning
+    sampling: Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class FlowMicrobatch:
     target_BLC: Tensor
     sigma_B: Tensor
     conditioning: Conditioning
+    sampling: Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,26 @@ class ComponentRows:
     num_pairs: float
 
 
-def num_microbatches(num_rows: int, size: int) -> int:
-    return -(-num_rows // size)
+def cut_rows(batch: Batch, rows_R: Tensor, size: int) -> list[Tensor]:
+    """Return each microbatch's rows: `size`, or the rest, of equal sizes of given images."""
+    if not len(rows_R):  # torch splits an empty tensor into one empty chunk
+        return []
+    if len(set(batch.images_P)) < 2:
+        return list(rows_R.split(size))
+
+    by_sizes: dict[object, list[int]] = {}
+    for row, group in zip(rows_R.tolist(), _groups(batch, rows_R).tolist(), strict=True):
+        by_sizes.setdefault(batch.images_P[group], []).append(row)
+    cut = []
+    for alike in by_sizes.values():
+        cut += torch.tensor(alike).split(size)
+    return cut
+
+
+def _groups(batch: Batch, row_B: Tensor) -> Tensor:
+    """Return the group of each row, on the CPU."""
+    num_columns = 1 if isinstance(batch, FlowBatch) else batch.trained_steps_NK.shape[1]
+    return batch.group_index_N.cpu()[row_B // num_columns]
 
 
 def padded_microbatches(
@@ -84,7 +105,7 @@ def padded_microbatches(
         yield microbatch, True
     # as few rows as can be: collectives do not depend on their number
     first_row = torch.zeros(min(size, 2), dtype=torch.int64)
-    for _ in range(rows.num_microbatches - num_microbatches(len(rows.rows_R), size)):
+    for _ in range(rows.num_microbatches - len(cut_rows(batch, rows.rows_R, size))):
         (filler,) = microbatches(batch, first_row, size, device)
         yield filler, False
 
@@ -108,9 +129,8 @@ def component_rows(batch: Batch, component_of: Callable[[float], str]) -> dict[s
 def microbatches(
     batch: Batch, rows_R: Tensor, size: int, device: torch.device
 ) -> Iterator[Microbatch | FlowMicrobatch]:
-    """Yield these rows of the batch, `size` in a microbatch; the last may be smaller."""
-    # torch splits an empty tensor into one empty chunk
-    for row_B in rows_R.split(size) if len(rows_R) else ():
+    """Yield these rows of the batch, as cut_rows() cuts them."""
+    for row_B in cut_rows(batch, rows_R, size):
         if isinstance(batch, FlowBatch):
             yield _flow_microbatch(batch, row_B, device)
         else:
@@ -134,7 +154,7 @@ def _step_microbatch(batch: TrainBatch, row_B: Tensor, device: torch.device) -> 
         prev_sample_BLC=_on(device, batch.latents_NSLC[sample_B, step_B + 1]),
         sigma_B=_on(device, batch.schedule[index_B]),
         sigma_next_B=_on(device, batch.schedule[index_B + 1]),
-        conditioning=_conditioning(batch, batch.group_index_N.cpu()[sample_B], device),
+        **_given(batch, row_B, device),
     )
 
 
@@ -153,7 +173,7 @@ def _flow_microbatch(batch: FlowBatch, row_B: Tensor, device: torch.device) -> F
         latents_BLC=torch.lerp(latents_BLC, noise_BLC, sigma_B[:, None, None]),
         target_BLC=noise_BLC - latents_BLC,
         sigma_B=sigma_B,
-        conditioning=_conditioning(batch, batch.group_index_N[rows], device),
+        **_given(batch, row_B, device),
     )
 
 
@@ -203,8 +223,20 @@ def loss_inputs(
     )
 
 
-def _conditioning(batch: Batch, group_B: Tensor, device: torch.device) -> Conditioning:
-    return {name: _locked(device, value_P[group_B]) for name, value_P in batch.conditioning.items()}
+def _given(batch: Batch, row_B: Tensor, device: torch.device) -> dict[str, Any]:
+    """Return the rows' conditioning and sampling, by a microbatch's names."""
+    group_B = _groups(batch, row_B)
+    conditioning = {}
+    for name, value_P in batch.conditioning.items():
+        if isinstance(value_P, Tensor):
+            rows = value_P[group_B]
+        else:  # of unequal lengths, but these rows' are equal
+            rows = torch.stack([value_P[group] for group in group_B.tolist()])
+        conditioning[name] = _locked(device, rows)
+    sampling = batch.sampling
+    if batch.images_P:
+        sampling = replace(sampling, images=batch.images_P[int(group_B[0])])
+    return {"conditioning": conditioning, "sampling": sampling}
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class ShardedEngine(ComponentState):
         with torch.no_grad(), self._in_use():
             size = self.config.train.microbatch_size
             for microbatch, counts in padded_microbatches(batch, rows, size, self.mesh.device):
-                velocity_BLC = self._velocity(batch, microbatch)
+                velocity_BLC = self._velocity(microbatch)
                 if counts:  # a filler has joined the collectives, which was its use
                     into_RLC[microbatch.row_B] = velocity_BLC.cpu()
 
@@ -165,13 +165,13 @@ class ShardedEngine(ComponentState):
         with self._swapped(self._reference):
             yield
 
-    def _velocity(self, batch: Batch, microbatch: Microbatch | FlowMicrobatch) -> Tensor:
+    def _velocity(self, microbatch: Microbatch | FlowMicrobatch) -> Tensor:
         return self.adapter.velocity(
             self.transformer,
             microbatch.latents_BLC,
             microbatch.sigma_B,
             microbatch.conditioning,
-            batch.sampling,
+            microbatch.sampling,
             component=self.component,
         )
 
@@ -186,7 +186,7 @@ class ShardedEngine(ComponentState):
 
         for index, (microbatch, counts) in enumerate(microbatches):
             with self._microbatch(last=index == rows.num_microbatches - 1):
-                velocity_BLC = self._velocity(batch, microbatch)
+                velocity_BLC = self._velocity(microbatch)
                 # a filler goes through backward too: its hooks hold the collectives
                 loss_velocity_BLC = velocity_BLC if counts else velocity_BLC.detach()
                 inputs = loss_inputs(batch, microbatch, loss_velocity_BLC)

@@ -289,7 +289,7 @@ def _build_transformer(
     )
 
     if config.engine.compile:
-        text_varies = plan.text_is_stream
+        text_varies = plan.num_streams > 1
         compile_blocks(
             sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
         )

@@ -70,6 +70,7 @@ class ModelAdapter(Protocol):
     plan: how a transformer is sharded. decoding: how many samples the VAE decodes at once.
     frames_per_s: at which its videos are played. max_prompt_tokens: longer texts are refused.
     transformer_class, vae_class: their names in diffusers. tokenizer_class: in transformers.
+    tokenizer_folder: of the tokenizer that counts a prompt's tokens.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -95,6 +96,7 @@ class ModelAdapter(Protocol):
     transformer_class: str
     vae_class: str
     tokenizer_class: str
+    tokenizer_folder: str = "tokenizer"
 
     @classmethod
     def recognises(cls, folder: Path, index: Index) -> bool:
@@ -164,6 +166,9 @@ class ModelAdapter(Protocol):
     def validate(self, sampling: Sampling) -> None:
         """Raise ValueError for a size, guidance or given images that the model cannot sample."""
 
+    def check_trained(self) -> None:
+        """Raise ValueError for a model that is not to be trained; by default any may be."""
+
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for the first prompt that has more tokens than the model takes."""
         texts = dict.fromkeys(
@@ -177,7 +182,7 @@ class ModelAdapter(Protocol):
         import transformers
 
         tokenizer = getattr(transformers, self.tokenizer_class).from_pretrained(
-            self.model_folder / "tokenizer"
+            self.model_folder / self.tokenizer_folder
         )
 
         for text in long:

@@ -55,8 +55,7 @@ class RolloutPipelineMixin:
     """
 
     adapter: ModelAdapter
-    tokenizer: Any  # this and the VAE are the vllm-omni pipeline's
-    vae: Any
+    vae: Any  # the vllm-omni pipeline's
     od_config: Any
     device: torch.device
     served_names: ServedNames
@@ -74,7 +73,8 @@ class RolloutPipelineMixin:
             for parameter in getattr(self, name).parameters():
                 parameter.data = parameter.data.to(od_config.dtype)
         self.adapter.adapt_vae(self.vae)
-        self.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]  # likewise
+        if hasattr(self, "set_progress_bar_config"):  # not all of vllm-omni's pipelines have a bar
+            self.set_progress_bar_config(disable=True)
 
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
         """Encode as the adapter's prompt_encoder does, by the pipeline's own networks."""
@@ -190,9 +190,11 @@ class RolloutPipelineMixin:
     def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
         """Raise ValueError that names the request whose text the stock pipeline would cut off."""
         limit = self.adapter.max_prompt_tokens
+        # vllm-omni names tokenizers as their folders
+        tokenizer = getattr(self, self.adapter.tokenizer_folder)
         for side, texts in self.texts_of_sides(requests).items():
             for index, text in enumerate(texts):
-                count = self.adapter.num_prompt_tokens(text, self.tokenizer)
+                count = self.adapter.num_prompt_tokens(text, tokenizer)
                 if count > limit:
                     raise ValueError(
                         f"requests[{index}] (prompt {requests[index].prompt.id}): the "

@@ -26,6 +26,8 @@ FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
     "megadiff.models.qwen_image_edit.adapter:QwenImageEditAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
+    "megadiff.models.sd3.adapter:SD3Adapter",
+    "megadiff.models.z_image.adapter:ZImageAdapter",
 )
 ENTRY_POINTS = "megadiff.families"
 # class attributes that have no default

@@ -59,7 +59,7 @@ class ParallelPlan:
     """Describe a transformer's sharding.
 
     rules: pattern → kind, a key of SHARDED_DIM. Exactly one matches each parameter, and each
-    matches something.
+    matches something, but for those of `optional`, which some models of the family have no use for.
     blocks: the repeated blocks, units of recompute and of FSDP.
     attention: the modules whose processor gathers tokens itself, splits heads and runs Ulysses.
     Column layers inside them do no collective.
@@ -71,6 +71,7 @@ class ParallelPlan:
     argument of one module, or its hidden_states by keyword, and the output of the other are the
     token stream [B, tokens, C]. It is split on entry and whole again after the exit. Without them
     the stream is among token_inputs and forward's output is gathered.
+    joint_stream: whether that stream is image and text together.
     features: arguments of forward that are cast to the model's dtype, tensors or lists of them.
     unused: modules whose output nobody reads, `{last}` being the last block's index. Their weights
     get no gradient.
@@ -86,9 +87,11 @@ class ParallelPlan:
     block_tokens: tuple[str, ...] = ()
     stream_entry: str = ""
     stream_exit: str = ""
+    joint_stream: bool = False
     features: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     unused: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -102,7 +105,12 @@ class ParallelPlan:
     @property
     def text_is_stream(self) -> bool:
         """Tell whether text passes through the blocks, and not only cross attention reads it."""
-        return "encoder_hidden_states" in self.token_inputs
+        return self.joint_stream or self.num_streams > 1
+
+    @property
+    def num_streams(self) -> int:
+        """Return how many streams of tokens pass through the blocks: 2 where text has its own."""
+        return 2 if "encoder_hidden_states" in self.token_inputs else 1
 
     def kinds(self, names: Iterable[str]) -> dict[str, str]:
         """Return parameter name → kind.
@@ -110,7 +118,7 @@ class ParallelPlan:
         Raises ValueError that names a parameter matched by no rule or several, or an idle rule.
         """
         kinds: dict[str, str] = {}
-        idle = set(self.rules)
+        idle = set(self.rules) - set(self.optional)
 
         for name in names:
             module = module_of(name)

@@ -218,7 +218,7 @@ def tp_traffic(model: ModelShape, placing: Placing, work: Work, passes: StepPass
     rows = [name for name, kind in model.kinds.items() if kind == "row" and name in model.shapes]
     rows = [name for name in rows if name.endswith(".weight")]
     # text and image are two streams of one site
-    streams = 2 if model.plan.text_is_stream else 1
+    streams = model.plan.num_streams
     num_sites = len(rows) / model.num_blocks / streams
     num_mlps = sum(not model.plan.in_attention(name) for name in rows) / model.num_blocks / streams
     gathered_again = num_mlps / 2 if placing.sequence_parallel else 0.0

@@ -118,6 +118,7 @@ def _checked_adapter(
         raise ValueError(f"model.path={config.model.path}: {error}") from error
 
     adapter = build_adapter(model, config.model.family)
+    adapter.check_trained()
     adapter.validate(sampling)
     if config.model.float32_streams:
         adapter.check_float32_streams()

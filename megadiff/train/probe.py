@@ -81,18 +81,17 @@ def unlike_prompts(
     samplings: of each prompt, with its images' sizes.
     """
     # columns stay here: they may be no JSON, and only rewards read them
-    chosen = [replace(prompts[0], fields={})]
-    alike = [
-        prompt for prompt, shape in zip(prompts, samplings, strict=True) if shape == samplings[0]
-    ]
+    alike: list[Prompt] = []
+    others: list[Prompt] = []
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        (alike if sampling == samplings[0] else others).append(replace(prompt, fields={}))
+
+    chosen = alike[:1]
     for index, (text, negative_text) in enumerate(TEXTS[: count - 1], start=1):
         images = alike[index % len(alike)].images
         identity = prompt_id(text, negative_text, images)
         chosen.append(Prompt(text=text, id=identity, negative_text=negative_text, images=images))
-    others = [
-        prompt for prompt, shape in zip(prompts, samplings, strict=True) if shape != samplings[0]
-    ]
-    return chosen + [replace(prompt, fields={}) for prompt in others[:1]]
+    return chosen + others[:1]
 
 
 def prepare(

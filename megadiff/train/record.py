@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -182,7 +183,8 @@ def step_work(
         num_text_tokens = adapter.num_text_tokens(group.conditioning)
         forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
         work["rollout"] += forward * group.num_forwards
-        work["train"] += adapter.flops(trained, num_text_tokens) / 1e12 * num_rows * (1 + backward)
+        forward = adapter.flops(replace(trained, images=group.sampling.images), num_text_tokens)
+        work["train"] += forward / 1e12 * num_rows * (1 + backward)
 
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}

@@ -14,6 +14,7 @@ from megadiff.algorithms import Algorithm
 from megadiff.config.schema import Config
 from megadiff.diffusion import noise
 from megadiff.engines.microbatch import Batch
+from megadiff.models.adapter import IMAGE_LATENTS
 from megadiff.train.sampling import sampling_of, sft_sampling, unguided
 from megadiff.train.selection import ScoredGroups, best_and_worst
 from megadiff.types import FlowBatch, RolloutGroup, Sampling, TrainBatch
@@ -149,6 +150,7 @@ def _flow_batch(
             for name, value_P in conditioning.items()
             if not name.startswith("negative_")
         },
+        images_P=tuple(group.sampling.images for group in groups),
         sampling=unguided(groups[0].sampling),
         denominator=max(float(weights_N.sum()), 1.0),
     )
@@ -181,21 +183,28 @@ def to_train_batch(
         weights_N=weights_N,
         group_index_N=torch.arange(len(groups)).repeat_interleave(group_size),
         conditioning=stack_conditioning([group.conditioning for group in groups]),
+        images_P=tuple(group.sampling.images for group in groups),
         schedule=first.schedule,
         sampling=first.sampling,
         denominator=max(float(weights_N.sum()), 1.0) * num_steps,
     )
 
 
-def stack_conditioning(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def stack_conditioning(
+    rows: Sequence[Mapping[str, Tensor]],
+) -> dict[str, Tensor | Sequence[Tensor]]:
     """Join [1, tokens, …] tensors of several groups to one [P, max tokens, …] tensor a name.
 
-    Shorter ones are padded with zeros (False in masks).
+    Shorter ones are padded with zeros (False in masks). Without a mask that says so padding would
+    be taken for tokens: given images of unequal sizes stay a list.
     """
-    stacked = {}
+    stacked: dict[str, Tensor | Sequence[Tensor]] = {}
     for name in rows[0]:
         tensors = [row[name].squeeze(0) for row in rows]
-        stacked[name] = pad_sequence(tensors, batch_first=True)
+        if name == IMAGE_LATENTS and len({len(tensor) for tensor in tensors}) > 1:
+            stacked[name] = tensors
+        else:
+            stacked[name] = pad_sequence(tensors, batch_first=True)
     return stacked
 
 

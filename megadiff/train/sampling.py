@@ -192,7 +192,8 @@ def given_images(
     images = []
     for file in files:
         pixels_HWC = read_image(file)
-        height, width = adapter.image_size(*pixels_HWC.shape[:2], sampling)
+        rows, columns = pixels_HWC.shape[:2]
+        height, width = adapter.image_size(rows, columns, sampling)
         images.append(scale(pixels_HWC, height, width))
     sampling = replace(sampling, images=tuple(image.shape[:2] for image in images))
     try:

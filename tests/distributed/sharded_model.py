@@ -60,11 +60,16 @@ class Inputs:
 
 
 def draw_inputs(
-    shape: tuple[int, int], *, text_dim: int, dtype: torch.dtype, samples: slice
+    shape: tuple[int, int],
+    *,
+    text_dim: int,
+    dtype: torch.dtype,
+    samples: slice,
+    text_lengths: tuple[int, ...] = TEXT_LENGTHS,
 ) -> Inputs:
     """shape: of one sample's latents.
 
-    Texts have TEXT_LENGTHS, for the second pass of guidance NEGATIVE_LENGTHS.
+    Texts have text_lengths, for the second pass of guidance NEGATIVE_LENGTHS.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -75,7 +80,7 @@ def draw_inputs(
 
     latents_BLC, prev_BLC, weight_BLC = (draw(*shape) for _ in range(3))
     conditioning = {}
-    for prefix, lengths in (("", TEXT_LENGTHS), ("negative_", NEGATIVE_LENGTHS)):
+    for prefix, lengths in (("", text_lengths), ("negative_", NEGATIVE_LENGTHS)):
         conditioning[f"{prefix}prompt_embeds"] = draw(max(lengths), text_dim)
         conditioning[f"{prefix}prompt_mask"] = (
             torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

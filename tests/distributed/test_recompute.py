@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.gathering import local
-from megadiff.engines.microbatch import num_microbatches
+from megadiff.engines.microbatch import cut_rows
 from megadiff.models.registry import build_adapter
 from tests.distributed.engines import LOSS, build, only, train_batch
 from tests.distributed.ranks import run_ranks
@@ -123,5 +123,7 @@ def _update(engine: ComponentsEngine) -> tuple[dict[str, Tensor], tuple[int, ...
     engine.update(batch, LOSS)
     for each in (hook, *hooks):
         each.remove()
-    num_pieces = num_microbatches(batch.num_rows, engine.config.train.microbatch_size)
+    num_pieces = len(
+        cut_rows(batch, torch.arange(batch.num_rows), engine.config.train.microbatch_size)
+    )
     return gradients, tuple(calls[index] for index in sorted(blocks)), num_pieces

@@ -16,8 +16,8 @@ def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tenso
     """Multiply every two features of a token, as a complex number, by the token's rotation.
 
     x_BSHD: the result is in its dtype, computed in float32. rotation_SD: [S, D / 2] complex, or its
-    torch.view_as_real. Values and arguments are those of diffusers' apply_rotary_emb_qwen with
-    use_real=False.
+    torch.view_as_real; [B, S, …] where rows differ. Values and arguments are those of diffusers'
+    apply_rotary_emb_qwen with use_real=False.
     """
     if use_real:
         raise ValueError(
@@ -28,7 +28,7 @@ def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tenso
         rotation_SD = torch.view_as_real(rotation_SD)
 
     # neighbouring features are a number's real and imaginary part
-    cos_S1D, sin_S1D = (table_SD[:, None] for table_SD in rotation_SD.unbind(-1))
+    cos_S1D, sin_S1D = (table_SD.unsqueeze(-2) for table_SD in rotation_SD.unbind(-1))
     real, imaginary = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = (real * cos_S1D - imaginary * sin_S1D, real * sin_S1D + imaginary * cos_S1D)
     return torch.stack(rotated, dim=-1).flatten(-2).to(x_BSHD.dtype)

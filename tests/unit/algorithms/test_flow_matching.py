@@ -5,7 +5,7 @@ import torch
 from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.flow_matching import flow_matching
 from megadiff.config.schema import AlgorithmConfig
-from megadiff.engines.microbatch import loss_inputs, microbatches, num_microbatches
+from megadiff.engines.microbatch import cut_rows, loss_inputs, microbatches
 from megadiff.types import FlowBatch, MatchInputs, Sampling
 
 
@@ -59,7 +59,7 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
         sampling=Sampling(height=32, width=32, num_inference_steps=4),
     )
     pieces = list(microbatches(batch, torch.arange(5), 2, torch.device("cpu")))
-    assert len(pieces) == num_microbatches(5, 2) == 3 and [
+    assert len(pieces) == len(cut_rows(batch, torch.arange(5), 2)) == 3 and [
         len(piece.sigma_B) for piece in pieces
     ] == [2, 2, 1]
     inputs = [loss_inputs(batch, piece, piece.latents_BLC) for piece in pieces]

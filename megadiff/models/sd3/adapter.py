@@ -1,0 +1,119 @@
+"""Adapt Stable Diffusion 3 and 3.5 to the trainer: three text encoders, timesteps, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megadiff.diffusion.schedule import static_shift
+from megadiff.models.adapter import Images, PromptEncoder, freed
+from megadiff.models.image_family import ImageFamily
+from megadiff.models.packing import PATCH
+from megadiff.models.sd3.plan import PLAN
+from megadiff.types import Sampling, Tensors
+
+if TYPE_CHECKING:
+    from megadiff.parallel.attention import TokenAttention, TokenAxes
+
+CLIP_TOKENS = 77  # what CLIP can see, marks of start and end included
+T5_TOKENS = 256  # as in the pipeline of diffusers
+
+
+class SD3Adapter(ImageFamily):
+    """Work with diffusers' own transformer, every engine's and vllm-omni's."""
+
+    title = "Stable Diffusion 3 and 3.5"
+    pipeline_class = "StableDiffusion3Pipeline"
+    transformer_class = "SD3Transformer2DModel"
+    rollout_pipeline = "megadiff.models.sd3.pipeline:SD3RolloutPipeline"
+    plan = PLAN
+    # Both CLIP encoders cut a text off, as in every pipeline of SD3. T5 sees more of it, and what
+    # it cannot see is refused.
+    max_prompt_tokens = T5_TOKENS
+    text_tokens = CLIP_TOKENS + T5_TOKENS  # all of them are attended to, padding as well
+    tokenizer_class = "T5TokenizerFast"
+    tokenizer_folder = "tokenizer_3"
+
+    def attention(self, tokens: TokenAxes) -> TokenAttention:
+        from megadiff.models.sd3.attention import SD3Attention
+
+        return SD3Attention(tokens)
+
+    def validate(self, sampling: Sampling) -> None:
+        super().validate(sampling)
+        most = self.config["pos_embed_max_size"]
+        grid = self.grid(sampling)
+        if max(grid.rows, grid.columns) > most:
+            pixels = most * PATCH * self.vae_factor
+            raise ValueError(
+                f"rollout.height={sampling.height} and rollout.width={sampling.width}, but this "
+                f"model has positions for {pixels} pixels a side; set both to {pixels} or less"
+            )
+
+    def last_sigma(self, num_steps: int) -> float:
+        """Return the scheduler's sigma_min, which is shifted already and will be once more."""
+        num_timesteps = self.scheduler_config().get("num_train_timesteps", 1000)
+        smallest = torch.tensor(1 / num_timesteps, dtype=torch.float32)
+        return float(static_shift(smallest, shift=self.static_shift()))
+
+    def one_pass(
+        self,
+        transformer: Any,
+        latents_BCHW: Tensor,
+        sigma_B: Tensor,
+        text: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Return the velocity [B, C, H, W] in the transformer's dtype.
+
+        The timestep 1000·sigma stays float32: in bfloat16 978 would be 976.
+        text: prompt_embeds [B, tokens, D], pooled_prompt_embeds [B, D].
+        """
+        return transformer(
+            hidden_states=latents_BCHW,
+            timestep=1000 * sigma_B,
+            encoder_hidden_states=text["prompt_embeds"].to(latents_BCHW.dtype),
+            pooled_projections=text["pooled_prompt_embeds"].to(latents_BCHW.dtype),
+            return_dict=False,
+        )[0]
+
+    @contextmanager
+    def prompt_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[PromptEncoder]:
+        """Encode by both CLIP encoders and T5."""
+        from diffusers import StableDiffusion3Pipeline
+
+        # None: of the whole pipeline only tokenizers and text encoders are loaded
+        pipeline = StableDiffusion3Pipeline.from_pretrained(
+            self.model_folder, transformer=None, vae=None, torch_dtype=dtype
+        ).to(device)
+
+        @torch.no_grad()
+        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
+            embeds_BTD, _, pooled_BD, _ = pipeline.encode_prompt(
+                list(texts),
+                None,
+                None,
+                do_classifier_free_guidance=False,
+                max_sequence_length=T5_TOKENS,
+            )
+            return {"prompt_embeds": embeds_BTD.cpu(), "pooled_prompt_embeds": pooled_BD.cpu()}
+
+        with ExitStack() as stack:
+            for network in (
+                pipeline.text_encoder,
+                pipeline.text_encoder_2,
+                pipeline.text_encoder_3,
+            ):
+                stack.enter_context(freed(network))
+            yield encode
+
+    def blank_text(self, num_tokens: int) -> Tensors:
+        return {
+            "prompt_embeds": torch.zeros(1, self.text_tokens, self.config["joint_attention_dim"]),
+            "pooled_prompt_embeds": torch.zeros(1, self.config["pooled_projection_dim"]),
+        }

@@ -1,0 +1,144 @@
+"""Adapt Z-Image to the trainer: latents, conditioning, timestep unit, sign and lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megadiff.models.adapter import Images, PromptEncoder, freed
+from megadiff.models.decoding import TokenCount
+from megadiff.models.image_family import ImageFamily
+from megadiff.models.z_image.plan import PLAN
+from megadiff.types import Sampling, Tensors
+
+if TYPE_CHECKING:
+    from megadiff.parallel.attention import TokenAttention, TokenAxes
+
+FILL = 32  # image and text are each filled up to a multiple, with learned tokens that count
+TEMPLATE_TOKENS = 8  # that the chat template puts around a prompt
+TURBO_SHIFT = 3.0  # of the scheduler of Z-Image-Turbo; Base has 6
+
+
+class ZImageAdapter(ImageFamily):
+    """Work with diffusers' own transformer and every engine's.
+
+    Guidance is plain: negative + scale·(positive − negative), off at 1. The stock pipelines count
+    from 0: their guidance_scale is one less than rollout.guidance_scale for the same image.
+    """
+
+    title = "Z-Image"
+    pipeline_class = "ZImagePipeline"
+    transformer_class = "ZImageTransformer2DModel"
+    rollout_pipeline = "megadiff.models.z_image.pipeline:ZImageRolloutPipeline"
+    tokenizer_class = "Qwen2Tokenizer"
+    plan = PLAN
+    size_keys = ("n_layers", "n_heads", "dim")
+    mlp_ratio = 8 / 3
+    max_prompt_tokens = 512 - TEMPLATE_TOKENS  # as in the pipeline of diffusers
+
+    def attention(self, tokens: TokenAxes) -> TokenAttention:
+        from megadiff.models.z_image.attention import ZImageAttention
+
+        return ZImageAttention(tokens)
+
+    def check_trained(self) -> None:
+        if self.static_shift() == TURBO_SHIFT:
+            raise ValueError(
+                f"{self.model_folder}/scheduler has shift={TURBO_SHIFT}, so this is Z-Image-Turbo "
+                "(Base has 6.0): distilled to 8 steps without guidance, and blurred by RL as "
+                "others report; set model.path to Z-Image Base, or ask for Turbo by "
+                f"model.family={__name__}:{ZImageTurboAdapter.__name__}"
+            )
+
+    def one_pass(
+        self,
+        transformer: Any,
+        latents_BCHW: Tensor,
+        sigma_B: Tensor,
+        text: Mapping[str, Tensor],
+    ) -> Tensor:
+        lengths = text["prompt_mask"].sum(dim=1).tolist()
+        embeds = text["prompt_embeds"].to(latents_BCHW.dtype)
+        (images,) = transformer(
+            x=list(latents_BCHW.unsqueeze(2)),
+            # time runs from noise to image; rounded as the stock pipelines round it
+            t=(1000 - 1000 * sigma_B) / 1000,
+            cap_feats=[row_TD[:length] for row_TD, length in zip(embeds, lengths, strict=True)],
+            return_dict=False,
+        )
+        # It says where the image is, a velocity where the noise is. Guidance is in float32, as in
+        # the stock pipelines.
+        return -torch.stack(images).squeeze(2).float()
+
+    @contextmanager
+    def prompt_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[PromptEncoder]:
+        """Encode by the checkpoint's template and text encoder."""
+        from diffusers import ZImagePipeline
+
+        # None: of the whole pipeline only the tokenizer and the text encoder are loaded
+        pipeline = ZImagePipeline.from_pretrained(
+            self.model_folder, transformer=None, vae=None, scheduler=None, torch_dtype=dtype
+        ).to(device)
+
+        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
+            return {name: tensor.cpu() for name, tensor in encoded(pipeline, texts).items()}
+
+        with freed(pipeline.text_encoder):
+            yield encode
+
+    def blank_text(self, num_tokens: int) -> Tensors:
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, self.config["cap_feat_dim"]),
+            "prompt_mask": torch.ones(1, num_tokens, dtype=torch.bool),
+        }
+
+    def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
+        image, _ = self.latents_shape(sampling)
+        return TokenCount(image=filled(image), text=filled(num_text_tokens))
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        """Count linear layers and attention; twice that under guidance."""
+        count = self.token_count(sampling, num_text_tokens)
+        refiners = self.config["n_refiner_layers"]
+        blocks = [
+            (self.num_layers, count.image + count.text),
+            (refiners, count.image),
+            (refiners, count.text),
+        ]
+        # 2 operations a multiply-add. A block has 4·d² weights in attention's linear layers and
+        # 8·d² in its gated MLP, for each token; attention is two products.
+        d = self.width
+        one_pass = sum(num * (24 * tokens * d**2 + 4 * tokens**2 * d) for num, tokens in blocks)
+        return float(one_pass * self.num_passes(self.components[0], sampling))
+
+
+class ZImageTurboAdapter(ZImageAdapter):
+    """Train Z-Image-Turbo for a config that asks for it."""
+
+    title = "Z-Image-Turbo"
+
+    def check_trained(self) -> None:
+        pass
+
+
+def filled(num_tokens: int) -> int:
+    """Return the tokens of an image or a text after learned ones have filled it up."""
+    return -(-num_tokens // FILL) * FILL
+
+
+@torch.no_grad()
+def encoded(pipeline: Any, texts: Sequence[str]) -> Tensors:
+    """Encode texts by a pipeline of diffusers or vllm-omni, as wide as the longest."""
+    # a copy: the pipeline puts the filled-in template in its place
+    embeds, _ = pipeline.encode_prompt(list(texts), do_classifier_free_guidance=False)
+    lengths_B1 = torch.tensor([[len(embeds_TD)] for embeds_TD in embeds])
+    embeds_BTD = pad_sequence(embeds, batch_first=True)
+    mask_BT = torch.arange(embeds_BTD.shape[1]) < lengths_B1
+    return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
