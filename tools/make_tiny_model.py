@@ -18,10 +18,12 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from examples.tiny_models import qwen_image, wan22
+from examples.tiny_models import qwen_image, qwen_image_edit, wan22
 
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen_image": qwen_image.write_tiny_pipeline,
+    "qwen_image_edit_2509": partial(qwen_image_edit.write_tiny_pipeline, kind="2509"),
+    "qwen_image_edit_2511": partial(qwen_image_edit.write_tiny_pipeline, kind="2511"),
     "wan22_ti2v_5b": partial(wan22.write_tiny_pipeline, kind="ti2v_5b"),
     "wan22_t2v_a14b": partial(wan22.write_tiny_pipeline, kind="t2v_a14b"),
 }
