@@ -13,7 +13,7 @@ import diffusers
 import torch
 from diffusers import SchedulerMixin
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from megadiff.types import DTYPES
 
@@ -37,11 +37,13 @@ def write_folder(
     dtype: str,
     settings: Mapping[str, object] | None = None,
     more_tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
+    image_processor: BaseImageProcessor | None = None,
 ) -> None:
     """Write a diffusers pipeline folder, whole or not at all. The networks are cast in place.
 
     more_tokenizers: those beside `tokenizer`, by their folders.
     settings: further keys of model_index.json, or other values of its keys.
+    image_processor: of models that are given pictures; processor/ holds it and the tokenizer.
     Raises ValueError when `out` holds something already.
     """
     parts = {**networks, "tokenizer": tokenizer, "scheduler": scheduler, **(more_tokenizers or {})}
@@ -53,6 +55,9 @@ def write_folder(
         for name, part in parts.items():
             part.save_pretrained(folder / name)
             index[name] = [type(part).__module__.partition(".")[0], type(part).__name__]
+        if image_processor is not None:
+            image_processor.save_pretrained(folder / "processor")
+            tokenizer.save_pretrained(folder / "processor")
         index |= settings or {}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model_index.json").write_text(text, encoding="utf-8")

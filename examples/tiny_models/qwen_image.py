@@ -8,6 +8,7 @@ latent channels are red, green and blue (see vae.shape_decoder).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def write_tiny_pipeline(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
     tokenizer = build_tokenizer()
+    assert len(tokenizer(TEMPLATE_PREFIX).input_ids) == TEMPLATE_PREFIX_TOKENS
     text_encoder = build_text_encoder(SIZES[size], tokenizer, seed=seed)
     shared_states_TD = prompt_states("a picture", tokenizer, text_encoder)
     transformer = build_transformer(SIZES[size], shared_states_TD, seed=seed)
@@ -130,22 +132,25 @@ def write_pipeline(
     write_folder(out, "QwenImagePipeline", networks, tokenizer, scheduler, dtype=dtype)
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
+def build_tokenizer(
+    words: Sequence[str] = WORDS, start_words: Sequence[str] = TEMPLATE_START_WORDS
+) -> Qwen2Tokenizer:
     """Build a byte-level BPE without training: all 256 bytes, plus merges for a few words.
 
     No prompt has unknown tokens. Each word's merges extend it from its first character.
+    words: of one token each with a space before them; start_words: without one.
     """
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(symbols)}
     merges: list[tuple[str, str]] = []
     # Words with a leading space (Ġ) first: no merge within a word comes before theirs, and every
     # word is exactly one token.
-    for word in [f"Ġ{word}" for word in WORDS] + TEMPLATE_START_WORDS:
+    for word in [*(f"Ġ{word}" for word in words), *start_words]:
         for end in range(1, len(word)):
             if word[: end + 1] not in vocab:
                 vocab[word[: end + 1]] = len(vocab)
                 merges.append((word[:end], word[end]))
-    tokenizer = Qwen2Tokenizer(
+    return Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,
         unk_token=None,
@@ -155,12 +160,10 @@ def build_tokenizer() -> Qwen2Tokenizer:
         model_max_length=131072,
         padding_side="right",
     )
-    assert len(tokenizer(TEMPLATE_PREFIX).input_ids) == TEMPLATE_PREFIX_TOKENS
-    return tokenizer
 
 
 def build_transformer(
-    size: TinySize, shared_states_TD: Tensor, *, seed: int
+    size: TinySize, shared_states_TD: Tensor, *, seed: int, zero_cond_t: bool = False
 ) -> QwenImageTransformer2DModel:
     """Build a random float32 transformer in which the prompt matters from the start.
 
@@ -170,7 +173,7 @@ def build_transformer(
     shared_states_TD: the text encoder's states of a prompt that says nothing.
     """
     with seeded(seed), torch.no_grad():
-        transformer = _default_transformer(size)
+        transformer = _default_transformer(size, zero_cond_t=zero_cond_t)
         for name, module in transformer.named_modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, module.in_features**-0.5)
@@ -206,8 +209,13 @@ def silent_transformer(size: TinySize, *, seed: int) -> QwenImageTransformer2DMo
     return transformer
 
 
-def _default_transformer(size: TinySize) -> QwenImageTransformer2DModel:
-    """Build one with Qwen-Image's patch size and channels, as diffusers draws its weights."""
+def _default_transformer(
+    size: TinySize, *, zero_cond_t: bool = False
+) -> QwenImageTransformer2DModel:
+    """Build one with Qwen-Image's patch size and channels, as diffusers draws its weights.
+
+    zero_cond_t: that given images are seen at time 0.
+    """
     return QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=64,
@@ -218,6 +226,7 @@ def _default_transformer(size: TinySize) -> QwenImageTransformer2DModel:
         joint_attention_dim=size.text_dim,
         guidance_embeds=False,
         axes_dims_rope=size.rope_axes,
+        zero_cond_t=zero_cond_t,
     )
 
 

@@ -36,6 +36,7 @@ class ImageFamily(ModelAdapter):
     size_keys: of layers, heads and their width in transformer/config.json.
     vae_factor: pixels a latent, along each side. text_tokens: of every prompt, padding included,
     where the model pads all to one length; 0 where lengths differ.
+    most_images: that a prompt may give; 0 for a model that makes images from text alone.
     guidance_key: the rollout key of the guidance scale; 1 is off.
     terminal: where unshifted sigmas end before 0, of the number of steps.
     """
@@ -51,6 +52,7 @@ class ImageFamily(ModelAdapter):
     size_keys = ("num_layers", "num_attention_heads", "attention_head_dim")
     vae_factor = 8
     text_tokens = 0
+    most_images = 0
     guidance_key = "guidance_scale"
 
     def __init__(self, model_folder: Path | str) -> None:
@@ -157,10 +159,20 @@ class ImageFamily(ModelAdapter):
                 f"rollout.num_frames={sampling.num_frames}, but {self.title} makes images; "
                 "set it to 1"
             )
-        if sampling.images:
+        if sampling.images and not self.most_images:
             raise ValueError(
                 f"rollout.images=true, but {self.title} makes images from text alone; "
                 "set it to false"
+            )
+        if self.most_images and not sampling.images:
+            raise ValueError(
+                f"rollout.images=false, but {self.title} edits images; set it to true, and give "
+                "each row of data.prompts its `image`"
+            )
+        if len(sampling.images) > self.most_images:
+            raise ValueError(
+                f"{len(sampling.images)} images are given, {self.title} takes {self.most_images}; "
+                "give fewer"
             )
         self._check_guidance(sampling)
 

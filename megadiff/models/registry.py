@@ -24,6 +24,7 @@ from megadiff.types import Shape
 
 FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
+    "megadiff.models.qwen_image_edit.adapter:QwenImageEditAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
     "megadiff.models.bagel.adapter:BagelAdapter",
     "megadiff.models.sd3.adapter:SD3Adapter",

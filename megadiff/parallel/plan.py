@@ -67,6 +67,8 @@ class ParallelPlan:
     Column layers inside them do no collective.
     token_inputs: arguments of forward [B, tokens, …], split over tokens. An argument that is [B],
     the same for all tokens, stays whole.
+    block_tokens: arguments of blocks [B or 1, tokens] that forward makes of all tokens, or None.
+    Each is split as the token inputs are.
     stream_entry, stream_exit: for a forward that makes tokens itself (of a video, say). The first
     argument of one module, or its hidden_states by keyword, and the output of the other are the
     token stream [B, tokens, C]. It is split on entry and whole again after the exit. Without them
@@ -87,6 +89,7 @@ class ParallelPlan:
     blocks: str | tuple[str, ...] = "transformer_blocks.*"
     attention: str = "transformer_blocks.*.attn"
     token_inputs: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    block_tokens: tuple[str, ...] = ()
     stream_entry: str = ""
     stream_exit: str = ""
     joint_stream: bool = False

@@ -6,7 +6,8 @@ inputs and outputs on every rank. Gradients are this rank's tokens' part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +44,10 @@ def split_tokens(
             check_heads(site.heads, sp=axes.sp, tp=axes.tp)
             site.set_processor(processor)
 
+    if plan.block_tokens:
+        for name, block in module.named_modules():
+            if plan.is_block(name):
+                _split_arguments(block, plan.block_tokens, axes)
     if plan.stream_entry:
         _split_stream(module, plan, axes)
     stock: Callable[..., tuple[Tensor]] = module.forward
@@ -73,6 +78,29 @@ def ulysses_axes(mesh: Mesh) -> TokenAxes:
     return TokenAxes(
         tp_group=alone, sp_group=sp_group, token_group=sp_group, sequence_parallel=False
     )
+
+
+def _split_arguments(block: nn.Module, names: Collection[str], axes: TokenAxes) -> None:
+    """Give a block its own tokens' part of the arguments of these names."""
+    parameters = list(inspect.signature(block.forward).parameters)
+    positions = {name: parameters.index(name) for name in names}
+
+    def enter(
+        block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # a stock forward gives them by keyword, and by position where it recomputes the block
+        values = list(args)
+        for name, position in positions.items():
+            if position < len(values):
+                values[position] = _chunk(values[position])
+            else:
+                kwargs = kwargs | {name: _chunk(kwargs.get(name))}
+        return tuple(values), kwargs
+
+    def _chunk(value_BS: Tensor | None) -> Tensor | None:
+        return None if value_BS is None else axes.split(value_BS)
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _split_stream(module: nn.Module, plan: ParallelPlan, axes: TokenAxes) -> None:

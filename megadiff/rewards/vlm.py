@@ -24,7 +24,7 @@ from megadiff.rewards.vlm_answers import (
     wanted_answers,
     without_special_tokens,
 )
-from megadiff.rewards.vlm_client import VlmClient, picture_url
+from megadiff.rewards.vlm_client import VlmClient, given_url, picture_url
 from megadiff.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ QUESTIONS = {  # way of asking → its default question
     "answers": 'Does this image show "{prompt}"? Please answer yes or no.',
     "read": "Please output only the text content from the image without any additional "
     "descriptions or formatting.",
+    "images": 'The last image was made from what comes before it, by the instruction "{prompt}". '
+    "Was it followed, and everything else left as it was? Please answer yes or no.",
     "against": 'The first image is A, the second is B. Which of them shows "{prompt}" better? '
     "Please answer A or B.",
 }
@@ -58,6 +60,8 @@ class VlmReward(Reward):
     arithmetic or geometric (GenEval 2's Soft-TIFA).
     against: each sample meets so many others of its group, in both orders; its rate of wins.
 
+    images: the row's own image or images are shown in front of the picture, before an edit and
+    after it.
     max_tokens: of an answer in text. timeout_s, deadline_s: of a request, and with its retries.
     token_env: the environment variable with the key of one's own servers.
     """
@@ -73,6 +77,7 @@ class VlmReward(Reward):
     questions: str = ""
     mean: str = "arithmetic"
     against: int = 0
+    images: bool = False
     max_tokens: int = 1024
     timeout_s: float = 60.0
     deadline_s: float = 240.0
@@ -129,7 +134,13 @@ class VlmReward(Reward):
                 f"against={self.against} must be even and at least 2: each sample meets as many "
                 "of its group before it as behind it"
             )
-        self.question = self.question or QUESTIONS.get((ways or ["answers"])[0], "")
+        if self.images and not self.question and ways not in ([], ["answers"], ["questions"]):
+            raise ValueError(
+                f"images=true with {ways[0]} has no question of its own, which must say what comes "
+                "first; set question"
+            )
+        way = "images" if self.images and not self.questions else (ways or ["answers"])[0]
+        self.question = self.question or QUESTIONS.get(way, "")
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
@@ -138,6 +149,11 @@ class VlmReward(Reward):
                 wanted_text(prompt)
             if self.questions:
                 question_rows(prompt, self.questions)
+            if self.images and not prompt.images:
+                raise ValueError(
+                    f"images=true, and the row of the prompt {prompt.text[:200]!r} has 0 images; "
+                    "give it an `image` and set rollout.images=true"
+                )
 
     def open(self, context: RewardContext) -> None:
         judges = context.judges
@@ -156,7 +172,8 @@ class VlmReward(Reward):
         self._client = VlmClient(pool, self.model)
         if not (self.read or self.pattern):
             self._tokens = self._client.tokens(self._values)
-        self._client.try_out(2 if self.against else 1, self._tokens)
+        num_pictures = (2 if self.against else 1) + self.images
+        self._client.try_out(num_pictures, self._tokens)
 
     def score(self, samples: Sequence[RewardSample]) -> Sequence[float | None]:
         if self.against:
@@ -180,14 +197,14 @@ class VlmReward(Reward):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, sample: RewardSample) -> float | None:
-        picture = _picture(sample)
+        pictures = [*self._given(sample), _picture(sample)]
         if self.questions:
-            return self._questions_score(picture, sample.prompt)
+            return self._questions_score(pictures, sample.prompt)
         question = fill(self.question, sample.prompt)
         if self._tokens:
-            return self._expectation([picture], question)
+            return self._expectation(pictures, question)
 
-        text = self._asked.text([picture], question, max_tokens=self.max_tokens)
+        text = self._asked.text(pictures, question, max_tokens=self.max_tokens)
         if not self._pattern:
             return text_score(text, wanted_text(sample.prompt))
         value = number_in(text, self._pattern, self.scale)
@@ -204,11 +221,11 @@ class VlmReward(Reward):
             )
         return value
 
-    def _questions_score(self, picture: str, prompt: Prompt) -> float:
+    def _questions_score(self, pictures: Sequence[str], prompt: Prompt) -> float:
         def probability(row: tuple[str, str]) -> float:
             question = ONE_WORD.format(without_special_tokens(row[0]))
             tokens = self._asked.tokens(wanted_answers(*row))
-            return tokens.expectation(self._asked.log_probs([picture], question, tokens))[1]
+            return tokens.expectation(self._asked.log_probs(pictures, question, tokens))[1]
 
         rows = question_rows(prompt, self.questions)
         probabilities = list(self._threads.map(probability, rows))
@@ -221,13 +238,14 @@ class VlmReward(Reward):
         if len(samples) == 1:
             return [0.5]
         pictures = list(map(_picture, samples))
+        given = self._given(samples[0])
         question = fill(self.question, samples[0].prompt)
         pairs = opponents(len(samples), self.against)
         # In both orders, as models prefer a place.
         orders = [*pairs, *((second, first) for first, second in pairs)]
 
         def first_wins(order: tuple[int, int]) -> float | None:
-            return self._expectation([pictures[index] for index in order], question)
+            return self._expectation([*given, *(pictures[index] for index in order)], question)
 
         wins: list[list[float]] = [[] for _ in samples]
         for (first, second), chance in zip(orders, self._threads.map(first_wins, orders)):
@@ -235,6 +253,13 @@ class VlmReward(Reward):
                 wins[first].append(chance)
                 wins[second].append(1.0 - chance)
         return [fmean(chances) if chances else None for chances in wins]
+
+    def _given(self, sample: RewardSample) -> list[str]:
+        """Return the images that the sample was made from, none larger than the sample."""
+        if not self.images:
+            return []
+        longest = max(sample.pixels.shape[1:3])
+        return [given_url(file, longest) for file in sample.prompt.images]
 
     def _expectation(self, pictures: Sequence[str], question: str) -> float | None:
         assert self._tokens

@@ -8,11 +8,14 @@ import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from megadiff.data.pixels import decode
 from megadiff.process.doors import near
 from megadiff.rewards.base import ScoreFailed
 from megadiff.rewards.http_pool import HttpPool
@@ -157,6 +160,15 @@ def picture_url(pixels: np.ndarray) -> str:
     # Method 0 takes a seventh of PNG's time.
     Image.fromarray(pixels).save(buffer, "WEBP", lossless=True, quality=0, method=0)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# Every sample of a group asks for the same image; more than a step's prompts need not be here.
+@lru_cache(maxsize=128)
+def given_url(file: str, longest: int) -> str:
+    """Return an image of the data as picture_url() does, its sides at most `longest` pixels."""
+    image = Image.fromarray(decode(Path(file).read_bytes(), where=file))
+    image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+    return picture_url(np.asarray(image))
 
 
 @contextmanager

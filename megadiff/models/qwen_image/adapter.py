@@ -43,7 +43,8 @@ class QwenImageAdapter(ImageFamily):
 
     def __init__(self, model_folder: Path | str) -> None:
         super().__init__(model_folder)
-        if self.config.get("zero_cond_t"):  # modulates the tokens of its input image differently
+        # it modulates the tokens of its input image differently
+        if self.config.get("zero_cond_t") and not self.most_images:
             raise ValueError(
                 f"{model_folder}/transformer has zero_cond_t=true, an editing model; "
                 "use a text-to-image one"
@@ -76,6 +77,11 @@ class QwenImageAdapter(ImageFamily):
             scheduler_config=self.scheduler_config(),
         )
 
+    def image_shapes(self, sampling: Sampling) -> list[tuple[int, int, int]]:
+        """Return frames, rows and columns of tokens of each image that the transformer sees."""
+        grid = self.grid(sampling)
+        return [(1, grid.rows, grid.columns)]
+
     def packed_pass(
         self,
         transformer: Any,
@@ -92,7 +98,6 @@ class QwenImageAdapter(ImageFamily):
         device synchronisation.
         """
         embeds_BTD, mask_BT = _trim(text["prompt_embeds"], text["prompt_mask"])
-        grid = self.grid(sampling)
         return transformer(
             hidden_states=latents_BLC,
             timestep=sigma_B,
@@ -100,7 +105,7 @@ class QwenImageAdapter(ImageFamily):
             encoder_hidden_states_mask=mask_BT,
             # of one sample: only the first is read, and FSDP2 walks through an entry per
             # sample, which took half of a small step
-            img_shapes=[[(1, grid.rows, grid.columns)]],
+            img_shapes=[self.image_shapes(sampling)],
             return_dict=False,
         )[0]
 

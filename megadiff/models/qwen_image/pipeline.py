@@ -29,15 +29,18 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT.bool()}
 
     def transformer_call(self, component: str) -> TransformerCall:
-        stock = super().transformer_call(component)
+        return with_text_widths(super().transformer_call(component))
 
-        def forward(*, encoder_hidden_states: Tensor, **kwargs: Any) -> Any:
-            # vllm-omni takes the text's width for each row, from which it makes rotary tables
-            num_rows, width = encoder_hidden_states.shape[:2]
-            return stock(
-                encoder_hidden_states=encoder_hidden_states,
-                txt_seq_lens=[width] * num_rows,
-                **kwargs,
-            )
 
-        return TransformerCall(forward=forward, dtype=stock.dtype)
+def with_text_widths(stock: TransformerCall) -> TransformerCall:
+    """Tell vllm-omni's transformer the text's width for each row: it makes rotary tables of it."""
+
+    def forward(*, encoder_hidden_states: Tensor, **kwargs: Any) -> Any:
+        num_rows, width = encoder_hidden_states.shape[:2]
+        return stock(
+            encoder_hidden_states=encoder_hidden_states,
+            txt_seq_lens=[width] * num_rows,
+            **kwargs,
+        )
+
+    return TransformerCall(forward=forward, dtype=stock.dtype)

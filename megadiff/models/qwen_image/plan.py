@@ -21,6 +21,8 @@ PLAN = ParallelPlan(
         "norm_out.linear": "replicated",
         "proj_out": "replicated",
     },
+    # of models with zero_cond_t (Qwen-Image-Edit-2511): 1 for tokens of given images, else 0
+    block_tokens=("modulate_index",),
     # after the last block's attention the text stream leads nowhere
     unused=("transformer_blocks.{last}.attn.to_add_out", "transformer_blocks.{last}.txt_mlp.*"),
     lora_targets=(

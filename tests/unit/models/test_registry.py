@@ -119,7 +119,7 @@ def test_truncated_and_empty_shards(folder: Path) -> None:
 def test_other_pipelines_and_broken_json(folder: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(
-        ValueError, match="is a 'FluxPipeline'; supported pipelines: QwenImagePipeline"
+        ValueError, match="is a 'FluxPipeline'; supported pipelines: .*QwenImagePipeline"
     ):
         check_model_folder(folder)
     (folder / "model_index.json").write_text("{")
@@ -163,7 +163,7 @@ def test_json_that_no_reader_takes_is_named(folder: Path, text: str, match: str)
 @pytest.mark.parametrize("value", [["QwenImagePipeline"], {"a": 1}, 7, None])
 def test_a_class_name_that_is_none_is_named(folder: Path, value: object) -> None:
     (folder / "model_index.json").write_text(json.dumps({"_class_name": value, "transformer_2": 3}))
-    with pytest.raises(ValueError, match="supported pipelines: QwenImagePipeline"):
+    with pytest.raises(ValueError, match="supported pipelines: .*QwenImagePipeline"):
         check_model_folder(folder)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import math
 import re
@@ -15,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 
 from megadiff.config.rewards import JudgeConfig, RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample, ScoreFailed, build_reward
 from megadiff.rewards.vlm_answers import number_in
+from megadiff.rewards.vlm_client import given_url
 from tests.unit.rewards.vlm_server import FakeVlm, reply
 
 UNIFIED_15 = r"Final Score:\s*([\d.]+)"
@@ -377,3 +381,39 @@ def test_the_yaml_of_the_page(tmp_path):
     assert number_in(text, unified._pattern, unified.scale) == 0.8
     (axes,) = re.findall(r"their pattern is `(.*?)`", page, re.DOTALL)
     assert axes.replace("\n", " ") == UNIFIED_20
+
+
+def test_the_images_of_the_row_come_before_the_picture(vlm, opened, grey, tmp_path):
+    files = []
+    for level, size in ((40, (64, 32)), (90, (8, 8))):
+        files.append(str(tmp_path / f"{level}.png"))
+        Image.new("RGB", size, (level,) * 3).save(files[-1])
+    sample = grey(7, "make it red")
+    sample = replace(sample, prompt=replace(sample.prompt, images=tuple(files)))
+
+    reward = opened(images=True)
+    assert reward.score([sample]) == [1.0]
+    (asked,) = vlm.questions
+    assert (
+        asked["levels"] == [40, 90, 7] and 'by the instruction "make it red"' in asked["question"]
+    )
+    # no larger than the sample, and not enlarged
+    sizes = [_size(given_url(file, 16)) for file in files]
+    assert sizes == [(16, 8), (8, 8)]
+
+    wins = opened(images=True, against=2, question="The first is before. A or B?")
+    other = replace(sample, pixels=np.full_like(sample.pixels, 9))
+    wins.score([sample, other])
+    assert [asked["levels"] for asked in vlm.questions] in (
+        [[40, 90, 7, 9], [40, 90, 9, 7]],
+        [[40, 90, 9, 7], [40, 90, 7, 9]],
+    )
+    with pytest.raises(ValueError, match="images=true, and the row .* has 0 images"):
+        reward.validate([grey(7).prompt])
+    with pytest.raises(ValueError, match="images=true with against has no question"):
+        opened(images=True, against=2)
+
+
+def _size(url: str) -> tuple[int, int]:
+    data = base64.b64decode(url.partition(",")[2])
+    return Image.open(io.BytesIO(data)).size

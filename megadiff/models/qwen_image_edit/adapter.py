@@ -1,0 +1,79 @@
+"""Adapt Qwen-Image-Edit (2509, 2511) to the trainer: what Qwen-Image is, with given images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadiff.models.adapter import IMAGE_LATENTS, Images, PromptEncoder, freed
+from megadiff.models.decoding import TokenCount
+from megadiff.models.packing import PATCH
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.qwen_image_edit import text as edit_text
+from megadiff.types import Sampling, Tensors
+
+
+class QwenImageEditAdapter(QwenImageAdapter):
+    """Work with diffusers' own transformer, every engine's and vllm-omni's.
+
+    The transformer sees the drawn image's tokens and then those of the given ones, clean. Its
+    output is cut to the former, by whose number alone the schedule is shifted.
+    """
+
+    title = "Qwen-Image-Edit"
+    pipeline_class = "QwenImageEditPlusPipeline"
+    rollout_pipeline = "megadiff.models.qwen_image_edit.pipeline:QwenImageEditRolloutPipeline"
+    most_images = 4  # as in vllm-omni's pipeline; more do not fit into the prompt
+
+    def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:
+        """Return the size with the drawn image's area in the given image's own shape.
+
+        The stock pipelines give all images an area of 1024², which is the same where that is drawn.
+        """
+        return edit_text.sides_of_area(height, width, sampling.height * sampling.width)
+
+    def image_shapes(self, sampling: Sampling) -> list[tuple[int, int, int]]:
+        pixels = self.vae_factor * PATCH
+        given = [(1, height // pixels, width // pixels) for height, width in sampling.images]
+        return [*super().image_shapes(sampling), *given]
+
+    def packed_pass(
+        self,
+        transformer: Any,
+        latents_BLC: Tensor,
+        sigma_B: Tensor,
+        text: Mapping[str, Tensor],
+        sampling: Sampling,
+    ) -> Tensor:
+        given_BLC = text[IMAGE_LATENTS].to(latents_BLC.dtype)
+        all_BLC = torch.cat([latents_BLC, given_BLC], dim=1)
+        velocity_BLC = super().packed_pass(transformer, all_BLC, sigma_B, text, sampling)
+        return velocity_BLC[:, : latents_BLC.shape[1]]
+
+    @contextmanager
+    def prompt_encoder(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Iterator[PromptEncoder]:
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        processor = edit_text.PictureProcessor.from_pretrained(self.model_folder)
+        text_encoder: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            self.model_folder / "text_encoder", dtype=dtype
+        )
+        text_encoder.to(device)
+
+        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
+            embeds_BTD, mask_BT = edit_text.encode(texts, images, processor, text_encoder)
+            return {"prompt_embeds": embeds_BTD.cpu(), "prompt_mask": mask_BT.cpu()}
+
+        with freed(text_encoder):
+            yield encode
+
+    def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
+        """Count the tokens of all images: all pass through all blocks."""
+        num_tokens = sum(rows * columns for _, rows, columns in self.image_shapes(sampling))
+        return TokenCount(image=num_tokens, text=num_text_tokens)
