@@ -48,7 +48,7 @@ class Replicas:
 
     weights: while it samples; pushed: while a push lands; working: beside them while it samples.
     sleeps: whether it frees them while the trainer works; parked: what then waits on the host.
-    encoder: of the text encoder that the trainer loads for the parity gate.
+    encoder: of the text encoders that the trainer loads for the parity gate.
     per_gpu: workers on the fullest GPU of the trainer. unknown: components without a size.
     """
 
@@ -159,8 +159,8 @@ def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWe
             transformers += math.ceil(served / tp)
             continue
         others += served
-        if component == "text_encoder":
-            encoder = sum(map(math.prod, shapes.values()))
+        if component.startswith("text_encoder"):  # SD3 has three, and the gate loads them all
+            encoder += sum(map(math.prod, shapes.values()))
 
     itemsize = DTYPES[dtype].itemsize
     return ReplicaWeights(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CLIP_TOKENS = 77  # what CLIP can see, marks of start and end included
 T5_TOKENS = 256  # as in the pipeline of diffusers
+NUM_TIMESTEPS = 1000  # default of the scheduler's class
 
 
 class SD3Adapter(ImageFamily):
@@ -56,7 +57,12 @@ class SD3Adapter(ImageFamily):
 
     def last_sigma(self, num_steps: int) -> float:
         """Return the scheduler's sigma_min, which is shifted already and will be once more."""
-        num_timesteps = self.scheduler_config().get("num_train_timesteps", 1000)
+        num_timesteps = self.scheduler_config().get("num_train_timesteps", NUM_TIMESTEPS)
+        if not isinstance(num_timesteps, int) or num_timesteps < 1:
+            raise ValueError(
+                f"{self.model_folder}/scheduler/scheduler_config.json has num_train_timesteps="
+                f"{num_timesteps!r}, which is no positive integer; fetch the file again"
+            )
         smallest = torch.tensor(1 / num_timesteps, dtype=torch.float32)
         return float(static_shift(smallest, shift=self.static_shift()))
 
