@@ -137,3 +137,12 @@ class SD3Adapter(ImageFamily):
             "prompt_embeds": torch.zeros(1, self.text_tokens, self.config["joint_attention_dim"]),
             "pooled_prompt_embeds": torch.zeros(1, self.config["pooled_projection_dim"]),
         }
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        """Count what ImageFamily does, and the image's attention to itself in some blocks."""
+        num_blocks = len(self.config.get("dual_attention_layers") or ())
+        num_tokens, _ = self.latents_shape(sampling)
+        d = self.width
+        one_pass = num_blocks * (8 * num_tokens * d**2 + 4 * num_tokens**2 * d)
+        num_passes = self.num_passes(self.components[0], sampling)
+        return super().flops(sampling, num_text_tokens) + one_pass * num_passes
