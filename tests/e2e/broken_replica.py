@@ -2,7 +2,7 @@
 
 Faults of what a push brings or a group records: none, nudge, round, shift, noise, skip, flip.
 Faults of the policy's forward: first_row, unmasked, swapped, timestep, unguided, call_norm; where
-they apply short, stock_scale, sign, one_call.
+they apply short, once, stock_scale, sign, one_call, pooled, latents.
 """
 
 import sys
@@ -16,6 +16,7 @@ from megadiff.cli.serve import main
 from megadiff.diffusion.guidance import plain_cfg
 from megadiff.models import batch_sampler, image_family, pipeline_base
 from megadiff.models.qwen_image import adapter as qwen_adapter
+from megadiff.models.sd3 import adapter as sd3_adapter
 from megadiff.models.z_image import adapter as z_image_adapter
 from megadiff.models.z_image import pipeline as z_image_pipeline
 
@@ -65,7 +66,8 @@ def _shift_noise(initial_latents_rows):
 
 def _spoil_texts(denoise):
     """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
-    swapped: the texts of the last two groups are exchanged. What is recorded stays right.
+    swapped: the texts of the last two groups are exchanged. pooled: the pooled vector is dropped.
+    What is recorded stays right.
 
     Of any family: tensors of conditioning are exchanged or their masks changed by name."""
 
@@ -77,6 +79,8 @@ def _spoil_texts(denoise):
                 changed[name] = value_N[:1].expand_as(value_N)
             elif name.endswith("_mask") and fault() == "unmasked":
                 changed[name] = torch.ones_like(value_N)
+            elif "pooled" in name and fault() == "pooled":
+                changed[name] = torch.zeros_like(value_N)
             elif fault() == "swapped" and count > 1:
                 order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
                 order_N = sampler.per_row(order_P) * (len(value_N) // count)
@@ -126,6 +130,26 @@ def _spoil_sign(one_pass):
     return broken
 
 
+def _cast_latents(packed_pass):
+    """latents: they pass through bfloat16 on their way to the transformer."""
+
+    def broken(self, transformer, latents_BLC, *args):
+        if fault() == "latents":
+            latents_BLC = latents_BLC.bfloat16().to(latents_BLC.dtype)
+        return packed_pass(self, transformer, latents_BLC, *args)
+
+    return broken
+
+
+def _shift_once(last_sigma):
+    """once: the schedule's end is not shifted before the schedule is."""
+
+    def broken(self, num_steps):
+        return 1e-3 if fault() == "once" else last_sigma(self, num_steps)
+
+    return broken
+
+
 def _in_one_call(by_filled_length):
     """one_call: as vllm-omni's own pipeline, which has no mask and one table of positions."""
 
@@ -170,6 +194,9 @@ if __name__ == "__main__":
     image_family.static_sigmas = _shift_schedule(image_family.static_sigmas)
     image = image_family.ImageFamily
     image.guide = _spoil_guidance(image.guide)
+    image.packed_pass = _cast_latents(image.packed_pass)
+    sd3 = sd3_adapter.SD3Adapter
+    sd3.last_sigma = _shift_once(sd3.last_sigma)
     z_image = z_image_adapter.ZImageAdapter
     z_image.one_pass = _spoil_sign(z_image.one_pass)
     z_image_pipeline.by_filled_length = _in_one_call(z_image_pipeline.by_filled_length)
