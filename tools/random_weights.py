@@ -22,6 +22,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -78,10 +79,7 @@ def _write_component(
     transformer = adapter.empty_transformer(component)
     shapes = {name: p.shape for name, p in transformer.named_parameters()}
     kinds = adapter.plan.kinds(shapes)
-    # buffers that checkpoints hold, as code computes them
-    shard: dict[str, Tensor] = {
-        name: transformer.get_buffer(name).bfloat16() for name in adapter.plan.constants
-    }
+    shard = _constants(adapter, component)
     places: dict[str, str] = {}
     for place, (name, shape) in enumerate(shapes.items()):
         is_gate = (kinds[name] == "modulation" and name.endswith("bias")) or name.endswith(
@@ -102,6 +100,16 @@ def _write_component(
     index = {"metadata": {"total_size": 2 * num_parameters}, "weight_map": places}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     return num_parameters
+
+
+def _constants(adapter: ModelAdapter, component: str) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints hold, as the stock class computes them."""
+    if not adapter.plan.constants:
+        return {}
+    stock = adapter.module_class()
+    with init_empty_weights():
+        module = stock.from_config(stock.load_config(adapter.model_folder / component))
+    return {name: module.get_buffer(name).bfloat16() for name in adapter.plan.constants}
 
 
 def write_random_pipeline(

@@ -192,7 +192,8 @@ def _shapes(
 def empty_component(folder: Path, library: str, class_name: str) -> nn.Module:
     """Return the module that a component's config.json describes, on the meta device."""
     module_class = getattr(importlib.import_module(library), class_name)
-    with init_empty_weights():
+    # buffers too: SD3's table of positions takes seconds to compute
+    with init_empty_weights(include_buffers=True):
         if library == "diffusers":
             return module_class.from_config(module_class.load_config(folder))
         module = module_class(module_class.config_class.from_pretrained(folder))

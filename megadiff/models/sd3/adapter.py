@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadiff.diffusion.schedule import static_shift
 from megadiff.models.adapter import Images, PromptEncoder, freed
@@ -38,6 +38,20 @@ class SD3Adapter(ImageFamily):
     text_tokens = CLIP_TOKENS + T5_TOKENS  # all of them are attended to, padding as well
     tokenizer_class = "T5TokenizerFast"
     tokenizer_folder = "tokenizer_3"
+
+    def empty_transformer(self, component: str = "transformer") -> nn.Module:
+        """Return the stock transformer on the meta device, its table of positions being zeros.
+
+        Whoever computes with it reads the table, a constant of the plan, from the model folder.
+        """
+        from accelerate import init_empty_weights
+
+        stock = self.module_class()
+        # 384² positions are 0.8 GiB, which take seconds to compute for each plan and each start
+        with init_empty_weights(include_buffers=True):
+            transformer = stock.from_config(stock.load_config(self.model_folder / component))
+        transformer.pos_embed.pos_embed = torch.zeros(transformer.pos_embed.pos_embed.shape)
+        return transformer
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
         from megadiff.models.sd3.attention import SD3Attention
@@ -123,3 +137,12 @@ class SD3Adapter(ImageFamily):
             "prompt_embeds": torch.zeros(1, self.text_tokens, self.config["joint_attention_dim"]),
             "pooled_prompt_embeds": torch.zeros(1, self.config["pooled_projection_dim"]),
         }
+
+    def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
+        """Count what ImageFamily does, and the image's attention to itself in some blocks."""
+        num_blocks = len(self.config.get("dual_attention_layers") or ())
+        num_tokens, _ = self.latents_shape(sampling)
+        d = self.width
+        one_pass = num_blocks * (8 * num_tokens * d**2 + 4 * num_tokens**2 * d)
+        num_passes = self.num_passes(self.components[0], sampling)
+        return super().flops(sampling, num_text_tokens) + one_pass * num_passes
