@@ -141,6 +141,13 @@ class AttentionSite(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    mlp: nn.Module
+    mlp_moe_gen: nn.Module
+    input_layernorm: nn.Module
+    input_layernorm_moe_gen: nn.Module
+    post_attention_layernorm: nn.Module
+    post_attention_layernorm_moe_gen: nn.Module
+
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
         self.self_attn = AttentionSite(sizes)
