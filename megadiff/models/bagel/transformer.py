@@ -180,7 +180,7 @@ class TimestepEmbedder(nn.Module):
         exponents = torch.arange(half, device=timestep_B.device, dtype=torch.float32) / half
         angles = timestep_B.float()[:, None] * torch.exp(-math.log(10000) * exponents)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.mlp(waves.to(self.mlp[0].weight.dtype))
+        return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
 
 
 class PositionTable(nn.Module):
