@@ -18,7 +18,8 @@ MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their
 
 # A compiled block computes norms and modulations again from matrix products. Compiling one to count
 # its bytes takes 5 s, so these are shares of an eager block's, counted on Qwen-Image at full width
-# by the partition that torch.compile makes. Wan's share is 0.61.
+# by the partition that torch.compile makes. SD3's share is the same. Others have less, so that
+# their plans err on the safe side: Wan 0.61, BAGEL 0.58, Z-Image 0.43.
 COMPILED = 0.68
 COMPILED_LORA = 0.84
 
