@@ -106,6 +106,9 @@ class ModelAdapter(Protocol):
     tokenizer_class: str
     tokenizer_folder: str = "tokenizer"
 
+    def __init__(self, model_folder: Path | str) -> None:
+        """Read the sizes from a model folder. Raises ValueError where it lacks one."""
+
     @classmethod
     def recognises(cls, folder: Path, index: Index) -> bool:
         """Tell whether a model folder is of this family. index: of its model_index.json."""

@@ -73,7 +73,7 @@ def families() -> tuple[Family, ...]:
 
 def _imported(path: str, *, key: str) -> Family:
     """Return the class that "module:Class" names. key: who named it, for messages."""
-    family = import_class(path, ModelAdapter, key=key)
+    family: Family = import_class(path, ModelAdapter, key=key)
     missing = [name for name in REQUIRED if not getattr(family, name, None)]
     if missing:
         raise ValueError(
