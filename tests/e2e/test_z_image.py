@@ -4,15 +4,21 @@ LoRA, and runs that go on under another layout.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from diffusers import ZImageTransformer2DModel
 
 from examples.tiny_models.z_image import write_tiny_pipeline
+from megadiff.models.registry import build_adapter
+from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.e2e.conftest import Result, Trainer, train_in_ranks
 from tests.e2e.fault_table import gate_under
+from tests.e2e.recompute import adapter_gap
+from tests.e2e.replica import start
 from tests.e2e.servers import start_replicas, stop
 
 BROKEN = Path(__file__).with_name("broken_replica.py")
@@ -107,3 +113,32 @@ def test_lora_is_bound_in_the_fused_layers(world: World) -> None:
     more = world.run("lora", *lora, *LAYOUTS["megatron_tp2"], num_processes=2).rows
     assert [row["step"] for row in more if row["step"]] == [1, 2, 3]
     assert more[-1]["policy/kl_old"] <= 1e-13
+
+
+def test_vllm_omni_0_26(tmp_path: Path) -> None:
+    """The GPU host's version, whose compiled SiluAndMul does not load beside this torch."""
+    overlay = os.environ.get("MEGADIFF_OVERLAY026", "")
+    if not Path(overlay, "vllm_omni").is_dir():
+        pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26")
+    model = tmp_path / "model"
+    write_tiny_pipeline(model)
+    adapter = build_adapter(model)
+    transformer = ZImageTransformer2DModel.from_pretrained(model / "transformer")
+    sampling = Sampling(height=64, width=64, num_inference_steps=8, guidance_scale=4.5)
+    requests = [
+        RolloutRequest(
+            prompt=Prompt(text=text, id=letter * 16),
+            sampling=sampling,
+            sample_indices=(0, 1),
+            seed=0,
+            step=1,
+        )
+        for letter, text in (("a", "a red circle"), ("b", "a wide photograph of a lake " * 9))
+    ]
+    server = start(model, tmp_path, fresh=True, overlay=overlay)
+    try:
+        assert server.client.health()["vllm_omni"].startswith("0.26.")
+        for group in server.client.generate_batch(requests):
+            assert adapter_gap(adapter, transformer, group) <= 1e-7
+    finally:
+        server.end()
