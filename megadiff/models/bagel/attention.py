@@ -20,7 +20,7 @@ Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, S or 1, 1, head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeStreams:
+class BagelStreams:
     """Describe the unsplit streams of one forward.
 
     lengths: tokens of the context (prompt and marks) and of the latents, without padding.
@@ -41,7 +41,7 @@ class WholeStreams:
         lengths: tuple[int, int],
         *,
         dtype: torch.dtype,
-    ) -> WholeStreams:
+    ) -> BagelStreams:
         device = prompt_mask_BT.device
         exponents = torch.arange(0, sizes.head_dim, 2, device=device).float() / sizes.head_dim
 
@@ -89,13 +89,13 @@ class BagelAttention:
 
     def prepare(self, transformer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         lengths = kwargs["context_ids"].shape[1], kwargs["hidden_states"].shape[1]
-        streams = WholeStreams.of(
+        streams = BagelStreams.of(
             transformer.sizes, kwargs["prompt_mask"], lengths, dtype=kwargs["hidden_states"].dtype
         )
         return {**kwargs, "streams": streams}
 
     def __call__(
-        self, attn: Any, context_BSC: Tensor, latents_BSC: Tensor, streams: WholeStreams
+        self, attn: Any, context_BSC: Tensor, latents_BSC: Tensor, streams: BagelStreams
     ) -> tuple[Tensor, Tensor]:
         """Return context and latents [B, chunk, C], this rank's chunks."""
         context_NSC = self.tokens.enter_split(context_BSC)
@@ -151,7 +151,7 @@ def _heads(site: Any, layer: nn.Module, x_NSC: Tensor) -> Tensor:
     return layer(x_NSC).unflatten(-1, (-1, site.head_dim))
 
 
-def _of_context(x_BSHD: Tensor, streams: WholeStreams) -> Tensor:
+def _of_context(x_BSHD: Tensor, streams: BagelStreams) -> Tensor:
     """Rotate the context: a prompt's tokens by their own positions, the marks by the image's."""
     prompt, marks = x_BSHD.split([x_BSHD.shape[1] - NUM_MARKS, NUM_MARKS], dim=1)
     return torch.cat([_rotated(prompt, streams.prompt), _rotated(marks, streams.image)], dim=1)
