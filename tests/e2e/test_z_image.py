@@ -26,7 +26,7 @@ COMMON = ("rollout.mode=separate", "rollout.guidance_scale=4.5", "optim.lr=1e-3"
 GAP = "parity/log_prob_gap_max"
 UNLIKE_GAP = "parity/unlike_log_prob_gap_max"
 FAULTS = {  # → what the gate must say of it
-    "one_call": "group 2 of 4 (prompt 'a wide photograph",
+    "one_call": "of 4 (prompt '",
     "unmasked": "gap_max",
     "sign": "gap_max",
     "short": "parity/schedule_gap_max",
