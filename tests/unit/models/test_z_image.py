@@ -247,3 +247,17 @@ def test_the_published_layout_loads(folder: Path, stock: ZImagePipeline, tmp_pat
     assert torch.equal(encode_prompts(adapter, TEXTS)[0], encode_prompts(adapter, TEXTS)[0])
     shapes = {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
     assert shapes == {name: tuple(p.shape) for name, p in stock.transformer.named_parameters()}
+
+
+def test_converted_there_and_back_it_is_the_same_pipeline(
+    folder: Path, stock: ZImagePipeline, tmp_path: Path
+) -> None:
+    """Through two tensor-parallel ranks; diffusers loads what comes out."""
+    for source, destination, options in (
+        (folder, tmp_path / "tp2", ["--to", "megatron", "--tp", "2"]),
+        (tmp_path / "tp2", tmp_path / "back", ["--base", str(folder)]),
+    ):
+        assert main(["convert", str(source), str(destination), *options]) == 0
+    weights = ZImagePipeline.from_pretrained(tmp_path / "back").transformer.state_dict()
+    for name, weight in stock.transformer.state_dict().items():
+        assert torch.equal(weights[name], weight), name
