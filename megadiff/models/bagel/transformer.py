@@ -141,6 +141,13 @@ class AttentionSite(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    mlp: GatedMLP
+    mlp_moe_gen: GatedMLP
+    input_layernorm: RMSNorm
+    input_layernorm_moe_gen: RMSNorm
+    post_attention_layernorm: RMSNorm
+    post_attention_layernorm_moe_gen: RMSNorm
+
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
         self.self_attn = AttentionSite(sizes)
@@ -173,7 +180,7 @@ class TimestepEmbedder(nn.Module):
         exponents = torch.arange(half, device=timestep_B.device, dtype=torch.float32) / half
         angles = timestep_B.float()[:, None] * torch.exp(-math.log(10000) * exponents)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.mlp(waves.to(self.mlp[0].weight.dtype))
+        return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
 
 
 class PositionTable(nn.Module):
