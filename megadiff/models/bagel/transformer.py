@@ -141,12 +141,12 @@ class AttentionSite(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    mlp: nn.Module
-    mlp_moe_gen: nn.Module
-    input_layernorm: nn.Module
-    input_layernorm_moe_gen: nn.Module
-    post_attention_layernorm: nn.Module
-    post_attention_layernorm_moe_gen: nn.Module
+    mlp: GatedMLP
+    mlp_moe_gen: GatedMLP
+    input_layernorm: RMSNorm
+    input_layernorm_moe_gen: RMSNorm
+    post_attention_layernorm: RMSNorm
+    post_attention_layernorm_moe_gen: RMSNorm
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
