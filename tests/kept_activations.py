@@ -15,17 +15,26 @@ TEXT_TOKENS = 64
 
 
 def sampling_of(adapter: ModelAdapter, *, with_image: bool = False) -> Sampling:
-    """Return the sampling of an image, or of nine frames where the model makes videos."""
-    images = ((PIXELS, PIXELS),) if with_image else ()
-    image = Sampling(height=PIXELS, width=PIXELS, num_inference_steps=6)
-    video = Sampling(
-        height=PIXELS, width=PIXELS, num_frames=9, images=images, num_inference_steps=6
-    )
-    try:
-        adapter.validate(video)
-    except ValueError:
-        return image
-    return video
+    """Return a sampling of what the model makes: an image, an edited one, or nine frames."""
+    given = ((PIXELS, PIXELS),)
+    choices = [
+        Sampling(
+            height=PIXELS,
+            width=PIXELS,
+            num_frames=9,
+            images=given if with_image else (),
+            num_inference_steps=6,
+        ),
+        Sampling(height=PIXELS, width=PIXELS, num_inference_steps=6),
+        Sampling(height=PIXELS, width=PIXELS, images=given, num_inference_steps=6),
+    ]
+    for sampling in choices[:-1]:
+        try:
+            adapter.validate(sampling)
+        except ValueError:
+            continue
+        return sampling
+    return choices[-1]
 
 
 def activation_work(
@@ -71,12 +80,10 @@ def kept_by_autograd(
 
     sampling = sampling_of(adapter, with_image=with_image)
     num_tokens, channels = adapter.latents_shape(sampling)
-    text_width = adapter.blank_text(1)["prompt_embeds"].shape[-1]
     conditioning = {
-        "prompt_embeds": torch.randn(ROWS, TEXT_TOKENS, text_width),
-        "prompt_mask": torch.ones(ROWS, TEXT_TOKENS, dtype=torch.bool),
+        name: random_rows(tensor) for name, tensor in adapter.blank_text(TEXT_TOKENS).items()
     }
-    if with_image:
+    if sampling.images:
         conditioning[IMAGE_LATENTS] = torch.randn(ROWS, *adapter.image_latents_shape(sampling))
     latents_BLC = torch.randn(ROWS, num_tokens, channels)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -85,3 +92,9 @@ def kept_by_autograd(
         )
     assert velocity_BLC.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def random_rows(tensor: Tensor) -> Tensor:
+    """Return ROWS rows of random numbers like the one given; masks and ids are repeated."""
+    rows = tensor.repeat(ROWS, *[1] * (tensor.ndim - 1))
+    return torch.randn_like(rows) if rows.is_floating_point() else rows

@@ -12,6 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 TOGETHER = ("tests/gpu/*", "tests/e2e/test_wan_*", "tests/slurm/*")
 ALONE = (
     "test_contracts",
+    "test_families",
     "test_float32_streams",
     "test_fp8",
     "test_kill_storm",

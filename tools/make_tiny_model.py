@@ -56,7 +56,11 @@ def main(argv: list[str]) -> int:
     if args.size == FULL:
         if args.dtype or args.seed is not None:
             parser.error("--size full is bfloat16, drawn from seed 0; leave --dtype and --seed out")
-        return _full_size(args.out, ASSETS / args.family, others)
+        shapes = ASSETS / args.family
+        names_model = any(option.partition("=")[0] == "--model" for option in others)
+        if not shapes.is_dir() and not names_model:
+            parser.error(f"{shapes} does not exist; name a folder with configs by --model")
+        return _full_size(args.out, shapes, others)
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:

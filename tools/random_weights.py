@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.tiny_models import qwen_image, sd3, wan22
+from examples.tiny_models import qwen_image, sd3, wan22, z_image
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_folder import read_index, weighted_components
 from megadiff.models.registry import build_adapter
@@ -145,7 +145,7 @@ def write_random_pipeline(
 TOKENIZERS: dict[str, dict[str, Callable[[], Any]]] = {
     "QwenImagePipeline": {"tokenizer": qwen_image.build_tokenizer},
     "WanPipeline": {"tokenizer": wan22.build_tokenizer},
-    "ZImagePipeline": {"tokenizer": qwen_image.build_tokenizer},
+    "ZImagePipeline": {"tokenizer": z_image.build_tokenizer},
     "StableDiffusion3Pipeline": {
         "tokenizer": sd3.build_clip_tokenizer,
         "tokenizer_2": sd3.build_clip_tokenizer,

@@ -14,8 +14,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from examples.tiny_models import qwen_image
 from examples.tiny_models.parts import seeded, write_folder
-from examples.tiny_models.qwen_image import build_tokenizer
 from examples.tiny_models.vae import build_kl_vae
 from megadiff.types import DTYPES
 
@@ -45,7 +45,6 @@ def write_tiny_pipeline(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     text_encoder = build_text_encoder(tokenizer, seed=seed)
     shared_states_TD = prompt_states("a picture", tokenizer, text_encoder)
     networks = {
@@ -62,6 +61,13 @@ def write_tiny_pipeline(
     write_folder(
         out, "ZImagePipeline", networks, tokenizer, scheduler, dtype=dtype, settings=settings
     )
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Return Qwen-Image's tiny tokenizer with Qwen3's template."""
+    tokenizer = qwen_image.build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def build_transformer(shared_states_TD: Tensor, *, seed: int) -> ZImageTransformer2DModel:

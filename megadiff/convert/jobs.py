@@ -66,13 +66,13 @@ class ModelJob:
             policy = source.policy.get(name, {})
             changed = merged(tensors, policy, scale=source.lora.scale) if source.lora else policy
             if source.lora:
-                self._merged |= prefixed(f"{name}.", changed).keys()
+                self._merged |= prefixed(f"{name}.", component.by_keys(changed)).keys()
             tensors |= changed
-            self._tensors[name] = {
+            chosen = {
                 key: cast(stored, _chosen_dtype(dtype, component.tensors[key].meta.dtype))
                 for key, stored in tensors.items()
             }
-            self._tensors[name] |= component.constants
+            self._tensors[name] = component.by_keys(chosen) | component.constants
 
         self.num_bytes = sum(map(total_bytes, self._tensors.values()))
         self._rest = rest_of(self._base)
@@ -110,7 +110,8 @@ class ModelJob:
 
         tensors: StoredTensors = {}
         for name, component in open_model(folder, self._base.family).components.items():
-            tensors |= prefixed(f"{name}.", component.tensors | component.constants)
+            stored = component.by_keys(component.tensors) | component.constants
+            tensors |= prefixed(f"{name}.", stored)
         return tensors
 
 

@@ -17,7 +17,7 @@ from megadiff.models.registry import (
     check_model_folder,
     component_model,
 )
-from megadiff.tensors.model_files import read_json, weight_files
+from megadiff.tensors.model_files import ROOT_FILE, read_json, transformer_keys, weight_files
 from megadiff.tensors.stored_tensors import FLOATS, StoredTensors, from_file, listed
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
 from megadiff.types import Shapes
@@ -66,14 +66,27 @@ class Component:
         return {path.name: TensorFile(path) for path in self.files}
 
     @cached_property
+    def keys(self) -> dict[str, str]:
+        """Return the model's names of weights → their keys in the files, where these differ."""
+        if self.files[0].name != ROOT_FILE:
+            return {}
+        return transformer_keys(self.opened[ROOT_FILE].tensors)
+
+    @cached_property
     def constants(self) -> StoredTensors:
-        """Return the plan's constants, which a conversion keeps as they are."""
-        return {
-            name: from_file(file, name)
-            for file in self.opened.values()
-            for name in self.model.plan.constants
-            if name in file.tensors
-        }
+        """Return what a conversion keeps as it is: the plan's constants and other networks."""
+        constants = {}
+        weights = set(self.keys.values())
+        for file in self.opened.values():
+            for key in file.tensors:
+                is_other = bool(weights) and key not in weights
+                if is_other or key in self.model.plan.constants:
+                    constants[key] = from_file(file, key)
+        return constants
+
+    def by_keys(self, tensors: StoredTensors) -> StoredTensors:
+        """Return tensors under their keys in the files."""
+        return {self.keys.get(name, name): stored for name, stored in tensors.items()}
 
     @cached_property
     def tensors(self) -> StoredTensors:
@@ -83,11 +96,13 @@ class Component:
         """
         tensors: StoredTensors = {}
         problems = []
+        names = {key: name for name, key in self.keys.items()}
         for file in self.opened.values():
-            for name in file.tensors:
+            for key in file.tensors:
+                name = names.get(key, key)
                 if name in tensors:
                     problems.append(f"{file.path}: {name} is in {tensors[name].path.name} as well")
-                tensors[name] = from_file(file, name)
+                tensors[name] = from_file(file, key)
 
         for name in self.constants:
             del tensors[name]
@@ -135,7 +150,8 @@ def open_model(path: Path, family: str = "") -> ModelFolder:
         return ModelFolder(path=path, home=path, components=components, family=family)
 
     if (path / "config.json").is_file():
-        files = tuple(weight_files(path))
+        root = path / ROOT_FILE  # a whole model's, which has no component's folder
+        files = (root,) if root.is_file() else tuple(weight_files(path))
         component = Component(folder=path, where=Path(), files=files, family=family)
         components = {COMPONENT: component}
         return ModelFolder(path=path, home=path, components=components, family=family)
@@ -221,11 +237,20 @@ def rest_of(base: ModelFolder) -> OtherFiles:
     if single:
         return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
 
-    weighted = {component.where for component in base.components.values()}
+    # A root has weights of other networks beside its own.
+    weighted = {
+        component.where
+        for component in base.components.values()
+        if component.files[0].name != ROOT_FILE
+    }
+
+    def is_weights(path: Path) -> bool:
+        return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
+
     # Other components keep theirs: only trained weights are written anew.
     return other_files(
         base.path,
-        is_left_out=lambda path: path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES),
+        is_left_out=lambda path: path.name == ROOT_FILE or is_weights(path),
     )
 
 

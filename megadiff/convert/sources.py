@@ -106,7 +106,10 @@ def open_source(
 
 
 def _open_model(model: ModelFolder) -> Source:
-    policy = {name: component.tensors for name, component in model.components.items()}
+    policy = {}
+    for name, component in model.components.items():
+        trained = component.model.trained_shapes
+        policy[name] = {key: component.tensors[key] for key in trained}
     return Source(
         path=model.path,
         base=model,
@@ -192,7 +195,7 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool, family: str)
 def _trained_shapes(model: ModelFolder, lora: LoraSpec | None) -> dict[str, Shapes]:
     """Return component → parameter → shape, in the model's order, of what training changes."""
     return {
-        name: lora_shapes(lora, component.model.shapes) if lora else component.model.shapes
+        name: lora_shapes(lora, component.model.shapes) if lora else component.model.trained_shapes
         for name, component in model.components.items()
     }
 

@@ -60,7 +60,8 @@ class ModelAdapter(Protocol):
 
     title: what people call the models. pipeline_class: `_class_name` in model_index.json.
     rollout_pipeline: "module:Class" of the replica's side, imported there only.
-    size_keys: of layers, heads and their width in the transformer's config.json.
+    size_keys: of layers, heads and their width in the transformer's config.json. text_width_key: of
+    the width of encoded texts there.
     model_folder: the diffusers pipeline folder.
     components: its subfolders that are trained, e.g. ("transformer",). Several are of one shape,
     so that one plan, num_heads and width hold for all. Each has a part of the schedule
@@ -86,6 +87,7 @@ class ModelAdapter(Protocol):
         "num_attention_heads",
         "attention_head_dim",
     )
+    text_width_key: ClassVar[str] = "joint_attention_dim"
     model_folder: Path
     components: tuple[str, ...]
     num_heads: int
@@ -103,6 +105,9 @@ class ModelAdapter(Protocol):
     vae_class: str
     tokenizer_class: str
     tokenizer_folder: str = "tokenizer"
+
+    def __init__(self, model_folder: Path | str) -> None:
+        """Read the sizes from a model folder. Raises ValueError where it lacks one."""
 
     @classmethod
     def recognises(cls, folder: Path, index: Index) -> bool:
@@ -279,7 +284,7 @@ class ModelAdapter(Protocol):
     def blank_text(self, num_tokens: int) -> Tensors:
         """Return zeros in place of one encoded text, [1, …] by name: for plans and benchmarks."""
         config = read_json(self.model_folder / self.components[0] / "config.json")
-        width = config.get("joint_attention_dim") or config["text_dim"]
+        width = config[self.text_width_key]
         return {
             "prompt_embeds": torch.zeros(1, num_tokens, width),
             "prompt_mask": torch.ones(1, num_tokens, dtype=torch.bool),

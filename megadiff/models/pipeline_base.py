@@ -208,8 +208,8 @@ class RolloutPipelineMixin:
     def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
         """Raise ValueError that names the request whose text the stock pipeline would cut off."""
         limit = self.adapter.max_prompt_tokens
-        # vllm-omni names tokenizers as their folders
-        tokenizer = getattr(self, self.adapter.tokenizer_folder)
+        # vllm-omni names tokenizers as their folders; one in the model's root has no folder
+        tokenizer = getattr(self, Path(self.adapter.tokenizer_folder).name or "tokenizer")
         for side, texts in self.texts_of_sides(requests).items():
             for index, text in enumerate(texts):
                 count = self.adapter.num_prompt_tokens(text, tokenizer)

@@ -57,6 +57,12 @@ class ComponentModel:
     plan: ParallelPlan
     num_heads: int
 
+    @property
+    def trained_shapes(self) -> dict[str, Shape]:
+        """Return the shapes of what a checkpoint holds: all but what is frozen."""
+        frozen = self.plan.frozen_names(self.shapes)
+        return {name: shape for name, shape in self.shapes.items() if name not in frozen}
+
 
 @cache
 def families() -> tuple[Family, ...]:
@@ -73,7 +79,7 @@ def families() -> tuple[Family, ...]:
 
 def _imported(path: str, *, key: str) -> Family:
     """Return the class that "module:Class" names. key: who named it, for messages."""
-    family = import_class(path, ModelAdapter, key=key)
+    family: Family = import_class(path, ModelAdapter, key=key)
     missing = [name for name in REQUIRED if not getattr(family, name, None)]
     if missing:
         raise ValueError(

@@ -8,18 +8,18 @@ import torch
 
 from megadiff.parallel.recompute import kept_blocks
 from megadiff.planner.engine_memory import ModelShape, Placing, Work, round_up
-from megadiff.planner.saved import HEADS, INPUTS, TEXT_TOKENS, TOKENWISE, Saved, SavedRow, measure
+from megadiff.planner.saved import HEADS, INPUTS, TOKENWISE, Saved, SavedRow, measure
 
 # Alive at once while a block is at work, in numbers of a token and feature: these in the norms'
 # dtype and one in engine.dtype. They are small beside saved bytes, and held against peaks only.
 FORWARD = 3  # the stream, its norm and their sum; the modulated norm is in engine.dtype
 BACKWARD = 2  # gradients, of which one is gone by then
 MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their gradients
-MODULATIONS = 6  # shift, scale and gate of attention and MLP
 
 # A compiled block computes norms and modulations again from matrix products. Compiling one to count
 # its bytes takes 5 s, so these are shares of an eager block's, counted on Qwen-Image at full width
-# by the partition that torch.compile makes. Wan's share is 0.61.
+# by the partition that torch.compile makes. SD3's share is the same. Others have less, so that
+# their plans err on the safe side: Wan 0.61, BAGEL 0.58, Z-Image 0.43.
 COMPILED = 0.68
 COMPILED_LORA = 0.84
 
@@ -39,7 +39,7 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     if not training:
         return round(at_work)
     # a recomputed block saves all of its own for a while
-    again = _block_bytes(model, placing, work) if work.budget < 1 else 0
+    again = max(_block_bytes(model, placing, work)) if work.budget < 1 else 0
     return kept_bytes(model, placing, work) + round(again + at_work)
 
 
@@ -49,32 +49,34 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     Of a compiled block these are its inputs and the budget's share of the rest. Others keep all,
     or their inputs alone.
     """
-    num_whole = model.num_blocks * work.budget
+    num_blocks = model.num_blocks
+    kept_shares = [work.budget] * num_blocks
     # Ulysses' exchanges cut a block into several graphs, so there whole blocks are chosen
     if not work.compiled or placing.layout.sp > 1:
-        num_whole = len(kept_blocks(model.num_blocks, work.budget))
+        whole_blocks = kept_blocks(num_blocks, work.budget)
+        kept_shares = [float(block in whole_blocks) for block in range(num_blocks)]
 
+    saved = _saved(model, work)
     # Blocks before a joint stream are not split: each rank computes all their tokens and heads.
     around = placing
     if model.plan.joint_stream:
         around = replace(placing, layout=replace(placing.layout, sp=1, tp=1))
-    outside = _row_bytes(_saved(model, work).outside, model, around, work)
-    # checkpoint() keeps a block's input, which is the stream
-    inputs = work.stream_itemsize * model.adapter.width * split_tokens(model, placing, work)
-    recomputed = (model.num_blocks - num_whole) * inputs
-    if work.modulates_tokens and recomputed:
-        # and the modulations of each token, which are an input of all blocks
-        modulation = MODULATIONS * work.itemsize * model.adapter.width
-        recomputed += modulation * split_tokens(model, placing, work)
+    modules = saved.whole if all(share == 1 for share in kept_shares) else saved.recomputed
+    total = _row_bytes(modules.outside, model, around, work)
 
-    whole = num_whole * _block_bytes(model, placing, work)
-    return work.passes * round(outside + recomputed + whole)
+    whole = _block_bytes(model, placing, work)
+    inputs = [_row_bytes(row, model, placing, work) for row in saved.recomputed.blocks]
+    for share, whole_bytes, input_bytes in zip(kept_shares, whole, inputs, strict=True):
+        total += share * whole_bytes + (1 - share) * input_bytes
+    return work.passes * round(total)
 
 
-def _block_bytes(model: ModelShape, placing: Placing, work: Work) -> float:
+def _block_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]:
+    """Return what each block saves that keeps all."""
     compiled = COMPILED_LORA if model.lora else COMPILED
-    block = _row_bytes(_saved(model, work).block, model, placing, work)
-    return block * (compiled if work.compiled else 1)
+    rows = _saved(model, work).whole.blocks
+    share = compiled if work.compiled else 1
+    return [share * _row_bytes(row, model, placing, work) for row in rows]
 
 
 def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -> float:
@@ -82,7 +84,7 @@ def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -
     layout = placing.layout
     num_slices = _num_slices(placing)
     image = round_up(work.image_tokens, num_slices)
-    text = round_up(work.text_tokens, num_slices) / TEXT_TOKENS
+    text = round_up(work.text_tokens, num_slices) / row.text_tokens
     num_bytes = 0.0
     ranks = {TOKENWISE: num_slices, INPUTS: layout.sp, HEADS: layout.sp * layout.tp}
     for kind, num_ranks in ranks.items():

@@ -125,13 +125,12 @@ def _trained(adapter: ModelAdapter, shapes: Shapes) -> TrainedFacts:
     # without the block's own name, e.g. attn.to_q
     linears = Counter(module.removeprefix(f"{plan.block_of(module)}.") for module in modules)
     pairs = lora_shapes(LoraSpec(rank=1, alpha=1, modules=modules), shapes)
-    frozen = getattr(plan, "frozen_names", lambda names: set())(shapes)
     return TrainedFacts(
         num_blocks=len({plan.block_of(name) for name in shapes} - {None}),
         num_heads=adapter.num_heads,
         head_width=adapter.width // adapter.num_heads,
         num_unused=_count(shapes, plan.unused_names(shapes)),
-        num_frozen=_count(shapes, frozen),
+        num_frozen=_count(shapes, plan.frozen_names(shapes)),
         constants=plan.constants,
         lora=dict(sorted(linears.items())),
         lora_parameters=sum(map(math.prod, pairs.values())),

@@ -6,22 +6,28 @@ real width give the bytes of any plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from megadiff.models.adapter import IMAGE_LATENTS, ModelAdapter
+from megadiff.models.decoding import TokenCount
+from megadiff.models.image_family import ImageFamily
 from megadiff.parallel.lora import Adapters, adapt_linears
-from megadiff.parallel.plan import LINEAR_KINDS, LORA_A
+from megadiff.parallel.plan import LINEAR_KINDS, LORA_A, ParallelPlan
+from megadiff.parallel.recompute import recompute_blocks
 from megadiff.types import LoraSpec, Sampling
 
 TOKENWISE = "tokenwise"
 INPUTS = "inputs"
 HEADS = "heads"
 KINDS = (TOKENWISE, INPUTS, HEADS)
+ROWS = 2  # of a forward; with one, what is a copy for several would be a view
 WIDTH = 256  # pixels, of both sizes below
 HEIGHTS = (256, 512)  # the difference of two sizes is what image tokens take
 TEXT_TOKENS = 64  # of a family that pads no texts
@@ -35,23 +41,41 @@ class SavedRow:
     tokenwise: norms and modulations, which split tokens divide. inputs: what attention, MLPs and
     LoRA's inner products read, of all tokens of a tensor-parallel group. heads: the inside of
     attention and MLPs, which tensor parallelism divides.
-    image_token: bytes of one image token. text: bytes of all else, almost only of the TEXT_TOKENS,
-    or of the length to which the family pads every text.
+    image_token: bytes of one image token. text: bytes of all else, almost only of the text_tokens
+    that the row had.
     """
 
     image_token: dict[str, float]
     text: dict[str, float]
+    text_tokens: int
+
+    def less(self, other: SavedRow) -> SavedRow:
+        """Return the difference of two rows."""
+        return replace(
+            self,
+            image_token={kind: self.image_token[kind] - other.image_token[kind] for kind in KINDS},
+            text={kind: self.text[kind] - other.text[kind] for kind in KINDS},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModules:
+    """Hold what each block saves, without its weights, and what all modules outside them save."""
+
+    blocks: tuple[SavedRow, ...]
+    outside: SavedRow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Hold what one block saves, without its weights, and what all modules outside the blocks save.
+    """Hold what a transformer saves whose blocks keep all, and one whose blocks are recomputed.
 
+    A recomputed block saves its inputs. What several blocks get is counted outside.
     norm_itemsize: bytes of a number in norms and residual sums.
     """
 
-    block: SavedRow
-    outside: SavedRow
+    whole: SavedModules
+    recomputed: SavedModules
     norm_itemsize: int
 
 
@@ -117,19 +141,25 @@ def measure(
     float32_streams: bool,
     modulates_tokens: bool,
 ) -> Saved:
-    """Return what the family's stock transformer in dtype saves, uncompiled and not recomputed."""
+    """Return what the family's stock transformer in dtype saves, uncompiled."""
     transformer = adapter.empty_transformer()
+    frozen = adapter.plan.frozen_names([name for name, _ in transformer.named_parameters()])
+    for name in frozen:
+        transformer.get_parameter(name).requires_grad = False
     if lora:
         adapt_linears(transformer, Adapters(lora))
     if float32_streams:
         adapter.keep_streams_in_float32(transformer, dtype)
 
+    # of videos only those that begin with a given image modulate tokens
+    edits_images = isinstance(adapter, ImageFamily) and adapter.most_images > 0
+    has_image = modulates_tokens or edits_images
     samplings = [
         Sampling(
             height=height,
             width=WIDTH,
             num_frames=VIDEO_FRAMES if modulates_tokens else 1,
-            images=((height, WIDTH),) if modulates_tokens else (),
+            images=((height, WIDTH),) if has_image else (),
             num_inference_steps=1,
         )
         for height in HEIGHTS
@@ -137,45 +167,63 @@ def measure(
 
     recorder = BlockRecorder(half_head=adapter.width // adapter.num_heads // 2)
     _watch(transformer, adapter, recorder)
+    _fill(transformer, dtype)
 
-    def saved_bytes() -> Tensor:
-        """Return the bytes [sizes, kinds] that one row saves with the blocks that are left."""
-        _fill(transformer, dtype)
-        rows = [_run(transformer, adapter, sampling, recorder) for sampling in samplings]
-        return torch.tensor(rows, dtype=torch.float64)
+    def row(budget: float) -> SavedRow:
+        """Return what one row saves with the blocks that are left."""
+        recompute_blocks(transformer, adapter.plan, budget=budget)
+        sizes = [_run(transformer, adapter, sampling, recorder) for sampling in samplings]
+        tokens = [adapter.token_count(sampling, TEXT_TOKENS) for sampling in samplings]
+        return _row(torch.tensor(sizes, dtype=torch.float64), tokens)
 
-    lists = adapter.plan.block_lists
-    num_blocks = {name: len(transformer.get_submodule(name)) for name in lists}
-    for name in lists:
-        transformer.set_submodule(name, transformer.get_submodule(name)[:2])
-    bytes_SK = saved_bytes()
-    blocks_SK = torch.zeros_like(bytes_SK)
-    blocks_left_SK = torch.zeros_like(bytes_SK)
-    for name in lists:
-        transformer.set_submodule(name, transformer.get_submodule(name)[:1])
-        left_SK = saved_bytes()
-        # the last block of a list may save less, and it is in both: the difference is a whole one
-        block_SK = bytes_SK - left_SK
-        blocks_SK += num_blocks[name] * block_SK
-        blocks_left_SK += block_SK
-        bytes_SK = left_SK
-
-    image_tokens = [adapter.token_count(sampling, TEXT_TOKENS).image for sampling in samplings]
-    return Saved(
-        # of several lists' blocks their mean
-        block=_row(blocks_SK / sum(num_blocks.values()), image_tokens),
-        outside=_row(bytes_SK - blocks_left_SK, image_tokens),
-        norm_itemsize=recorder.norm_itemsize(adapter.width),
-    )
+    # in this order: a module that recomputes its blocks never stops
+    whole = _modules(transformer, adapter.plan, partial(row, 1.0))
+    norm_itemsize = recorder.norm_itemsize(adapter.width)
+    recomputed = _modules(transformer, adapter.plan, partial(row, 0.0))
+    return Saved(whole=whole, recomputed=recomputed, norm_itemsize=norm_itemsize)
 
 
-def _row(bytes_SK: Tensor, image_tokens: list[int]) -> SavedRow:
+def _modules(
+    transformer: nn.Module, plan: ParallelPlan, row: Callable[[], SavedRow]
+) -> SavedModules:
+    """Measure one block of each kind and what is outside. row: measures the blocks that are left.
+
+    Blocks of a list may differ: the last one of SD3 has no text behind it. Each kind is measured
+    behind the list's first block, so that it gets what blocks get.
+    """
+    lists = {
+        name: cast(nn.ModuleList, transformer.get_submodule(name)) for name in plan.block_lists
+    }
+    for name, blocks in lists.items():
+        transformer.set_submodule(name, blocks[:1])
+    first = row()
+
+    rows: list[SavedRow] = []
+    outside = first
+    for name, blocks in lists.items():
+        kinds: dict[tuple[torch.Size, ...], SavedRow] = {}
+        for block in blocks:
+            shapes = tuple(parameter.shape for parameter in block.parameters())
+            if shapes not in kinds:
+                transformer.set_submodule(name, nn.ModuleList([blocks[0], block]))
+                kinds[shapes] = row().less(first)
+            rows.append(kinds[shapes])
+        outside = outside.less(rows[-len(blocks)])
+        transformer.set_submodule(name, blocks[:1])
+
+    for name, blocks in lists.items():
+        transformer.set_submodule(name, blocks)
+    return SavedModules(blocks=tuple(rows), outside=outside)
+
+
+def _row(bytes_SK: Tensor, tokens: list[TokenCount]) -> SavedRow:
     """Split the bytes [sizes, kinds] of one row into those of an image token and the rest."""
-    image_token_K = (bytes_SK[1] - bytes_SK[0]) / (image_tokens[1] - image_tokens[0])
-    text_K = bytes_SK[0] - image_tokens[0] * image_token_K
+    image_token_K = (bytes_SK[1] - bytes_SK[0]) / (tokens[1].image - tokens[0].image)
+    text_K = bytes_SK[0] - tokens[0].image * image_token_K
     return SavedRow(
         image_token=dict(zip(KINDS, image_token_K.tolist(), strict=True)),
         text=dict(zip(KINDS, text_K.tolist(), strict=True)),
+        text_tokens=tokens[0].text,
     )
 
 
@@ -210,22 +258,26 @@ def _watch(transformer: nn.Module, adapter: ModelAdapter, recorder: BlockRecorde
 
 def _run(
     transformer: nn.Module, adapter: ModelAdapter, sampling: Sampling, recorder: BlockRecorder
-) -> list[int]:
+) -> list[float]:
     """Return the bytes of KINDS that one row saves."""
     recorder.inputs.clear()
     recorder.tensors.clear()
 
     num_tokens, channels = adapter.latents_shape(sampling)
     # real tensors, as the adapter looks into the mask; they turn fake where they meet weights
-    conditioning = adapter.blank_text(TEXT_TOKENS)
+    conditioning = {
+        name: tensor.expand(ROWS, *tensor.shape[1:])
+        for name, tensor in adapter.blank_text(TEXT_TOKENS).items()
+    }
     if sampling.images:
-        conditioning[IMAGE_LATENTS] = torch.zeros(1, *adapter.image_latents_shape(sampling))
+        conditioning[IMAGE_LATENTS] = torch.zeros(ROWS, *adapter.image_latents_shape(sampling))
 
-    latents_BLC = torch.zeros(1, num_tokens, channels)
+    latents_BLC = torch.zeros(ROWS, num_tokens, channels)
     saves = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
     with torch.enable_grad(), saves:
-        adapter.velocity(transformer, latents_BLC, torch.ones(1), conditioning, sampling)
-    return recorder.bytes_by_kind({_key(parameter) for parameter in transformer.parameters()})
+        adapter.velocity(transformer, latents_BLC, torch.ones(ROWS), conditioning, sampling)
+    weights = {_key(parameter) for parameter in transformer.parameters()}
+    return [num_bytes / ROWS for num_bytes in recorder.bytes_by_kind(weights)]
 
 
 def _key(tensor: Tensor) -> int:

@@ -114,7 +114,8 @@ def thinking(file: str | Path) -> dict[str, int | float]:
 @cache  # every step asks; and a run stays with what it began with
 def _thinking(file: Path) -> Mapping[str, int | float]:
     where = f"{KEY}={file}, stage 0: default_sampling_params"
-    stage = next(iter(read_stages(file)["stages"]), {})
+    stages: list[JsonObject] = read_stages(file)["stages"]
+    stage = stages[0] if stages else {}
     parameters = stage.get("default_sampling_params") or {}
     _check_keys(parameters, SAMPLING_KEYS, where)
     extra = parameters.get("extra_args") or {}
@@ -180,8 +181,10 @@ def _merged(base: JsonObject, over: JsonObject) -> JsonObject:
     merged: JsonObject = dict(base)
     for key, value in over.items():
         before = merged.get(key)
-        both_are_dicts = isinstance(before, dict) and isinstance(value, dict)
-        merged[key] = _merged(before, value) if both_are_dicts else value
+        if isinstance(before, dict) and isinstance(value, dict):
+            merged[key] = _merged(before, value)
+        else:
+            merged[key] = value
     return merged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,21 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
+def transformer_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Return the transformer's names of weights → their keys, of those in a root's file."""
+    return {
+        key.removeprefix(LANGUAGE_MODEL): key
+        for key in keys
+        if key.startswith((LANGUAGE_MODEL, *GENERATION_CORE)) and key not in NOT_TRANSFORMER
+    }
+
+
 class RootWeights:
     """Read the transformer out of a root's file, which holds several networks."""
 
     def __init__(self, file: safe_open) -> None:
         self._file = file
-        self._key_of = {
-            key.removeprefix(LANGUAGE_MODEL): key
-            for key in file.keys()
-            if key.startswith((LANGUAGE_MODEL, *GENERATION_CORE)) and key not in NOT_TRANSFORMER
-        }
+        self._key_of = transformer_keys(file.keys())
 
     def keys(self) -> list[str]:
         return list(self._key_of)

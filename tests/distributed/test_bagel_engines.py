@@ -33,6 +33,7 @@ LAYOUTS = {
     "veomni_sp2": (2, "veomni", {"sp": 2}),
     "megatron_tp2": (2, "megatron", {"tp": 2}),
     "megatron_tp2_whole": (2, "megatron", {"tp": 2, "sequence_parallel": False}),
+    "megatron_tp4": (4, "megatron", {"tp": 4}),
     "megatron_sp2": (2, "megatron", {"sp": 2}),
 }
 

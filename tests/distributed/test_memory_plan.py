@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.tiny_models import z_image
 from megadiff.config.schema import Config, LoraConfig
 from megadiff.engines import build_engine
 from megadiff.engines.components import ComponentsEngine
@@ -74,7 +75,11 @@ WAN_CASES = {
         8,
     ),
 }
-CASES = QWEN_CASES | WAN_CASES
+Z_IMAGE_CASES = {
+    "z_image_veomni_sp2": ("veomni", "bfloat16", 2, {"sp": 2}, False, 0, 0),
+    "z_image_megatron_tp2_SP": ("megatron", "float32", 2, {"tp": 2}, True, 0, 0),
+}
+CASES = QWEN_CASES | WAN_CASES | Z_IMAGE_CASES
 AVERAGE_DECAY = 0.9
 
 
@@ -86,6 +91,9 @@ def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path,
         monkeypatch.setattr(engine_memory, "MEGATRON_BUCKET_SIZE", bucket_size)
         monkeypatch.setattr(engine_memory, "MEGATRON_BUCKET_SIZE_PER_RANK", 0)
     folder = tiny_wan["ti2v_5b"] if case in WAN_CASES else tiny_model
+    if case in Z_IMAGE_CASES:
+        folder = tmp_path / "z_image"
+        z_image.write_tiny_pipeline(folder)
     run_ranks(_measure, world_size, folder, tmp_path, *CASES[case])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
     placing = Placing(

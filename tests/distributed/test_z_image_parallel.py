@@ -96,8 +96,10 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with torch.no_grad():
         for name, p in transformer.named_parameters():
+            # larger weights amplify rounding: with 0.08 two microbatches of the unsharded module
+            # differ from one batch by 5.7e-6 already
             is_norm = p.ndim == 1 and name.endswith(".weight")
-            p.copy_(torch.randn_like(p) * (0.08 if p.ndim > 1 else 0.2) + is_norm)
+            p.copy_(torch.randn_like(p) * (0.06 if p.ndim > 1 else 0.2) + is_norm)
     transformer.save_pretrained(folder / "transformer")
     write_references(transformer, CASE, folder, dtypes=DTYPES)
     return folder

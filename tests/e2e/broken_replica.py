@@ -1,8 +1,9 @@
 """`megadiff serve`, with a contract broken on purpose; the fault is read from a file at each use.
 
 Faults of what a push brings or a group records: none, nudge, round, shift, noise, skip, flip.
-Faults of the policy's forward: first_row, unmasked, swapped, timestep, unguided, call_norm; where
-they apply short, once, stock_scale, sign, one_call, pooled, latents.
+Faults of the policy's forward: first_row, unmasked, swapped, timestep, thousand, unguided,
+call_norm; where they apply short, once, stock_scale, sign, one_call, pooled, latents, positions,
+no_pictures, no_references, other_references, same_time.
 """
 
 import sys
@@ -15,7 +16,11 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from megadiff.cli.serve import main
 from megadiff.diffusion.guidance import plain_cfg
 from megadiff.models import batch_sampler, image_family, pipeline_base
+from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models.bagel import adapter as bagel_adapter
+from megadiff.models.bagel import pipeline as bagel_pipeline
 from megadiff.models.qwen_image import adapter as qwen_adapter
+from megadiff.models.qwen_image_edit import pipeline as edit_pipeline
 from megadiff.models.sd3 import adapter as sd3_adapter
 from megadiff.models.z_image import adapter as z_image_adapter
 from megadiff.models.z_image import pipeline as z_image_pipeline
@@ -67,6 +72,7 @@ def _shift_noise(initial_latents_rows):
 def _spoil_texts(denoise):
     """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
     swapped: the texts of the last two groups are exchanged. pooled: the pooled vector is dropped.
+    no_references: the given images are dropped. other_references: their latents are reversed.
     What is recorded stays right.
 
     Of any family: tensors of conditioning are exchanged or their masks changed by name."""
@@ -81,6 +87,10 @@ def _spoil_texts(denoise):
                 changed[name] = torch.ones_like(value_N)
             elif "pooled" in name and fault() == "pooled":
                 changed[name] = torch.zeros_like(value_N)
+            elif name == IMAGE_LATENTS and fault() == "no_references":
+                changed[name] = torch.zeros_like(value_N)
+            elif name == IMAGE_LATENTS and fault() == "other_references":
+                changed[name] = value_N.flip(1)
             elif fault() == "swapped" and count > 1:
                 order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
                 order_N = sampler.per_row(order_P) * (len(value_N) // count)
@@ -91,11 +101,75 @@ def _spoil_texts(denoise):
     return broken
 
 
+def _spoil_positions(velocity):
+    """positions: every row's image stands behind the longest text of the call."""
+
+    def broken(self, hidden_states, timestep, context_ids, prompt_mask, position_ids):
+        if fault() != "positions":
+            return velocity(self, hidden_states, timestep, context_ids, prompt_mask, position_ids)
+        longest = int(prompt_mask.sum(dim=1).max())
+        language_model = self.language_model.forward
+
+        def moved(*args, packed_query_position_ids, **kwargs):
+            positions = torch.full_like(packed_query_position_ids, longest)
+            return language_model(*args, packed_query_position_ids=positions, **kwargs)
+
+        self.language_model.forward = moved
+        try:
+            return velocity(self, hidden_states, timestep, context_ids, prompt_mask, position_ids)
+        finally:
+            del self.language_model.forward
+
+    return broken
+
+
+def _drop_pictures(encode):
+    """no_pictures: the text encoder sees grey in place of each given image."""
+
+    def broken(self, texts, images=()):
+        if fault() == "no_pictures":
+            images = [tuple(torch.full_like(each, 128) for each in row) for row in images]
+        return encode(self, texts, images)
+
+    return broken
+
+
+def _one_time(transformer_call):
+    """same_time: the given images are modulated at the drawn one's time."""
+
+    def broken(self, component):
+        for module in self.transformer.modules():
+            if getattr(module, "zero_cond_t", False) or hasattr(module, "has_own_time"):
+                module.has_own_time = True
+                module.zero_cond_t = fault() != "same_time"
+        return transformer_call(self, component)
+
+    return broken
+
+
+def _clamped(clamped_cfg):
+    """unguided, call_norm: as _spoil_guidance, of BAGEL's own function."""
+
+    def broken(positive_BLC, negative_BLC, scale):
+        if fault() == "unguided":
+            return positive_BLC
+        if fault() == "call_norm":
+            whole = positive_BLC[None].flatten(1, 2), negative_BLC[None].flatten(1, 2)
+            return clamped_cfg(*whole, scale).view_as(positive_BLC)
+        return clamped_cfg(positive_BLC, negative_BLC, scale)
+
+    return broken
+
+
 def _cast_timestep(sigma_rows):
-    """timestep: sigma passes through bfloat16 on its way to the transformer."""
+    """timestep: sigma passes through bfloat16 on its way to the transformer. thousand: times 1000,
+    as other families have it.
+    """
 
     def broken(self, num_rows):
         sigma_B = sigma_rows(self, num_rows)
+        if fault() == "thousand":
+            return 1000 * sigma_B
         return sigma_B.bfloat16().float() if fault() == "timestep" else sigma_B
 
     return broken
@@ -197,6 +271,13 @@ if __name__ == "__main__":
     image.packed_pass = _cast_latents(image.packed_pass)
     sd3 = sd3_adapter.SD3Adapter
     sd3.last_sigma = _shift_once(sd3.last_sigma)
+    bagel_adapter.wan_sigmas = _shift_schedule(bagel_adapter.wan_sigmas)
+    bagel_adapter.clamped_cfg = _clamped(bagel_adapter.clamped_cfg)
+    bagel = bagel_pipeline.BagelRolloutPipeline
+    bagel._velocity = _spoil_positions(bagel._velocity)
+    edit = edit_pipeline.QwenImageEditRolloutPipeline
+    edit.encode = _drop_pictures(edit.encode)
+    edit.transformer_call = _one_time(edit.transformer_call)
     z_image = z_image_adapter.ZImageAdapter
     z_image.one_pass = _spoil_sign(z_image.one_pass)
     z_image_pipeline.by_filled_length = _in_one_call(z_image_pipeline.by_filled_length)

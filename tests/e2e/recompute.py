@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.sde import SdeStep, log_prob, step_mean
+from megadiff.models.adapter import ModelAdapter
 from megadiff.types import RolloutGroup
 
 
@@ -64,3 +65,25 @@ def gap(model: Path, group: RolloutGroup, transformer: nn.Module | None = None) 
     """The largest. transformer: in place of the folder's in float32."""
     recomputed_GW = recomputed_log_probs(transformer or float32_transformer(model), group)
     return (recomputed_GW - group.log_probs_GW).abs().max().item()
+
+
+@torch.no_grad()
+def adapter_gap(adapter: ModelAdapter, transformer: nn.Module, group: RolloutGroup) -> float:
+    """The largest, by the adapter of any family. transformer: diffusers', in float32."""
+    num_samples, num_states, *_ = group.latents_GSLC.shape
+    sigmas = group.schedule[group.window_start :][:num_states]
+    conditioning = {
+        name: tensor.expand(num_samples, *tensor.shape[1:])
+        for name, tensor in group.conditioning.items()
+    }
+    gaps = []
+    for index in range(num_states - 1):
+        sigma_N, sigma_next_N = sigmas[index : index + 2, None].expand(2, num_samples)
+        latents_NLC, prev_sample_NLC = group.latents_GSLC[:, index : index + 2].unbind(1)
+        velocity_NLC = adapter.velocity(
+            transformer, latents_NLC, sigma_N, conditioning, group.sampling
+        )
+        step = SdeStep(group.sampling, group.schedule, sigma_N, sigma_next_N)
+        found_N = log_prob(step, prev_sample_NLC, step_mean(step, latents_NLC, velocity_NLC))
+        gaps.append((found_N - group.log_probs_GW[:, index]).abs().max().item())
+    return max(gaps)

@@ -20,7 +20,7 @@ Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, S or 1, 1, head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeStreams:
+class BagelStreams:
     """Describe the unsplit streams of one forward.
 
     lengths: tokens of the context (prompt and marks) and of the latents, without padding.
@@ -41,7 +41,7 @@ class WholeStreams:
         lengths: tuple[int, int],
         *,
         dtype: torch.dtype,
-    ) -> WholeStreams:
+    ) -> BagelStreams:
         device = prompt_mask_BT.device
         exponents = torch.arange(0, sizes.head_dim, 2, device=device).float() / sizes.head_dim
 
@@ -89,13 +89,13 @@ class BagelAttention:
 
     def prepare(self, transformer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         lengths = kwargs["context_ids"].shape[1], kwargs["hidden_states"].shape[1]
-        streams = WholeStreams.of(
+        streams = BagelStreams.of(
             transformer.sizes, kwargs["prompt_mask"], lengths, dtype=kwargs["hidden_states"].dtype
         )
         return {**kwargs, "streams": streams}
 
     def __call__(
-        self, site: Any, context_BSC: Tensor, latents_BSC: Tensor, streams: WholeStreams
+        self, attn: Any, context_BSC: Tensor, latents_BSC: Tensor, streams: BagelStreams
     ) -> tuple[Tensor, Tensor]:
         """Return context and latents [B, chunk, C], this rank's chunks."""
         context_NSC = self.tokens.enter_split(context_BSC)
@@ -103,26 +103,26 @@ class BagelAttention:
         # keys have fewer heads than queries, so they are exchanged apart
         (context_q,), (latents_q,) = self.tokens.all_tokens(
             [
-                [_heads(site, site.q_proj, context_NSC)],
-                [_heads(site, site.q_proj_moe_gen, latents_NSC)],
+                [_heads(attn, attn.q_proj, context_NSC)],
+                [_heads(attn, attn.q_proj_moe_gen, latents_NSC)],
             ],
             streams.lengths,
         )
         (context_k, context_v), (latents_k, latents_v) = self.tokens.all_tokens(
             [
-                [_heads(site, layer, context_NSC) for layer in (site.k_proj, site.v_proj)],
+                [_heads(attn, layer, context_NSC) for layer in (attn.k_proj, attn.v_proj)],
                 [
-                    _heads(site, layer, latents_NSC)
-                    for layer in (site.k_proj_moe_gen, site.v_proj_moe_gen)
+                    _heads(attn, layer, latents_NSC)
+                    for layer in (attn.k_proj_moe_gen, attn.v_proj_moe_gen)
                 ],
             ],
             streams.lengths,
         )
 
-        context_q = _of_context(site.q_norm(context_q), streams)
-        context_k = _of_context(site.k_norm(context_k), streams)
-        latents_q = _rotated(site.q_norm_moe_gen(latents_q), streams.image)
-        latents_k = _rotated(site.k_norm_moe_gen(latents_k), streams.image)
+        context_q = _of_context(attn.q_norm(context_q), streams)
+        context_k = _of_context(attn.k_norm(context_k), streams)
+        latents_q = _rotated(attn.q_norm_moe_gen(latents_q), streams.image)
+        latents_k = _rotated(attn.k_norm_moe_gen(latents_k), streams.image)
 
         sizes = [streams.lengths[0] - NUM_MARKS, NUM_MARKS]
         prompt_q, marks_q = context_q.split(sizes, dim=1)
@@ -144,14 +144,14 @@ class BagelAttention:
         context_NSC, latents_NSC = self.tokens.own_tokens(
             [torch.cat([prompt, marks], dim=1), latents]
         )
-        return site.o_proj(context_NSC), site.o_proj_moe_gen(latents_NSC)
+        return attn.o_proj(context_NSC), attn.o_proj_moe_gen(latents_NSC)
 
 
 def _heads(site: Any, layer: nn.Module, x_NSC: Tensor) -> Tensor:
     return layer(x_NSC).unflatten(-1, (-1, site.head_dim))
 
 
-def _of_context(x_BSHD: Tensor, streams: WholeStreams) -> Tensor:
+def _of_context(x_BSHD: Tensor, streams: BagelStreams) -> Tensor:
     """Rotate the context: a prompt's tokens by their own positions, the marks by the image's."""
     prompt, marks = x_BSHD.split([x_BSHD.shape[1] - NUM_MARKS, NUM_MARKS], dim=1)
     return torch.cat([_rotated(prompt, streams.prompt), _rotated(marks, streams.image)], dim=1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megadiff.models.bagel.attention import BagelAttention, WholeStreams
+from megadiff.models.bagel.attention import BagelAttention, BagelStreams
 from megadiff.tensors.model_files import read_json
 
 GENERATION = "_moe_gen"  # the end of the generation expert's names; the other expert's have none
@@ -141,6 +141,13 @@ class AttentionSite(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    mlp: GatedMLP
+    mlp_moe_gen: GatedMLP
+    input_layernorm: RMSNorm
+    input_layernorm_moe_gen: RMSNorm
+    post_attention_layernorm: RMSNorm
+    post_attention_layernorm_moe_gen: RMSNorm
+
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
         self.self_attn = AttentionSite(sizes)
@@ -150,7 +157,7 @@ class DecoderLayer(nn.Module):
                 self.add_module(norm + expert, RMSNorm(sizes.width, sizes.norm_eps))
 
     def forward(
-        self, context_BSC: Tensor, latents_BSC: Tensor, streams: WholeStreams
+        self, context_BSC: Tensor, latents_BSC: Tensor, streams: BagelStreams
     ) -> tuple[Tensor, Tensor]:
         context, latents = self.self_attn(
             self.input_layernorm(context_BSC), self.input_layernorm_moe_gen(latents_BSC), streams
@@ -173,7 +180,7 @@ class TimestepEmbedder(nn.Module):
         exponents = torch.arange(half, device=timestep_B.device, dtype=torch.float32) / half
         angles = timestep_B.float()[:, None] * torch.exp(-math.log(10000) * exponents)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.mlp(waves.to(self.mlp[0].weight.dtype))
+        return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
 
 
 class PositionTable(nn.Module):
@@ -213,7 +220,7 @@ class BagelTransformer(nn.Module):
         context_ids: Tensor,
         prompt_mask: Tensor,
         position_ids: Tensor,
-        streams: WholeStreams | None = None,
+        streams: BagelStreams | None = None,
     ) -> tuple[Tensor]:
         """Return the velocity [B, L, C].
 
@@ -225,7 +232,7 @@ class BagelTransformer(nn.Module):
         """
         if streams is None:
             lengths = context_ids.shape[1], hidden_states.shape[1]
-            streams = WholeStreams.of(self.sizes, prompt_mask, lengths, dtype=self.dtype)
+            streams = BagelStreams.of(self.sizes, prompt_mask, lengths, dtype=self.dtype)
         context_BSC = self.embed_tokens(context_ids)
         latents_BSC = self.vae2llm(hidden_states) + self.time_embedder(timestep)[:, None]
         latents_BSC = latents_BSC + self.latent_pos_embed.pos_embed[position_ids]

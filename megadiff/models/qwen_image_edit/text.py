@@ -40,7 +40,9 @@ class PictureProcessor(Qwen2VLProcessor):
         super().__init__(image_processor, tokenizer)
 
     @classmethod
-    def from_pretrained(cls, model_folder: Path | str, **_: object) -> PictureProcessor:
+    def from_pretrained(  # type: ignore[override]  # as the pipelines call it
+        cls, model_folder: Path | str, **_: object
+    ) -> PictureProcessor:
         """Read a pipeline folder's image processor and tokenizer."""
         # from its module: the package's own door to this class asks for torchvision
         from transformers import Qwen2Tokenizer
@@ -108,6 +110,6 @@ def sides_of_area(height: int, width: int, pixels: int) -> tuple[int, int]:
 
 
 def _scaled(picture_HWC: np.ndarray) -> Image.Image:
-    height, width = sides_of_area(*picture_HWC.shape[:2], PICTURE_PIXELS)
+    height, width = sides_of_area(picture_HWC.shape[0], picture_HWC.shape[1], PICTURE_PIXELS)
     image = Image.fromarray(picture_HWC)
     return image.resize((width, height), Image.Resampling.LANCZOS)

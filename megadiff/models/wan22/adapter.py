@@ -37,6 +37,7 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
     title = "Wan2.1, Wan2.2"
+    text_width_key = "text_dim"
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN

@@ -38,7 +38,7 @@ class ZImageAdapter(ImageFamily):
     tokenizer_class = "Qwen2Tokenizer"
     plan = PLAN
     size_keys = ("n_layers", "n_heads", "dim")
-    mlp_ratio = 8 / 3
+    text_width_key = "cap_feat_dim"
     max_prompt_tokens = 512 - TEMPLATE_TOKENS  # as in the pipeline of diffusers
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
@@ -93,30 +93,14 @@ class ZImageAdapter(ImageFamily):
         with freed(pipeline.text_encoder):
             yield encode
 
-    def blank_text(self, num_tokens: int) -> Tensors:
-        return {
-            "prompt_embeds": torch.zeros(1, num_tokens, self.config["cap_feat_dim"]),
-            "prompt_mask": torch.ones(1, num_tokens, dtype=torch.bool),
-        }
-
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         image, _ = self.latents_shape(sampling)
         return TokenCount(image=filled(image), text=filled(num_text_tokens))
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
-        """Count linear layers and attention; twice that under guidance."""
-        count = self.token_count(sampling, num_text_tokens)
-        refiners = self.config["n_refiner_layers"]
-        blocks = [
-            (self.num_layers, count.image + count.text),
-            (refiners, count.image),
-            (refiners, count.text),
-        ]
-        # 2 operations a multiply-add. A block has 4·d² weights in attention's linear layers and
-        # 8·d² in its gated MLP, for each token; attention is two products.
-        d = self.width
-        one_pass = sum(num * (24 * tokens * d**2 + 4 * tokens**2 * d) for num, tokens in blocks)
-        return float(one_pass * self.num_passes(self.components[0], sampling))
+        """Count the refiners: one for the image and one for the text are as much as a block."""
+        of_blocks = super().flops(sampling, num_text_tokens)
+        return of_blocks * (1 + self.config["n_refiner_layers"] / self.num_layers)
 
 
 class ZImageTurboAdapter(ZImageAdapter):

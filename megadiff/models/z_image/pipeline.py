@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.z_image import pipeline_z_image
 
@@ -39,10 +38,7 @@ class ZImageRolloutPipeline(RolloutPipelineMixin, pipeline_z_image.ZImagePipelin
             super().__init__(od_config=od_config, prefix=prefix)
         finally:
             pipeline_z_image.ZImageTransformer2DModel = stock
-
-    @property
-    def device(self) -> torch.device:
-        return self._execution_device
+        self.device = self._execution_device
 
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
         return encoded(self, texts)

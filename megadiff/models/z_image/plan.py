@@ -6,14 +6,10 @@ from megadiff.parallel.plan import ParallelPlan
 
 PLAN = ParallelPlan(
     rules={
-        "all_x_embedder.*": "replicated",
-        "cap_embedder.*": "replicated",
-        "t_embedder.*": "replicated",
-        "x_pad_token": "replicated",
-        "cap_pad_token": "replicated",
+        "*_embedder.*": "replicated",
+        "*_pad_token": "replicated",
         # two blocks that see the image alone and two that see the text alone, before both join
-        "noise_refiner.*": "replicated",
-        "context_refiner.*": "replicated",
+        "*_refiner.*": "replicated",
         "layers.*.adaLN_modulation.0": "modulation",
         "layers.*.attention_norm[12]": "replicated",
         "layers.*.ffn_norm[12]": "replicated",

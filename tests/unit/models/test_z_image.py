@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from examples.tiny_models.z_image import BASE_SHIFT, TURBO_SHIFT, write_tiny_pipeline
+from megadiff.cli.main import main
 from megadiff.models.packing import pack, unpack
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.models.served_names import served_places
@@ -26,7 +27,8 @@ from megadiff.parallel.mesh import check_heads
 from megadiff.types import Prompt, Sampling
 from tests.encoding import encode_prompts
 
-FULL_SIZE = Path(__file__).parents[3] / "assets" / "z_image"
+ROOT = Path(__file__).parents[3]
+FULL_SIZE = ROOT / "assets" / "z_image"
 SAMPLING = Sampling(height=64, width=80, num_inference_steps=5, guidance_scale=4.0)
 TEXTS = ["a red circle", "a blue star above the green square " * 6]
 NEGATIVE_TEXTS = ["a dark picture " * 9, ""]
@@ -143,14 +145,26 @@ def test_tokens_are_counted_filled_up(adapter: ZImageAdapter) -> None:
     assert full_size.flops(replace(sampling, guidance_scale=4.0), 128) == 2 * flops
 
 
-def test_turbo_is_trained_only_when_asked_for(folder: Path, tmp_path: Path) -> None:
-    build_adapter(folder).check_trained()
+def test_turbo_is_trained_only_when_asked_for(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     turbo = tmp_path / "turbo"
     write_tiny_pipeline(turbo, shift=TURBO_SHIFT)
-    with pytest.raises(ValueError, match=r"shift=3\.0, so this is Z-Image-Turbo") as refusal:
-        build_adapter(turbo).check_trained()
-    asked = str(refusal.value).rpartition("model.family=")[2]
-    build_adapter(turbo, asked).check_trained()
+    monkeypatch.chdir(ROOT)  # where the config's prompts are
+
+    def dry_run(model: Path, *arguments: str) -> int:
+        places = (f"model.path={model}", f"run.dir={tmp_path}")
+        return main(["train", "configs/shapes/z_image.yaml", *places, *arguments, "--dry-run"])
+
+    assert dry_run(folder) == 0
+    capsys.readouterr()
+    assert dry_run(turbo) == 2
+    refusal = capsys.readouterr().err
+    assert "shift=3.0, so this is Z-Image-Turbo" in refusal
+    assert dry_run(turbo, refusal.split()[-1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -233,3 +247,17 @@ def test_the_published_layout_loads(folder: Path, stock: ZImagePipeline, tmp_pat
     assert torch.equal(encode_prompts(adapter, TEXTS)[0], encode_prompts(adapter, TEXTS)[0])
     shapes = {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
     assert shapes == {name: tuple(p.shape) for name, p in stock.transformer.named_parameters()}
+
+
+def test_converted_there_and_back_it_is_the_same_pipeline(
+    folder: Path, stock: ZImagePipeline, tmp_path: Path
+) -> None:
+    """Through two tensor-parallel ranks; diffusers loads what comes out."""
+    for source, destination, options in (
+        (folder, tmp_path / "tp2", ["--to", "megatron", "--tp", "2"]),
+        (tmp_path / "tp2", tmp_path / "back", ["--base", str(folder)]),
+    ):
+        assert main(["convert", str(source), str(destination), *options]) == 0
+    weights = ZImagePipeline.from_pretrained(tmp_path / "back").transformer.state_dict()
+    for name, weight in stock.transformer.state_dict().items():
+        assert torch.equal(weights[name], weight), name

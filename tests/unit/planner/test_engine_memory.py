@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from torch import nn
 
+from examples.tiny_models import bagel, qwen_image_edit, sd3, z_image
 from megadiff.config.schema import LoraConfig
+from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.registry import build_adapter
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
 from megadiff.parallel.mesh import resolve_layout
@@ -30,6 +34,12 @@ from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.kept_activations import activation_work, kept_by_autograd
 
+FAMILIES = {
+    "sd35_medium": partial(sd3.write_tiny_pipeline, kind="3_5_medium"),
+    "z_image": z_image.write_tiny_pipeline,
+    "qwen_image_edit": partial(qwen_image_edit.write_tiny_pipeline, kind="2511"),
+    "bagel": bagel.write_tiny_bagel,
+}
 QWEN_IMAGE = Path(__file__).parents[3] / "assets" / "qwen_image"
 WORK = Work(
     rows=16,
@@ -173,6 +183,34 @@ def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget
     work = activation_work(adapter, DTYPES[dtype].itemsize, budget=budget, with_image=with_image)
     planned = kept_bytes(model_shape(adapter, LoraConfig()), placing("veomni"), work)
     assert 0.95 * found <= planned <= 1.05 * found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_activations_of_each_family(family: str, tmp_path: Path) -> None:
+    """Blocks before the joint stream, padded texts, blocks that differ, given images, text KV."""
+    FAMILIES[family](tmp_path / "model")
+    adapter = build_adapter(tmp_path / "model")
+    model = model_shape(adapter, LoraConfig())
+    for budget in (1.0, 0.5, 0.0):
+        transformer = random_transformer(adapter, torch.bfloat16)
+        recompute_blocks(transformer, adapter.plan, budget=budget)
+        found = kept_by_autograd(adapter, transformer)
+        work = activation_work(adapter, 2, budget=budget)
+        assert kept_bytes(model, placing("veomni"), work) == pytest.approx(found, rel=0.003)
+
+
+def random_transformer(adapter: ModelAdapter, dtype: torch.dtype) -> nn.Module:
+    """Return the stock transformer with random weights, as engines train it."""
+    empty = adapter.empty_transformer()
+    buffers = {name: buffer for name, buffer in empty.named_buffers() if not buffer.is_meta}
+    transformer = empty.to_empty(device="cpu")
+    for name, buffer in transformer.named_buffers():
+        buffer.copy_(buffers.get(name, torch.zeros_like(buffer)))
+    for parameter in transformer.parameters():
+        parameter.data.normal_(std=0.02)
+    for name in adapter.plan.frozen_names(dict(transformer.named_parameters())):
+        transformer.get_parameter(name).requires_grad = False
+    return transformer.to(dtype).train()
 
 
 def test_recompute_and_splits_lower_activations(qwen_image):

