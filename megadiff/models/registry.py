@@ -70,11 +70,11 @@ def families() -> tuple[Family, ...]:
 
     Raises ValueError for an entry point that names none.
     """
-    found = [_imported(path, key=f"family {path}") for path in FAMILIES]
+    classes = [_imported(path, key=f"family {path}") for path in FAMILIES]
     for entry in entry_points(group=ENTRY_POINTS):
         package = entry.dist.name if entry.dist else "a package"
-        found.append(_imported(entry.value, key=f"{package}'s entry point {entry.name}"))
-    return tuple(found)
+        classes.append(_imported(entry.value, key=f"{package}'s entry point {entry.name}"))
+    return tuple(classes)
 
 
 def _imported(path: str, *, key: str) -> Family:
