@@ -26,6 +26,7 @@ FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
     "megadiff.models.qwen_image_edit.adapter:QwenImageEditAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
+    "megadiff.models.wan22.image_to_video:WanImageToVideoAdapter",
     "megadiff.models.bagel.adapter:BagelAdapter",
     "megadiff.models.sd3.adapter:SD3Adapter",
     "megadiff.models.z_image.adapter:ZImageAdapter",
