@@ -33,18 +33,23 @@ class TinyKind:
     """Tell the models apart. boundary_ratio: None for one transformer. channels: of a latent.
 
     is_residual: the VAE of TI2V-5B, which turns 16×16 pixels into a latent, not 8×8.
+    given_channels: that the transformer takes beside the latents, of a given first frame.
     """
 
     boundary_ratio: float | None
-    expand_timesteps: bool
-    channels: int
-    is_residual: bool
+    expand_timesteps: bool = False
+    channels: int = 16
+    is_residual: bool = False
+    given_channels: int = 0
+    pipeline_class: str = "WanPipeline"
 
 
 KINDS = {
     "ti2v_5b": TinyKind(boundary_ratio=None, expand_timesteps=True, channels=48, is_residual=True),
-    "t2v_a14b": TinyKind(
-        boundary_ratio=0.875, expand_timesteps=False, channels=16, is_residual=False
+    "t2v_a14b": TinyKind(boundary_ratio=0.875),
+    "t2v_1_3b": TinyKind(boundary_ratio=None),  # Wan2.1
+    "i2v_a14b": TinyKind(
+        boundary_ratio=0.9, given_channels=20, pipeline_class="WanImageToVideoPipeline"
     ),
 }
 # TI2V-5B's; with the 12 of T2V-A14B few steps would hardly reach the low-noise expert.
@@ -66,7 +71,7 @@ def write_tiny_pipeline(
     tiny = KINDS[kind]
     tokenizer = build_tokenizer()
     networks: dict[str, nn.Module] = {
-        HIGH_NOISE: build_transformer(tiny.channels, seed=seed),
+        HIGH_NOISE: build_transformer(tiny, seed=seed),
         "text_encoder": build_text_encoder(tokenizer, seed=seed),
         "vae": build_vae(tiny, seed=seed),
     }
@@ -79,14 +84,18 @@ def write_tiny_pipeline(
     if tiny.boundary_ratio is None:
         settings[LOW_NOISE] = [None, None]
     else:
-        networks[LOW_NOISE] = build_transformer(tiny.channels, seed=seed + 1)
+        networks[LOW_NOISE] = build_transformer(tiny, seed=seed + 1)
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         num_train_timesteps=1000,
         flow_shift=FLOW_SHIFT,
     )
-    write_folder(out, "WanPipeline", networks, tokenizer, scheduler, dtype=dtype, settings=settings)
+    if tiny.given_channels:  # Wan2.1's has an encoder of images
+        settings |= {"image_encoder": [None, None], "image_processor": [None, None]}
+    write_folder(
+        out, tiny.pipeline_class, networks, tokenizer, scheduler, dtype=dtype, settings=settings
+    )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -132,7 +141,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> UMT5
 
 
 @torch.no_grad()
-def build_transformer(channels: int, *, seed: int) -> WanTransformer3DModel:
+def build_transformer(tiny: TinyKind, *, seed: int) -> WanTransformer3DModel:
     """Build a random float32 transformer with Wan's patch size, in which the prompt matters.
 
     Linear layers keep their input's variance, gates start at 1, and text values count twice. The
@@ -143,8 +152,8 @@ def build_transformer(channels: int, *, seed: int) -> WanTransformer3DModel:
             patch_size=(1, 2, 2),
             num_attention_heads=NUM_HEADS,
             attention_head_dim=HEAD_DIM,
-            in_channels=channels,
-            out_channels=channels,
+            in_channels=tiny.channels + tiny.given_channels,
+            out_channels=tiny.channels,
             text_dim=TEXT_DIM,
             freq_dim=64,
             ffn_dim=2 * NUM_HEADS * HEAD_DIM,

@@ -26,6 +26,7 @@ FAMILIES = (
     "megadiff.models.qwen_image.adapter:QwenImageAdapter",
     "megadiff.models.qwen_image_edit.adapter:QwenImageEditAdapter",
     "megadiff.models.wan22.adapter:WanAdapter",
+    "megadiff.models.wan22.image_to_video:WanImageToVideoAdapter",
     "megadiff.models.bagel.adapter:BagelAdapter",
     "megadiff.models.sd3.adapter:SD3Adapter",
     "megadiff.models.z_image.adapter:ZImageAdapter",
@@ -70,11 +71,11 @@ def families() -> tuple[Family, ...]:
 
     Raises ValueError for an entry point that names none.
     """
-    found = [_imported(path, key=f"family {path}") for path in FAMILIES]
+    classes = [_imported(path, key=f"family {path}") for path in FAMILIES]
     for entry in entry_points(group=ENTRY_POINTS):
         package = entry.dist.name if entry.dist else "a package"
-        found.append(_imported(entry.value, key=f"{package}'s entry point {entry.name}"))
-    return tuple(found)
+        classes.append(_imported(entry.value, key=f"{package}'s entry point {entry.name}"))
+    return tuple(classes)
 
 
 def _imported(path: str, *, key: str) -> Family:

@@ -263,10 +263,11 @@ class ParallelPlan:
 
 def _matched(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     """Return the parameters whose module matches a pattern."""
-    patterns = list(patterns)
-    return {
-        name for name in names if any(fnmatchcase(module_of(name), pattern) for pattern in patterns)
-    }
+    names = list(names)
+    matched: set[str] = set()
+    for pattern in patterns:
+        matched |= {name for name in names if fnmatchcase(module_of(name), pattern)}
+    return matched
 
 
 def is_lora(parameter: str) -> bool:

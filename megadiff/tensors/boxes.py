@@ -40,4 +40,7 @@ def worker_boxes(
 
 def boxes_from_json(value: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Box]:
     """Restore worker_boxes' value from JSON, which has lists for tuples."""
-    return {name: tuple((begin, end) for begin, end in box) for name, box in value.items()}
+    boxes: dict[str, Box] = {}
+    for name, box in value.items():
+        boxes[name] = tuple((begin, end) for begin, end in box)
+    return boxes

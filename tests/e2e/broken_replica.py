@@ -3,7 +3,7 @@
 Faults of what a push brings or a group records: none, nudge, round, shift, noise, skip, flip.
 Faults of the policy's forward: first_row, unmasked, swapped, timestep, thousand, unguided,
 call_norm; where they apply short, once, stock_scale, sign, one_call, pooled, latents, positions,
-no_pictures, no_references, other_references, same_time.
+no_pictures, no_references, other_references, first_image, no_mask, same_time.
 """
 
 import sys
@@ -22,6 +22,9 @@ from megadiff.models.bagel import pipeline as bagel_pipeline
 from megadiff.models.qwen_image import adapter as qwen_adapter
 from megadiff.models.qwen_image_edit import pipeline as edit_pipeline
 from megadiff.models.sd3 import adapter as sd3_adapter
+from megadiff.models.wan22 import adapter as wan_adapter
+from megadiff.models.wan22 import checkpoint as wan_checkpoint
+from megadiff.models.wan22 import image_to_video
 from megadiff.models.z_image import adapter as z_image_adapter
 from megadiff.models.z_image import pipeline as z_image_pipeline
 
@@ -73,6 +76,7 @@ def _spoil_texts(denoise):
     """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
     swapped: the texts of the last two groups are exchanged. pooled: the pooled vector is dropped.
     no_references: the given images are dropped. other_references: their latents are reversed.
+    first_image: all rows have the first one's.
     What is recorded stays right.
 
     Of any family: tensors of conditioning are exchanged or their masks changed by name."""
@@ -91,6 +95,8 @@ def _spoil_texts(denoise):
                 changed[name] = torch.zeros_like(value_N)
             elif name == IMAGE_LATENTS and fault() == "other_references":
                 changed[name] = value_N.flip(1)
+            elif name == IMAGE_LATENTS and fault() == "first_image":
+                changed[name] = value_N[:1].expand_as(value_N)
             elif fault() == "swapped" and count > 1:
                 order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
                 order_N = sampler.per_row(order_P) * (len(value_N) // count)
@@ -143,6 +149,29 @@ def _one_time(transformer_call):
                 module.has_own_time = True
                 module.zero_cond_t = fault() != "same_time"
         return transformer_call(self, component)
+
+    return broken
+
+
+def _without_mask(model_input):
+    """no_mask: the channels that mark the given frame are 0."""
+
+    def broken(self, *args):
+        video_BCFHW, timestep = model_input(self, *args)
+        if fault() == "no_mask":
+            video_BCFHW[:, self.channels : self.channels + 4] = 0
+        return video_BCFHW, timestep
+
+    return broken
+
+
+def _one_sided(plain_cfg):
+    """unguided: of Wan's own guidance."""
+
+    def broken(positive_BLC, negative_BLC, scale):
+        if fault() == "unguided":
+            return positive_BLC
+        return plain_cfg(positive_BLC, negative_BLC, scale)
 
     return broken
 
@@ -275,6 +304,10 @@ if __name__ == "__main__":
     bagel_adapter.clamped_cfg = _clamped(bagel_adapter.clamped_cfg)
     bagel = bagel_pipeline.BagelRolloutPipeline
     bagel._velocity = _spoil_positions(bagel._velocity)
+    wan_checkpoint.wan_sigmas = _shift_schedule(wan_checkpoint.wan_sigmas)
+    wan_adapter.plain_cfg = _one_sided(wan_adapter.plain_cfg)
+    from_image = image_to_video.WanImageToVideoAdapter
+    from_image.model_input = _without_mask(from_image.model_input)
     edit = edit_pipeline.QwenImageEditRolloutPipeline
     edit.encode = _drop_pictures(edit.encode)
     edit.transformer_call = _one_time(edit.transformer_call)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.tiny_models import bagel, qwen_image_edit, sd3, z_image
+from examples.tiny_models import bagel, qwen_image_edit, sd3, wan22, z_image
 from tests.e2e.conftest import Result, Trainer, train_in_ranks
 from tests.e2e.fault_table import gate_under
 from tests.e2e.servers import start_replicas, stop
@@ -43,7 +43,8 @@ COMMON_FAULTS = {
 class Family:
     """What a family's run needs.
 
-    faults: beside COMMON_FAULTS → what the gate must say of each. num_images: of every data row.
+    faults: beside COMMON_FAULTS → what the gate must say of each. num_images: of every data row,
+    in these sizes.
     has_runs: False for a model that trains by the same code as another here.
     """
 
@@ -51,6 +52,7 @@ class Family:
     faults: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ("rollout.guidance_scale=4.5",)
     num_images: int = 0
+    sizes: tuple[tuple[int, int], ...] = SIZES
     has_runs: bool = True
 
 
@@ -86,6 +88,29 @@ FAMILIES = {
             "call_norm": ANY,
             "positions": ANY,
         },
+    ),
+    "wan21": Family(
+        write=partial(wan22.write_tiny_pipeline, kind="t2v_1_3b"),
+        faults={"timestep": ANY},
+        overrides=("rollout.guidance_scale=4.5", "rollout.num_frames=5"),
+    ),
+    "wan22_i2v": Family(
+        write=partial(wan22.write_tiny_pipeline, kind="i2v_a14b"),
+        faults={
+            "timestep": ANY,
+            "no_references": ANY,
+            "other_references": ANY,
+            "first_image": ANY,
+            "no_mask": ANY,
+        },
+        overrides=(
+            "rollout.guidance_scale=4.5",
+            "rollout.guidance_scale_2=2.0",
+            "rollout.num_frames=5",
+            "rollout.images=true",
+        ),
+        num_images=1,
+        sizes=((64, 64),),
     ),
     "edit_2509": Family(
         write=partial(qwen_image_edit.write_tiny_pipeline, kind="2509"),
@@ -142,12 +167,12 @@ def world(
         *family.overrides,
     ]
     if family.num_images:
-        overrides.append(f"data.prompts={write_rows(folder, family.num_images)}")
+        overrides.append(f"data.prompts={write_rows(folder, family)}")
     yield World(family, Trainer(folder, model), fault_file, tuple(overrides))
     stop(servers)
 
 
-def write_rows(folder: Path, num_images: int) -> Path:
+def write_rows(folder: Path, family: Family) -> Path:
     """Write four prompts of unlike length; the images of two of them have other sizes."""
     rng = np.random.default_rng(0)
     rows = []
@@ -159,8 +184,8 @@ def write_rows(folder: Path, num_images: int) -> Path:
     )
     for index, text in enumerate(texts):
         names = []
-        for place in range(num_images):
-            height, width = SIZES[(index // 2 + place) % len(SIZES)]
+        for place in range(family.num_images):
+            height, width = family.sizes[(index // 2 + place) % len(family.sizes)]
             pixels = rng.integers(0, 256, (4, 4, 3), np.uint8)
             names.append(f"{index}_{place}.png")
             Image.fromarray(pixels).resize((width, height)).save(folder / names[-1])

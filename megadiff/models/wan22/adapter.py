@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class WanAdapter(WanCheckpoint, ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
-    title = "Wan2.1, Wan2.2"
+    title = "Wan2.1 and Wan2.2"
     text_width_key = "text_dim"
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
@@ -88,33 +88,21 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         """Return the velocity [B, L, C] float32, guided by the component's own scale.
 
         conditioning: prompt_embeds [B, tokens, D] and prompt_mask [B, tokens], with negative_ in
-        front as well under guidance; image_latents [B, grid.tokens_per_frame, C] where the first
-        frame is given. Then latents_BLC are the tokens of the other frames. The transformer sees
-        the given ones, clean, at timestep 0, and their velocity is left out.
+        front as well under guidance; image_latents where the first frame is given.
         """
-        device = latents_BLC.device
-        timestep = self.timestep(sigma_B).to(device)
-        num_given = 0
-        if (first_BLC := conditioning.get(IMAGE_LATENTS)) is not None:
-            first_BLC = first_BLC.to(latents_BLC)
-            num_given = first_BLC.shape[1]
-            # a timestep for each token: 0 says that the given ones are clean
-            clean_BL = timestep.new_zeros(first_BLC.shape[:2])
-            drawn_BL = timestep[:, None].expand(latents_BLC.shape[:2])
-            timestep = torch.cat([clean_BL, drawn_BL], dim=1)
-            latents_BLC = torch.cat([first_BLC, latents_BLC], dim=1)
-
-        video_BCFHW = unpack(latents_BLC, self.grid(sampling)).to(transformer.dtype)
+        timestep = self.timestep(sigma_B).to(latents_BLC.device)
+        video_BCFHW, timestep = self.model_input(latents_BLC, timestep, conditioning, sampling)
+        video_BCFHW = video_BCFHW.to(transformer.dtype)
 
         def one_pass(prefix: str) -> Tensor:
-            text = text_of_side(conditioning, prefix, device)
+            text = text_of_side(conditioning, prefix, latents_BLC.device)
             (velocity_BCFHW,) = transformer(
                 hidden_states=video_BCFHW,
                 timestep=timestep,
                 encoder_hidden_states=wan_text.padded(text).to(video_BCFHW),
                 return_dict=False,
             )[:1]
-            return pack(velocity_BCFHW)[:, num_given:]
+            return pack(velocity_BCFHW)[:, -latents_BLC.shape[1] :]
 
         # guidance is computed in the transformer's output dtype; both passes carry gradient
         velocity_BLC = one_pass("")
@@ -123,11 +111,33 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
             velocity_BLC = plain_cfg(velocity_BLC, one_pass(NEGATIVE), scale)
         return velocity_BLC.float()
 
+    def model_input(
+        self,
+        latents_BLC: Tensor,
+        timestep_B: Tensor,
+        conditioning: Conditioning,
+        sampling: Sampling,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the transformer's latents [B, C, F, H, W] and timesteps, [B] or [B, tokens].
+
+        With image_latents [B, grid.tokens_per_frame, C], latents_BLC are the tokens of the other
+        frames. The transformer sees the given ones too, clean, at timestep 0.
+        """
+        timestep = timestep_B
+        if (first_BLC := conditioning.get(IMAGE_LATENTS)) is not None:
+            first_BLC = first_BLC.to(latents_BLC)
+            # a timestep for each token: 0 says that the given ones are clean
+            clean_BL = timestep_B.new_zeros(first_BLC.shape[:2])
+            drawn_BL = timestep_B[:, None].expand(latents_BLC.shape[:2])
+            timestep = torch.cat([clean_BL, drawn_BL], dim=1)
+            latents_BLC = torch.cat([first_BLC, latents_BLC], dim=1)
+        return unpack(latents_BLC, self.grid(sampling)), timestep
+
     def decode(
         self, vae: Any, latents_NLC: Tensor, sampling: Sampling, conditioning: Conditioning
     ) -> Tensor:
         """Decode, with the given frames in front again, clean."""
-        if sampling.images:
+        if self.has_clean_tokens(sampling):
             first_NLC = conditioning[IMAGE_LATENTS].to(latents_NLC)
             latents_NLC = torch.cat([first_NLC, latents_NLC], dim=1)
         return super().decode(vae, latents_NLC, sampling, conditioning)
@@ -155,7 +165,9 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         """Count tokens; the text is padded, whatever num_text_tokens."""
         # all frames: the tokens of a given first frame pass through all blocks
         image = self.grid(sampling).num_tokens
-        return TokenCount(image=image, text=TEXT_TOKENS, is_modulated=bool(sampling.images))
+        return TokenCount(
+            image=image, text=TEXT_TOKENS, is_modulated=self.has_clean_tokens(sampling)
+        )
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         """Return the mean over the schedule; the text is padded, whatever num_text_tokens."""

@@ -20,15 +20,18 @@ NUM_TIMESTEPS = 1000
 
 
 class WanCheckpoint:
-    """Describe one transformer (TI2V-5B), or two experts that divide the schedule (T2V-A14B).
+    """Describe one transformer (TI2V-5B), or two experts that divide the schedule (A14B).
 
     boundary_ratio: the high-noise expert is in charge from this sigma on; None with one
     transformer. flow_shift: of the schedule.
-    takes_image: timesteps are of single tokens, 0 for those of a given first frame.
+    expands_timesteps: they are of single tokens, 0 for those of a given first frame.
+    given_channels: of the transformer's input beside the latents', for a given first frame.
     channels: of a latent. spatial, temporal: how many pixels, and frames after the first, the VAE
     turns into one. width: channels of a token inside the transformer. ffn_width: of its
     feed-forward layer.
     """
+
+    given_channels = 0
 
     def __init__(self, model_folder: Path | str) -> None:
         """Read the folder's JSON files.
@@ -45,7 +48,9 @@ class WanCheckpoint:
         if self.boundary_ratio is None:
             self.components = (HIGH_NOISE,)
 
-        configs = [_transformer_config(folder / name) for name in self.components]
+        configs = [
+            _transformer_config(folder / name, self.given_channels) for name in self.components
+        ]
         config = configs[0]
         differing = [key for key in _SIZES if configs[-1][key] != config[key]]
         if differing:
@@ -54,11 +59,11 @@ class WanCheckpoint:
             )
 
         self.flow_shift = _flow_shift(folder)
-        self.takes_image = bool(index.get("expand_timesteps"))
+        self.expands_timesteps = bool(index.get("expand_timesteps"))
         # as the authors play TI2V-5B's and T2V-A14B's videos; no file says it
-        self.frames_per_s = 24 if self.takes_image else 16
+        self.frames_per_s = 24 if self.expands_timesteps else 16
 
-        self.channels: int = config["in_channels"]
+        self.channels: int = config["out_channels"]
         # diffusers' defaults, for a config that names neither
         self.spatial: int = vae.get("scale_factor_spatial") or 8
         self.temporal: int = vae.get("scale_factor_temporal") or 4
@@ -103,10 +108,10 @@ class WanCheckpoint:
     def _check_images(self, sampling: Sampling) -> None:
         if not sampling.images:
             return
-        if not self.takes_image:
+        if not self.expands_timesteps and not self.given_channels:
             raise ValueError(
                 "rollout.images=true, but this model draws from text alone (no "
-                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B, or set "
+                "expand_timesteps in its model_index.json); use Wan2.2 TI2V-5B or I2V-A14B, or set "
                 "rollout.images=false"
             )
         if len(sampling.images) != 1:
@@ -152,8 +157,12 @@ class WanCheckpoint:
     def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         """Return (tokens, channels) of what is drawn: all frames, or all but a given first."""
         grid = self.grid(sampling)
-        num_given = grid.tokens_per_frame if sampling.images else 0
+        num_given = grid.tokens_per_frame if self.has_clean_tokens(sampling) else 0
         return grid.num_tokens - num_given, self.channels * PATCH**2
+
+    def has_clean_tokens(self, sampling: Sampling) -> bool:
+        """Tell whether the first frame's tokens are given, and not drawn."""
+        return bool(sampling.images) and self.expands_timesteps
 
     def grid(self, sampling: Sampling) -> TokenGrid:
         """Return the grid of the transformer's input: all frames."""
@@ -206,7 +215,7 @@ def _boundary_ratio(folder: Path, index: dict) -> float | None:
     return None if ratio is None else float(ratio)
 
 
-def _transformer_config(component: Path) -> dict[str, Any]:
+def _transformer_config(component: Path, given_channels: int) -> dict[str, Any]:
     """Read an expert's config.json. Raise ValueError for a Wan of another kind."""
     config = read_json(component / "config.json")
     missing = [key for key in _SIZES if config.get(key) is None]
@@ -216,12 +225,12 @@ def _transformer_config(component: Path) -> dict[str, Any]:
     if (
         config.get("image_dim")
         or config.get("added_kv_proj_dim")
-        or config["in_channels"] != config["out_channels"]
+        or config["in_channels"] != config["out_channels"] + given_channels
     ):
         raise ValueError(
             f"{component} takes an image through layers or channels of its own "
             f"(in_channels={config['in_channels']}, out_channels={config['out_channels']}); "
-            "use Wan2.2 TI2V-5B or T2V-A14B"
+            "use Wan2.1 T2V or Wan2.2"
         )
     if tuple(config.get("patch_size", (1, PATCH, PATCH))) != (1, PATCH, PATCH):
         raise ValueError(

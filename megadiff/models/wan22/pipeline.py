@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni.diffusion.models.wan2_2 import Wan22Pipeline
+from vllm_omni.diffusion.models.wan2_2 import Wan22I2VPipeline, Wan22Pipeline
 
 from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin
@@ -18,8 +18,12 @@ from megadiff.models.wan22.plan import SERVED_NAMES
 from megadiff.types import Tensors
 
 
-class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
+class WanRolloutMixin(RolloutPipelineMixin):
+    """Give what text-to-video and image-to-video have alike."""
+
     adapter: WanAdapter
+    tokenizer: Any
+    text_encoder: Any
     served_names = SERVED_NAMES
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
@@ -30,3 +34,11 @@ class WanRolloutPipeline(RolloutPipelineMixin, Wan22Pipeline):
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
         embeds_BTD, mask_BT = wan_text.encode(texts, self.tokenizer, self.text_encoder)
         return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
+
+
+class WanRolloutPipeline(WanRolloutMixin, Wan22Pipeline):
+    pass
+
+
+class WanImageToVideoRolloutPipeline(WanRolloutMixin, Wan22I2VPipeline):
+    pass

@@ -12,7 +12,9 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline
 from safetensors.torch import load_file
 
-from examples.tiny_models.wan22 import HEAD_DIM, KINDS, build_tokenizer, write_tiny_pipeline
+from examples.tiny_models.wan22 import HEAD_DIM, build_tokenizer, write_tiny_pipeline
+
+TEXT_KINDS = ("ti2v_5b", "t2v_a14b", "t2v_1_3b")
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +27,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEXT_KINDS)
 def test_the_same_bytes_every_time(tiny_wan: dict[str, Path], tmp_path: Path, kind: str) -> None:
     write_tiny_pipeline(tmp_path / "again", kind=kind)
     assert weights(tmp_path / "again") == weights(tiny_wan[kind])
@@ -33,7 +35,7 @@ def test_the_same_bytes_every_time(tiny_wan: dict[str, Path], tmp_path: Path, ki
     assert weights(tmp_path / "other") != weights(tiny_wan[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEXT_KINDS)
 def test_it_loads_and_draws_in_diffusers(tiny_wan: dict[str, Path], kind: str) -> None:
     pipeline = DiffusionPipeline.from_pretrained(tiny_wan[kind])
     assert type(pipeline) is WanPipeline and (pipeline.transformer_2 is not None) == (

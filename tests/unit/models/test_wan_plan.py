@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_models.wan22 import KINDS
+from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import served_places
-from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import PLAN, SERVED_NAMES
 
 
 @pytest.fixture(params=KINDS)
 def shapes(request: pytest.FixtureRequest, tiny_wan: dict[str, Path]) -> dict[str, tuple[int, ...]]:
-    transformer = WanAdapter(tiny_wan[request.param]).empty_transformer()
+    transformer = build_adapter(tiny_wan[request.param]).empty_transformer()
     return {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
 
 
