@@ -59,6 +59,7 @@ class ModelAdapter(Protocol):
     shape of them.
 
     title: what people call the models. pipeline_class: `_class_name` in model_index.json.
+    published: model → the GPUs on which it trained at full size, or "", for README's table.
     rollout_pipeline: "module:Class" of the replica's side, imported there only.
     size_keys: of layers, heads and their width in the transformer's config.json. text_width_key: of
     the width of encoded texts there.
@@ -80,6 +81,7 @@ class ModelAdapter(Protocol):
     """
 
     title: ClassVar[str]
+    published: ClassVar[Mapping[str, str]] = {}
     pipeline_class: ClassVar[str]
     rollout_pipeline: ClassVar[str]
     size_keys: ClassVar[tuple[str, ...]] = (

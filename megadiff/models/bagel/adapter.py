@@ -49,6 +49,7 @@ class BagelAdapter(ModelAdapter):
     """
 
     title = "BAGEL 7B-MoT"
+    published = {"generation expert": ""}
     pipeline_class = "BagelForConditionalGeneration"  # of config.json, as there is no index
     transformer_class = "BagelTransformer"
     rollout_pipeline = "megadiff.models.bagel.pipeline:BagelRolloutPipeline"

@@ -28,6 +28,7 @@ class QwenImageAdapter(ImageFamily):
     """Work with diffusers' own transformer, every engine's and vllm-omni's."""
 
     title = "Qwen-Image"
+    published = {"20.4 B": "4 × H200"}
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
     rollout_pipeline = "megadiff.models.qwen_image.pipeline:QwenImageRolloutPipeline"

@@ -25,6 +25,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     """
 
     title = "Qwen-Image-Edit"
+    published = {"2509, 20.4 B": "", "2511, 20.4 B": ""}
     pipeline_class = "QwenImageEditPlusPipeline"
     rollout_pipeline = "megadiff.models.qwen_image_edit.pipeline:QwenImageEditRolloutPipeline"
     most_images = 4  # as in vllm-omni's pipeline; more do not fit into the prompt

@@ -37,6 +37,12 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
     """Work with diffusers' own transformer and every engine's."""
 
     title = "Wan2.1 and Wan2.2"
+    published = {
+        "Wan2.1 T2V, 1.3 B and 14 B": "",
+        "Wan2.2 TI2V-5B": "1 and 2 × H200",
+        "Wan2.2 TI2V-5B, [from a first frame](docs/video.md#image-to-video)": "",
+        "Wan2.2 T2V-A14B, two experts": "",
+    }
     text_width_key = "text_dim"
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"

@@ -25,6 +25,7 @@ class WanImageToVideoAdapter(WanAdapter):
     """Draw all frames of a video, the given first one as well."""
 
     title = "Wan2.2 I2V"
+    published = {"Wan2.2 I2V-A14B, two experts": ""}
     pipeline_class = "WanImageToVideoPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanImageToVideoRolloutPipeline"
     given_channels = MASK_CHANNELS + LATENT_CHANNELS

@@ -6,9 +6,13 @@ Tested with vllm-omni 0.26 and 0.28.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from vllm_omni.diffusion.models.wan2_2 import Wan22I2VPipeline, Wan22Pipeline
+from diffusers.image_processor import VaeImageProcessor
+from PIL.Image import Image
+from torch import Tensor
+from vllm_omni.diffusion.models.wan2_2 import Wan22I2VPipeline, Wan22Pipeline, pipeline_wan2_2_i2v
 
 from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin
@@ -16,6 +20,16 @@ from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import SERVED_NAMES
 from megadiff.types import Tensors
+
+
+def to_tensor(image: Image) -> Tensor:
+    """Return [C, H, W] float32 in [0, 1], as torchvision's function of this name does."""
+    (pixels_CHW,) = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(image))
+    return pixels_CHW
+
+
+# the one function that plain requests need of torchvision, which CPU replicas lack
+pipeline_wan2_2_i2v.TF = SimpleNamespace(to_tensor=to_tensor)
 
 
 class WanRolloutMixin(RolloutPipelineMixin):

@@ -32,6 +32,7 @@ class ZImageAdapter(ImageFamily):
     """
 
     title = "Z-Image"
+    published = {"Base, 6.2 B": ""}
     pipeline_class = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
     rollout_pipeline = "megadiff.models.z_image.pipeline:ZImageRolloutPipeline"

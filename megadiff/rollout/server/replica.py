@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from megadiff.models.batch_sampler import split_groups
@@ -292,10 +293,19 @@ class Replica:
         )
 
         outputs = self.engine.generate(
-            prompt={"prompt": requests[0].prompt.text},
+            prompt=_plain_prompt(requests[0]),
             request_id=f"rl-{uuid.uuid4().hex}",
             sampling_params_list=[parameters],
         )
 
         last = [output async for output in outputs][-1]
         return last.multimodal_output["metadata"][RESULT_KEY]
+
+
+def _plain_prompt(request: RolloutRequest) -> dict[str, object]:
+    """Return what vllm-omni checks of a request before the worker gets it."""
+    prompt: dict[str, object] = {"prompt": request.prompt.text}
+    if request.sampling.images and request.sampling.num_frames > 1:
+        # Image-to-video pipelines refuse a request without one; ours are in its extra_args.
+        prompt["multi_modal_data"] = {"image": Image.new("RGB", (16, 16))}
+    return prompt

@@ -1,0 +1,56 @@
+"""Write README's table of models, from the families of the registry.
+
+python -m megadiff.models.docs README.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megadiff.models.registry import FAMILIES, Family, families
+
+START = "<!-- made by python -m megadiff.models.docs README.md -->\n"
+END = "<!-- end of the models -->"
+HEAD = (
+    "| family | models | VeOmni: FSDP2, HSDP, Ulysses | Megatron-core: TP, SP, Ulysses "
+    "| all weights at full size on GPUs |",
+    "|---|---|---|---|---|",
+)
+
+
+def to_markdown() -> str:
+    """Return the table of megadiff's own families, without those of installed packages."""
+    own = families()[: len(FAMILIES)]
+    rows = [row for family in own for row in _rows(family)]
+    return "\n".join([*HEAD, *rows]) + "\n"
+
+
+def _rows(family: Family) -> Iterator[str]:
+    """Yield a row for each published model. Each engine trains what has a plan."""
+    for model, gpus in family.published.items():
+        yield f"| {family.title} | {model} | yes | yes | {gpus or 'not yet'} |"
+
+
+def with_table(page: str) -> str:
+    """Return the page with a new table between its marks. Raises ValueError where they lack."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the page lacks the lines {START.strip()!r} and {END!r}; add them")
+    return f"{before}{START}\n{to_markdown()}\n{END}{after}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Rewrite the table of the page that argv names."""
+    if len(argv) != 1:
+        sys.stderr.write(f"{__doc__}\n")
+        return 2
+    page = Path(argv[0])
+    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
