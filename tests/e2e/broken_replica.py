@@ -3,7 +3,7 @@
 Faults of what a push brings or a group records: none, nudge, round, shift, noise, skip, flip.
 Faults of the policy's forward: first_row, unmasked, swapped, timestep, thousand, unguided,
 call_norm; where they apply short, once, stock_scale, sign, one_call, pooled, latents, positions,
-no_pictures, no_references, other_references, first_image, no_mask, same_time.
+no_pictures, no_references, other_references, no_mask, same_time.
 """
 
 import sys
@@ -76,7 +76,6 @@ def _spoil_texts(denoise):
     """first_row: all rows of a call have the first one's text length. unmasked: padding counts.
     swapped: the texts of the last two groups are exchanged. pooled: the pooled vector is dropped.
     no_references: the given images are dropped. other_references: their latents are reversed.
-    first_image: all rows have the first one's.
     What is recorded stays right.
 
     Of any family: tensors of conditioning are exchanged or their masks changed by name."""
@@ -95,8 +94,6 @@ def _spoil_texts(denoise):
                 changed[name] = torch.zeros_like(value_N)
             elif name == IMAGE_LATENTS and fault() == "other_references":
                 changed[name] = value_N.flip(1)
-            elif name == IMAGE_LATENTS and fault() == "first_image":
-                changed[name] = value_N[:1].expand_as(value_N)
             elif fault() == "swapped" and count > 1:
                 order_P = torch.tensor([*range(count - 2), count - 1, count - 2])
                 order_N = sampler.per_row(order_P) * (len(value_N) // count)

@@ -100,7 +100,6 @@ FAMILIES = {
             "timestep": ANY,
             "no_references": ANY,
             "other_references": ANY,
-            "first_image": ANY,
             "no_mask": ANY,
         },
         overrides=(
