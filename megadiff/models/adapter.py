@@ -76,6 +76,7 @@ class ModelAdapter(Protocol):
     stage_topology, stage_class: vllm-omni's names of the model in one stage and of its class, where
     it knows the model in several stages too.
     num_end_marks: tokens of a conditioning that stay behind all text, the model's own included.
+    needs_plain_image: whether vllm-omni refuses every request of the model without an image.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -102,6 +103,7 @@ class ModelAdapter(Protocol):
     stage_topology: ClassVar[str] = ""
     stage_class: ClassVar[str] = ""
     num_end_marks: ClassVar[int] = 0
+    needs_plain_image: ClassVar[bool] = False
     veomni_splits_tokens: bool
     transformer_class: str
     vae_class: str

@@ -28,6 +28,7 @@ class WanImageToVideoAdapter(WanAdapter):
     published = {"Wan2.2 I2V-A14B, two experts": ""}
     pipeline_class = "WanImageToVideoPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanImageToVideoRolloutPipeline"
+    needs_plain_image = True
     given_channels = MASK_CHANNELS + LATENT_CHANNELS
 
     def validate(self, sampling: Sampling) -> None:

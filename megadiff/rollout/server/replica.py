@@ -19,6 +19,7 @@ from torch import Tensor
 from megadiff.models.batch_sampler import split_groups
 from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY
 from megadiff.models.pipeline_stop import STOP_KEY
+from megadiff.models.registry import family_of
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import chunks
 from megadiff.rollout.server.omni_app import call_worker
@@ -293,7 +294,7 @@ class Replica:
         )
 
         outputs = self.engine.generate(
-            prompt=_plain_prompt(requests[0]),
+            prompt=_plain_prompt(requests[0], self.spec),
             request_id=f"rl-{uuid.uuid4().hex}",
             sampling_params_list=[parameters],
         )
@@ -302,10 +303,10 @@ class Replica:
         return last.multimodal_output["metadata"][RESULT_KEY]
 
 
-def _plain_prompt(request: RolloutRequest) -> dict[str, object]:
+def _plain_prompt(request: RolloutRequest, spec: ReplicaSpec) -> dict[str, object]:
     """Return what vllm-omni checks of a request before the worker gets it."""
     prompt: dict[str, object] = {"prompt": request.prompt.text}
-    if request.sampling.images and request.sampling.num_frames > 1:
-        # Image-to-video pipelines refuse a request without one; ours are in its extra_args.
+    if family_of(Path(spec.model), spec.family).needs_plain_image:
+        # vllm-omni refuses a request without one; ours are in its extra_args.
         prompt["multi_modal_data"] = {"image": Image.new("RGB", (16, 16))}
     return prompt
