@@ -92,7 +92,8 @@ def sampling_of(name: str, adapter: WanAdapter) -> Sampling:
 @pytest.fixture(scope="module")
 def drawn(tiny_wan: dict[str, Path], wan_registries: dict[str, Path]) -> dict[str, Drawn]:
     found = {}
-    for kind, model in tiny_wan.items():
+    for kind in wan_registries:
+        model = tiny_wan[kind]
         adapter, urls = WanAdapter(model), urls_of(wan_registries[kind])
         source = Source(folder_weights(model, adapter.components))
         with sync_between(source, urls, "http", model=model, folder=Path()) as (sync, _):
