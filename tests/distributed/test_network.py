@@ -64,7 +64,7 @@ def _measure(
     engine = build(folder, sizes, backend=backend, microbatch_size=microbatch_size)
     with CountedCollectives() as counted:
         if pushes:
-            list(only(engine).buckets(2**20, lora=False))
+            list(only(engine).buckets(2**20, None, lora=False))
         else:
             engine.update(mine(engine, scale), LOSS)
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(counted.sent))

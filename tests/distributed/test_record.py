@@ -1,6 +1,7 @@
 """A step's diversity over several ranks is that of one rank that holds all groups."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class TeraAdapter:
 
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         return 1e12 * num_text_tokens
+
+    def num_text_tokens(self, conditioning: Mapping[str, torch.Tensor]) -> int:
+        return conditioning["prompt_mask"].shape[1]
 
 
 def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:

@@ -136,7 +136,7 @@ def test_image_to_video(run: Run, tmp_path: Path) -> None:
     assert rows[0][GAP] <= 1e-5 and rows[0]["parity/embedding_gap_max"] <= 1e-5
     evaluated = read_evaluation(evaluation_folder(result.folder, 2)).samples
     assert {sample.prompt_id for sample in evaluated} == {
-        prompt_id(f"a {colour} circle", " ", f"{colour}.png") for colour in colours
+        prompt_id(f"a {colour} circle", " ", [f"{colour}.png"]) for colour in colours
     }
 
 

@@ -66,9 +66,11 @@ def test_what_the_tiny_folders_say(tiny_wan: dict[str, Path]) -> None:
     assert (one.components, one.spatial, one.channels) == (("transformer",), 16, 48)
     assert (two.components, two.spatial, two.channels) == (("transformer", "transformer_2"), 8, 16)
     assert (two.boundary_ratio, two.flow_shift, two.width, two.temporal) == (0.875, 5.0, 96, 4)
-    for folder in tiny_wan.values():
-        assert check_model_folder(folder).pipeline_class == "WanPipeline"
-        assert build_adapter(folder).components == WanCheckpoint(folder).components
+    for kind, folder in tiny_wan.items():
+        of_image = kind == "i2v_a14b"
+        pipeline_class = "WanImageToVideoPipeline" if of_image else "WanPipeline"
+        assert check_model_folder(folder).pipeline_class == pipeline_class
+        assert len(build_adapter(folder).components) == (2 if kind.endswith("a14b") else 1)
 
 
 @pytest.fixture
