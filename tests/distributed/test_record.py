@@ -44,7 +44,7 @@ class TeraAdapter:
         return 1e12 * num_text_tokens
 
     def num_text_tokens(self, conditioning: Mapping[str, torch.Tensor]) -> int:
-        return conditioning["prompt_mask"].shape[1]
+        return conditioning["prompt_embeds"].shape[1]
 
 
 def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:

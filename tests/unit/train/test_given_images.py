@@ -35,7 +35,7 @@ class HalfSize(ModelAdapter):
             raise ValueError(f"images={sampling.images} are not for this model")
 
 
-ADAPTER = HalfSize()
+ADAPTER = HalfSize(Path())
 
 
 def request_of(*files: Path, sampling: Sampling = SAMPLING) -> RolloutRequest:
