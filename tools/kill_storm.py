@@ -245,8 +245,13 @@ def wait_until(condition, timeout_s: float, what: str) -> None:
 def rank_pids(process: Forked) -> list[int]:
     """Return the launcher and, under torchrun, its ranks."""
     children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child.pid for child in children if "megadiff.cli.train" in child.cmdline()]
+    ranks = [child.pid for child in children if is_rank(" ".join(child.cmdline()))]
     return [process.pid, *ranks]
+
+
+def is_rank(command: str) -> bool:
+    # once it has read its config its title stands there
+    return "megadiff.cli.train" in command or ": rank " in command
 
 
 def is_running(pid: int) -> bool:

@@ -34,8 +34,12 @@ class ReplicaSpec:
     name: str = _flag(
         "how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT", ""
     )
+    run: str = _flag("the run that it is started for, in process titles", "", key="run.name")
     host: str = _flag("any but loopback needs a token", "127.0.0.1")
     port: int = _flag("0 takes any free one", 8000)
+    url: str = _flag(
+        "the address to announce, where a proxy stands in front: https://HOST:PORT", ""
+    )
     device: Literal["auto", "cpu", "cuda"] = _flag(
         "a check against the vLLM build, which decides", "auto", key="run.device"
     )
@@ -69,6 +73,12 @@ class ReplicaSpec:
     def to_json(self) -> str:
         """Return what read_spec() reads."""
         return json.dumps(asdict(self), default=str, indent=1)  # str: of paths
+
+
+def process_title(name: str, run: str, process: str) -> str:
+    """Return a replica's title in ps: `replica_0 of RUN: server`."""
+    of_run = f" of {run}" if run else ""
+    return f"{name}{of_run}: {process}"
 
 
 def config_spec(config: Config, **settings: Any) -> ReplicaSpec:

@@ -23,6 +23,7 @@ from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
+from megadiff.observe.events import Events
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
@@ -75,6 +76,7 @@ def build_run(
     stack: ExitStack,
 ) -> Run:
     """Build an RL run. Collective. What it starts is stopped when `stack` closes."""
+    events = Events(run_folder(config), node=mesh.node)
     # Servers load while the engine does, and stop whatever happens from here on.
     judges = launch_judges(config, mesh, run_folder(config), stack)
     processes = launch(config, mesh, run_folder(config))
@@ -102,7 +104,7 @@ def build_run(
     # one, so replicas that sleep start from nothing again.
     rest_after = config.algorithm.ema_decay > 0 or config.algorithm.lagging_decay > 0
     evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
-    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
+    parts = build_parts(engine, checkpoints, progress, evaluation, events, stack)
     return Run(**vars(parts), replicas=replicas, scorer=scorer, prompts=sampler)
 
 
@@ -115,6 +117,7 @@ def build_sft_run(
     stack: ExitStack,
 ) -> SftRun:
     """Build a supervised run. Collective. What it starts is stopped when `stack` closes."""
+    events = Events(run_folder(config), node=mesh.node)
     # Servers start while data are encoded and the engine loads.
     if config.eval.every:
         judges = launch_judges(config, mesh, run_folder(config), stack)
@@ -165,7 +168,7 @@ def build_sft_run(
         evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
         replicas.rest()
 
-    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
+    parts = build_parts(engine, checkpoints, progress, evaluation, events, stack)
     return SftRun(**vars(parts), batches=batches)
 
 
@@ -183,17 +186,23 @@ def build_parts(
     checkpoints: Checkpoints,
     progress: Progress,
     evaluation: Evaluate | None,
+    events: Events,
     stack: ExitStack,
 ) -> RunParts:
     """Build what records and rescues the run from where `progress` is. Collective."""
     recorder = _build_recorder(engine, evaluation, progress.step, stack)
+    events.step = progress.step + 1
+    if engine.mesh.rank == 0:
+        kind = "run_resumed" if progress.step else "run_started"
+        events.write(kind, step=progress.step)
     return RunParts(
         engine=engine,
         algorithm=build_algorithm(engine.config.algorithm),
         checkpoints=checkpoints,
         recorder=recorder,
-        rescue=_build_rescue(engine, checkpoints, recorder, progress),
+        rescue=_build_rescue(engine, checkpoints, recorder, progress, events),
         progress=progress,
+        events=events,
     )
 
 
@@ -213,7 +222,11 @@ def build_replicas(
 
 
 def _build_rescue(
-    engine: Engine, checkpoints: Checkpoints, recorder: Recorder, progress: Progress
+    engine: Engine,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    progress: Progress,
+    events: Events,
 ) -> Rescue:
     """Lay out what the ranks tell each other by. Collective; it does not listen yet."""
     mesh = engine.mesh
@@ -222,7 +235,14 @@ def _build_rescue(
     # each attempt has a folder of its own: ranks left over from another write elsewhere
     board = Board(folder, rank=mesh.rank, world_size=mesh.world_size)
     agreed(board.lay_out, mesh.cpu_group, here=mesh.rank == 0)
-    return Rescue(engine, checkpoints, board, progress, recorded=lambda: recorder.recorded_step)
+    return Rescue(
+        engine,
+        checkpoints,
+        board,
+        progress,
+        recorded=lambda: recorder.recorded_step,
+        events=events,
+    )
 
 
 def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:

@@ -70,7 +70,7 @@ class NotProven(ReplicaError):
 class ReplicaClient:
     """Talk to one replica. The token goes to an address only after that has proved to know it.
 
-    url: http://host:port, as the replica announced it. timeout_s: of one request, generation and
+    url: http[s]://host:port, as the replica announced it. timeout_s: of one request, generation and
     weight loading included. run: the id of the run that asks, '' for tools.
     """
 
@@ -100,8 +100,8 @@ class ReplicaClient:
     def health(self) -> JsonObject:
         """Return what /health says, to anybody.
 
-        name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8,
-        float32_streams), vllm_omni.
+        name, policy_version, state (ready | updating | asleep), in_flight (calls), outstanding
+        (their samples), run, arithmetic (fp8, float32_streams), vllm_omni.
         """
         return self._object(
             "GET", "/health", http=self._open, timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES

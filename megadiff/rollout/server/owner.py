@@ -92,6 +92,13 @@ class Owner:
             if is_owner and since_s == self._since_s:
                 self._num_calls -= 1
 
+    @property
+    def silent_s(self) -> float | None:
+        """Return how long nothing was heard of the owner, 0 during its calls; None without one."""
+        if self.run is None or self._released:
+            return None
+        return 0.0 if self._num_calls else self._silent_s()
+
     def release(self, run: str | None) -> bool:
         """Give the replica up for the next run; False where the run does not own it."""
         if self.run is None or self._is_foreign(run):

@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from megadiff.models.batch_sampler import split_groups
-from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY
+from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.models.registry import family_of
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import chunks
+from megadiff.rollout.server.load import Load
 from megadiff.rollout.server.omni_app import call_worker
 from megadiff.rollout.server.owner import Owner
 from megadiff.rollout.server.policy import PolicyState, Refused
@@ -71,24 +72,24 @@ class Replica:
     def __post_init__(self) -> None:
         self.policy = PolicyState(self.expected)
         self.owner = Owner(time.monotonic)
-        self.in_flight = 0
+        self.load = Load(time.monotonic)
+        self.gpu_bytes: tuple[int, int] | None = None  # worker 0's allocated and reserved ones
         self.num_image_calls = 0  # waiting ones included
         self._idle = asyncio.Condition()
         self._weights_lock = asyncio.Lock()  # one push or sleep at a time
 
     @asynccontextmanager
-    async def generating(self) -> AsyncIterator[int]:
+    async def generating(self, num_samples: int) -> AsyncIterator[int]:
         """Count a request as in flight; yield the policy version, which cannot change meanwhile.
 
         Raises Refused.
         """
         self.policy.require_ready()
-        self.in_flight += 1
         try:
-            yield self.policy.version
+            with self.load.drawing(num_samples):
+                yield self.policy.version
         finally:
             async with self._idle:
-                self.in_flight -= 1
                 self._idle.notify_all()
 
     @asynccontextmanager
@@ -133,10 +134,15 @@ class Replica:
             self.owner.check_generate(run, request.policy_version)
             self.policy.require_ready(request.policy_version)
         with self.owner.calling(run):
-            async with self.generating() as version, self.stoppable(receive) as stop:
+            num_samples = sum(len(request.sample_indices) for request in requests)
+            async with self.generating(num_samples) as version, self.stoppable(receive) as stop:
                 start = time.perf_counter()
                 result = await self._sample(requests, stop)
                 engine_s = time.perf_counter() - start
+            self.load.num_drawn += num_samples
+            if GPU_BYTES in result:
+                allocated, reserved = result[GPU_BYTES].tolist()
+                self.gpu_bytes = (allocated, reserved)
             groups = split_groups(requests, result, policy_version=version, replica=self.spec.name)
             return await asyncio.to_thread(encode_groups, groups), engine_s
 
@@ -271,7 +277,7 @@ class Replica:
 
     async def _drained(self) -> None:
         async with self._idle:
-            await self._idle.wait_for(lambda: self.in_flight == 0)
+            await self._idle.wait_for(lambda: self.load.num_calls == 0)
 
     async def _sample(self, requests: Sequence[RolloutRequest], stop: Stop) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams

@@ -16,11 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
-from megadiff.rollout.proof import is_loopback
-from megadiff.rollout.spec import ReplicaSpec
+from megadiff.process.title import set_title
+from megadiff.rollout.proof import is_loopback, is_url
+from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
 
 if TYPE_CHECKING:  # imports torch
@@ -46,9 +48,11 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
 
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(spec.host, token)
+    check_url(spec.url, token)
     listener = bind(spec.host, spec.port)
     if not spec.name:  # no two replicas of a registry may share a name
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
+    set_title(process_title(spec.name, spec.run, "server"))
 
     # These import torch, which takes seconds: a port that is taken is told before.
     with collection_paused():
@@ -105,6 +109,21 @@ def check_host(host: str, token: str | None) -> None:
         raise ValueError(
             f"--host {host} can be reached from other machines: set MEGADIFF_TOKEN or give "
             "--token-file, or use --host 127.0.0.1"
+        )
+
+
+def check_url(url: str, token: str | None) -> None:
+    """Raise ValueError for an address to announce that is none, or that needs a token."""
+    if url and not is_url(url):
+        raise ValueError(
+            f"--url {url!r} must be https://HOST:PORT, without a path; give the proxy's address, "
+            "or leave it out where there is none"
+        )
+    # The replica itself may be on loopback: then all who reach the proxy reach it.
+    if url and not token and not is_loopback(urlsplit(url).hostname or ""):
+        raise ValueError(
+            f"--url {url} can be reached from other machines: set MEGADIFF_TOKEN or give "
+            "--token-file"
         )
 
 
@@ -235,6 +254,9 @@ async def _serve(
             private_folder=private_folder,
         )
 
+    # A worker within this process has given it vllm-omni's own title.
+    set_title(process_title(spec.name, spec.run, "server"))
+
     try:
         model = await call_worker(engine, "describe")
         replica = Replica(
@@ -250,7 +272,7 @@ async def _serve(
             await load_newest(replica, spec.weights)
 
         app = await build_app(engine, spec)
-        url = reachable_url(spec.host, listener.getsockname()[1])
+        url = spec.url or reachable_url(spec.host, listener.getsockname()[1])
         server = uvicorn.Server(
             uvicorn.Config(
                 replica_app(app, replica, token=token, url=url),
