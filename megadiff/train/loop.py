@@ -17,7 +17,7 @@ from megadiff.train.record import (
 from megadiff.train.replicas import RunReplicas
 from megadiff.train.reward_metrics import reward_metrics
 from megadiff.train.run import RunParts
-from megadiff.train.sampling import group_requests, sample_and_score
+from megadiff.train.sampling import Draw, group_requests, sample_and_score
 from megadiff.train.update import update
 
 
@@ -52,14 +52,14 @@ def train(run: Run) -> None:
                     seed=config.seed,
                     step=progress.step,
                 )
-                groups, rewards = sample_and_score(
+                draw = Draw(
                     run.replicas.fleet,
                     run.scorer,
                     requests,
                     adapter=engine.adapter,
-                    mesh=mesh,
                     timers=timers,
                 )
+                groups, rewards = sample_and_score(draw, mesh=mesh, timers=timers)
             with timers("train"):
                 stats |= update(engine, run.algorithm, groups, rewards, progress=progress)
             run.rescue.finish_step(progress, run.prompts.state())
