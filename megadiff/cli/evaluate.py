@@ -23,7 +23,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
+from megadiff.checkpoint.base_weights import base_weights
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.cli.evaluate_subject import Subject, resolve, resolve_baseline
 from megadiff.config.schema import Config

@@ -78,6 +78,12 @@ class TrainConfig:
         "A rank's forward takes this many rows: a sample at a step or noise level.",
         at_least=1,
     )
+    staleness: int = key(
+        0,
+        "1 draws samples one step ahead, while the step before trains (rollout.mode=separate).",
+        at_least=0,
+        at_most=1,
+    )
     components: list[str] = key(
         [], "Only these components learn, such as [transformer_2]; empty trains all."
     )

@@ -288,8 +288,16 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
 
 
 def stage_seconds(row: Row) -> dict[str, float]:
-    """Return a step's seconds in each stage, 0 for a missing one, and in none of them."""
+    """Return a step's seconds in each stage, 0 for a missing one, and in none of them.
+
+    What was drawn and scored while the step before trained is none of this step's.
+    """
     seconds = {stage: row.get(stage_key(stage)) or 0.0 for stage in STAGES}
+    hidden = row.get("time/hidden_s") or 0.0
+    for stage in ("rollout", "reward"):
+        cut = min(seconds[stage], hidden)
+        seconds[stage] -= cut
+        hidden -= cut
     whole = step_seconds(row) or 0.0
     return {**seconds, UNTIMED: max(0.0, whole - sum(seconds.values()))}
 

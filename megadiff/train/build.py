@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
-from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
+from megadiff.checkpoint.base_weights import base_weights
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
@@ -36,6 +37,8 @@ from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.choose import build_transport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
+from megadiff.train.batch_files import SavedSamples
+from megadiff.train.batches import BatchSource
 from megadiff.train.board import FOLDER, Board
 from megadiff.train.check import eval_prompts
 from megadiff.train.evaluate import eval_metrics, evaluate, spread
@@ -93,7 +96,8 @@ def build_run(
         source=config.data.prompts,
     )
 
-    checkpoints, progress = resume(engine, sampler)
+    saved = SavedSamples()
+    checkpoints, progress = resume(engine, sampler, partial(saved.load, config=config, mesh=mesh))
     replicas = build_replicas(engine, processes, judges, stack)
     judges.wait()
     open_rewards(scorer, judges.urls, sampling_of(config.rollout), mesh=mesh)
@@ -101,9 +105,15 @@ def build_run(
     # After an average it pushes under the same version: on disk a part may not replace a whole
     # one, so replicas that sleep start from nothing again.
     rest_after = config.algorithm.ema_decay > 0 or config.algorithm.lagging_decay > 0
-    evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
-    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
-    return Run(**vars(parts), replicas=replicas, scorer=scorer, prompts=sampler)
+    timers = Timers()
+    batches = BatchSource(engine, replicas, scorer, sampler, timers=timers)
+    batches.restore(progress.step, saved.samples)
+    checkpoints.beside = batches
+    evaluation = build_evaluation(
+        engine, replicas, scorer, rest_after=rest_after, settle=batches.settle
+    )
+    parts = build_parts(engine, checkpoints, progress, evaluation, stack, timers=timers)
+    return Run(**vars(parts), replicas=replicas, prompts=sampler, batches=batches)
 
 
 def build_sft_run(
@@ -165,17 +175,21 @@ def build_sft_run(
         evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
         replicas.rest()
 
-    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
+    parts = build_parts(engine, checkpoints, progress, evaluation, stack, timers=Timers())
     return SftRun(**vars(parts), batches=batches)
 
 
-def resume(engine: Engine, data: PromptSampler | FlowBatches) -> tuple[Checkpoints, Progress]:
+def resume(
+    engine: Engine,
+    data: PromptSampler | FlowBatches,
+    load_beside: Callable[[Path], None] = lambda folder: None,
+) -> tuple[Checkpoints, Progress]:
     """Continue engine and data from the newest checkpoint, where there is one. Collective."""
     config = engine.config
     base = base_weights(config, engine.adapter, engine.mesh)
     checkpoints = Checkpoints(run_folder(config), config, engine.mesh, base=base)
     load_data = partial(data.load_state, accept_changes=config.checkpoint.accept_changes)
-    return checkpoints, checkpoints.load(engine, load_data)
+    return checkpoints, checkpoints.load(engine, load_data, load_beside)
 
 
 def build_parts(
@@ -184,9 +198,14 @@ def build_parts(
     progress: Progress,
     evaluation: Evaluate | None,
     stack: ExitStack,
+    *,
+    timers: Timers,
 ) -> RunParts:
-    """Build what records and rescues the run from where `progress` is. Collective."""
-    recorder = _build_recorder(engine, evaluation, progress.step, stack)
+    """Build what records and rescues the run from where `progress` is. Collective.
+
+    timers: of the loop's stages.
+    """
+    recorder = _build_recorder(engine, evaluation, progress.step, stack, timers)
     return RunParts(
         engine=engine,
         algorithm=build_algorithm(engine.config.algorithm),
@@ -278,7 +297,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
 
 
 def _build_recorder(
-    engine: Engine, evaluation: Evaluate | None, step: int, stack: ExitStack
+    engine: Engine, evaluation: Evaluate | None, step: int, stack: ExitStack, timers: Timers
 ) -> Recorder:
     """Return what records the run from step `step` on. Collective.
 
@@ -288,7 +307,6 @@ def _build_recorder(
     mesh = engine.mesh
     recording = agreed(lambda: _recording(config, step, stack), mesh.cpu_group, here=mesh.rank == 0)
     trackers, bar = recording if recording else (Trackers(()), None)
-    timers = Timers()
     memory = None
     if mesh.device.type == "cuda":
         memory = stack.enter_context(DeviceMemory(timers, partial(used_bytes, mesh.device)))
@@ -304,12 +322,18 @@ def _recording(config: Config, step: int, stack: ExitStack) -> tuple[Trackers, P
 
 
 def build_evaluation(
-    engine: Engine, replicas: RunReplicas, scorer: Scorer, *, rest_after: bool
+    engine: Engine,
+    replicas: RunReplicas,
+    scorer: Scorer,
+    *,
+    rest_after: bool,
+    settle: Callable[[], None] = lambda: None,
 ) -> Evaluate | None:
     """Return what evaluates the weights after a step, None where eval.every is 0.
 
     Where there is a running average of the weights, that is evaluated. The record is in the run's
     evaluations/. rest_after: whether the trainer needs the GPUs as soon as that is written.
+    settle: waits for samples in flight, which the replicas draw with other weights. Collective.
     """
     config = engine.config
     mesh = engine.mesh
@@ -319,6 +343,7 @@ def build_evaluation(
     folder = run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
+        settle()
         # only while it is sent: the policy is back in the engine when samples are drawn
         with engine.averaged():
             replicas.wake(step)

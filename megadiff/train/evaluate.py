@@ -25,7 +25,7 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.train.sampling import Rewards, fetch_and_score, sampling_of
+from megadiff.train.sampling import Draw, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
@@ -135,9 +135,9 @@ def evaluate(
     """
     requests = _requests(plan[mesh.dp_rank :: mesh.dp], config, policy_version=policy_version)
     wanted = pictured(plan)
-    fetch = partial(fetch_and_score, fleet, scorer, adapter=adapter, on_samples=on_samples)
+    draw_of = partial(Draw, fleet, scorer, adapter=adapter, timers=Timers(), on_samples=on_samples)
     scored = agreed(
-        lambda: _sample_and_score(fetch, scorer, requests, wanted),
+        lambda: _sample_and_score(draw_of, scorer, requests, wanted),
         mesh.cpu_group,
         # its peers would ask for the same samples
         here=mesh.is_model_group_source,
@@ -203,18 +203,20 @@ def _requests(
 
 
 def _sample_and_score(
-    fetch: Callable[..., tuple[list[RolloutGroup], Rewards]],
+    draw_of: Callable[[Sequence[RolloutRequest]], Draw],
     scorer: Scorer,
     requests: Sequence[RolloutRequest],
     wanted: set[Identity],
 ) -> _Scored:
-    """Sample and score chunk by chunk. fetch: fetch_and_score, without the requests."""
+    """Sample and score chunk by chunk. draw_of: makes the draw of a chunk's requests."""
     scored = _Scored()
     pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
     missing = Counter(request.prompt.id for request in requests)
 
     for chunk in _chunks(requests):
-        groups, rewards = fetch(chunk, timers=Timers())
+        draw = draw_of(chunk)
+        draw.run()
+        groups, rewards = draw.result()
         for index, group in enumerate(groups):
             prompt_id = group.prompt.id
             rewards_G = {name: value[index] for name, value in rewards.items() if name != TOTAL}

@@ -12,8 +12,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -106,20 +106,15 @@ class RunReplicas:
         self._sleeps = sleeps(config, device_type=mesh.device.type)
         self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
 
-    @contextmanager
-    def awake(self, version: int, timers: Timers) -> Iterator[dict[str, float]]:
-        """Let the replicas draw a step's samples from a version of the weights, and rest; timed.
+    def bring(self, version: int, timers: Timers) -> dict[str, float]:
+        """Let the replicas draw a step's samples from a version of the weights; timed.
 
-        Yields the sync's figures. Raises AgreedError when a replica refuses or differs.
+        Returns the sync's figures. Raises AgreedError when a replica refuses or differs.
         """
         with timers("room"):
             self._make_room()
         with timers("sync"), self._sampled_policy():
-            figures = self.sync.push(version)
-        yield figures
-        # In no `finally`: after an error the other ranks may never come to this collective.
-        with timers("room"):
-            self.rest()
+            return self.sync.push(version)
 
     def wake(self, version: int) -> None:
         """Bring all replicas to a version of the weights; they stay awake."""

@@ -300,6 +300,7 @@ class Rescue:
             else:
                 aside = self.checkpoints.begin_rescue(finished_step)
                 self.engine.save_now(aside, CATCH_UP_S)
+                self.checkpoints.save_beside(aside, finished_step)
             self.board.say(phase="saved")
         except (OSError, ValueError, RuntimeError) as error:
             self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])

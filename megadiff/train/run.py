@@ -36,6 +36,8 @@ class RunParts:
         code = int(all_reduce_max({"code": requests.agreed_code()}, mesh.cpu_group)["code"])
         stops = code >= 0 and self.progress.step < num_steps
         if stops:
+            # Before: it may take as long as a rollout, and a rescue may have to end it.
+            self.checkpoints.settle_beside()
             self.rescue.leave_together(code)
             self.checkpoints.save(self.engine, self.progress)
             self.checkpoints.settle()

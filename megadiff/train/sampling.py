@@ -52,10 +52,18 @@ def unguided(sampling: Sampling) -> Sampling:
 
 
 def group_requests(
-    batch: PromptBatch, sampling: Sampling, *, group_size: int, seed: int, step: int
+    batch: PromptBatch,
+    sampling: Sampling,
+    *,
+    group_size: int,
+    seed: int,
+    step: int,
+    policy_version: int | None = None,
 ) -> list[RolloutRequest]:
-    """Return one request for each prompt group, of the policy after `step` steps.
+    """Return one request for each prompt group.
 
+    step: finished steps of the run when it trains on the groups. policy_version: of the policy that
+    draws them, by default the one after `step` steps.
     Groups of one prompt differ in their sample indices, from which the noise follows.
     """
     return [
@@ -65,22 +73,16 @@ def group_requests(
             sample_indices=tuple(range(repeat * group_size, (repeat + 1) * group_size)),
             seed=seed,
             step=step,
-            policy_version=step,
+            policy_version=step if policy_version is None else policy_version,
         )
         for prompt, repeat in zip(batch.prompts, batch.repeats, strict=True)
     ]
 
 
 def sample_and_score(
-    fleet: Fleet,
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    *,
-    adapter: ModelAdapter,
-    mesh: Mesh,
-    timers: Timers,
+    draw: Draw, *, mesh: Mesh, timers: Timers
 ) -> tuple[list[RolloutGroup], Rewards]:
-    """Get the groups and their rewards. Collective.
+    """Get the groups of a draw and their rewards. Collective.
 
     The model group's first rank fetches and scores (scoring starts as groups arrive); its peers
     receive. Timer `sample` runs until every source rank has its samples and scores; `rollout` and
@@ -90,12 +92,17 @@ def sample_and_score(
     # the peers' GPUs hold replicas too, so their waiting is time of the rollout
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
     with timers("sample"), waiting:
-        fetched = agreed(
-            lambda: _fetch_and_rest(fleet, scorer, requests, adapter=adapter, timers=timers),
-            mesh.cpu_group,
-            here=mesh.is_model_group_source,
-        )
+        fetched = agreed(draw.finish, mesh.cpu_group, here=mesh.is_model_group_source)
+    return share(fetched, draw.requests, mesh=mesh)
 
+
+def share(
+    fetched: tuple[list[RolloutGroup], Rewards] | None,
+    requests: Sequence[RolloutRequest],
+    *,
+    mesh: Mesh,
+) -> tuple[list[RolloutGroup], Rewards]:
+    """Return what the model group's first rank fetched on all of its ranks. Collective."""
     groups, rewards = fetched or ([], {})
     groups = broadcast_groups(groups, len(requests), mesh=mesh)
 
@@ -128,45 +135,69 @@ def open_rewards(
     agreed(open_and_rest, mesh.cpu_group, here=mesh.is_model_group_source)
 
 
-def _fetch_and_rest(
-    fleet: Fleet,
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    *,
-    adapter: ModelAdapter,
-    timers: Timers,
-) -> tuple[list[RolloutGroup], Rewards]:
-    fetched = fetch_and_score(fleet, scorer, requests, adapter=adapter, timers=timers)
-    scorer.sleep()
-    return fetched
+class Draw:
+    """Draw groups on one rank, and score them as they arrive.
 
+    requests: of this rank's groups. timers: of the thread that calls run().
+    on_samples: called with the size of each group that arrives.
+    """
 
-def fetch_and_score(
-    fleet: Fleet,
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    *,
-    adapter: ModelAdapter,
-    timers: Timers,
-    on_samples: Callable[[int], object] = lambda count: None,
-) -> tuple[list[RolloutGroup], Rewards]:
-    """Return the requests' groups and rewards. on_samples: called with each group's size."""
-    if not requests:
-        return [], {}
-    arrived: dict[int, RolloutGroup] = {}
-    scorer.reset()  # drops what a failed step left behind
+    def __init__(
+        self,
+        fleet: Fleet,
+        scorer: Scorer,
+        requests: Sequence[RolloutRequest],
+        *,
+        adapter: ModelAdapter,
+        timers: Timers,
+        on_samples: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        self.requests = requests
+        self._fleet = fleet
+        self._scorer = scorer
+        self._adapter = adapter
+        self._timers = timers
+        self._on_samples = on_samples
+        # by the request's index, in order of arrival, which is that of their scores
+        self._arrived: dict[int, RolloutGroup] = {}
 
-    with timers("rollout"):
-        for index, group in fleet.generate([for_replica(request, adapter) for request in requests]):
-            arrived[index] = replace(group, prompt=requests[index].prompt)
-            scorer.submit(arrived[index])
-            on_samples(len(group.sample_indices))
-    with timers("reward"):
-        scored = scorer.collect()
+    @property
+    def missing(self) -> list[int]:
+        """Return the indices of the requests whose groups have not arrived."""
+        return [index for index in range(len(self.requests)) if index not in self._arrived]
 
-    order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
-    rewards = {name: value[order] for name, value in scored.items()}
-    return [arrived[index] for index in range(len(requests))], rewards
+    def run(self) -> None:
+        """Ask for the groups that are missing, and submit each to the scorer as it arrives."""
+        if not self._arrived:
+            self._scorer.reset()  # drops what a failed step left behind
+        indices = self.missing
+        asked = [for_replica(self.requests[index], self._adapter) for index in indices]
+
+        with self._timers("rollout"):
+            for position, group in self._fleet.generate(asked):
+                index = indices[position]
+                group = replace(group, prompt=self.requests[index].prompt)
+                self._arrived[index] = group
+                self._scorer.submit(group)
+                self._on_samples(len(group.sample_indices))
+
+    def result(self) -> tuple[list[RolloutGroup], Rewards]:
+        """Return the groups and rewards in the requests' order; waits for the scores."""
+        if not self.requests:
+            return [], {}
+        with self._timers("reward"):
+            scored = self._scorer.collect()
+
+        order = torch.tensor(list(self._arrived)).argsort()  # scores come in order of arrival
+        rewards = {name: value[order] for name, value in scored.items()}
+        return [self._arrived[index] for index in range(len(self.requests))], rewards
+
+    def finish(self) -> tuple[list[RolloutGroup], Rewards]:
+        """Draw, score, and let the rewards give their GPU memory back."""
+        self.run()
+        result = self.result()
+        self._scorer.sleep()
+        return result
 
 
 def for_replica(request: RolloutRequest, adapter: ModelAdapter) -> RolloutRequest:
