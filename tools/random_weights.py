@@ -163,7 +163,8 @@ def _other_network(class_name: str, values: dict) -> nn.Module:
 
 
 def _text_encoder(class_name: str, values: dict, tokenizer: Any, num_layers: int) -> nn.Module:
-    stock = getattr(transformers, class_name)
+    # Files have the names of this class, of which the pipeline may use a part.
+    stock = getattr(transformers, values.get("architectures", [class_name])[0])
     if stock is Qwen2_5_VLForConditionalGeneration:
         config = _text_config(values, tokenizer, num_layers)
     else:
