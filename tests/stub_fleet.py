@@ -7,8 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
+from megadiff.parallel.collectives import agreed
+from megadiff.rollout.client.call_queue import ReplicaCall
+from megadiff.train.sampling import Redrawable
 from megadiff.types import RolloutGroup, RolloutRequest
 
 TOKENS, CHANNELS, SIDE = 4, 6, 8
@@ -20,10 +24,24 @@ class StubFleet:
     def __init__(self) -> None:
         self.requests: list[RolloutRequest] = []
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
+    def plan(self, requests: Sequence[RolloutRequest]) -> list[ReplicaCall]:
+        return [ReplicaCall(range(len(requests)), 0)]
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], calls: Sequence[ReplicaCall] = ()
+    ) -> Iterator[tuple[int, RolloutGroup]]:
         self.requests += requests
         for index in reversed(range(len(requests))):
             yield index, _group(requests[index])
+
+
+def finish(draw: Redrawable, *, here: bool) -> None:
+    """Run a draw of a fleet that loses no replica, as RunReplicas.finish() does."""
+
+    def run() -> None:
+        assert draw.run()
+
+    agreed(run, dist.group.WORLD, here=here)
 
 
 def _group(request: RolloutRequest) -> RolloutGroup:

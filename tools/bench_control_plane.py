@@ -38,7 +38,7 @@ import torch.distributed as dist
 from bench_machine import cpu_name, versions
 
 from megadiff.process.lifeline import exit_with
-from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.client import Drawn, ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.proof import REPLICA, sign
@@ -149,9 +149,13 @@ class EchoClient:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.url = f"http://{name}"
 
-    def generate_batch(self, requests: Sequence[RolloutRequest]) -> Sequence[RolloutRequest]:
-        return requests
+    def draw(self, requests: Sequence[RolloutRequest]) -> Drawn:
+        return Drawn(groups=list(requests), engine_s=1.0, outstanding=0)
+
+    def say_alive(self) -> dict[str, object]:
+        return {}
 
     def close(self) -> None:
         pass

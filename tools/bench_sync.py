@@ -221,7 +221,7 @@ def _sync(
 def _replica(
     options: argparse.Namespace, model: Path, scratch: Path, mesh: Mesh, stack: ExitStack
 ) -> Fleet:
-    process, client = start_replica(
+    _, client = start_replica(
         model,
         scratch,
         stack,
@@ -231,7 +231,7 @@ def _replica(
         tp=options.tp,
         weights=scratch / "weights",
     )
-    return stack.enter_context(Fleet([client], batch_size=1, processes=[process]))
+    return stack.enter_context(Fleet([client], batch_size=1))
 
 
 def _show(row: dict) -> None:

@@ -43,7 +43,8 @@ run: {device: cpu}
 model: {dtype: float32}
 train: {num_steps: 1000000, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
 algorithm: {group_size: 4, clip_range: 1e-4}
-rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], num_replicas: 1}
+rollout: {height: 64, width: 64, num_inference_steps: 6, sde_window_range: [0, 4], num_replicas: 1,
+  max_restarts: 0}
 engine: {dtype: float32}
 optim: {lr: 1e-5}
 parallel: {dp: 0}
@@ -245,8 +246,13 @@ def wait_until(condition, timeout_s: float, what: str) -> None:
 def rank_pids(process: Forked) -> list[int]:
     """Return the launcher and, under torchrun, its ranks."""
     children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child.pid for child in children if "megadiff.cli.train" in child.cmdline()]
+    ranks = [child.pid for child in children if is_rank(" ".join(child.cmdline()))]
     return [process.pid, *ranks]
+
+
+def is_rank(command: str) -> bool:
+    # once it has read its config its title stands there
+    return "megadiff.cli.train" in command or ": rank " in command
 
 
 def is_running(pid: int) -> bool:

@@ -98,13 +98,23 @@ class RankWrite:
         self._given_up = threading.Event()
         self.error: Exception | None = None
         self.seconds = 0.0
+        self._beside: Callable[[Path], None] | None = None
 
     @property
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
-    def start(self, take: Callable[[], Snapshot], memory: CopyMemory) -> None:
-        """Write a copy in a thread; where there is no memory for one, write before returning."""
+    def start(
+        self,
+        take: Callable[[], Snapshot],
+        memory: CopyMemory,
+        beside: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a copy in a thread; where there is no memory for one, write before returning.
+
+        beside: writes what belongs beside the weights into the folder.
+        """
+        self._beside = beside
         try:
             snapshot = take()
             copy = memory.copied(snapshot)
@@ -134,6 +144,9 @@ class RankWrite:
     def _write(self, snapshot: Snapshot) -> None:
         start_s = time.monotonic()
         try:
+            # First: a rank's file of weights says that all is there.
+            if self._beside:
+                self._beside(self.aside)
             snapshot.write(self.aside, self._given_up)
         except Exception as error:  # as above
             self.error = error

@@ -11,9 +11,36 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from megadiff.algorithms import REFERENCE, build_algorithm
+from megadiff.config.schema import Config
+from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.collectives import agreed, gather_json
+from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.fingerprint import fingerprint
+from megadiff.tensors.model_files import weight_files
 from megadiff.tensors.seals import digest
 from megadiff.tensors.tensor_file import TensorFile
+
+
+def base_weights(config: Config, adapter: ModelAdapter, mesh: Mesh) -> dict[str, str]:
+    """Return path and fingerprint of the weights that the run takes from model.path. Collective.
+
+    Those are the base under a LoRA, or the reference policy; empty where the run has neither.
+    Each rank hashes its part of the files, at 4.5 GiB/s a core: 40 GB take about 1 s on 8 ranks.
+    """
+    if not config.lora.rank and REFERENCE not in build_algorithm(config.algorithm).needs:
+        return {}
+
+    files = {name: weight_files(adapter.model_folder / name) for name in adapter.components}
+    digits = agreed(
+        lambda: tensor_fingerprints(files, rank=mesh.rank, world_size=mesh.world_size),
+        mesh.cpu_group,
+    )
+
+    return {
+        "path": str(adapter.model_folder.resolve()),
+        "fingerprint": base_fingerprint(gather_json(digits, mesh.cpu_group)),
+    }
 
 
 def tensor_fingerprints(

@@ -20,12 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megadiff.algorithms import REFERENCE, build_algorithm
 from megadiff.checkpoint.background import CopyMemory, RankWrite
-from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
+from megadiff.checkpoint.beside import Beside
 from megadiff.checkpoint.run_folders import (
     CONFIG,
     PROGRESS,
+    fresh_folder,
     progress_record,
     read_progress,
     whole_looking,
@@ -33,18 +33,15 @@ from megadiff.checkpoint.run_folders import (
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
-from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.step_folders import is_due, step_folder, step_name
 from megadiff.parallel.collectives import (
     AgreedError,
     agreed,
     all_reduce_max,
-    gather_json,
     read_once,
 )
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.whole_folder import sync_entry
-from megadiff.tensors.model_files import weight_files
 from megadiff.tensors.shards import shard_file
 from megadiff.types import Progress
 
@@ -64,7 +61,7 @@ class Checkpoints:
     """The checkpoints of one run folder. after_step(), save(), settle() and load() are collective.
 
     saved_step: of the newest whole one. in_flight: this rank's part of the next one, None where no
-    rank has begun.
+    rank has begun. beside: what they hold beside the weights, where that is anything.
     """
 
     def __init__(
@@ -77,6 +74,7 @@ class Checkpoints:
         self.saved_step = 0
         self.write_s = 0.0  # that this rank's part of the newest one took
         self.in_flight: RankWrite | None = None
+        self.beside: Beside | None = None
         self._began_s = time.monotonic()  # the newest one, or this attempt of the run
         self._memory = CopyMemory(mesh.device)
         self._finishing = threading.Lock()  # of the loop, a rescue and _complete_early()
@@ -104,22 +102,30 @@ class Checkpoints:
         """Copy the checkpoint of progress.step; it is written while training goes on.
 
         It waits for one that is in flight, and raises CheckpointError as settle() does. Where the
-        host has no memory for a copy, it returns when all is written.
+        host has no memory for a copy, it returns when all is written. Raises AgreedError where what
+        belongs beside the weights has failed.
         """
+        self.settle_beside()
         self.settle()
         self._began_s = time.monotonic()
         write = RankWrite(progress, self.aside_of(progress.step))
         self._aside.add(write.aside)
         is_first = self.mesh.rank == 0
         with self._telling(write):
-            agreed(lambda: _fresh_folder(write.aside), self.mesh.cpu_group, here=is_first)
+            agreed(lambda: fresh_folder(write.aside), self.mesh.cpu_group, here=is_first)
 
         # Every rank has come here, so a rescue may count on every rank's part.
         self.in_flight = write
-        write.start(engine.snapshot, self._memory)
+        beside = self.beside.writer(progress.step) if self.beside else None
+        write.start(engine.snapshot, self._memory, beside)
         if is_first:
             threading.Thread(target=self._complete_early, args=(write,), daemon=True).start()
         self._settle_if_written()  # at once where there was no memory for copies
+
+    def settle_beside(self) -> None:
+        """Wait for what belongs beside the weights. Collective."""
+        if self.beside:
+            self.beside.settle()
 
     def settle(self) -> None:
         """Complete the checkpoint in flight, if there is one, when all ranks have written it.
@@ -191,8 +197,19 @@ class Checkpoints:
         aside.mkdir(parents=True, exist_ok=True)
         return aside
 
+    def save_beside(self, aside: Path, step: int) -> None:
+        """Write for a rescue what this rank has beside the weights by now. Not collective."""
+        write = self.beside.writer(step) if self.beside else None
+        try:
+            if write:
+                write(aside)
+        except OSError as error:  # the weights are there, and count for more
+            logger.warning("%s: what belongs beside the weights is missing: %s", aside, error)
+
     def complete(self, aside: Path, progress: Progress) -> None:
         """Turn the ranks' files of a rescue into a checkpoint, on rank 0 alone."""
+        if self.beside:
+            self.beside.drop_incomplete(aside, progress.step)
         self._finish(aside, progress)
         self._give_up()
 
@@ -206,10 +223,14 @@ class Checkpoints:
                     shutil.rmtree(write.aside, ignore_errors=True)
 
     def load(
-        self, engine: Engine, load_prompts: Callable[[dict[str, int | str]], None]
+        self,
+        engine: Engine,
+        load_prompts: Callable[[dict[str, int | str]], None],
+        load_beside: Callable[[Path], None] = lambda folder: None,
     ) -> Progress:
         """Continue from the newest checkpoint that loads.
 
+        load_beside: reads from a checkpoint's folder what this rank needs beside the weights.
         Starts at step 0 where there is none, or resume is `never`. Raises AgreedError when there
         are checkpoints and none of them loads: starting over would hide the loss. Also for one over
         another base (unless checkpoint.accept_changes is set), and for one of other data, which
@@ -220,7 +241,7 @@ class Checkpoints:
         problems = []
         for folder in map(Path, self._from_first(self._candidates)):
             try:
-                progress = self._load_one(folder, engine)
+                progress = self._load_one(folder, engine, load_beside)
             except AgreedError as error:
                 problems.append(f"{folder.name}: {error}")
                 logger.warning(
@@ -268,9 +289,12 @@ class Checkpoints:
         if self.mesh.rank == 0:
             logger.warning("%s; checkpoint.accept_changes: it goes on over those", problem)
 
-    def _load_one(self, folder: Path, engine: Engine) -> Progress:
+    def _load_one(
+        self, folder: Path, engine: Engine, load_beside: Callable[[Path], None]
+    ) -> Progress:
         saved = self._from_first(lambda: asdict(read_progress(folder)))
         agreed(lambda: engine.load(folder), self.mesh.cpu_group)
+        agreed(lambda: load_beside(folder), self.mesh.cpu_group)
         return Progress(**saved)
 
     def _from_first(self, read: Callable[[], object]) -> Any:
@@ -372,29 +396,3 @@ class Checkpoints:
             f"{pointer} names {name}, which is not there; the newest is {newest}. Restore {name}, "
             f"or remove {pointer} to go on from {newest}"
         )
-
-
-def base_weights(config: Config, adapter: ModelAdapter, mesh: Mesh) -> dict[str, str]:
-    """Return path and fingerprint of the weights that the run takes from model.path. Collective.
-
-    Those are the base under a LoRA, or the reference policy; empty where the run has neither.
-    Each rank hashes its part of the files, at 4.5 GiB/s a core: 40 GB take about 1 s on 8 ranks.
-    """
-    if not config.lora.rank and REFERENCE not in build_algorithm(config.algorithm).needs:
-        return {}
-
-    files = {name: weight_files(adapter.model_folder / name) for name in adapter.components}
-    digits = agreed(
-        lambda: tensor_fingerprints(files, rank=mesh.rank, world_size=mesh.world_size),
-        mesh.cpu_group,
-    )
-
-    return {
-        "path": str(adapter.model_folder.resolve()),
-        "fingerprint": base_fingerprint(gather_json(digits, mesh.cpu_group)),
-    }
-
-
-def _fresh_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)

@@ -7,6 +7,7 @@ progress.json is sealed and holds digests of the other files: a checkpoint is th
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -28,6 +29,12 @@ CONFIG = "config.yaml"
 def whole_looking(folder: Path) -> list[Path]:
     """Return the checkpoint folders that were renamed into place, oldest first."""
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
+
+
+def fresh_folder(folder: Path) -> None:
+    """Make an empty folder in place of what is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -19,11 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
+from megadiff.checkpoint.base_weights import base_weights
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.cli.console import leave, log_to_stderr
 from megadiff.cli.evaluate_subject import Subject, resolve, resolve_baseline
 from megadiff.config.schema import Config
@@ -37,18 +39,19 @@ from megadiff.observe.evaluation import (
     write_evaluation,
     write_json,
 )
-from megadiff.parallel.collectives import AgreedError
+from megadiff.parallel.collectives import AgreedError, agreed
 from megadiff.parallel.mesh import Layout, Mesh, init_mesh
 from megadiff.report.evaluation_page import PAGE_NAME, write_evaluation_page
 from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.client.fleet import Fleet
-from megadiff.rollout.client.processes import stop_all
+from megadiff.rollout.client.processes import ReplicaDied, stop_all
 from megadiff.train import replicas
 from megadiff.train.build import build_sync, run_folder
+from megadiff.train.connect import Connection, connect
 from megadiff.train.evaluate import Plan, evaluate
 from megadiff.train.judges import Judges, launch_judges
-from megadiff.train.sampling import open_rewards, sampling_of
+from megadiff.train.run_replicas import RunReplicas
+from megadiff.train.sampling import Redrawable, open_rewards, sampling_of
 
 logger = logging.getLogger(__name__)
 COMPARISON_NAME = "comparison.json"
@@ -122,14 +125,13 @@ def _evaluate(
         processes = replicas.launch(subject.config, mesh, subject.folder)
         # Before connect(): a replica that does not come up is stopped, too.
         stack.callback(stop_all, processes)
-        fleet = stack.enter_context(
-            replicas.connect(subject.config, mesh, subject.folder, processes)
-        )
+        connection = connect(subject.config, mesh, subject.folder, processes, stack)
 
-        step = _push(subject, mesh, fleet, judges) if subject.is_run else None
+        step = _push(subject, mesh, connection, judges) if subject.is_run else None
         total = sum(len(indices) for _, indices in plan)
         outcome = evaluate(
-            fleet,
+            connection.fleet,
+            partial(_finish, mesh=mesh),
             scorer,
             plan,
             config,
@@ -154,7 +156,17 @@ def _evaluate(
     return outcome.evaluation
 
 
-def _push(subject: Subject, mesh: Mesh, fleet: Fleet, judges: Judges) -> int:
+def _finish(draw: Redrawable, *, here: bool, mesh: Mesh) -> None:
+    """Run an evaluation's draws, which one lost replica ends: the engine is gone by then."""
+
+    def run() -> None:
+        if not draw.run():
+            raise ReplicaDied("no replica is left; look at its log, and evaluate again")
+
+    agreed(run, mesh.cpu_group, here=here)
+
+
+def _push(subject: Subject, mesh: Mesh, connection: Connection, judges: Judges) -> int:
     """Load the run's checkpoint, bring the replica to it and return its step."""
     config = subject.config
     folder = run_folder(config)
@@ -164,8 +176,8 @@ def _push(subject: Subject, mesh: Mesh, fleet: Fleet, judges: Judges) -> int:
 
     # A run with algorithm.ema_decay exports its averaged weights, so they are evaluated.
     with engine.averaged():
-        sync = build_sync(engine, fleet)
-        replicas.RunReplicas(fleet, sync, config, mesh, judges).wake(progress.step)
+        sync_of = partial(build_sync, engine)
+        RunReplicas(connection, config, mesh, judges, build_sync=sync_of).wake(progress.step)
     return progress.step
 
 

@@ -32,6 +32,7 @@ from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import Layout, init_mesh, local_world_size_of, world_size_from_env
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
+from megadiff.process.title import set_title
 from megadiff.train.build import build_run, build_sft_run, collective_timeout_s, run_folder
 from megadiff.train.check import check
 from megadiff.train.dry_run import describe, to_text
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
             return 0
+        set_title(f"{config.run.name}: rank {rank}")
         return _train(config, world_size=world_size)
     except ValueError as error:
         return _fail(error, rank, code=2)
@@ -136,6 +138,8 @@ def _train(config: Config, *, world_size: int) -> int:
 
         try:
             train(run) if isinstance(run, Run) else train_sft(run)
+            if mesh.rank == 0:
+                run.events.write("run_finished", step=run.progress.step)
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
             raise
         except BaseException as error:

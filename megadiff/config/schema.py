@@ -78,6 +78,12 @@ class TrainConfig:
         "A rank's forward takes this many rows: a sample at a step or noise level.",
         at_least=1,
     )
+    staleness: int = key(
+        0,
+        "1 draws samples one step ahead, while the step before trains (rollout.mode=separate).",
+        at_least=0,
+        at_most=1,
+    )
     components: list[str] = key(
         [], "Only these components learn, such as [transformer_2]; empty trains all."
     )
@@ -189,6 +195,21 @@ class RolloutConfig:
         1800.0, "An answer of a replica may take this many seconds.", above=0, at_most=10**6
     )
 
+    # A busy replica answers all the same. Its engine counts from the second call of a shape on, as
+    # the first may compile.
+    heartbeat_s: float = key(
+        60.0,
+        "A replica is lost when it, or its engine at work, shows no life for so many seconds.",
+        above=0,
+        at_most=10**6,
+    )
+    max_restarts: int = key(
+        3,
+        "A replica is started again so often in a row, without a finished step in between.",
+        at_least=0,
+        at_most=1000,
+    )
+
     mode: str = key(
         "colocated",
         "Replicas share the trainer's GPUs, or (separate) are started apart from it.",
@@ -197,8 +218,14 @@ class RolloutConfig:
     )
     num_replicas: int = key(
         0,
-        "The run has this many; 0 takes one for every tp GPUs, and one on a CPU.",
+        "The run begins with this many; 0 takes one for every tp GPUs, and one on a CPU.",
         at_least=0,
+        at_most=1024,
+    )
+    min_replicas: int = key(
+        1,
+        "A step waits until this many serve (of each node, where they are colocated).",
+        at_least=1,
         at_most=1024,
     )
     stage_config: str = key(

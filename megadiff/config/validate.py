@@ -41,6 +41,7 @@ WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.step_weight": "none",
     "algorithm.lagging_kl_coef": 0,
     "train.updates_per_step": 1,
+    "train.staleness": 0,
     "rollout.images": False,
     "rollout.same_noise": False,
     "rollout.sde_window_moves": 0,
@@ -76,6 +77,7 @@ def validate(config: Config, *, dp: int, on_policy: bool = True) -> None:
     _check_batch(config, dp=dp)
     _check_schedule(config)
     _check_rollout(config)
+    _check_staleness(config)
 
     if config.eval.every and not config.eval.prompts:
         raise ConfigError(
@@ -193,6 +195,24 @@ def _check_rollout(config: Config) -> None:
             "rollout.mode=separate needs rollout.registry, the folder that "
             "`megadiff serve --registry` writes to"
         )
+
+
+def _check_staleness(config: Config) -> None:
+    staleness = config.train.staleness
+    if not staleness:
+        return
+    if config.rollout.mode != "separate":
+        raise ConfigError(
+            f"train.staleness={staleness} with rollout.mode={config.rollout.mode}: trainer and "
+            "replicas take turns on the same GPUs, so nothing can be drawn ahead; set "
+            "rollout.mode=separate, or train.staleness=0"
+        )
+    for name, judge in config.judge.items():
+        if judge.sleep:
+            raise ConfigError(
+                f"judge.{name}.sleep={judge.sleep} with train.staleness={staleness}: it is asked "
+                f"while the policy trains; set judge.{name}.sleep=false, or train.staleness=0"
+            )
 
 
 def _check_engine(config: Config) -> None:

@@ -27,6 +27,7 @@ from megadiff.types import RolloutRequest, Tensors
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
+GPU_BYTES = "gpu_bytes"  # in a result: those that the allocator gave out, those that it keeps
 NO_LORA_REQUESTS = (
     "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA "
     "of its own"
@@ -138,6 +139,10 @@ class RolloutPipelineMixin:
         latents_NLC = self._denoise(sampler, conditioning)
         pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
         result = sampler.result(pixels_NFHWC)
+        if self.device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+            result[GPU_BYTES] = torch.tensor([allocated, reserved])
         # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return DiffusionOutput(output=envelope)

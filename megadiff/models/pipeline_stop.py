@@ -7,12 +7,15 @@ answers the call that should end it.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 STOP_KEY = "megadiff_stop"  # in a request's extra_args: the file's path
+ALIVE_NAME = "alive"  # of the file beside it whose time is that of the engine's last progress
 
 
 class Stopped(ValueError):
@@ -34,8 +37,15 @@ def check_stop(path: str | None, *, size: int, first_rank: int, group: Any) -> N
     if path is None:
         return
 
+    _show_progress(path)
     is_stopped = torch.tensor([int(os.path.exists(path))])
     if size > 1:
         dist.broadcast(is_stopped, src=first_rank, group=group)
     if is_stopped.item():
         raise Stopped("the request was given up: its client left, or its time was over")
+
+
+def _show_progress(path: str) -> None:
+    """Tell the server that the engine goes on; a stuck GPU touches no file."""
+    with suppress(OSError):  # a full disk is told of elsewhere
+        Path(path).with_name(ALIVE_NAME).touch()

@@ -40,6 +40,14 @@ class Timers:
             self.running -= {name}
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
 
+    def take_over(self, other: Timers) -> float:
+        """Add the seconds of another thread's timers, none of which runs; return their sum."""
+        seconds = other._seconds
+        other._seconds = {}
+        for name, value in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+        return sum(seconds.values())
+
     def pop(self) -> dict[str, float]:
         """Return time/<name>_s → seconds since the last pop, without timers that still run."""
         seconds = self._seconds

@@ -30,12 +30,20 @@ UNUSABLE = 502  # the status of an answer that is too large, or not what was ask
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A whole answer. content_type, location (of a redirect): '' where there is none."""
+    """A whole answer. headers: by their names in lower case."""
 
     status: int
-    content_type: str
-    location: str
+    headers: Mapping[str, str]
     body: bytes
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "")
+
+    @property
+    def location(self) -> str:
+        """Return where a redirect leads, '' where there is none."""
+        return self.headers.get("location", "")
 
 
 class NoAnswer(RuntimeError):
@@ -131,8 +139,10 @@ def _until(deadline: float) -> dict[str, dict[str, float]]:
 
 
 def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
-    fields = {name.lower(): value for name, value in response.headers}
-    size = int(fields.get(b"content-length", b"0"))  # h11 has checked that it is a number
+    headers = {
+        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers
+    }
+    size = int(headers.get("content-length", "0"))  # h11 has checked that it is a number
 
     # Refused before it is read: who announces much need not be given the time to send it.
     if size > max_bytes:
@@ -148,8 +158,7 @@ def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
 
     return Answer(
         status=response.status,
-        content_type=fields.get(b"content-type", b"").decode("latin-1"),
-        location=fields.get(b"location", b"").decode("latin-1"),
+        headers=headers,
         body=bytes(body),
     )
 

@@ -41,8 +41,9 @@ class Section:
     """Data of a page's section; its parts stand in this order, and empty ones are left out.
 
     bars: bar_chart each. charts: line_chart each.
-    table: rows of texts, the first is the head. wall: see evaluation_page.wall.
-    strips: see pictures.strips. time: see report.stage_times. note, config: text.
+    table: rows of texts, the first is the head. log: the same, many rows in a fixed height.
+    wall: see evaluation_page.wall. strips: see pictures.strips. time: see report.stage_times.
+    note, config: text.
     """
 
     title: str
@@ -50,6 +51,7 @@ class Section:
     bars: Sequence[Drawing] = ()
     charts: Sequence[Drawing] = ()
     table: Sequence[Sequence[str]] = ()
+    log: Sequence[Sequence[str]] = ()
     wall: Drawing | None = None
     strips: Sequence[Drawing] = ()
     time: Drawing | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megadiff.observe.evaluation import Comparison, Evaluation
+from megadiff.observe.events import Event, read_events
 from megadiff.observe.heldout import compare, read_evaluations
 from megadiff.observe.metrics import (
     LOSS,
@@ -46,6 +47,7 @@ from megadiff.report.evaluation_page import (
     wall,
 )
 from megadiff.report.evaluation_table import RewardFormat, reward_format
+from megadiff.report.events_section import events_parts
 from megadiff.report.health import findings
 from megadiff.report.page import TEMPLATES, Section, Tile, change_sentence, write_page
 from megadiff.report.pictures import strips
@@ -68,7 +70,7 @@ UNTIMED = "other"  # seconds of a step beyond its stages
 class RunRecord:
     """Contents of a run's folder.
 
-    evaluations: the first and the last one; heldout: the last against the first.
+    evaluations: the first and the last one; heldout: the last against the first. events: by time.
     config_text: config.yaml as it is, "" without one; config: its sections, {} when unreadable.
     """
 
@@ -77,6 +79,7 @@ class RunRecord:
     samples: Sequence[SavedSample]
     evaluations: Evaluations
     heldout: Comparison | None
+    events: Sequence[Event]
     config_text: str
     config: Mapping[str, Any]
 
@@ -114,6 +117,7 @@ def read_run(folder: Path) -> RunRecord:
         samples=read_samples(folder),
         evaluations=evaluations,
         heldout=compare(evaluations),
+        events=read_events(folder),
         config_text=config_text,
         config=_parse_config(config_text),
     )
@@ -288,8 +292,16 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
 
 
 def stage_seconds(row: Row) -> dict[str, float]:
-    """Return a step's seconds in each stage, 0 for a missing one, and in none of them."""
+    """Return a step's seconds in each stage, 0 for a missing one, and in none of them.
+
+    What was drawn and scored while the step before trained is none of this step's.
+    """
     seconds = {stage: row.get(stage_key(stage)) or 0.0 for stage in STAGES}
+    hidden = row.get("time/hidden_s") or 0.0
+    for stage in ("rollout", "reward"):
+        cut = min(seconds[stage], hidden)
+        seconds[stage] -= cut
+        hidden -= cut
     whole = step_seconds(row) or 0.0
     return {**seconds, UNTIMED: max(0.0, whole - sum(seconds.values()))}
 
@@ -354,6 +366,7 @@ def write_report(run_folder: Path) -> Path:
         HELD_OUT: _heldout_parts(run),
         "The same prompt over time": {"strips": strips(run.samples)},
         TIME: {"charts": (), "time": stage_times(run.rows)},
+        "What happened": events_parts(run.events),
         "Config": {
             "config": run.config_text,
             "note": "" if run.config_text else f"This run has no {CONFIG_NAME}.",

@@ -13,6 +13,8 @@ REQUEST_BYTES = 2**16
 
 RUN_HEADER = "x-megadiff-run"  # of every request that a run sends
 RUN_CHARS = 128
+# Of an answer with samples: how many others are waiting or in the engine, of all runs and ranks.
+OUTSTANDING_HEADER = "x-megadiff-outstanding"
 LOCKED = 423  # the HTTP status of a weight push that may begin later
 OWNER_SILENT_S = 60.0  # a run that is silent for longer may be gone: another run may begin a push
 

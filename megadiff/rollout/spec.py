@@ -34,6 +34,7 @@ class ReplicaSpec:
     name: str = _flag(
         "how logs, the registry and the OpenAI routes call it; by default HOSTNAME-PORT", ""
     )
+    run: str = _flag("the run that it is started for, in process titles", "", key="run.name")
     host: str = _flag("any but loopback needs a token", "127.0.0.1")
     port: int = _flag("0 takes any free one", 8000)
     device: Literal["auto", "cpu", "cuda"] = _flag(
@@ -69,6 +70,12 @@ class ReplicaSpec:
     def to_json(self) -> str:
         """Return what read_spec() reads."""
         return json.dumps(asdict(self), default=str, indent=1)  # str: of paths
+
+
+def process_title(name: str, run: str, process: str) -> str:
+    """Return a replica's title in ps: `replica_0 of RUN: server`."""
+    of_run = f" of {run}" if run else ""
+    return f"{name}{of_run}: {process}"
 
 
 def config_spec(config: Config, **settings: Any) -> ReplicaSpec:

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
-from megadiff.checkpoint.checkpoints import Checkpoints, base_weights
+from megadiff.checkpoint.base_weights import base_weights
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
@@ -23,6 +24,7 @@ from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
+from megadiff.observe.events import Events
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
@@ -36,16 +38,20 @@ from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.choose import build_transport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
+from megadiff.train.batch_files import SavedSamples
+from megadiff.train.batches import BatchSource
 from megadiff.train.board import FOLDER, Board
 from megadiff.train.check import eval_prompts
+from megadiff.train.connect import connect
 from megadiff.train.evaluate import eval_metrics, evaluate, spread
 from megadiff.train.judges import Judges, launch_judges
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
-from megadiff.train.replicas import RunReplicas, connect, launch, users_of, weights_folder
+from megadiff.train.replicas import launch, users_of, weights_folder
 from megadiff.train.rescue import Rescue
 from megadiff.train.rows import rows_per_group
 from megadiff.train.run import RunParts
+from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import open_rewards, sampling_of, sft_sampling
 from megadiff.train.sft import SftRun
 from megadiff.types import DTYPES, Progress, Prompt
@@ -75,6 +81,7 @@ def build_run(
     stack: ExitStack,
 ) -> Run:
     """Build an RL run. Collective. What it starts is stopped when `stack` closes."""
+    events = Events(run_folder(config), node=mesh.node)
     # Servers load while the engine does, and stop whatever happens from here on.
     judges = launch_judges(config, mesh, run_folder(config), stack)
     processes = launch(config, mesh, run_folder(config))
@@ -93,17 +100,24 @@ def build_run(
         source=config.data.prompts,
     )
 
-    checkpoints, progress = resume(engine, sampler)
-    replicas = build_replicas(engine, processes, judges, stack)
+    saved = SavedSamples()
+    checkpoints, progress = resume(engine, sampler, partial(saved.load, config=config, mesh=mesh))
+    replicas = build_replicas(engine, processes, judges, events, stack)
     judges.wait()
     open_rewards(scorer, judges.urls, sampling_of(config.rollout), mesh=mesh)
     # The next step samples from the weights that were evaluated, and replicas stay awake for it.
     # After an average it pushes under the same version: on disk a part may not replace a whole
     # one, so replicas that sleep start from nothing again.
     rest_after = config.algorithm.ema_decay > 0 or config.algorithm.lagging_decay > 0
-    evaluation = build_evaluation(engine, replicas, scorer, rest_after=rest_after)
-    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
-    return Run(**vars(parts), replicas=replicas, scorer=scorer, prompts=sampler)
+    timers = Timers()
+    batches = BatchSource(engine, replicas, scorer, sampler, timers=timers)
+    batches.restore(progress.step, saved.samples)
+    checkpoints.beside = batches
+    evaluation = build_evaluation(
+        engine, replicas, scorer, rest_after=rest_after, settle=batches.settle
+    )
+    parts = build_parts(engine, checkpoints, progress, evaluation, events, stack, timers=timers)
+    return Run(**vars(parts), replicas=replicas, prompts=sampler, batches=batches)
 
 
 def build_sft_run(
@@ -115,6 +129,7 @@ def build_sft_run(
     stack: ExitStack,
 ) -> SftRun:
     """Build a supervised run. Collective. What it starts is stopped when `stack` closes."""
+    events = Events(run_folder(config), node=mesh.node)
     # Servers start while data are encoded and the engine loads.
     if config.eval.every:
         judges = launch_judges(config, mesh, run_folder(config), stack)
@@ -158,24 +173,28 @@ def build_sft_run(
     checkpoints, progress = resume(engine, batches)
     evaluation = None
     if config.eval.every:
-        replicas = build_replicas(engine, processes, judges, stack)
+        replicas = build_replicas(engine, processes, judges, events, stack)
         assert scorer, "validate() refuses an evaluation without a reward"
         judges.wait()
         open_rewards(scorer, judges.urls, sampling_of(config.rollout), mesh=mesh)
         evaluation = build_evaluation(engine, replicas, scorer, rest_after=True)
         replicas.rest()
 
-    parts = build_parts(engine, checkpoints, progress, evaluation, stack)
+    parts = build_parts(engine, checkpoints, progress, evaluation, events, stack, timers=Timers())
     return SftRun(**vars(parts), batches=batches)
 
 
-def resume(engine: Engine, data: PromptSampler | FlowBatches) -> tuple[Checkpoints, Progress]:
+def resume(
+    engine: Engine,
+    data: PromptSampler | FlowBatches,
+    load_beside: Callable[[Path], None] = lambda folder: None,
+) -> tuple[Checkpoints, Progress]:
     """Continue engine and data from the newest checkpoint, where there is one. Collective."""
     config = engine.config
     base = base_weights(config, engine.adapter, engine.mesh)
     checkpoints = Checkpoints(run_folder(config), config, engine.mesh, base=base)
     load_data = partial(data.load_state, accept_changes=config.checkpoint.accept_changes)
-    return checkpoints, checkpoints.load(engine, load_data)
+    return checkpoints, checkpoints.load(engine, load_data, load_beside)
 
 
 def build_parts(
@@ -183,37 +202,65 @@ def build_parts(
     checkpoints: Checkpoints,
     progress: Progress,
     evaluation: Evaluate | None,
+    events: Events,
     stack: ExitStack,
+    *,
+    timers: Timers,
 ) -> RunParts:
-    """Build what records and rescues the run from where `progress` is. Collective."""
-    recorder = _build_recorder(engine, evaluation, progress.step, stack)
+    """Build what records and rescues the run from where `progress` is. Collective.
+
+    timers: of the loop's stages.
+    """
+    recorder = _build_recorder(engine, evaluation, progress.step, stack, timers)
+    events.step = progress.step + 1
+    if engine.mesh.rank == 0:
+        kind = "run_resumed" if progress.step else "run_started"
+        events.write(kind, step=progress.step)
     return RunParts(
         engine=engine,
         algorithm=build_algorithm(engine.config.algorithm),
         checkpoints=checkpoints,
         recorder=recorder,
-        rescue=_build_rescue(engine, checkpoints, recorder, progress),
+        rescue=_build_rescue(engine, checkpoints, recorder, progress, events),
         progress=progress,
+        events=events,
     )
 
 
 def build_replicas(
-    engine: Engine, processes: Sequence[ReplicaProcess], judges: Judges, stack: ExitStack
+    engine: Engine,
+    processes: Sequence[ReplicaProcess],
+    judges: Judges,
+    events: Events,
+    stack: ExitStack,
 ) -> RunReplicas:
     """Wait for the run's replicas and make the sync to them. Collective.
 
     Raises AgreedError for replicas that end, differ from the run, or that no transport can serve.
     """
     config = engine.config
-    fleet = stack.enter_context(connect(config, engine.mesh, run_folder(config), processes))
-    sync = stack.enter_context(closing(build_sync(engine, fleet)))
+    connection = connect(
+        config, engine.mesh, run_folder(config), processes, stack, report=events.write
+    )
     samples_lagging = build_algorithm(config.algorithm).samples_lagging
-    sampled_policy = engine.lagging if samples_lagging else nullcontext
-    return RunReplicas(fleet, sync, config, engine.mesh, judges, sampled_policy=sampled_policy)
+    replicas = RunReplicas(
+        connection,
+        config,
+        engine.mesh,
+        judges,
+        build_sync=partial(build_sync, engine),
+        sampled_policy=engine.lagging if samples_lagging else nullcontext,
+        report=events.write,
+    )
+    return stack.enter_context(closing(replicas))
 
 
 def _build_rescue(
-    engine: Engine, checkpoints: Checkpoints, recorder: Recorder, progress: Progress
+    engine: Engine,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    progress: Progress,
+    events: Events,
 ) -> Rescue:
     """Lay out what the ranks tell each other by. Collective; it does not listen yet."""
     mesh = engine.mesh
@@ -222,7 +269,14 @@ def _build_rescue(
     # each attempt has a folder of its own: ranks left over from another write elsewhere
     board = Board(folder, rank=mesh.rank, world_size=mesh.world_size)
     agreed(board.lay_out, mesh.cpu_group, here=mesh.rank == 0)
-    return Rescue(engine, checkpoints, board, progress, recorded=lambda: recorder.recorded_step)
+    return Rescue(
+        engine,
+        checkpoints,
+        board,
+        progress,
+        recorded=lambda: recorder.recorded_step,
+        events=events,
+    )
 
 
 def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
@@ -278,7 +332,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
 
 
 def _build_recorder(
-    engine: Engine, evaluation: Evaluate | None, step: int, stack: ExitStack
+    engine: Engine, evaluation: Evaluate | None, step: int, stack: ExitStack, timers: Timers
 ) -> Recorder:
     """Return what records the run from step `step` on. Collective.
 
@@ -288,7 +342,6 @@ def _build_recorder(
     mesh = engine.mesh
     recording = agreed(lambda: _recording(config, step, stack), mesh.cpu_group, here=mesh.rank == 0)
     trackers, bar = recording if recording else (Trackers(()), None)
-    timers = Timers()
     memory = None
     if mesh.device.type == "cuda":
         memory = stack.enter_context(DeviceMemory(timers, partial(used_bytes, mesh.device)))
@@ -304,12 +357,18 @@ def _recording(config: Config, step: int, stack: ExitStack) -> tuple[Trackers, P
 
 
 def build_evaluation(
-    engine: Engine, replicas: RunReplicas, scorer: Scorer, *, rest_after: bool
+    engine: Engine,
+    replicas: RunReplicas,
+    scorer: Scorer,
+    *,
+    rest_after: bool,
+    settle: Callable[[], None] = lambda: None,
 ) -> Evaluate | None:
     """Return what evaluates the weights after a step, None where eval.every is 0.
 
     Where there is a running average of the weights, that is evaluated. The record is in the run's
     evaluations/. rest_after: whether the trainer needs the GPUs as soon as that is written.
+    settle: waits for samples in flight, which the replicas draw with other weights. Collective.
     """
     config = engine.config
     mesh = engine.mesh
@@ -319,12 +378,14 @@ def build_evaluation(
     folder = run_folder(config)
 
     def evaluate_step(step: int) -> dict[str, float]:
+        settle()
         # only while it is sent: the policy is back in the engine when samples are drawn
         with engine.averaged():
             replicas.wake(step)
 
         outcome = evaluate(
             replicas.fleet,
+            replicas.finish,
             scorer,
             plan,
             config,

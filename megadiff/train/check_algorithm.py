@@ -96,6 +96,13 @@ def _check_steps(config: Config, algorithm: Algorithm) -> None:
             f"algorithm.trained_steps={settings.trained_steps} > "
             f"rollout.sde_window_size={rollout.sde_window_size}; set trained_steps to at most that"
         )
+    if config.train.staleness and settings.old_log_prob != "recompute":
+        raise ConfigError(
+            f"train.staleness={config.train.staleness} with "
+            f"algorithm.old_log_prob={settings.old_log_prob} and {name}: a ratio to log_probs of "
+            "weights one step older does not start at 1, and is clipped for that; set "
+            "algorithm.old_log_prob=recompute, or train.staleness=0"
+        )
     if settings.step_weight == "level" and rollout.sde_window_moves:
         # the mean that a step's noise is divided by is of the steps that its window may reach
         raise ConfigError(

@@ -21,11 +21,11 @@ from megadiff.observe import diversity
 from megadiff.observe.evaluation import EvaluatedSample, Evaluation, Identity, image_name
 from megadiff.observe.samples import picture_suffix
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
+from megadiff.parallel.collectives import broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.train.sampling import Rewards, fetch_and_score, sampling_of
+from megadiff.train.sampling import Draw, Finish, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
@@ -116,6 +116,7 @@ class Outcome:
 
 def evaluate(
     fleet: Fleet,
+    finish: Finish,
     scorer: Scorer,
     plan: Plan,
     config: Config,
@@ -129,20 +130,16 @@ def evaluate(
     """Sample and score the plan; all ranks return the same outcome. Collective.
 
     Data-parallel ranks divide the prompts.
-    config: says how samples are drawn. model: its name in the record. on_samples: called with the
-    number of samples that arrived.
+    finish: runs a draw again where replicas were lost. config: says how samples are drawn. model:
+    its name in the record. on_samples: called with the number of samples that arrived.
     Raises AgreedError when a replica or reward fails.
     """
     requests = _requests(plan[mesh.dp_rank :: mesh.dp], config, policy_version=policy_version)
     wanted = pictured(plan)
-    fetch = partial(fetch_and_score, fleet, scorer, adapter=adapter, on_samples=on_samples)
-    scored = agreed(
-        lambda: _sample_and_score(fetch, scorer, requests, wanted),
-        mesh.cpu_group,
-        # its peers would ask for the same samples
-        here=mesh.is_model_group_source,
-    )
-    scored = _gather(scored, mesh=mesh)
+    draw_of = partial(Draw, fleet, scorer, adapter=adapter, timers=Timers(), on_samples=on_samples)
+    scoring = _Scoring(draw_of, requests, scorer, wanted)
+    finish(scoring, here=mesh.is_model_group_source)  # its peers would ask for the same samples
+    scored = _gather(scoring.scored, mesh=mesh)
 
     identities = [(prompt.id, index) for prompt, indices in plan for index in indices]
     # in the plan's order, whatever rank drew a sample
@@ -202,31 +199,52 @@ def _requests(
     return sorted(requests, key=lambda request: -len(request.sample_indices))
 
 
-def _sample_and_score(
-    fetch: Callable[..., tuple[list[RolloutGroup], Rewards]],
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    wanted: set[Identity],
-) -> _Scored:
-    """Sample and score chunk by chunk. fetch: fetch_and_score, without the requests."""
-    scored = _Scored()
-    pending: dict[str, list[RolloutGroup]] = {}  # groups of prompts that are not complete
-    missing = Counter(request.prompt.id for request in requests)
+class _Scoring:
+    """Sample and score chunk by chunk, with what has been done so far.
 
-    for chunk in _chunks(requests):
-        groups, rewards = fetch(chunk, timers=Timers())
-        for index, group in enumerate(groups):
-            prompt_id = group.prompt.id
-            rewards_G = {name: value[index] for name, value in rewards.items() if name != TOTAL}
-            _add(scored, group, rewards_G, wanted)
-            pending.setdefault(prompt_id, []).append(group)
-            missing[prompt_id] -= 1
-            # as soon as it can be, since groups hold pixels
-            if not missing[prompt_id]:
-                scored.figures[prompt_id] = _figures(pending.pop(prompt_id))
-    scorer.sleep()
-    scorer.pop_figures()  # those that are logged are of training steps
-    return scored
+    draw_of: makes the draw of a chunk's requests.
+    """
+
+    def __init__(
+        self,
+        draw_of: Callable[[Sequence[RolloutRequest]], Draw],
+        requests: Sequence[RolloutRequest],
+        scorer: Scorer,
+        wanted: set[Identity],
+    ) -> None:
+        self.scored = _Scored()
+        self._scorer = scorer
+        self._wanted = wanted
+        self._draws = [draw_of(chunk) for chunk in _chunks(requests)]
+        self._pending: dict[str, list[RolloutGroup]] = {}  # groups of incomplete prompts
+        self._missing = Counter(request.prompt.id for request in requests)
+
+    def run(self) -> bool:
+        """Go on with the first chunk that is not done. False where replicas were lost."""
+        while self._draws:
+            draw = self._draws[0]
+            if not draw.run():
+                return False
+            groups, rewards = draw.result()
+            del self._draws[0]
+            for index, group in enumerate(groups):
+                rewards_G = {name: value[index] for name, value in rewards.items() if name != TOTAL}
+                self._add(group, rewards_G)
+        self._scorer.sleep()
+        self._scorer.pop_figures()  # those that are logged are of training steps
+        return True
+
+    def use_version(self, version: int) -> None:
+        """Keep the version: an evaluation is of one."""
+
+    def _add(self, group: RolloutGroup, rewards_G: Mapping[str, Tensor]) -> None:
+        prompt_id = group.prompt.id
+        _add(self.scored, group, rewards_G, self._wanted)
+        self._pending.setdefault(prompt_id, []).append(group)
+        self._missing[prompt_id] -= 1
+        # as soon as it can be, since groups hold pixels
+        if not self._missing[prompt_id]:
+            self.scored.figures[prompt_id] = _figures(self._pending.pop(prompt_id))
 
 
 def _chunks(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
@@ -299,7 +317,7 @@ def _mean_figure(figures: dict[str, dict[str, float | None]], name: str) -> floa
     return fmean(numbers) if numbers else None
 
 
-def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
+def _gather(scored: _Scored, *, mesh: Mesh) -> _Scored:
     """Return what all data-parallel ranks scored, on every rank. Collective."""
     gathered = _Scored()
     # the first rank of each model group, which has scored
@@ -307,7 +325,6 @@ def _gather(scored: _Scored | None, *, mesh: Mesh) -> _Scored:
         record = None
         payload = None
         if mesh.rank == source:
-            assert scored is not None
             samples = [asdict(sample) for sample in scored.samples]
             record = {"samples": samples, "figures": scored.figures}
             payload = save({name: pixels.contiguous() for name, pixels in scored.images.items()})

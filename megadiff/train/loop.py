@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from megadiff.data.sampler import PromptSampler
-from megadiff.rewards.score import Scorer
 from megadiff.train import parity, probe
-from megadiff.train.components import step_samplings
+from megadiff.train.batches import BatchSource
 from megadiff.train.record import (
     diversity_metrics,
     sample_records,
     step_work,
 )
-from megadiff.train.replicas import RunReplicas
 from megadiff.train.reward_metrics import reward_metrics
 from megadiff.train.run import RunParts
-from megadiff.train.sampling import group_requests, sample_and_score
+from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.update import update
 
 
@@ -26,8 +25,8 @@ class Run(RunParts):
     """Add what samples and scores."""
 
     replicas: RunReplicas
-    scorer: Scorer
     prompts: PromptSampler
+    batches: BatchSource
 
 
 def train(run: Run) -> None:
@@ -38,33 +37,20 @@ def train(run: Run) -> None:
     progress = run.progress
     timers = run.recorder.timers
 
-    samplings = step_samplings(config, engine.adapter)
     gate = pass_gate(run)
     run.recorder.start(progress.step)
 
     while progress.step < config.train.num_steps:
         with timers("step"):
-            with run.replicas.awake(progress.step, timers) as stats:
-                requests = group_requests(
-                    next(run.prompts),
-                    samplings[progress.step % len(samplings)],
-                    group_size=config.algorithm.group_size,
-                    seed=config.seed,
-                    step=progress.step,
-                )
-                groups, rewards = sample_and_score(
-                    run.replicas.fleet,
-                    run.scorer,
-                    requests,
-                    adapter=engine.adapter,
-                    mesh=mesh,
-                    timers=timers,
-                )
+            drawn, stats = run.batches.take(progress.step)
+            groups = drawn.groups
+            rewards = drawn.rewards
             with timers("train"):
                 stats |= update(engine, run.algorithm, groups, rewards, progress=progress)
-            run.rescue.finish_step(progress, run.prompts.state())
+            run.rescue.finish_step(progress, run.batches.position())
             with timers("measure"):
-                stats |= reward_metrics(rewards, run.scorer, mesh) | diversity_metrics(groups, mesh)
+                stats |= reward_metrics(rewards, drawn.figures, mesh)
+                stats |= diversity_metrics(groups, mesh)
                 stats |= step_work(groups, engine.adapter, run.algorithm, config, mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
@@ -91,7 +77,14 @@ def pass_gate(run: Run) -> dict[str, float]:
 
     run.replicas.wake(progress.step)
     with timers("parity"):
-        gaps = parity.check(engine, run.replicas, calls, step=progress.step)
+        gaps = run.replicas.retry(
+            lambda: parity.check(engine, run.replicas, calls, step=progress.step)
+        )
+
+    def admit(names: Sequence[str]) -> None:
+        parity.check(engine, run.replicas, calls, step=run.replicas.version, names=names)
+
+    run.replicas.gate = admit  # for those that join later
 
     if run.algorithm.rows == "steps":  # else no log_prob is compared with the replicas'
         settings = engine.config.algorithm

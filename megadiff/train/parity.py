@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,8 +25,8 @@ from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.components import component_steps
 from megadiff.train.log_probs import log_probs
 from megadiff.train.probe import Call
-from megadiff.train.replicas import RunReplicas
 from megadiff.train.rows import to_train_batch
+from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import broadcast_groups, for_replica, group_requests, sampling_of
 from megadiff.types import (
     LOG_PROB_ROUNDING,
@@ -52,9 +52,17 @@ class ParityError(RuntimeError):
     """Trainer and replica disagree by more than the clip range, or rounding, allows."""
 
 
-def check(engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step: int) -> Figures:
+def check(
+    engine: Engine,
+    replicas: RunReplicas,
+    calls: Sequence[Call],
+    *,
+    step: int,
+    names: Collection[str] | None = None,
+) -> Figures:
     """Recompute the calls of every replica and component, group by group. Collective.
 
+    names: of the replicas; by default all.
     Returns the gaps, each the maximum over groups, replicas, components and ranks:
     parity/log_prob_gap_max, parity/unlike_log_prob_gap_max, parity/schedule_gap_max,
     parity/embedding_gap_max and parity/latents_gap_max; of several components also
@@ -68,7 +76,10 @@ def check(engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step:
     config = engine.config
     mesh = engine.mesh
     fleet = replicas.fleet
-    num_replicas = len(fleet.replicas)
+    checked = range(len(fleet.replicas))
+    if names is not None:
+        checked = [index for index in checked if fleet.replicas[index].name in names]
+    num_replicas = len(checked)
     samplings = component_samplings(engine.adapter, sampling_of(config.rollout))
     gaps: Figures = {}
     problem = ""
@@ -76,7 +87,8 @@ def check(engine: Engine, replicas: RunReplicas, calls: Sequence[Call], *, step:
     turns = range(fleet.rank, fleet.rank + num_replicas, fleet.num_ranks)
     for turn, (component, sampling), call in itertools.product(turns, samplings.items(), calls):
         # every rank makes equally many calls: some replicas may answer twice
-        groups = _sample(fleet, turn % num_replicas, call, sampling, engine=engine, step=step)
+        replica = checked[turn % num_replicas]
+        groups = _sample(fleet, replica, call, sampling, engine=engine, step=step)
         replicas.trim()  # the trainer's forwards need what sampling took
         for index, row in enumerate(_gaps(engine, groups, call, step=step)):
             if not problem and (text := verdict(row, config)):

@@ -6,41 +6,24 @@ nodes but in the engine's collectives.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
-from megadiff.observe.text_files import write_whole
-from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import agreed, read_once
 from megadiff.parallel.mesh import Mesh
-from megadiff.rollout.client.client import ReplicaClient
-from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
-from megadiff.rollout.client.registry import wait_until_announced
-from megadiff.rollout.spec import ReplicaSpec, config_spec, flag_of
-from megadiff.sync.sync import WeightSync
+from megadiff.rollout.spec import ReplicaSpec, config_spec
 from megadiff.sync.transports.disk import clear
-from megadiff.train.judges import Judges
 
 logger = logging.getLogger(__name__)
-RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.limits at most
-RUN_ID_FILE = "run_id"  # in the run's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,74 +64,6 @@ def users_of(config: Config, mesh: Mesh) -> ReplicaUsers:
         dp=dp,
         node=mesh.node,
     )
-
-
-class RunReplicas:
-    """Decide who has the GPUs: replicas and judges, or the trainer. All methods are collective."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        sync: WeightSync,
-        config: Config,
-        mesh: Mesh,
-        judges: Judges,
-        *,
-        sampled_policy: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """Take over a fleet. sampled_policy: an engine has the weights that steps draw with."""
-        self.fleet = fleet
-        self._sampled_policy = sampled_policy
-        self.sync = sync
-        self._mesh = mesh
-        self._judges = judges
-        self._leads = users_of(config, mesh).here
-        self._sleeps = sleeps(config, device_type=mesh.device.type)
-        self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
-
-    @contextmanager
-    def awake(self, version: int, timers: Timers) -> Iterator[dict[str, float]]:
-        """Let the replicas draw a step's samples from a version of the weights, and rest; timed.
-
-        Yields the sync's figures. Raises AgreedError when a replica refuses or differs.
-        """
-        with timers("room"):
-            self._make_room()
-        with timers("sync"), self._sampled_policy():
-            figures = self.sync.push(version)
-        yield figures
-        # In no `finally`: after an error the other ranks may never come to this collective.
-        with timers("room"):
-            self.rest()
-
-    def wake(self, version: int) -> None:
-        """Bring all replicas to a version of the weights; they stay awake."""
-        self._make_room()
-        self.sync.push(version)
-
-    def rest(self) -> None:
-        """Let the replicas free their weights' memory where rollout.sleep says so.
-
-        The next push then brings every weight, and wakes them. Where they do not sleep, they give
-        back what sampling needed.
-        """
-        if self._sleeps:
-            agreed(self.fleet.sleep, self._mesh.cpu_group, here=self._leads)
-            self.sync.forget()
-        else:
-            self.trim()
-        self._judges.sleep()
-
-    def trim(self) -> None:
-        """Give the trainer what the replicas' allocators keep of the last samples, on its GPUs."""
-        if self._share_gpus:
-            agreed(self.fleet.trim, self._mesh.cpu_group, here=self._leads)
-
-    def _make_room(self) -> None:
-        """Give the replicas what this rank's allocator keeps, an update's peak at most."""
-        if self._share_gpus:
-            agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
-        self._judges.wake()
 
 
 def check_num_replicas(config: Config, *, num_nodes: int) -> None:
@@ -208,102 +123,6 @@ def fresh_token(folder: Path) -> str:
     shutil.rmtree(registry, ignore_errors=True)
     # Without one anybody on a host could put its replicas to sleep, or push to them.
     return environment_token() or write_token(registry)
-
-
-def connect(config: Config, mesh: Mesh, folder: Path, processes: Sequence[ReplicaProcess]) -> Fleet:
-    """Wait until the replicas are healthy, and give the ranks that share them clients. Collective.
-
-    Raises AgreedError for a separate replica that computes otherwise than the run says.
-    """
-    rollout = config.rollout
-    users = users_of(config, mesh)
-    is_colocated = users.node is not None
-    registry = registry_folder(folder, users.node) if is_colocated else Path(rollout.registry)
-
-    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
-    world = mesh.cpu_group
-    run = read_once(lambda: run_id(config, folder), source=0, group=world, world=world)
-    token = read_once(
-        lambda: processes[0].token if processes else environment_token(),
-        source=users.source,
-        group=users.group,
-        world=world,
-    )
-
-    def announcements() -> list[dict[str, Any]]:
-        healthy = wait_until_announced(
-            registry,
-            count=num_replicas(config, mesh),
-            timeout_s=rollout.start_timeout_s,
-            processes=processes,
-            token=token,
-            run=run,
-        )
-        for replica in healthy:
-            check_arithmetic(replica, config)
-        return healthy
-
-    announced = read_once(announcements, source=users.source, group=users.group, world=world)
-    clients = [
-        ReplicaClient(
-            replica["url"],
-            replica["name"],
-            timeout_s=rollout.request_timeout_s,
-            token=token,
-            run=run,
-        )
-        for replica in announced
-    ]
-    return Fleet(
-        clients,
-        batch_size=rollout.batch_size,
-        processes=processes,
-        logs={client.name: log_file(folder, client.name) for client in clients if is_colocated},
-        rank=users.dp_rank,
-        num_ranks=users.dp,
-        holds_replicas=users.here and not is_colocated,  # colocated ones end with their run
-    )
-
-
-def run_id(config: Config, folder: Path) -> str:
-    """Return the run's name and 8 hex digits, which are drawn once and kept in its folder.
-
-    By it a replica tells its owner from another run. Neither name nor path is in the file, but both
-    are in the id: a copied folder is another run. Rank 0 calls it, under the run's lock.
-    """
-    path = folder / RUN_ID_FILE
-    digits = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
-    if not re.fullmatch("[0-9a-f]{8}", digits):
-        digits = secrets.token_hex(4)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, f"{digits}\n")
-    of_folder = hashlib.sha256(f"{digits}{folder.resolve()}".encode()).hexdigest()[:8]
-    name = quote(config.run.name, safe="")[:RUN_NAME_CHARS]  # it travels in a header
-    return f"{name}-{of_folder}"
-
-
-def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
-    """Raise ValueError where a replica computes otherwise than the run says.
-
-    That would show as a parity gap without a cause. replica: its name, url and health.
-    """
-    who = f"{replica['name']} at {replica['url']}"
-    arithmetic = replica["health"].get("arithmetic")
-    if not isinstance(arithmetic, dict):
-        raise ValueError(
-            f"{who} does not say how it computes; start it with this version of megadiff"
-        )
-
-    for key in ("rollout.fp8", "model.float32_streams"):
-        value = attrgetter(key)(config)
-        switch = key.partition(".")[2]
-        # by identity: a 1 in JSON must not pass for true
-        if arithmetic.get(switch) is not value:
-            flag = f"{'with' if value else 'without'} {flag_of(switch)}"
-            raise ValueError(
-                f"{who} has {switch}={arithmetic.get(switch)}, the run {key}={value}; "
-                f"start it {flag}, or set {key}={str(not value).lower()}"
-            )
 
 
 def weights_folder(config: Config, mesh: Mesh, folder: Path) -> Path:

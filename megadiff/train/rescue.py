@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
+from megadiff.observe.events import Events
 from megadiff.train.board import MOST_CHARS, Board, RankState
 from megadiff.train.stop import (
     CLOSE_S,
@@ -63,11 +64,13 @@ class Rescue:
         progress: Progress,
         *,
         recorded: Callable[[], float] = lambda: math.inf,
+        events: Events | None = None,
     ) -> None:
         self.engine = engine
         self.checkpoints = checkpoints
         self.board = board
         self.recorded = recorded
+        self._events = events or Events(None)
         # One rank looks for the file: over NFS others may see one that is gone.
         files = StopFiles(board.folder.parent) if board.own_state.rank == 0 else None
         self.requests = StopRequests(files)
@@ -123,7 +126,9 @@ class Rescue:
         first = self.requests.first
         reason = first.reason if first else "another rank was asked to stop"
         self.requests.files.obeyed(reason=reason, exit_code=self.exit_code)
-        logger.warning("%s: %s", reason, _outcome(self.checkpoints, RankState(rank=0), ""))
+        text = f"{reason}: {_outcome(self.checkpoints, RankState(rank=0), '')}"
+        logger.warning("%s", text)
+        self._events.write("run_stopped", step=self._finished.progress.step, text=text)
 
     def failed(self, error: BaseException) -> None:
         """Save what is whole, after the main thread's error; returns when that is done."""
@@ -214,7 +219,9 @@ class Rescue:
         # the first rank that is there tells the outcome for all
         present = [state.rank for state in states if state.has_come("settled")] or [0]
         if self.board.own_state.rank == present[0]:
-            logger.error("%s: %s", reason, _outcome(self.checkpoints, first, problem))
+            text = f"{reason}: {_outcome(self.checkpoints, first, problem)}"
+            logger.error("%s", text)
+            self._events.write("run_stopped", step=self._finished.progress.step, text=text)
 
         if self.board.own_state.rank == 0:
             step = self._settled_at.progress.step
@@ -300,6 +307,7 @@ class Rescue:
             else:
                 aside = self.checkpoints.begin_rescue(finished_step)
                 self.engine.save_now(aside, CATCH_UP_S)
+                self.checkpoints.save_beside(aside, finished_step)
             self.board.say(phase="saved")
         except (OSError, ValueError, RuntimeError) as error:
             self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])

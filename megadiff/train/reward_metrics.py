@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 
 from megadiff.algorithms.advantage import EPSILON, ZERO_STD, group_moments
 from megadiff.parallel.collectives import all_reduce_sums, gather_json
 from megadiff.parallel.mesh import Mesh
-from megadiff.rewards.score import TOTAL, Scorer
+from megadiff.rewards.score import TOTAL
 from megadiff.train.sampling import Rewards
 from megadiff.types import Figures
 
 COUNTS = ("dropped", "retries")  # of a reward's own figures: summed over the ranks, not averaged
 
 
-def reward_metrics(rewards: Rewards, scorer: Scorer, mesh: Mesh) -> Figures:
+def reward_metrics(rewards: Rewards, own: Sequence[dict[str, Figures]], mesh: Mesh) -> Figures:
     """Return the global mean of every reward, how it spreads, and its own figures. Collective.
 
     Of the total, and of each of several rewards: the mean std within groups, and the share of
     groups without signal. Samples without a score are left out, and so is a reward that no prompt
     of the step asks for.
-    scorer: of this rank; only model groups' first ranks have scored.
+    own: reward name → its own figures, of each scorer that scored; only model groups' first ranks
+    have any.
     """
     sums: Figures = {}
     for name, value_PG in rewards.items():
@@ -48,7 +52,7 @@ def reward_metrics(rewards: Rewards, scorer: Scorer, mesh: Mesh) -> Figures:
         metrics[f"reward/{name}"] = mean
         if len(rewards) > 2:  # else the total says the same
             metrics |= {f"reward/{name}/{key}": value for key, value in spread.items()}
-    return metrics | _own_figures(scorer.pop_figures() if mesh.is_model_group_source else {}, mesh)
+    return metrics | _own_figures(own, mesh)
 
 
 def _sums(value_PG: torch.Tensor) -> Figures:
@@ -68,9 +72,9 @@ def _sums(value_PG: torch.Tensor) -> Figures:
     }
 
 
-def _own_figures(own: dict[str, Figures], mesh: Mesh) -> Figures:
+def _own_figures(own: Sequence[dict[str, Figures]], mesh: Mesh) -> Figures:
     """Return reward/<name>/<key>, and the seconds under time/. Collective."""
-    ranks = [figures for figures in gather_json(own, mesh.cpu_group) if figures]
+    ranks = list(chain.from_iterable(gather_json(list(own), mesh.cpu_group)))
     metrics: Figures = {}
     for name in ranks[0]:
         # a rank may lack a key that others have

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megadiff.algorithms import Algorithm
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
+from megadiff.observe.events import Events
 from megadiff.parallel.collectives import agreed, all_reduce_max
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
@@ -23,6 +24,7 @@ class RunParts:
     recorder: Recorder
     rescue: Rescue
     progress: Progress
+    events: Events
 
     def end_step(self) -> None:
         """Save where a checkpoint is due, and leave where somebody asked for it. Collective.
@@ -36,6 +38,8 @@ class RunParts:
         code = int(all_reduce_max({"code": requests.agreed_code()}, mesh.cpu_group)["code"])
         stops = code >= 0 and self.progress.step < num_steps
         if stops:
+            # Before: it may take as long as a rollout, and a rescue may have to end it.
+            self.checkpoints.settle_beside()
             self.rescue.leave_together(code)
             self.checkpoints.save(self.engine, self.progress)
             self.checkpoints.settle()
@@ -44,6 +48,7 @@ class RunParts:
 
         requests.save_s = self.checkpoints.write_s or requests.save_s
         requests.step_ended()
+        self.events.step = self.progress.step + 1
         if stops:
             # all ranks wait for it: torchrun ends them when the first of them ends
             agreed(self.rescue.say_stopped, mesh.cpu_group, here=mesh.rank == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_jso
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.base import RewardContext
 from megadiff.rewards.score import Scorer
+from megadiff.rollout.client.call_queue import ReplicaCall
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.stages import thinking
 from megadiff.rollout.wire import decode_groups, encode_groups
@@ -25,6 +27,20 @@ from megadiff.types import PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
 # reward name, and "total" → [P, G] float32, NaN as Scorer.collect() has it
 Rewards = dict[str, Tensor]
+
+
+class Redrawable(Protocol):
+    """A draw of which a part may be missing when replicas are lost."""
+
+    def run(self) -> bool: ...
+
+    def use_version(self, version: int) -> None: ...
+
+
+class Finish(Protocol):
+    """Run a draw on the ranks where `here` is true until it is done on all. Collective."""
+
+    def __call__(self, draw: Redrawable, *, here: bool) -> None: ...
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
@@ -52,10 +68,18 @@ def unguided(sampling: Sampling) -> Sampling:
 
 
 def group_requests(
-    batch: PromptBatch, sampling: Sampling, *, group_size: int, seed: int, step: int
+    batch: PromptBatch,
+    sampling: Sampling,
+    *,
+    group_size: int,
+    seed: int,
+    step: int,
+    policy_version: int | None = None,
 ) -> list[RolloutRequest]:
-    """Return one request for each prompt group, of the policy after `step` steps.
+    """Return one request for each prompt group.
 
+    step: finished steps of the run when it trains on the groups. policy_version: of the policy that
+    draws them, by default the one after `step` steps.
     Groups of one prompt differ in their sample indices, from which the noise follows.
     """
     return [
@@ -65,37 +89,38 @@ def group_requests(
             sample_indices=tuple(range(repeat * group_size, (repeat + 1) * group_size)),
             seed=seed,
             step=step,
-            policy_version=step,
+            policy_version=step if policy_version is None else policy_version,
         )
         for prompt, repeat in zip(batch.prompts, batch.repeats, strict=True)
     ]
 
 
 def sample_and_score(
-    fleet: Fleet,
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    *,
-    adapter: ModelAdapter,
-    mesh: Mesh,
-    timers: Timers,
+    draw: Draw, finish: Finish, *, mesh: Mesh, timers: Timers
 ) -> tuple[list[RolloutGroup], Rewards]:
-    """Get the groups and their rewards. Collective.
+    """Get the groups of a draw and their rewards. Collective.
 
     The model group's first rank fetches and scores (scoring starts as groups arrive); its peers
     receive. Timer `sample` runs until every source rank has its samples and scores; `rollout` and
     `reward` are this rank's own within it.
-    Raises AgreedError on every rank of the world when any replica or reward fails.
+    finish: runs the draw again where replicas were lost.
+    Raises AgreedError on every rank of the world when a reward fails, or a call everywhere.
     """
     # the peers' GPUs hold replicas too, so their waiting is time of the rollout
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
     with timers("sample"), waiting:
-        fetched = agreed(
-            lambda: _fetch_and_rest(fleet, scorer, requests, adapter=adapter, timers=timers),
-            mesh.cpu_group,
-            here=mesh.is_model_group_source,
-        )
+        finish(draw, here=mesh.is_model_group_source)
+        fetched = agreed(draw.conclude, mesh.cpu_group, here=mesh.is_model_group_source)
+    return share(fetched, draw.requests, mesh=mesh)
 
+
+def share(
+    fetched: tuple[list[RolloutGroup], Rewards] | None,
+    requests: Sequence[RolloutRequest],
+    *,
+    mesh: Mesh,
+) -> tuple[list[RolloutGroup], Rewards]:
+    """Return what the model group's first rank fetched on all of its ranks. Collective."""
     groups, rewards = fetched or ([], {})
     groups = broadcast_groups(groups, len(requests), mesh=mesh)
 
@@ -128,45 +153,74 @@ def open_rewards(
     agreed(open_and_rest, mesh.cpu_group, here=mesh.is_model_group_source)
 
 
-def _fetch_and_rest(
-    fleet: Fleet,
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    *,
-    adapter: ModelAdapter,
-    timers: Timers,
-) -> tuple[list[RolloutGroup], Rewards]:
-    fetched = fetch_and_score(fleet, scorer, requests, adapter=adapter, timers=timers)
-    scorer.sleep()
-    return fetched
+class Draw:
+    """Draw groups on one rank, and score them as they arrive.
 
+    requests: of this rank's groups. timers: of the thread that calls run().
+    on_samples: called with the size of each group that arrives.
+    """
 
-def fetch_and_score(
-    fleet: Fleet,
-    scorer: Scorer,
-    requests: Sequence[RolloutRequest],
-    *,
-    adapter: ModelAdapter,
-    timers: Timers,
-    on_samples: Callable[[int], object] = lambda count: None,
-) -> tuple[list[RolloutGroup], Rewards]:
-    """Return the requests' groups and rewards. on_samples: called with each group's size."""
-    if not requests:
-        return [], {}
-    arrived: dict[int, RolloutGroup] = {}
-    scorer.reset()  # drops what a failed step left behind
+    def __init__(
+        self,
+        fleet: Fleet,
+        scorer: Scorer,
+        requests: Sequence[RolloutRequest],
+        *,
+        adapter: ModelAdapter,
+        timers: Timers,
+        on_samples: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        self.requests = requests
+        self._fleet = fleet
+        self._scorer = scorer
+        self._adapter = adapter
+        self._timers = timers
+        self._on_samples = on_samples
+        self._calls: list[ReplicaCall] | None = None
+        # by the request's index, in order of arrival, which is that of their scores
+        self._arrived: dict[int, RolloutGroup] = {}
 
-    with timers("rollout"):
-        for index, group in fleet.generate([for_replica(request, adapter) for request in requests]):
-            arrived[index] = replace(group, prompt=requests[index].prompt)
-            scorer.submit(arrived[index])
-            on_samples(len(group.sample_indices))
-    with timers("reward"):
-        scored = scorer.collect()
+    def run(self) -> bool:
+        """Ask for the groups that are missing, and submit each to the scorer as it arrives.
 
-    order = torch.tensor(list(arrived)).argsort()  # scores come in order of arrival
-    rewards = {name: value[order] for name, value in scored.items()}
-    return [arrived[index] for index in range(len(requests))], rewards
+        Returns whether all are here; no replica may be left that could draw the others.
+        """
+        asked = [for_replica(request, self._adapter) for request in self.requests]
+        if self._calls is None:
+            self._scorer.reset()  # drops what a failed step left behind
+            self._calls = self._fleet.plan(asked)
+
+        with self._timers("rollout"):
+            for index, group in self._fleet.generate(asked, self._calls):
+                self._arrived[index] = replace(group, prompt=self.requests[index].prompt)
+                self._scorer.submit(self._arrived[index])
+                self._on_samples(len(group.sample_indices))
+        return len(self._arrived) == len(self.requests)
+
+    def use_version(self, version: int) -> None:
+        """Draw what is missing with another version of the weights."""
+        missing = [index not in self._arrived for index in range(len(self.requests))]
+        self.requests = [
+            replace(request, policy_version=version) if is_missing else request
+            for request, is_missing in zip(self.requests, missing, strict=True)
+        ]
+
+    def result(self) -> tuple[list[RolloutGroup], Rewards]:
+        """Return the groups and rewards in the requests' order; waits for the scores."""
+        if not self.requests:
+            return [], {}
+        with self._timers("reward"):
+            scored = self._scorer.collect()
+
+        order = torch.tensor(list(self._arrived)).argsort()  # scores come in order of arrival
+        rewards = {name: value[order] for name, value in scored.items()}
+        return [self._arrived[index] for index in range(len(self.requests))], rewards
+
+    def conclude(self) -> tuple[list[RolloutGroup], Rewards]:
+        """Return the result, and let the rewards give their GPU memory back."""
+        result = self.result()
+        self._scorer.sleep()
+        return result
 
 
 def for_replica(request: RolloutRequest, adapter: ModelAdapter) -> RolloutRequest:

@@ -17,7 +17,7 @@ from megadiff.rewards.score import Scorer
 from megadiff.train.evaluate import evaluate, spread
 from megadiff.types import Prompt
 from tests.distributed.ranks import run_ranks
-from tests.stub_fleet import StubFleet
+from tests.stub_fleet import StubFleet, finish
 
 PROMPTS = [
     Prompt(text=f"a red wall {n}", id=f"{n:016x}", fields={"task": "ab"[n % 2]}) for n in range(5)
@@ -32,6 +32,7 @@ def _worker(out: str, world_size: int, sp: int) -> None:
     with closing(Scorer({"color": RewardConfig(type="color")}, num_workers=1)) as scorer:
         outcome = evaluate(
             StubFleet(),
+            finish,
             scorer,
             spread(PROMPTS, 23),
             Config(seed=3, rollout=ROLLOUT),

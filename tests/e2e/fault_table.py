@@ -17,7 +17,7 @@ from megadiff.parallel.mesh import init_mesh
 from megadiff.train import parity, probe
 from megadiff.train.build import build_sync, run_folder
 from megadiff.train.check import check
-from megadiff.train.replicas import connect
+from megadiff.train.connect import connect
 from tests.distributed.ranks import run_ranks
 
 
@@ -40,7 +40,7 @@ def _gate_worker(faults: list[str], fault_file: Path, arguments: list[str], out:
         layout, adapter, prompts, _ = check(config, world_size=1, stack=stack)
         mesh = init_mesh(layout, "cpu")
         engine = build_engine(config, mesh, adapter)
-        fleet = stack.enter_context(connect(config, mesh, run_folder(config), []))
+        fleet = connect(config, mesh, run_folder(config), [], stack).fleet
         stack.enter_context(closing(build_sync(engine, fleet))).push(0)
         replicas = SimpleNamespace(fleet=fleet, trim=lambda: None)
         calls = probe.prepare(adapter, prompts, config=config, mesh=mesh)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megadiff.config.schema import ParallelConfig
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.process.identity import device_name, host_name
-from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
@@ -99,8 +99,7 @@ def sync_between(
     mesh = init_mesh(layout, "cpu")
     components = sorted({name.partition(".")[0] for name in source.weights})
     clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
-    # it gives the replicas back at the end: the next run would wait until this one counts as gone
-    with Fleet(clients, batch_size=4, holds_replicas=True) as fleet:
+    with Fleet(clients, batch_size=4) as fleet:
         targets = fleet.weight_targets()
         workers = {target.name: target.weights_places() for target in targets}
         here = {"host": host_name(), "device": device_name(CPU)}
@@ -119,6 +118,10 @@ def sync_between(
         )
         yield sync, fleet
         sync.close()
+        # else the next run would wait until this one counts as gone
+        for client in clients:
+            with suppress(ReplicaError):
+                client.release()
 
 
 def buckets_left() -> list[str]:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 SEARCH_PATH = os.pathsep.join(
     filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
@@ -136,6 +138,21 @@ def start_replicas(count: int, *, folder: Path, command: Sequence[str]) -> list[
         servers[log] = Forked(arguments, log=log, environment=ENVIRONMENT)
     wait_for_announcements(registry, servers)
     return list(servers.values())
+
+
+def replicas_of(run: Path) -> list[int]:
+    """The processes that write to the logs of a run's own replicas. Their titles name the run, but
+    not its folder.
+    """
+    pids = []
+    for process in psutil.process_iter():
+        try:
+            files = [file.path for file in process.open_files()]
+        except psutil.Error:
+            continue
+        if any(path.startswith(f"{run}/logs/replica_") for path in files):
+            pids.append(process.pid)
+    return pids
 
 
 def stop(servers: Sequence[Forked]) -> None:

@@ -32,7 +32,6 @@ GONE = (
     ("POST", "/v1/omni/sleep"),
     ("POST", "/invocations"),
     ("POST", "/tokenize"),
-    ("GET", "/metrics"),
     ("GET", "/docs"),
     ("GET", "/openapi.json"),
     ("GET", "/load"),
@@ -58,13 +57,15 @@ def test_all_sockets_are_on_loopback(
     server: Server, tiny_model: Path, tmp_path: Path, num_workers: int
 ) -> None:
     """Those of the worker processes, too; two workers sample what one does."""
-    other = server if num_workers == 1 else start(tiny_model, tmp_path, "--tp", "2")
+    options = ("--tp", "2", "--run", "my_run")
+    other = server if num_workers == 1 else start(tiny_model, tmp_path, *options)
     try:
         process = psutil.Process(other.process.pid)
         processes = [process, *process.children(recursive=True)]
         connections = [each for process in processes for each in process.net_connections("inet")]
         addresses = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
         assert addresses == {"127.0.0.1"}
+        check_titles(processes, num_workers)
         expected = server.client.generate(REQUEST)
         sampled = other.client.generate(REQUEST)
         assert (sampled.latents_GSLC - expected.latents_GSLC).abs().max() <= 1e-5
@@ -72,6 +73,34 @@ def test_all_sockets_are_on_loopback(
     finally:
         if other is not server:
             other.end()
+
+
+def check_titles(processes: list[psutil.Process], num_workers: int) -> None:
+    """Server and workers are named, as `ps` shows them; vllm-omni calls all of them one name."""
+    commands = [Path(f"/proc/{process.pid}/cmdline").read_text() for process in processes]
+    titles = [command.rstrip("\0") for command in commands]
+    assert not any("vLLM" in title for title in titles)
+    if num_workers == 1:
+        assert titles[0] == "megadiff replica-7: server"
+        return
+    assert titles[0] == "megadiff replica-7 of my_run: server"
+    workers = {title for title in titles[1:] if title.startswith("megadiff")}
+    assert workers == {f"megadiff replica-7 of my_run: worker {rank}" for rank in range(2)}
+
+
+def test_metrics_tell_what_was_drawn(server: Server) -> None:
+    """By our route: vLLM's own is not there, and its metrics neither."""
+    before = server.client.health()["outstanding"], drawn(server)
+    server.client.generate(REQUEST)
+    image(server.client, n=2)
+    assert before[0] == server.client.health()["outstanding"] == 0
+    assert drawn(server) == before[1] + len(REQUEST.sample_indices) + 2
+
+
+def drawn(server: Server) -> float:
+    answer = httpx.get(f"{server.client.url}/metrics")
+    assert answer.status_code == 200 and "vllm:" not in answer.text
+    return float(answer.text.split("\nmegadiff_samples_drawn_total ")[1].split()[0])
 
 
 def test_a_client_that_left_holds_nobody_up(server: Server) -> None:

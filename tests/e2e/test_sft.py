@@ -13,10 +13,8 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -33,6 +31,7 @@ from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
 from tests.e2e.asking import ask_in, by_file
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Result, Trainer
+from tests.e2e.servers import replicas_of
 
 CAPTIONS = [
     "a red wall",
@@ -362,7 +361,7 @@ def test_a_cut_image_ends_the_run_and_its_replica(trainer):
     assert result.code == 1
     assert "metadata.jsonl:5 (4.png): 2000 bytes that are no readable image" in result.stderr
     assert "Traceback" not in result.stderr
-    assert _servers(trainer.folder / "of_cut") == []
+    assert replicas_of(trainer.folder / "of_cut") == []
     assert not list((trainer.folder / "cache").glob(".writing_*"))
 
 
@@ -409,18 +408,6 @@ def test_other_images_do_not_continue_a_run(trainer, reference):
     assert result.code == 1
     assert "the saved data position has digest=" in result.stderr
     assert "restore data.prompts, data.images or data.pairs" in result.stderr
-
-
-def _servers(run: Path) -> list[int]:
-    """Of a run: they announce themselves in a folder of its."""
-    names = (
-        (process.pid, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
-    )
-    return [
-        pid
-        for pid, command in names
-        if "megadiff.cli.serve" in command and str(run) in " ".join(command)
-    ]
 
 
 def _wait_for(condition, timeout_s: float = 120) -> None:

@@ -6,15 +6,17 @@ import json
 import os
 import time
 from functools import partial
+from pathlib import Path
 
-import psutil
 import pytest
 
 import megadiff.cli.main
 from megadiff.cli.train import main
+from megadiff.observe.events import read_events
 from tests.distributed.ranks import run_command, run_ranks
 from tests.e2e.asking import ask_in, by_file, by_signal
 from tests.e2e.conftest import ENVIRONMENT
+from tests.e2e.servers import replicas_of
 from tests.e2e.test_rescue import rows_of, saved_steps
 
 NUM_STEPS = 9
@@ -87,16 +89,13 @@ def test_a_stop_in_every_stage_loses_nothing(trainer, shared):
 def test_a_stop_while_the_run_is_built(trainer, how):
     """Its own replicas are starting. There is nothing to save, and nothing stays behind."""
     folder = trainer.folder / "run"
-    before = set(psutil.pids())
     where = folder if how == "file" else None
     result = trainer.run(prepare=asked("build", folder=where, text="30", pause_s=60))
     assert result.code == EX_TEMPFAIL, result.stderr
     assert "Traceback" not in result.stderr
     assert stopped(folder)["step"] == 0
     assert not saved_steps(folder)
-    replica = f"{folder}/logs/replica_0.json"
-    left = [pid for pid in set(psutil.pids()) - before if replica in command_of(pid)]
-    assert not left
+    assert not replicas_of(folder)
 
 
 def test_a_stop_while_the_command_imports(trainer):
@@ -113,13 +112,6 @@ def test_a_stop_while_the_command_imports(trainer):
     assert not (trainer.folder / "run").exists()
 
 
-def command_of(pid):
-    try:
-        return psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return []
-
-
 def test_a_signal_to_one_rank_stops_all_at_one_step(trainer, shared):
     """Rank 1 alone hears SIGUSR1; the ranks agree at the end of the step."""
     arguments = [*arguments_for(trainer, shared), "parallel.dp=2", "eval.every=0"]
@@ -132,9 +124,20 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(trainer, shared):
     assert again.code == 0, again.stderr
     assert [row["step"] for row in again.rows] == [1, 2]
 
+    events = read_events(folder)
+    assert [(event.kind, event.step) for event in events] == [
+        ("run_started", 0),
+        ("run_stopped", 1),
+        ("run_resumed", 1),
+        ("run_finished", 2),
+    ]
+    assert "step 1 is saved; the same command continues" in events[1].text
+
 
 def _stopped_rank(arguments):
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     if os.environ["RANK"] == "1":
         ask_in("reward", by_signal)
     assert main(arguments) == EX_TEMPFAIL
+    title = Path("/proc/self/cmdline").read_text().rstrip("\0")
+    assert title == f"megadiff run: rank {os.environ['RANK']}"

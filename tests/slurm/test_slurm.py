@@ -24,7 +24,8 @@ def test_separate_run_goes_on_after_a_stop_and_after_a_killed_rank(submit, one_p
     assert 1 <= stopped_at < 5
 
     run.wait_for_checkpoint(stopped_at + 1)
-    cluster.on(run.job.nodes()[1], "pkill", "-KILL", "-f", "python.* -u -m megadiff.cli.main train")
+    title = f"^megadiff {run.folder.name}: rank "
+    cluster.on(run.job.nodes()[1], "pkill", "-KILL", "-f", title)
     run.ends("COMPLETED")
     one_process.ends("COMPLETED")
     assert run.log.read_text().count(": queued again\n") == 2

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +23,7 @@ from megadiff.process.bounded_http import (
     Exchange,
     NoAnswer,
 )
-from megadiff.rollout.limits import RUN_HEADER
+from megadiff.rollout.limits import OUTSTANDING_HEADER, RUN_HEADER
 from megadiff.rollout.proof import (
     REPLICA,
     TRAINER,
@@ -43,6 +46,8 @@ RELEASE_TIMEOUT_S = 2.0
 SMALL_BYTES = 2**20  # of an answer from an address that has proved nothing yet
 JSON_BYTES = 2**26  # the fingerprints of a large model's tensors, of several workers, are some MiB
 CONDITIONING_BYTES = 2**28  # of a group's embeddings and masks
+# what the replica tells of a call: milliseconds inside the engine
+_ENGINE_MS = re.compile(r"\bengine;dur=([0-9]+(?:\.[0-9]+)?)")
 PATIENCE = (
     ", time in its queue included; raise rollout.request_timeout_s, or use a smaller "
     "rollout.batch_size or more replicas"
@@ -57,6 +62,20 @@ class ReplicaError(RuntimeError):
         super().__init__(f"{name}{answered}: {message}")
         self.status = status
         self.message = message
+        self.is_timeout = status == TIMED_OUT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What a call drew.
+
+    engine_s: seconds inside the engine. outstanding: samples that the replica still had to draw
+    when it answered, for any rank.
+    """
+
+    groups: list[RolloutGroup]
+    engine_s: float
+    outstanding: int
 
 
 class NotProven(ReplicaError):
@@ -100,8 +119,8 @@ class ReplicaClient:
     def health(self) -> JsonObject:
         """Return what /health says, to anybody.
 
-        name, policy_version, state (ready | updating | asleep), in_flight, arithmetic (fp8,
-        float32_streams), vllm_omni.
+        name, policy_version, state (ready | updating | asleep), in_flight (calls), outstanding
+        (their samples), run, arithmetic (fp8, float32_streams), vllm_omni.
         """
         return self._object(
             "GET", "/health", http=self._open, timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES
@@ -149,9 +168,9 @@ class ReplicaClient:
                 "(MEGADIFF_TOKEN); it gets neither token nor weights",
             )
 
-    def say_alive(self) -> None:
-        """Let the replica know, through an update of any length, that this run works with it."""
-        self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES)
+    def say_alive(self) -> JsonObject:
+        """Let the replica know that this run works with it. Returns what /health says."""
+        return self._object("GET", "/health", timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES)
 
     def release(self) -> None:
         """Tell the replica that this run is over, so that another may take it at once."""
@@ -163,13 +182,33 @@ class ReplicaClient:
 
     def generate_batch(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         """Return the groups of requests of equal sampling, drawn as one batch, in order."""
+        return self.draw(requests).groups
+
+    def draw(self, requests: Sequence[RolloutRequest]) -> Drawn:
+        """Return the groups of generate_batch(), and what the replica tells of its work.
+
+        An answer that is none counts as a connection that broke.
+        """
+        start_s = time.monotonic()
         answer = self._call(
             "POST",
             "/rl/generate",
             requests_to_json(requests),
             max_bytes=groups_bytes(requests),
         )
-        return decode_groups(answer.body)
+        try:
+            groups = decode_groups(answer.body)
+            _check_groups(groups, requests)
+        except (ValueError, LookupError, TypeError) as error:
+            text = f"POST /rl/generate has an unusable answer: {error!r:.300}"
+            raise ReplicaError(self.name, None, text) from error
+        timing = _ENGINE_MS.search(answer.headers.get("server-timing", ""))
+        outstanding = answer.headers.get(OUTSTANDING_HEADER, "")
+        return Drawn(
+            groups=groups,
+            engine_s=float(timing[1]) / 1000 if timing else time.monotonic() - start_s,
+            outstanding=int(outstanding) if outstanding.isdecimal() else 0,
+        )
 
     def weights_places(self) -> list[JsonObject]:
         """Return each worker's host, device and boxes.
@@ -308,6 +347,20 @@ class ReplicaClient:
             is_patience_over = timeout_s is None and error.status == TIMED_OUT
             way_out = PATIENCE if is_patience_over else ""
             raise ReplicaError(self.name, error.status, f"{error}{way_out}") from error
+
+
+def _check_groups(groups: Sequence[RolloutGroup], requests: Sequence[RolloutRequest]) -> None:
+    """Raise ValueError where the groups are not those that were asked for, in order."""
+    asked = [(request.prompt.id, request.sample_indices) for request in requests]
+    answered = [(group.prompt.id, group.sample_indices) for group in groups]
+    if answered != asked:
+        raise ValueError(f"it has the groups {answered}, and was asked for {asked}")
+    for group, request in zip(groups, requests, strict=True):
+        if request.policy_version not in (None, group.policy_version):
+            raise ValueError(
+                f"prompt {group.prompt.id} was drawn with version {group.policy_version}, and "
+                f"asked for with {request.policy_version}"
+            )
 
 
 def groups_bytes(requests: Sequence[RolloutRequest]) -> int:

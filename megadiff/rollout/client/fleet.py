@@ -1,22 +1,24 @@
-"""The replicas of a run as one: route groups to the least loaded, report a dead one at once."""
+"""The replicas of a run as one: route calls, make failed ones again elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient, ReplicaError
-from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
+from megadiff.rollout.client.call_queue import CallQueue, ReplicaCall
+from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
+from megadiff.rollout.client.processes import ReplicaDied, log_tail
+from megadiff.rollout.client.pulse import Pulse
+from megadiff.rollout.client.report import Report, no_report
 from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S, Limits
 from megadiff.sync.bucket import BucketBody
 from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest, Sampling
@@ -25,93 +27,231 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
 GIVE_UP_S = 10.0  # after an owner's silence is over
-ALIVE_S = 15.0  # between two signs of life; below OWNER_SILENT_S
 LIMITS = Limits()
-CALLS_PER_REPLICA = 2  # the next one waits at the replica, so that it never idles between calls
+MAX_THREADS = 2048  # they are started as calls need them
+HEARTBEAT_S = 60.0  # as rollout.heartbeat_s
+HEALTH_TRIALS = 3
+NOT_CURRENT = 409  # the status of a replica that holds other weights
+# The caller's mistakes, which every replica would answer alike.
+REFUSALS = (400, 401, 404, 413)
+
+
+class CallFailed(RuntimeError):
+    """A call has failed wherever it was made; the text names its prompts."""
 
 
 @dataclass(eq=False)
 class Fleet(AbstractContextManager["Fleet"]):
     """All replicas of the run seen from one trainer rank; a context manager.
 
-    batch_size: samples of one call to a replica. processes: those that this very rank started and
-    watches. logs: name → log file. rank, num_ranks: of the Fleets that share the replicas.
-    holds_replicas: for one rank only, which tells the replicas that the run is alive, and when it
-    is over.
+    batch_size: samples of one call to a replica. logs: name → log file. rank, num_ranks: of the
+    Fleets that share the replicas. num_replicas: for which a step is cut into calls, whatever
+    number there is at the moment; 0 takes that of the beginning. heartbeat_s: a replica that hangs
+    for so long is lost. report: told of calls that are made again.
+    lost: addresses of replicas found to be of no use since the last set_replicas() → the reason.
     """
 
     replicas: Sequence[ReplicaClient]
     _: KW_ONLY
     batch_size: int
-    processes: Sequence[ReplicaProcess] = ()
     logs: Mapping[str, Path] = field(default_factory=dict)
     rank: int = 0
     num_ranks: int = 1
-    holds_replicas: bool = False
+    num_replicas: int = 0
+    heartbeat_s: float = HEARTBEAT_S
+    report: Report = no_report
 
     def __post_init__(self) -> None:
-        self._closed = threading.Event()
-        self._load = {client.name: 0 for client in self.replicas}
-        self._lock = threading.Lock()
+        self.lost: dict[str, str] = {}
         # As many as this rank would have for itself.
-        self._num_replicas = max(1, len(self.replicas) // self.num_ranks)
-        # Where loads are equal, ranks begin with different replicas.
-        first = self.rank * self._num_replicas % len(self.replicas)
-        self._choices = [*self.replicas[first:], *self.replicas[:first]]
-        self._pool = ThreadPoolExecutor(max_workers=CALLS_PER_REPLICA * len(self.replicas))
-        if self.holds_replicas:
-            threading.Thread(target=self._stay_alive, name="fleet-alive", daemon=True).start()
+        self._num_replicas = max(1, (self.num_replicas or len(self.replicas)) // self.num_ranks)
+        self._rates: dict[str, float] = {}  # replica → seconds a sample
+        self._pool = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="fleet")
+        self._pulse = Pulse(self.heartbeat_s)
 
     def __exit__(self, *_: object) -> None:
         """Drop what is still in flight; the processes are stopped by who started them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._closed.set()
-        if self.holds_replicas:
-            self._release()
+        self._pulse.close()
         for client in self.replicas:
             client.close()
 
-    def _stay_alive(self) -> None:
-        """Keep the replicas this run's while it trains and sends them nothing."""
-        # A pool of its own: the other may be full of requests, and one replica may be slow.
-        with ThreadPoolExecutor(max_workers=min(len(self.replicas), 16)) as pool:
-            while not self._closed.wait(ALIVE_S):
-                futures = [pool.submit(client.say_alive) for client in self.replicas]
-                wait(futures)  # errors are for the calls that need an answer
+    def set_replicas(self, clients: Sequence[ReplicaClient]) -> None:
+        """Work with these from now on; connections to others are closed."""
+        for client in self.replicas:
+            if client not in clients:
+                client.close()
+                self._pulse.forget(client.name)
+                self._rates.pop(client.name, None)
+        self.replicas = clients
+        self.lost = {}
 
-    def _release(self) -> None:
-        """Free the replicas for another run; one that does not hear it misses this run in time."""
-        # A pool of its own: the other may be full of requests that are still in flight.
-        pool = ThreadPoolExecutor(max_workers=len(self.replicas))
-        futures = {pool.submit(client.release): client for client in self.replicas}
-        wait(futures, timeout=RELEASE_TIMEOUT_S)
-        pool.shutdown(wait=False, cancel_futures=True)
-        for future, client in futures.items():
-            if future.cancelled() or not future.done() or future.exception():
-                logger.debug("%s did not hear that the run is over", client.name)
+    def plan(self, requests: Sequence[RolloutRequest]) -> list[ReplicaCall]:
+        """Cut requests into calls, which generate() makes.
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RolloutGroup]]:
+        A batch is as wide as its longest prompt: those of similar length go into one call.
+        """
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
+        return [
+            ReplicaCall(batch, sum(len(requests[index].sample_indices) for index in batch))
+            for batch in self._batches(requests, order)
+        ]
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], calls: Sequence[ReplicaCall] | None = None
+    ) -> Iterator[tuple[int, RolloutGroup]]:
         """Yield (index of the request, group) as groups arrive.
 
-        Raises ReplicaDied or ReplicaError at the first failure.
+        calls: of plan(); those that are done are left out. A call that fails is made again on
+        another replica. Ends early, with calls that are not done, when no replica is left.
+        Raises CallFailed for a call that fails everywhere, and ReplicaError for a mistake of ours.
         """
-        # A batch is as wide as its longest prompt: those of similar length go into one call.
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
-        futures: dict[Future[list[RolloutGroup]], list[int]] = {}
-        for batch in self._batches(requests, order):
-            future = self._pool.submit(self._sample, [requests[index] for index in batch])
-            futures[future] = batch
-
-        pending = set(futures)
+        queue = CallQueue(self.plan(requests) if calls is None else calls, *self._known())
+        futures: dict[Future[Drawn], tuple[ReplicaCall, ReplicaClient]] = {}
         try:
-            while pending:
-                done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-                self.check_alive()
+            while not queue.is_over and not queue.is_stuck:
+                self._give_out(queue, requests, futures)
+                done, _ = wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield from zip(futures[future], future.result(), strict=True)
+                    call, client = futures.pop(future)
+                    if client.url in self.lost:
+                        continue  # its calls wait for another replica already
+                    drawn = self._outcome(queue, requests, call, client, future)
+                    if drawn is not None:
+                        yield from zip(call.indices, drawn.groups, strict=True)
+                self._lose_hung(queue, requests)
         finally:
-            for future in pending:
+            for future in futures:
                 future.cancel()
+
+    def _known(self) -> tuple[list[str], dict[str, float]]:
+        """Return the names of replicas that are of use, and their rates.
+
+        Where replicas are equally fast, ranks begin with different ones.
+        """
+        first = self.rank * self._num_replicas % max(1, len(self.replicas))
+        order = [*self.replicas[first:], *self.replicas[:first]]
+        return [client.name for client in order if client.url not in self.lost], self._rates
+
+    def _give_out(
+        self,
+        queue: CallQueue,
+        requests: Sequence[RolloutRequest],
+        futures: dict[Future[Drawn], tuple[ReplicaCall, ReplicaClient]],
+    ) -> None:
+        clients = {client.name: client for client in self.replicas}
+        while taken := queue.take(time.monotonic()):
+            call, name = taken
+            asked = [requests[index] for index in call.indices]
+            future = self._pool.submit(clients[name].draw, asked)
+            futures[future] = (call, clients[name])
+
+    def _outcome(
+        self,
+        queue: CallQueue,
+        requests: Sequence[RolloutRequest],
+        call: ReplicaCall,
+        client: ReplicaClient,
+        future: Future[Drawn],
+    ) -> Drawn | None:
+        """Return what a call drew. None where it failed, and is made again."""
+        try:
+            drawn = future.result()
+        except ReplicaError as error:
+            if error.status in REFUSALS:
+                raise
+            self._take_back(queue, requests, call, client, error)
+            return None
+        queue.succeed(
+            call,
+            client.name,
+            seconds=drawn.engine_s,
+            outstanding=drawn.outstanding,
+            now_s=time.monotonic(),
+        )
+        return drawn
+
+    def _take_back(
+        self,
+        queue: CallQueue,
+        requests: Sequence[RolloutRequest],
+        call: ReplicaCall,
+        client: ReplicaClient,
+        error: ReplicaError,
+    ) -> None:
+        """Give a failed call back, and the replica up where it is dead, busy or not current."""
+        is_alive = error.status not in (NOT_CURRENT, LOCKED) and self._is_alive(client, error)
+        if not is_alive:
+            self._lose(queue, requests, client, str(error))
+            return
+        is_answer = error.status is not None
+        given_s = queue.given_s(call, client.name)
+        is_useless = queue.fail(
+            call, client.name, str(error), is_answer=is_answer, now_s=time.monotonic()
+        )
+        self._check_poisoned(call, requests, error)
+        if is_useless:
+            self._lose(queue, requests, client, f"it fails its calls: {error}")
+            return
+        self._report_retry(client, given_s, str(error))
+        logger.warning("a call is made again: %s", error)
+
+    def _report_retry(self, client: ReplicaClient, given_s: float, text: str) -> None:
+        lost_s = time.monotonic() - given_s
+        self.report("call_retried", replica=client.name, lost_s=lost_s, text=text)
+
+    def _is_alive(self, client: ReplicaClient, error: ReplicaError) -> bool:
+        """Tell whether the replica still answers: a connection may break and the process live."""
+        if error.is_timeout:
+            return False  # busy for longer than a call may take
+        for _ in range(HEALTH_TRIALS):
+            time.sleep(POLL_S)  # a dying process needs a moment to be seen dead
+            with suppress(ReplicaError):
+                return client.health().get("name") == client.name
+        return False
+
+    def _lose(
+        self,
+        queue: CallQueue,
+        requests: Sequence[RolloutRequest],
+        client: ReplicaClient,
+        reason: str,
+    ) -> None:
+        self.lose(client, reason)
+        for call, given_s in queue.lose(client.name).items():
+            self._check_poisoned(call, requests, reason)
+            self._report_retry(client, given_s, reason)
+
+    def lose(self, client: ReplicaClient, reason: str) -> None:
+        """Work without a replica until set_replicas(); what waits for its answers fails."""
+        if client.url in self.lost:
+            return
+        logger.warning("%s at %s is lost: %s", client.name, client.url, reason)
+        self.lost[client.url] = reason
+        client.close()
+
+    def _lose_hung(self, queue: CallQueue, requests: Sequence[RolloutRequest]) -> None:
+        busy = [client for client in self.replicas if client.name in queue.busy]
+        self._pulse.ask(busy)
+        hung = self._pulse.hung(client.name for client in busy)
+        for client in busy:
+            if client.name in hung:
+                self._lose(queue, requests, client, hung[client.name])
+
+    def _check_poisoned(
+        self, call: ReplicaCall, requests: Sequence[RolloutRequest], error: object
+    ) -> None:
+        """Raise CallFailed where another replica would not help; the fleet is spared."""
+        if not call.is_poisoned:
+            return
+        prompts = [requests[index].prompt for index in call.indices]
+        named = ", ".join(f"{prompt.id} ({prompt.text[:60]!r})" for prompt in prompts)
+        said = "; ".join(call.errors.values()) or error
+        raise CallFailed(
+            f"the call with prompts {named} failed {call.num_errors} times on living replicas and "
+            f"{call.num_losses} times with their connections: {said}. Take these prompts out, or "
+            "look at the replicas' logs"
+        )
 
     def generate_on(self, replica: int, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
         """Return the groups of a given replica, in order, from one call for each sampling."""
@@ -150,11 +290,6 @@ class Fleet(AbstractContextManager["Fleet"]):
         """Return the replicas as the weight sync sees them."""
         return [WeightTarget(self, client) for client in self.replicas]
 
-    def check_alive(self) -> None:
-        """Raise ReplicaDied when a process that this rank started has ended."""
-        for process in self.processes:
-            process.check_alive()
-
     def sleep(self) -> None:
         """Let every replica free its weights, until a push brings all of the policy's."""
         self._for_all(ReplicaClient.sleep)
@@ -164,30 +299,23 @@ class Fleet(AbstractContextManager["Fleet"]):
         self._for_all(ReplicaClient.trim)
 
     def _for_all(self, call: Callable[[ReplicaClient], object]) -> None:
-        for future in [self._pool.submit(self.call, client, call) for client in self.replicas]:
-            future.result()
-
-    def _sample(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
-        """Return the groups of one call on the least loaded replica."""
-        # the pool's threads choose at the same time
-        with self._lock:
-            client = min(self._choices, key=lambda replica: self._load[replica.name])
-            self._load[client.name] += 1
-        try:
-            return self.call(client, lambda replica: replica.generate_batch(requests))
-        finally:
-            with self._lock:
-                self._load[client.name] -= 1
+        """Call every replica; one that does not answer is lost, and freed its memory that way."""
+        of_use = [client for client in self.replicas if client.url not in self.lost]
+        for future in [self._pool.submit(self.call, client, call) for client in of_use]:
+            with suppress(ReplicaDied):  # self.lost has it
+                future.result()
 
     def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
-        """Return call(client). Raises ReplicaDied, with its log's end, for a broken connection."""
+        """Return call(client).
+
+        Raises ReplicaDied, with its log's end, where no answer comes; the replica is lost then.
+        """
         try:
             return call(client)
         except ReplicaError as error:
             if error.status is not None:
                 raise
-            time.sleep(POLL_S)  # a dying process needs a moment to be seen dead
-            self.check_alive()
+            self.lose(client, str(error))
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
             text = f"{client.name} at {client.url} does not answer: {error}\n{tail}"
             raise ReplicaDied(text) from error

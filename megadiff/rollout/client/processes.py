@@ -49,21 +49,28 @@ class ServerProcess:
     ) -> None:
         self.name = name
         self.log = log
+        self._command = command
+        self._environment = environment
+        self._gpus = gpus
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)  # an earlier run's
+        self.start()
 
-        with log.open("wb") as stream:
+    def start(self) -> None:
+        """Start it, or start it again where it has ended; its log goes on."""
+        with self.log.open("ab") as stream:
             self.process = subprocess.Popen(
-                command,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self._environment,
                 # a process group of its own, so that stop() reaches the workers too
                 start_new_session=True,
             )
-        if gpus:
+        if self._gpus:
             # at once, as threads that it starts inherit it
-            bind(self.process.pid, gpus, name=name)
+            bind(self.process.pid, self._gpus, name=self.name)
 
     def death(self) -> str:
         """Return how it ended, with the exit code and the end of its log; '' while it runs."""
@@ -87,6 +94,12 @@ class ServerProcess:
                 break
         # For what the leader may have left in its group.
         _signal_group(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End it for good at once, also a stopped one; return when its memory is free."""
+        _signal_group(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_GRACE_S)
 
 
 class ReplicaProcess(ServerProcess):

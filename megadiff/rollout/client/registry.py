@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def wait_until_announced(
     """
     start_s = time.monotonic()
     last_line_s = start_s
-    with closing(_Wait(registry, token=token, run=run)) as waiting:
+    with closing(RegistryWatch(registry, token=token, run=run)) as waiting:
         while True:
             healthy = waiting.look()
             for process in processes:
@@ -195,8 +195,11 @@ def _is_url(url: object) -> bool:
         return False
 
 
-class _Wait:
-    """Ask all announced addresses, again and again, in threads: a slow one delays no other."""
+class RegistryWatch:
+    """Ask all announced addresses, again and again, in threads: a slow one delays no other.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, registry: Path, *, token: str | None, run: str) -> None:
         self.registry = registry
@@ -214,15 +217,18 @@ class _Wait:
         """Wait for nothing: what is still asked ends by its own deadline."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def look(self) -> list[JsonObject]:
-        """Return the announcements that count by now, by file name; takes at most POLL_S."""
+    def look(self, *, settled: Collection[tuple[str, str]] = ()) -> list[JsonObject]:
+        """Return the announcements that count by now, by file name; takes at most POLL_S.
+
+        settled: names and addresses that are not asked again.
+        """
         self._warn_of_writers()
         self._claims, self._left_out = read_claims(self.registry)
 
         for claim in self._claims:
             address = claim.address
             self._first_seen_s.setdefault(address, time.monotonic())
-            if address not in self._running:
+            if address not in self._running and address not in settled:
                 future = self._pool.submit(_visit, address, token=self._token, run=self._run)
                 self._running[address] = future
 
@@ -236,6 +242,14 @@ class _Wait:
         for path, reason in self._left_out.items():
             self._warn(path, reason)
         return healthy
+
+    def names(self) -> set[str]:
+        """Return the names that the last look found announced."""
+        return {claim.address.name for claim in self._claims}
+
+    def is_announced(self, name: str) -> bool:
+        """Look for a name's announcement now."""
+        return any(claim.address.name == name for claim in read_claims(self.registry)[0])
 
     def has_asked_all(self) -> bool:
         """Tell whether every announced address has answered, or had its time to."""

@@ -106,10 +106,11 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
     if replica.num_image_calls >= limits.image_calls:
         raise Refused(503, f"{limits.image_calls} image requests wait already; try again later")
 
+    num_images = request.get("n", 1)
     replica.num_image_calls += 1
     try:
         async with (
-            replica.generating(),
+            replica.generating(num_images),
             replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
         ):
             stoppable = request | {"extra_params": {STOP_KEY: str(stop.path)}}
@@ -122,6 +123,8 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
     if not answer:
         raise Refused(500, "see the replica's log")
 
+    if answer[0].get("status") == 200:
+        replica.load.num_drawn += num_images
     for message in answer:
         await send(message)
 

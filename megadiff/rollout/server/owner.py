@@ -31,9 +31,7 @@ class Owner:
 
     def check_begin(self, run: str | None) -> None:
         """Raise Refused(423) while the replica is another run's; waiting may help."""
-        # A call that takes long, such as a large batch, is no silence.
-        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
-        if self._is_foreign(run) and not (self._released or is_silent):
+        if self.is_taken(run):
             raise Refused(
                 LOCKED,
                 f"{_named(run)} cannot have this replica: {_named(self.run)} works with it, was "
@@ -41,6 +39,12 @@ class Owner:
                 "give each run a registry of its own (rollout.registry), or begin when that run "
                 f"has ended or was silent for {OWNER_SILENT_S:.0f} s",
             )
+
+    def is_taken(self, run: str | None) -> bool:
+        """Tell whether another run than this one works with the replica now."""
+        # A call that takes long, such as a large batch, is no silence.
+        is_silent = self._num_calls == 0 and self._silent_s() >= OWNER_SILENT_S
+        return self._is_foreign(run) and not (self._released or is_silent)
 
     def take(self, run: str | None) -> None:
         """Make the run the owner; check_begin() has allowed it."""
@@ -91,6 +95,13 @@ class Owner:
         finally:
             if is_owner and since_s == self._since_s:
                 self._num_calls -= 1
+
+    @property
+    def silent_s(self) -> float | None:
+        """Return how long nothing was heard of the owner, 0 during its calls; None without one."""
+        if self.run is None or self._released:
+            return None
+        return 0.0 if self._num_calls else self._silent_s()
 
     def release(self, run: str | None) -> bool:
         """Give the replica up for the next run; False where the run does not own it."""

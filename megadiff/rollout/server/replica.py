@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from megadiff.models.batch_sampler import split_groups
-from megadiff.models.pipeline_base import REQUESTS_KEY, RESULT_KEY
-from megadiff.models.pipeline_stop import STOP_KEY
+from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY
+from megadiff.models.pipeline_stop import ALIVE_NAME, STOP_KEY
 from megadiff.models.registry import family_of
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.server.body import chunks
+from megadiff.rollout.server.load import Load
 from megadiff.rollout.server.omni_app import call_worker
 from megadiff.rollout.server.owner import Owner
 from megadiff.rollout.server.policy import PolicyState, Refused
@@ -71,24 +72,26 @@ class Replica:
     def __post_init__(self) -> None:
         self.policy = PolicyState(self.expected)
         self.owner = Owner(time.monotonic)
-        self.in_flight = 0
+        self.load = Load(time.monotonic)
+        self.gpu_bytes: tuple[int, int] | None = None  # worker 0's allocated and reserved ones
         self.num_image_calls = 0  # waiting ones included
+        self._drawing: dict[int, tuple[object, float]] = {}  # calls: their shape, when they began
+        self._known_shapes: set[object] = set()  # of calls that were answered
         self._idle = asyncio.Condition()
         self._weights_lock = asyncio.Lock()  # one push or sleep at a time
 
     @asynccontextmanager
-    async def generating(self) -> AsyncIterator[int]:
+    async def generating(self, num_samples: int) -> AsyncIterator[int]:
         """Count a request as in flight; yield the policy version, which cannot change meanwhile.
 
         Raises Refused.
         """
         self.policy.require_ready()
-        self.in_flight += 1
         try:
-            yield self.policy.version
+            with self.load.drawing(num_samples):
+                yield self.policy.version
         finally:
             async with self._idle:
-                self.in_flight -= 1
                 self._idle.notify_all()
 
     @asynccontextmanager
@@ -133,12 +136,43 @@ class Replica:
             self.owner.check_generate(run, request.policy_version)
             self.policy.require_ready(request.policy_version)
         with self.owner.calling(run):
-            async with self.generating() as version, self.stoppable(receive) as stop:
+            num_samples = sum(len(request.sample_indices) for request in requests)
+            async with self.generating(num_samples) as version, self.stoppable(receive) as stop:
                 start = time.perf_counter()
-                result = await self._sample(requests, stop)
+                with self._in_engine(requests):
+                    result = await self._sample(requests, stop)
                 engine_s = time.perf_counter() - start
+            self.load.num_drawn += num_samples
+            if GPU_BYTES in result:
+                allocated, reserved = result[GPU_BYTES].tolist()
+                self.gpu_bytes = (allocated, reserved)
             groups = split_groups(requests, result, policy_version=version, replica=self.spec.name)
             return await asyncio.to_thread(encode_groups, groups), engine_s
+
+    def engine_silent_s(self) -> float:
+        """Return the seconds since the engine's last progress, 0 where it has nothing to do.
+
+        Nor does it count while a call has a shape that no call before it had: that may compile.
+        """
+        shapes = {shape for shape, _ in self._drawing.values()}
+        if not shapes or not shapes <= self._known_shapes:
+            return 0.0
+        since_s = min(began_s for _, began_s in self._drawing.values())
+        with suppress(OSError):  # not there before the first pass
+            since_s = max(since_s, (self.private_folder / ALIVE_NAME).stat().st_mtime)
+        return max(0.0, time.time() - since_s)
+
+    @contextmanager
+    def _in_engine(self, requests: Sequence[RolloutRequest]) -> Iterator[None]:
+        """Note a call that the engine has, for engine_silent_s()."""
+        shape = (requests[0].sampling, sum(len(request.sample_indices) for request in requests))
+        key = id(requests)
+        self._drawing[key] = (shape, time.time())
+        try:
+            yield
+            self._known_shapes.add(shape)
+        finally:
+            del self._drawing[key]
 
     async def weights_begin(
         self,
@@ -271,7 +305,7 @@ class Replica:
 
     async def _drained(self) -> None:
         async with self._idle:
-            await self._idle.wait_for(lambda: self.in_flight == 0)
+            await self._idle.wait_for(lambda: self.load.num_calls == 0)
 
     async def _sample(self, requests: Sequence[RolloutRequest], stop: Stop) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams

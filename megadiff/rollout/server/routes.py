@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 from collections.abc import Awaitable, Callable
@@ -11,12 +12,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from megadiff.rollout.limits import RUN_CHARS, RUN_HEADER
+from megadiff.rollout.limits import OUTSTANDING_HEADER, RUN_CHARS, RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, is_valid, sign
 from megadiff.rollout.server.body import read_json
 from megadiff.rollout.server.guard import Guard, refusal
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
+from megadiff.rollout.server.scrape import CONTENT_TYPE, METRICS_PATH, Scrape
 from megadiff.rollout.wire import requests_from_json
 from megadiff.tensors.lora_names import lora_from_json
 
@@ -27,13 +29,14 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 def replica_app(app: FastAPI, replica: Replica, *, token: str | None, url: str = "") -> Guard:
-    """Return vllm-omni's app with the RL routes and /health, behind the guard.
+    """Return vllm-omni's app with the RL routes, /health and /metrics, behind the guard.
 
     url: as announced; proofs are tied to it.
     """
     _add_rollout(app, replica)
     _add_weights(app, replica)
     _add_hello(app, token=token, url=url)
+    _add_scrape(app, replica)
     return Guard(app, replica=replica, token=token)
 
 
@@ -52,14 +55,17 @@ def _route(app: FastAPI, method: str, path: str) -> Callable[[Handler], None]:
 
 def _add_rollout(app: FastAPI, replica: Replica) -> None:
     @_route(app, "GET", "/health")
-    async def health(_: Request) -> Any:
+    async def health(request: Request) -> Any:
         spec = replica.spec
         return {
             "name": spec.name,
             "policy_version": replica.policy.version,
             "state": replica.policy.state,
             "run": replica.owner.run,
-            "in_flight": replica.in_flight,
+            "is_taken": replica.owner.is_taken(_run(request)),
+            "engine_silent_s": replica.engine_silent_s(),
+            "in_flight": replica.load.num_calls,
+            "outstanding": replica.load.num_samples,
             # A trainer that computes otherwise would see a parity gap without a cause.
             "arithmetic": {"fp8": spec.fp8, "float32_streams": spec.float32_streams},
             "vllm_omni": version("vllm-omni"),
@@ -69,8 +75,11 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
     async def generate(request: Request) -> Any:
         requests = requests_from_json(await _json(request, replica))
         body, engine_s = await replica.generate(requests, request.receive, run=_run(request))
-        timing = {"Server-Timing": f"engine;dur={1000 * engine_s:.2f}"}
-        return Response(body, media_type="application/octet-stream", headers=timing)
+        headers = {
+            "Server-Timing": f"engine;dur={1000 * engine_s:.2f}",
+            OUTSTANDING_HEADER: str(replica.load.num_samples),
+        }
+        return Response(body, media_type="application/octet-stream", headers=headers)
 
     @_route(app, "POST", "/rl/sleep")
     async def sleep(request: Request) -> Any:
@@ -144,6 +153,15 @@ def _add_hello(app: FastAPI, *, token: str | None, url: str) -> None:
         # Where neither has a token there is nothing to prove.
         signature = sign(token, role=REPLICA, nonce=nonce, url=url) if token is not None else ""
         return {"nonce": nonce, "proof": signature}
+
+
+def _add_scrape(app: FastAPI, replica: Replica) -> None:
+    scrape = Scrape(replica)
+
+    @_route(app, "GET", METRICS_PATH)
+    async def metrics(_: Request) -> Any:
+        # In a thread: walking through /proc would hold up every other answer.
+        return Response(await asyncio.to_thread(scrape.text), media_type=CONTENT_TYPE)
 
 
 async def _answer(handler: Callable[..., Awaitable[Any]], *arguments: Request) -> Response:

@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
+from megadiff.process.title import set_title
 from megadiff.rollout.proof import is_loopback
-from megadiff.rollout.spec import ReplicaSpec
+from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
 
 if TYPE_CHECKING:  # imports torch
     from megadiff.models.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
-GRACE_S = 1  # after SIGTERM: for the requests in flight
+GRACE_S = 1  # after SIGTERM: for the requests in flight of a replica that ends with its run
+LEAVE_S = 120  # of one that leaves a run which goes on
 KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes
 # Seconds of silence before a probe, seconds between probes, and how many stay unanswered.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+WITHDRAW_S = 0.2  # from SIGTERM until the announcement is gone
 ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
 EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
 
@@ -49,6 +52,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     listener = bind(spec.host, spec.port)
     if not spec.name:  # no two replicas of a registry may share a name
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
+    set_title(process_title(spec.name, spec.run, "server"))
 
     # These import torch, which takes seconds: a port that is taken is told before.
     with collection_paused():
@@ -235,6 +239,9 @@ async def _serve(
             private_folder=private_folder,
         )
 
+    # A worker within this process has given it vllm-omni's own title.
+    set_title(process_title(spec.name, spec.run, "server"))
+
     try:
         model = await call_worker(engine, "describe")
         replica = Replica(
@@ -257,7 +264,7 @@ async def _serve(
                 http=PunctualProtocol,
                 ws="none",
                 log_level="warning",
-                timeout_graceful_shutdown=GRACE_S,
+                timeout_graceful_shutdown=LEAVE_S if spec.parent_pid is None else GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="off",
             )
@@ -271,7 +278,11 @@ async def _serve(
         while not (server.started or serving.done()):
             await asyncio.sleep(0.02)
 
-        with announced(spec.registry, name=spec.name, url=url):
+        with announced(spec.registry, name=spec.name, url=url) as withdraw:
+            while not serving.done():
+                await asyncio.wait([serving], timeout=WITHDRAW_S)
+                if server.should_exit:
+                    withdraw()  # before the calls in flight are finished: nobody may count on it
             await serving
     finally:
         _stop_engine(engine)
@@ -290,14 +301,15 @@ def _stop_engine(engine: Any) -> None:
 
 
 @contextmanager
-def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
+def announced(registry: Path | None, *, name: str, url: str) -> Iterator[Callable[[], None]]:
     """Keep `registry/<name>.json`, with name, url and pid, as long as the context lasts.
 
+    Yields what removes it before that.
     Nothing is written when registry is None. Of two replicas of one name the later one is
     announced, and stays so when the earlier one ends.
     """
     if registry is None:
-        yield
+        yield lambda: None
         return
 
     path = registry / f"{name}.json"
@@ -307,11 +319,14 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
         json.dump(entry, file)
     os.replace(file.name, path)  # readers see a whole file or none
 
-    try:
-        yield
-    finally:
+    def withdraw() -> None:
         is_ours = False
         with suppress(OSError, ValueError):  # whoever may write there may have changed it
             is_ours = json.loads(path.read_text("utf-8")) == entry
         if is_ours:
             path.unlink(missing_ok=True)
+
+    try:
+        yield withdraw
+    finally:
+        withdraw()

@@ -30,6 +30,8 @@ from megadiff.parallel.plan import FROZEN, is_lora, module_of
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
+from megadiff.process.title import set_title
+from megadiff.rollout.spec import process_title
 from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_targets
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
@@ -69,6 +71,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         # a worker process of its own must not outlive the server
         if parent is not None and parent.pid is not None:
             exit_with(parent.pid)
+            # vllm-omni calls all of them DiffusionWorker
+            name = custom_pipeline_args.get("name", "")
+            run = custom_pipeline_args.get("run", "")
+            set_title(process_title(name, run, f"worker {self.rank}"))
 
         super().re_init_pipeline(custom_pipeline_args)
         self._stop_when_told()

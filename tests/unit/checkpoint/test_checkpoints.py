@@ -12,8 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
-from megadiff.checkpoint.checkpoints import Checkpoints, base_weights, whole_looking
+from megadiff.checkpoint.base_weights import (
+    base_fingerprint,
+    base_weights,
+    tensor_fingerprints,
+)
+from megadiff.checkpoint.checkpoints import Checkpoints, whole_looking
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError

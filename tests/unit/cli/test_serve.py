@@ -66,6 +66,7 @@ def test_a_config_says_how_its_replicas_run(served, config):
     spec = ReplicaSpec(
         model=Path("model"),
         name="a",
+        run="test",
         port=0,
         device="cpu",
         dtype="bfloat16",

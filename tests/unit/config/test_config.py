@@ -110,6 +110,12 @@ def test_what_the_user_must_give(tmp_path):
         ("optim.lr=0", 1, r"optim.lr=0.0 <= 0; set optim.lr>0"),
         ("optim.lr=nan", 1, r"optim.lr=nan is not a finite number"),
         ("rollout.mode=separate", 1, r"rollout.registry"),
+        (
+            "train.staleness=1",
+            1,
+            r"train.staleness=1 with rollout.mode=colocated.*set rollout.mode=separate, or ",
+        ),
+        ("train.staleness=2", 1, r"train.staleness=2 > 1; set train.staleness<=1"),
         ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
         ("rollout.ode_solver=heun", 1, r"rollout.ode_solver='heun' is not one of euler, dpm2"),
         ("rollout.sde_window_moves=-1", 1, r"rollout.sde_window_moves=-1 < 0"),
@@ -202,6 +208,14 @@ def test_what_rl_and_schedules_may_have(base):
     validate(load_config([*warm, "train.num_steps=0"]), dp=1)  # no update at all
 
 
+def test_a_judge_does_not_sleep_while_samples_are_drawn_ahead(base):
+    ahead = "train.staleness=1 rollout.mode=separate rollout.registry=folder".split()
+    judge = ["judge.vl.model=folder", "judge.vl.sleep=true"]
+    with pytest.raises(ConfigError, match=r"judge.vl.sleep=True with train.staleness=1.*=false"):
+        validate(load_config([base, *ahead, *judge]), dp=1)
+    validate(load_config([base, *ahead, judge[0]]), dp=1)
+
+
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
     fp8 = "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}"
     with pytest.raises(
@@ -225,6 +239,7 @@ def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
         ("eval.every=5", "eval.every=5 without a reward"),
         ("algorithm.kl_coef=0.1", "algorithm.kl_coef=0.1 with algorithm.name=sft"),
         ("train.updates_per_step=2", "train.updates_per_step=2 with algorithm.name=sft"),
+        ("train.staleness=1", "train.staleness=1 with algorithm.name=sft"),
     ],
 )
 def test_rules_of_supervised_runs(tmp_path, override, text):

@@ -41,3 +41,16 @@ def test_a_timer_still_running_counts_at_the_next_pop():
     with timers("step"):
         assert timers.pop() == {}
     assert timers.pop().keys() == {"time/step_s"}
+
+
+def test_seconds_of_another_thread_are_taken_over_once():
+    timers = Timers()
+    other = Timers()
+    for measured in (timers, other):
+        with measured("rollout"):
+            pass
+    with other("reward"):
+        pass
+    seconds = timers.take_over(other)
+    assert seconds > 0 and not other.pop()
+    assert timers.pop().keys() == {"time/rollout_s", "time/reward_s"}

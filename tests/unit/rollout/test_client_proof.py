@@ -2,8 +2,11 @@
 
 import json
 import logging
+import tempfile
 import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from httpcore import ConnectionPool
@@ -11,8 +14,10 @@ from httpcore import ConnectionPool
 from megadiff.rollout.client import fleet as fleet_module
 from megadiff.rollout.client.client import NotProven, ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.members import Members
 from megadiff.rollout.client.processes import ReplicaDied
-from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.rollout.client.registry import RegistryWatch, wait_until_announced
+from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
 from tests.unit.process.strangers import Stranger, drip, reply
@@ -179,6 +184,27 @@ def test_an_address_that_broke_proves_itself_again():
         assert not any("Authorization" in headers for _, headers, _ in stranger.asked)
 
 
+@contextmanager
+def supervised(*clients, run="", token=None):
+    """A supervisor of replicas that others started, which frees them at its end."""
+    members = Members(max_restarts=0)
+    with tempfile.TemporaryDirectory() as folder:
+        for client in clients:
+            members.join(client.name, client.url, time.monotonic())
+            entry = {"name": client.name, "url": client.url, "pid": 1}
+            Path(folder, f"{client.name}.json").write_text(json.dumps(entry))
+        with Supervisor(
+            registry=RegistryWatch(Path(folder), token=token, run=run),
+            members=members,
+            make_client=lambda name, url: ReplicaClient(url, name, token=token, run=run),
+            heartbeat_s=60.0,
+            start_timeout_s=60.0,
+            min_replicas=1,
+            releases=True,
+        ):
+            yield
+
+
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_every_request_of_a_run_names_it(token):
     def prove(handler, body):
@@ -194,7 +220,7 @@ def test_every_request_of_a_run_names_it(token):
             client.health()
             client.weights_places()
             client.weights_begin(1, {})
-            with Fleet([client], batch_size=1, holds_replicas=True):
+            with supervised(client, run=run, token=token):
                 pass
             named = [
                 {name.lower(): value for name, value in headers.items()}.get(RUN_HEADER, "")
@@ -217,14 +243,13 @@ def test_a_release_that_hangs_holds_nobody():
     with Stranger(drip) as stranger, replica_routes("b") as url:
         clients = [ReplicaClient(stranger.url, "a"), ReplicaClient(url, "b")]
         began = time.monotonic()
-        with Fleet(clients, batch_size=1, holds_replicas=True):
+        with supervised(*clients):
             pass  # b has no such route, or does: both are well
         assert time.monotonic() - began < 5
 
 
-def test_a_run_says_that_it_lives_while_it_sends_nothing(monkeypatch):
+def test_a_run_says_that_it_lives_while_it_sends_nothing():
     """An update may take longer than the silence after which a replica is free."""
-    monkeypatch.setattr(fleet_module, "ALIVE_S", 0.02)
     heard = threading.Event()
 
     def answer(handler, body):
@@ -234,7 +259,7 @@ def test_a_run_says_that_it_lives_while_it_sends_nothing(monkeypatch):
 
     with Stranger(answer) as stranger:
         client = ReplicaClient(stranger.url, "r", run="mine")
-        with Fleet([client], batch_size=1, holds_replicas=True):
+        with supervised(client, run="mine"):
             assert heard.wait(10)
         count = len(stranger.asked)
         time.sleep(0.2)

@@ -249,7 +249,7 @@ def test_an_image_is_in_flight_until_the_engine_has_stopped(url: str, engine: En
         wait_for(lambda: engine.is_running)
         assert httpx.get(f"{url}/health").json()["in_flight"] == 1
     wait_for(lambda: not engine.is_running, timeout_s=0.9)  # before the deadline of one second
-    wait_for(lambda: engine.replica.in_flight == 0)
+    wait_for(lambda: engine.replica.load.num_calls == 0)
     assert post(url, "/rl/weights/begin", "a", json=BEGIN).is_success
 
 

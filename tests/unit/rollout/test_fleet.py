@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from megadiff.rollout.client.client import Drawn
 from megadiff.rollout.client.fleet import Fleet, calls
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
@@ -79,9 +80,19 @@ class EchoReplica:
     name: str
     asked: list[list[RolloutRequest]] = field(default_factory=list)
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.name}"
+
+    def draw(self, requests: list[RolloutRequest]) -> Drawn:
+        return Drawn(groups=self.generate_batch(requests), engine_s=1.0, outstanding=0)
+
     def generate_batch(self, requests: list[RolloutRequest]) -> list[RolloutRequest]:
         self.asked.append(requests)
         return requests
+
+    def say_alive(self) -> dict:
+        return {}
 
     def close(self) -> None:
         pass

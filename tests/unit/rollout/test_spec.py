@@ -13,6 +13,7 @@ WHOLE = ReplicaSpec(
     model=Path("models/a"),
     family="my_family:MyAdapter",
     name="replica_0",
+    run="my_run",
     host="10.0.0.1",
     port=0,
     device="cpu",

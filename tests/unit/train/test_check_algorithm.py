@@ -25,6 +25,7 @@ optim: {lr: 1e-4}
 reward: {color: {type: color}}
 """
 CLEAN = "rollout.sde_window_size=0"
+AHEAD = "train.staleness=1 rollout.mode=separate rollout.registry=folder"
 
 
 @pytest.fixture
@@ -53,6 +54,8 @@ def checked(tmp_path: Path):
         f"algorithm.name=awm {CLEAN} algorithm.lagging_kl_coef=1 algorithm.lagging_decay=0.3",
         f"algorithm.name=rwr {CLEAN} algorithm.trained_samples=2 train.updates_per_step=2",
         f"algorithm.name=dpo {CLEAN} algorithm.noise_levels=4 train.updates_per_step=2",
+        f"{AHEAD} algorithm.old_log_prob=recompute",
+        f"{AHEAD} algorithm.name=nft {CLEAN}",
     ],
 )
 def test_what_fits_together_passes(checked, overrides: str) -> None:
@@ -86,6 +89,12 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
             "algorithm.name=nft",
             "rollout.sde_window_size=2 with algorithm.name=nft, which trains clean samples at "
             "drawn noise levels, not stochastic steps; set rollout.sde_window_size=0",
+        ),
+        (
+            f"{AHEAD} algorithm.old_log_prob=auto",
+            "train.staleness=1 with algorithm.old_log_prob=auto and algorithm.name=flow_grpo: a "
+            "ratio to log_probs of weights one step older does not start at 1, and is clipped for "
+            "that; set algorithm.old_log_prob=recompute, or train.staleness=0",
         ),
         (
             f"algorithm.name=awm {CLEAN} rollout.component_windows=balanced",

@@ -24,7 +24,7 @@ from megadiff.train.evaluate import (
 )
 from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.meshes import one_rank_mesh
-from tests.stub_fleet import StubFleet
+from tests.stub_fleet import StubFleet, finish
 
 COLORS = ("red", "green", "blue", "yellow", "white", "black")
 
@@ -147,6 +147,7 @@ def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
     with closing(Scorer(rewards, num_workers=2)) as scorer:
         outcome = evaluate(
             fleet,
+            finish,
             scorer,
             plan,
             config_of(seed, batch_size),

@@ -12,22 +12,18 @@ import pytest
 import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
-from megadiff.observe.timers import Timers
 from megadiff.parallel.mesh import local_world_size_of
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.limits import RUN_CHARS
-from megadiff.train.judges import Judges
+from megadiff.train.connect import check_arithmetic, run_id
 from megadiff.train.replicas import (
-    RunReplicas,
     _launch,
     _num_threads,
-    check_arithmetic,
     check_num_replicas,
     fresh_token,
     registry_folder,
     replica_spec,
-    run_id,
     users_of,
 )
 
@@ -82,34 +78,6 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     spec = replica_spec(config, MESH, Path("run"), name="a")
     assert spec.fp8 == fp8
     assert spec.fp8_in_place == (fp8 and sleep == "always")
-
-
-@pytest.mark.parametrize("sleep", ["always", "never"])
-def test_replicas_are_awake_to_sample_and_sleep_where_that_is_asked_for(monkeypatch, sleep):
-    """An error leaves them as they are: other ranks may never come to the next collective."""
-    calls = []
-    fleet = SimpleNamespace(sleep=lambda: calls.append("sleep"), trim=lambda: calls.append("trim"))
-    sync = SimpleNamespace(
-        push=lambda version: calls.append(version) or {"sync/gib": 1.0},
-        forget=lambda: calls.append("forget"),
-    )
-    config = _config(1)
-    config.rollout.sleep = sleep
-    mesh = MESH
-    monkeypatch.setattr("megadiff.train.replicas.agreed", lambda call, group, here: call())
-    replicas = RunReplicas(fleet, sync, config, mesh, Judges([], {}, mesh, config))
-    timers = Timers()
-    rest = ["sleep", "forget"] if sleep == "always" else []
-    with replicas.awake(3, timers) as stats:
-        assert stats == {"sync/gib": 1.0}
-        assert calls == [3]
-    assert calls == [3, *rest]
-    assert timers.pop().keys() == {"time/room_s", "time/sync_s"}
-    replicas.wake(4)
-    assert calls == [3, *rest, 4]
-    with pytest.raises(RuntimeError, match="a rank failed"), replicas.awake(5, timers):
-        raise RuntimeError("a rank failed")
-    assert calls == [3, *rest, 4, 5]
 
 
 @pytest.mark.parametrize(

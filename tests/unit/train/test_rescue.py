@@ -58,6 +58,9 @@ class Checkpoints:
         aside.mkdir(exist_ok=True)
         return aside
 
+    def save_beside(self, aside: Path, step: int) -> None:
+        pass
+
     def complete(self, aside: Path, progress: Progress) -> None:
         aside.rename(self.folder_of(progress.step))
         self.saved_step = progress.step

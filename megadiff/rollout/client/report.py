@@ -1,0 +1,17 @@
+"""How replicas' fates are reported: as megadiff.observe.events.Events.write() takes them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Report(Protocol):
+    """Write down what happened to a replica. kind: of megadiff.observe.events.KINDS."""
+
+    def __call__(
+        self, kind: str, *, replica: str = "", lost_s: float | None = None, text: str = ""
+    ) -> None: ...
+
+
+def no_report(kind: str, *, replica: str = "", lost_s: float | None = None, text: str = "") -> None:
+    """Write nothing."""

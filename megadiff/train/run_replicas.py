@@ -1,0 +1,227 @@
+"""Let a run's replicas draw, rest, fail and come back, in step with the trainer.
+
+Which replicas belong to the run changes in one place, before a push. So a replica always gets the
+policy before it serves, and all ranks work with the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from megadiff.config.schema import Config
+from megadiff.config.validate import sleeps
+from megadiff.observe.timers import Timers
+from megadiff.parallel.collectives import (
+    AgreedError,
+    agreed,
+    all_reduce_max,
+    gather_json,
+    read_once,
+)
+from megadiff.parallel.mesh import Mesh
+from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.report import Report, no_report
+from megadiff.sync.sync import WeightSync
+from megadiff.train.connect import Connection
+from megadiff.train.judges import Judges
+from megadiff.train.replicas import users_of
+from megadiff.train.sampling import Redrawable
+from megadiff.types import Figures
+
+logger = logging.getLogger(__name__)
+# names of replicas → raises AgreedError on all ranks where one computes otherwise
+Gate = Callable[[Sequence[str]], object]
+
+
+class RunReplicas:
+    """Decide who has the GPUs: replicas and judges, or the trainer. All methods are collective."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        config: Config,
+        mesh: Mesh,
+        judges: Judges,
+        *,
+        build_sync: Callable[[Fleet], WeightSync],
+        sampled_policy: Callable[[], AbstractContextManager[None]] = nullcontext,
+        report: Report = no_report,
+    ) -> None:
+        """Take over a fleet.
+
+        build_sync: collective. sampled_policy: an engine has the weights that steps draw with.
+        report: told of pushes that begin anew.
+        """
+        self._report = report
+        self.fleet = connection.fleet
+        self.sync = build_sync(self.fleet)
+        self.gate: Gate | None = None  # set when the first replicas have passed it
+        self._supervisor = connection.supervisor
+        self._make_client = connection.make_client
+        self._build_sync = build_sync
+        self._sampled_policy = sampled_policy
+        self._mesh = mesh
+        self._judges = judges
+        self._users = users_of(config, mesh)
+        self._sleeps = sleeps(config, device_type=mesh.device.type)
+        self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
+        self.version = 0  # of the last push
+
+    def close(self) -> None:
+        self.sync.close()
+
+    def bring(self, version: int, timers: Timers) -> Figures:
+        """Let the replicas draw a step's samples from a version of the weights; timed.
+
+        Returns the sync's figures. Raises AgreedError when replicas refuse or differ, or too few
+        are left.
+        """
+        if self._supervisor:  # those that are still here have drawn the samples before
+            self._supervisor.worked([client.name for client in self.fleet.replicas])
+        with timers("room"):
+            self._make_room()
+        with timers("sync"), self._sampled_policy():
+            return self._push(version)
+
+    def wake(self, version: int) -> None:
+        """Bring all replicas to a version of the weights; they stay awake."""
+        self._make_room()
+        self._push(version)
+
+    def finish(self, draw: Redrawable, *, here: bool, version: int | None = None) -> None:
+        """Run a draw on the ranks where `here` is true until it is done on all of them.
+
+        Where replicas were lost and it is not, others are brought to the version of the weights
+        that the engine has, and it is run again. version: of those weights, where they are not
+        those of the last push any more; what is missing is then drawn with them.
+        """
+        while True:
+            is_done = agreed(draw.run, self._mesh.cpu_group, here=here)
+            lacking = {"lacking": float(is_done is False)}
+            if not all_reduce_max(lacking, self._mesh.cpu_group)["lacking"]:
+                return
+            if version is not None:
+                self.version = version
+                draw.use_version(version)
+            with self._sampled_policy():
+                self._push(self.version)
+
+    def retry(self, action: Callable[[], Figures]) -> Figures:
+        """Return a collective action's figures; run it again where it failed by a lost replica."""
+        while True:
+            try:
+                return action()
+            except AgreedError:
+                if not self._has_lost():
+                    raise
+            self._push(self.version)
+
+    def rest(self) -> None:
+        """Let the replicas free their weights' memory where rollout.sleep says so.
+
+        The next push then brings every weight, and wakes them. Where they do not sleep, they give
+        back what sampling needed.
+        """
+        if self._sleeps:
+            agreed(self.fleet.sleep, self._mesh.cpu_group, here=self._users.here)
+            self.sync.forget()
+        else:
+            self.trim()
+        self._judges.sleep()
+
+    def trim(self) -> None:
+        """Give the trainer what the replicas' allocators keep of the last samples, on its GPUs."""
+        if self._share_gpus:
+            agreed(self.fleet.trim, self._mesh.cpu_group, here=self._users.here)
+
+    def _make_room(self) -> None:
+        """Give the replicas what this rank's allocator keeps, an update's peak at most."""
+        if self._share_gpus:
+            agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
+        self._judges.wake()
+
+    def _push(self, version: int) -> Figures:
+        """Settle who serves from now on, and bring those replicas to a version of the weights.
+
+        Begins anew when one is lost meanwhile.
+        """
+        self.version = version
+        start_s = time.monotonic()
+        while True:
+            joined = self._change_members()
+            try:
+                if joined is not None:
+                    self.sync.close()
+                    self.sync = self._build_sync(self.fleet)
+                figures = self.sync.push(version)
+                if joined and self.gate:
+                    self._admit(joined)
+                return figures
+            except AgreedError as error:
+                if not self._has_lost():
+                    raise
+                logger.warning("the push of version %d begins anew: %s", version, error)
+                if self._users.here:
+                    lost_s = time.monotonic() - start_s
+                    self._report("push_retried", lost_s=lost_s, text=str(error))
+                self.sync.forget()
+
+    def _change_members(self) -> list[str] | None:
+        """Work with the replicas that serve now.
+
+        Returns the names of those that are new, None where nothing has changed on any node.
+        """
+        before = {client.url: client for client in self.fleet.replicas}
+        users = self._users
+        lost: dict[str, str] = {}
+        for reasons in gather_json(self.fleet.lost, users.group):
+            lost |= reasons
+
+        roster: Mapping[str, str] = read_once(
+            lambda: self._supervisor.roster(lost) if self._supervisor else None,
+            source=users.source,
+            group=users.group,
+            world=self._mesh.cpu_group,
+        )
+        is_changed = bool(lost) or set(roster.values()) != before.keys()
+        changes = all_reduce_max({"changed": float(is_changed)}, self._mesh.cpu_group)
+        if not changes["changed"]:
+            return None
+
+        clients = []
+        joined = []
+        for name, url in roster.items():
+            if url in before and url not in lost:
+                clients.append(before[url])
+            else:
+                clients.append(self._make_client(name, url))
+                joined.append(name)
+        self.fleet.set_replicas(clients)
+        return joined
+
+    def _admit(self, joined: Sequence[str]) -> None:
+        """Let replicas that others started pass the parity gate. One that fails is left out."""
+        if self._users.node is not None:
+            return  # this run has started it again, with the same command
+        assert self.gate
+        try:
+            self.gate(joined)
+        except AgreedError as error:
+            if self._has_lost():
+                raise
+            if self._supervisor:
+                for name in joined:
+                    self._supervisor.refuse(name, str(error))
+            for client in self.fleet.replicas:
+                if client.name in joined:
+                    self.fleet.lose(client, "it did not pass the parity gate")
+            raise
+
+    def _has_lost(self) -> bool:
+        lost = {"lost": float(bool(self.fleet.lost))}
+        return bool(all_reduce_max(lost, self._mesh.cpu_group)["lost"])

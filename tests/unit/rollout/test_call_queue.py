@@ -1,0 +1,163 @@
+"""Who takes which call: every call is answered once, whatever fails, and slow replicas get fewer.
+
+A clock of the test's own: thousands of schedules of faults take seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+
+import pytest
+
+from megadiff.rollout.client.call_queue import MAX_ERRORS, MAX_LOSSES, CallQueue, ReplicaCall
+
+
+def make_calls(count: int, size: int = 8) -> list[ReplicaCall]:
+    return [ReplicaCall(indices=(index,), num_samples=size) for index in range(count)]
+
+
+def test_ten_thousand_schedules_of_faults_lose_and_double_no_call() -> None:
+    """Replicas die, fail calls and drop connections at random, until all are gone or all is done;
+    then new ones come, as a step brings them back.
+    """
+    rng = random.Random(0)
+    for _ in range(10_000):
+        calls = make_calls(rng.randint(1, 6))
+        answered: list[ReplicaCall] = []
+        rates: dict[str, float] = {}
+        for generation in itertools.count():
+            queue = CallQueue(calls, [f"{generation}.{index}" for index in range(3)], rates)
+            play(queue, rng, answered)
+            if queue.is_over or any(call.is_poisoned for call in calls):
+                break
+            assert queue.is_stuck
+        assert len(set(answered)) == len(answered)
+        done = {call for call in calls if call.is_done}
+        assert set(answered) == done
+        assert done == set(calls) or any(call.is_poisoned for call in calls)
+
+
+def play(queue: CallQueue, rng: random.Random, answered: list[ReplicaCall]) -> None:
+    """Let random things happen to a queue until it is over or stuck, or a call is poisoned."""
+    running: list[tuple[ReplicaCall, str]] = []
+    now_s = 0.0
+    while not (queue.is_over or queue.is_stuck):
+        while taken := queue.take(now_s):
+            assert taken not in running and not taken[0].is_done
+            running.append(taken)
+        now_s += rng.random()
+        call, replica = running.pop(rng.randrange(len(running)))
+        chance = rng.random()
+        if chance < 0.6:
+            queue.succeed(call, replica, seconds=1.0, outstanding=rng.randrange(20), now_s=now_s)
+            answered.append(call)
+        elif chance < 0.8:
+            is_lost = queue.fail(call, replica, "500", is_answer=chance < 0.7, now_s=now_s)
+            if call.is_poisoned:
+                return
+            if is_lost:
+                queue.lose(replica)
+                running = [row for row in running if row[1] != replica]
+        else:
+            given_back = queue.lose(replica)
+            assert call in given_back
+            running = [row for row in running if row[1] != replica]
+            if any(lost.is_poisoned for lost in given_back):
+                return
+
+
+def test_a_call_that_two_replicas_answer_with_an_error_is_at_fault() -> None:
+    (call,) = make_calls(1)
+    queue = CallQueue([call], ["a", "b", "c"], {})
+    for expected in range(1, MAX_ERRORS + 1):
+        assert not call.is_poisoned
+        taken = queue.take(0.0)
+        assert taken is not None and taken[1] not in call.errors
+        queue.fail(call, taken[1], "500: out of memory", is_answer=True, now_s=0.0)
+        assert call.num_errors == expected
+    assert call.is_poisoned
+
+
+def test_a_call_that_kills_replica_after_replica_is_at_fault() -> None:
+    (call,) = make_calls(1)
+    for generation in range(MAX_LOSSES):
+        assert not call.is_poisoned
+        queue = CallQueue([call], [str(generation)], {})
+        assert queue.take(0.0)
+        queue.lose(str(generation))
+        assert queue.is_stuck
+    assert call.is_poisoned
+
+
+def test_the_call_behind_it_is_not_to_blame() -> None:
+    calls = make_calls(2)
+    queue = CallQueue(calls, ["a"], {"a": 1.0})
+    assert queue.take(0.0) and queue.take(0.0)
+    queue.lose("a")
+    assert [call.num_losses for call in calls] == [1, 0]
+
+
+def test_a_replica_that_fails_one_call_after_another_is_of_no_use() -> None:
+    calls = make_calls(9)
+    queue = CallQueue(calls, ["broken", "well"], {"broken": 0.1, "well": 0.2})
+    said = []
+    for _ in range(30):
+        taken = queue.take(0.0)
+        if taken is None:
+            break
+        call, replica = taken
+        if replica == "broken":
+            said.append(queue.fail(call, replica, "500: CUDA error", is_answer=True, now_s=0.0))
+            if said[-1]:
+                queue.lose("broken")
+        else:
+            queue.succeed(call, replica, seconds=1.6, outstanding=0, now_s=0.0)
+    assert said == [False, False, True] and queue.is_over
+
+
+def test_a_single_replica_that_answers_with_an_error_is_given_up_for_a_new_one() -> None:
+    (call,) = make_calls(1)
+    queue = CallQueue([call], ["a"], {})
+    assert queue.take(0.0)
+    assert queue.fail(call, "a", "500", is_answer=True, now_s=0.0)
+
+
+def test_a_dropped_connection_is_tried_again_on_the_same_replica() -> None:
+    (call,) = make_calls(1)
+    queue = CallQueue([call], ["a"], {})
+    assert queue.take(0.0)
+    assert not queue.fail(call, "a", "reset", is_answer=False, now_s=0.0)
+    assert queue.take(1.0) == (call, "a")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slow_replicas_hold_nobody_up(seed: int) -> None:
+    """64 replicas of log-normal speeds: within 15 % of perfect balance once they are known."""
+    rng = random.Random(seed)
+    rates = {str(index): rng.lognormvariate(0.0, 0.5) for index in range(64)}
+    known: dict[str, float] = {}
+    for step in range(3):
+        calls = make_calls(512)
+        seconds = simulate(CallQueue(calls, rates, known), rates)
+        ideal = sum(call.num_samples for call in calls) / sum(1 / rate for rate in rates.values())
+        if step:
+            assert seconds <= 1.15 * ideal
+
+
+def simulate(queue: CallQueue, rates: dict[str, float]) -> float:
+    """Return the seconds that replicas of these rates take; each makes one call at a time."""
+    events: list[tuple[float, int, ReplicaCall, str, float]] = []
+    free_s = dict.fromkeys(rates, 0.0)
+    now_s = 0.0
+    number = itertools.count()
+    while not queue.is_over:
+        while taken := queue.take(now_s):
+            call, replica = taken
+            seconds = rates[replica] * call.num_samples
+            free_s[replica] = max(now_s, free_s[replica]) + seconds
+            heapq.heappush(events, (free_s[replica], next(number), call, replica, seconds))
+        now_s, _, call, replica, seconds = heapq.heappop(events)
+        queue.succeed(call, replica, seconds=seconds, outstanding=0, now_s=now_s)
+    return now_s

@@ -1,0 +1,218 @@
+"""Break the replicas of a run at random, and compare its figures with an undisturbed run's.
+
+    python tools/bench_faults.py --faults 100 --seed 0 [--replicas 4] [--model assets/shapes]
+
+Two runs of `megadiff train` from one config: one is left alone, and in the other a random replica
+gets SIGKILL, SIGSTOP or SIGTERM at a random moment, --faults times over all steps. Counted: steps
+whose figures differ (time, perf and memory aside), steps that are missing, processes that are left.
+Prints the events by kind and the seconds of both runs. Exit code 0 when all three are 0. Seeds are
+printed; all traffic is on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "MEGADIFF_BENCH_FAULTS"
+ASIDE = ("time/", "perf/", "memory/")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+LEFT_S = 8.0  # for replicas to end with their run
+CONFIG = """
+model: {{path: {model}, dtype: float32}}
+data: {{prompts: {root}/assets/prompts/colors.txt}}
+train: {{num_steps: {steps}, prompts_per_step: {prompts}, updates_per_step: 2, microbatch_size: 16}}
+algorithm: {{group_size: 8, clip_range: 1e-4}}
+rollout:
+  height: 64
+  width: 64
+  num_inference_steps: 6
+  sde_window_range: [0, 4]
+  batch_size: 8
+  num_replicas: {replicas}
+  heartbeat_s: 8
+  max_restarts: 30
+engine: {{dtype: float32}}
+optim: {{lr: 1e-5}}
+reward: {{color: {{type: color}}}}
+checkpoint: {{every: 0}}
+track: []
+sample_every: 0
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="default: half of --faults, at least 3"
+    )
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "shapes")
+    parser.add_argument("--limit-s", type=float, default=3000.0, help="of one run")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value of the config")
+    options = parser.parse_args(argv)
+    steps = options.steps or max(3, options.faults // 2)
+
+    with tempfile.TemporaryDirectory(prefix="megadiff-faults-") as scratch:
+        folder = options.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "faults.yaml"
+        text = CONFIG.format(
+            model=options.model.resolve(),
+            root=ROOT,
+            steps=steps,
+            prompts=4 * options.replicas,
+            replicas=options.replicas,
+        )
+        config.write_text(text)
+
+        print(f"{options.faults} faults over {steps} steps, seed {options.seed}", flush=True)
+        calm_s, calm, _ = run(config, folder, "calm", options, faults=0)
+        disturbed_s, disturbed, num_left = run(
+            config, folder, "disturbed", options, faults=options.faults
+        )
+
+    unlike = [
+        step for step, row in enumerate(calm) if step >= len(disturbed) or disturbed[step] != row
+    ]
+    missing = len(calm) - len(disturbed)
+    print(
+        f"{options.faults} faults: {len(unlike)} of {len(calm)} steps differ"
+        f"{f', the first is {unlike[0] + 1}' if unlike else ''}; {missing} steps missing; "
+        f"{num_left} processes left; {calm_s:.0f} s undisturbed, {disturbed_s:.0f} s disturbed"
+    )
+    if unlike and unlike[0] < len(disturbed):
+        for key, value in calm[unlike[0]].items():
+            if disturbed[unlike[0]].get(key) != value:
+                print(f"  {key}: {value} and {disturbed[unlike[0]].get(key)}")
+    return int(bool(unlike or missing or num_left))
+
+
+def run(
+    config: Path, folder: Path, name: str, options: argparse.Namespace, *, faults: int
+) -> tuple[float, list[dict], int]:
+    """Return the seconds, the rows that are compared, and the number of processes left."""
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-m", "megadiff.cli.main", "train", str(config)]
+    command += [f"run.dir={folder}", f"run.name={name}", *options.overrides]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
+    log = folder / f"{name}.log"
+
+    began_s = time.monotonic()
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+    metrics = folder / name / "metrics.jsonl"
+    break_replicas(process, metrics, faults, options)
+    try:
+        code = process.wait(max(1.0, began_s + options.limit_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = "none: it was not done in time"
+    seconds = time.monotonic() - began_s
+    if code != 0:
+        print(f"{name}: exit code {code}\n{log.read_text(errors='replace')[-4000:]}")
+
+    show_events(folder / name / "events.jsonl", name)
+    return seconds, rows_of(metrics), len(left_over(mark))
+
+
+def break_replicas(
+    process: subprocess.Popen, metrics: Path, faults: int, options: argparse.Namespace
+) -> None:
+    """Send random signals to random replicas, spread over the run's steps."""
+    rng = random.Random(options.seed)
+    num_steps = options.steps or max(3, options.faults // 2)
+    # none before the first step: a replica that never served tells of a mistake
+    moments = sorted(1 + (num_steps - 1) * rng.random() for _ in range(faults))
+    deadline_s = time.monotonic() + options.limit_s
+    for moment in moments:
+        while process.poll() is None and len(rows_of(metrics)) < int(moment):
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(0.02)
+        time.sleep(rng.random())
+        servers = replicas_of(process.pid)
+        if process.poll() is not None or not servers:
+            continue
+        server = rng.choice(servers)
+        number = rng.choice(SIGNALS)
+        try:
+            os.killpg(server.pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def replicas_of(pid: int) -> list[psutil.Process]:
+    """Return the servers that a trainer started, each the leader of its own process group."""
+    try:
+        children = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    leaders = []
+    for child in children:
+        try:
+            if os.getpgid(child.pid) == child.pid:
+                leaders.append(child)
+        except ProcessLookupError:
+            pass
+    return sorted(leaders, key=lambda child: child.pid)
+
+
+def rows_of(metrics: Path) -> list[dict]:
+    """Return the finished steps' figures, without what depends on the clock."""
+    if not metrics.is_file():
+        return []
+    rows = []
+    for line in metrics.read_text().splitlines():
+        row = json.loads(line)
+        rows.append({key: value for key, value in row.items() if not key.startswith(ASIDE)})
+    return rows
+
+
+def left_over(mark: str) -> list[psutil.Process]:
+    """Return processes with the mark in their environment that do not end by themselves."""
+    deadline_s = time.monotonic() + LEFT_S
+    while True:
+        left = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == mark and process.status() != "zombie":
+                    left.append(process)
+            except psutil.Error:
+                continue
+        if not left or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.2)
+    for process in left:
+        print(f"  left: {process}")
+        process.kill()
+    return left
+
+
+def show_events(file: Path, name: str) -> None:
+    if file.is_file():
+        kinds = Counter(json.loads(line)["event"] for line in file.read_text().splitlines())
+        print(f"{name}: {', '.join(f'{kind} {count}' for kind, count in sorted(kinds.items()))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
