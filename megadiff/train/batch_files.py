@@ -222,11 +222,12 @@ class _BatchFile:
             for name in list(tensors)
             if name.startswith(CONDITIONING)
         }
-        fields = dict(self.record["groups"][index])
+        fields: dict[str, Any] = dict(self.record["groups"][index])
         fields["prompt"] = read_record(Prompt, fields["prompt"], "prompt")
         fields["sampling"] = read_record(Sampling, fields["sampling"], "sampling")
         fields["sample_indices"] = tuple(fields["sample_indices"])
-        return RolloutGroup(**fields, **tensors, conditioning=conditioning)
+        fields |= tensors
+        return RolloutGroup(**fields, conditioning=conditioning)
 
     def _tensor(self, name: str) -> Tensor:
         # A copy: the checkpoint is deleted when newer ones are there.

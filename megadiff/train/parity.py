@@ -76,9 +76,11 @@ def check(
     config = engine.config
     mesh = engine.mesh
     fleet = replicas.fleet
-    checked = range(len(fleet.replicas))
-    if names is not None:
-        checked = [index for index in checked if fleet.replicas[index].name in names]
+    checked = [
+        index
+        for index, client in enumerate(fleet.replicas)
+        if names is None or client.name in names
+    ]
     num_replicas = len(checked)
     samplings = component_samplings(engine.adapter, sampling_of(config.rollout))
     gaps: Figures = {}

@@ -59,7 +59,8 @@ class Members:
         """max_restarts: of one replica in a row, without a finished step in between."""
         self.max_restarts = max_restarts
         self.members = {
-            name: FleetMember(name, is_ours=True, phase=Phase.STARTING, since_s=now_s) for name in ours
+            name: FleetMember(name, is_ours=True, phase=Phase.STARTING, since_s=now_s)
+            for name in ours
         }
 
     @property
