@@ -80,7 +80,7 @@ class TrainConfig:
     )
     staleness: int = key(
         0,
-        "1 draws samples one step ahead, while the step before trains (rollout.mode=separate).",
+        "With 1, samples are drawn while the step before trains (rollout.mode=separate).",
         at_least=0,
         at_most=1,
     )

@@ -71,6 +71,7 @@ class RunReplicas:
         self._sleeps = sleeps(config, device_type=mesh.device.type)
         self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
         self.version = 0  # of the last push
+        self._lives: dict[str, int] = {}  # replica → its life as the last push had it
 
     def close(self) -> None:
         self.sync.close()
@@ -81,8 +82,12 @@ class RunReplicas:
         Returns the sync's figures. Raises AgreedError when replicas refuse or differ, or too few
         are left.
         """
-        if self._supervisor:  # those that are still here have drawn the samples before
-            self._supervisor.worked([client.name for client in self.fleet.replicas])
+        if self._supervisor:  # those that are still well have drawn the samples before
+            lost = self.fleet.lost
+            fleet = self.fleet.replicas
+            self._supervisor.worked(
+                {client.name: client.url for client in fleet if client.url not in lost}
+            )
         with timers("room"):
             self._make_room()
         with timers("sync"), self._sampled_policy():
@@ -182,26 +187,28 @@ class RunReplicas:
         for reasons in gather_json(self.fleet.lost, users.group):
             lost |= reasons
 
-        roster: Mapping[str, str] = read_once(
+        roster: Mapping[str, tuple[str, int]] = read_once(
             lambda: self._supervisor.roster(lost) if self._supervisor else None,
             source=users.source,
             group=users.group,
             world=self._mesh.cpu_group,
         )
-        is_changed = bool(lost) or set(roster.values()) != before.keys()
+        kept = {}  # the clients that go on
+        for name, (url, life) in roster.items():
+            # Another life at the same address may be a process that holds other weights.
+            if url in before and url not in lost and self._lives.get(name, life) == life:
+                kept[name] = before[url]
+        self._lives = {name: life for name, (_, life) in roster.items()}
+
+        is_changed = bool(lost) or not len(kept) == len(roster) == len(before)
         changes = all_reduce_max({"changed": float(is_changed)}, self._mesh.cpu_group)
         if not changes["changed"]:
             return None
 
-        clients = []
-        joined = []
-        for name, url in roster.items():
-            if url in before and url not in lost:
-                clients.append(before[url])
-            else:
-                clients.append(self._make_client(name, url))
-                joined.append(name)
-        self.fleet.set_replicas(clients)
+        joined = [name for name in roster if name not in kept]
+        new = {name: self._make_client(name, roster[name][0]) for name in joined}
+        clients = kept | new
+        self.fleet.set_replicas([clients[name] for name in roster])
         return joined
 
     def _admit(self, joined: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Decide which replica takes which call of a step, and what becomes of calls that fail.
+"""Cut a step into calls, give each to a replica, and decide what becomes of those that fail.
 
 Pure state: seconds of a clock come in, no thread and no connection is here. Any replica that holds
 the policy version may make any call, and draws the same bits, as the noise follows from the
@@ -8,6 +8,7 @@ samples' identities. So a failed call is made again elsewhere, and slow replicas
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -17,6 +18,27 @@ CALLS_PER_REPLICA = 2
 MAX_ERRORS = 2  # of one call by living replicas; then a third would not help
 MAX_LOSSES = 5  # of replicas and connections that broke in one call
 MAX_FAILURES = 3  # of one replica in a row; then its engine must be broken
+
+
+def calls(
+    group_sizes: Sequence[int], *, batch_size: int, num_replicas: int, most_groups: int
+) -> list[range]:
+    """Cut groups of these numbers of samples into calls: ranges of consecutive whole groups.
+
+    A call holds at most batch_size samples and most_groups groups, but at least one group. All
+    calls but the last hold equally many groups, so that no replica is idle in the last round.
+    """
+    # Nothing here may vary between two runs, such as which replica is faster: a batch's composition
+    # changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
+    if not group_sizes:
+        return []
+    num_groups = len(group_sizes)
+    most = max(1, min(batch_size // max(group_sizes), most_groups))
+    rounds = math.ceil(num_groups / (most * num_replicas))
+    per_call = math.ceil(num_groups / (rounds * num_replicas))
+    return [
+        range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)
+    ]
 
 
 @dataclass(eq=False)

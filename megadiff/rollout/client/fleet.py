@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
@@ -14,7 +15,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megadiff.rollout.client.call_queue import CallQueue, ReplicaCall
+from megadiff.rollout.client.call_queue import CallQueue, ReplicaCall, calls
 from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
 from megadiff.rollout.client.processes import ReplicaDied, log_tail
 from megadiff.rollout.client.pulse import Pulse
@@ -67,12 +68,17 @@ class Fleet(AbstractContextManager["Fleet"]):
         self._num_replicas = max(1, (self.num_replicas or len(self.replicas)) // self.num_ranks)
         self._rates: dict[str, float] = {}  # replica → seconds a sample
         self._pool = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="fleet")
-        self._pulse = Pulse(self.heartbeat_s)
+        self._num_calling: Counter[ReplicaClient] = Counter()
+        self._calling_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watch_thread = threading.Thread(target=self._watch, name="fleet-watch", daemon=True)
+        self._watch_thread.start()
 
     def __exit__(self, *_: object) -> None:
         """Drop what is still in flight; the processes are stopped by who started them."""
+        self._closed.set()
+        self._watch_thread.join(5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pulse.close()
         for client in self.replicas:
             client.close()
 
@@ -81,7 +87,6 @@ class Fleet(AbstractContextManager["Fleet"]):
         for client in self.replicas:
             if client not in clients:
                 client.close()
-                self._pulse.forget(client.name)
                 self._rates.pop(client.name, None)
         self.replicas = clients
         self.lost = {}
@@ -110,16 +115,16 @@ class Fleet(AbstractContextManager["Fleet"]):
         futures: dict[Future[Drawn], tuple[ReplicaCall, ReplicaClient]] = {}
         try:
             while not queue.is_over and not queue.is_stuck:
+                self._drop_lost(queue, requests)
                 self._give_out(queue, requests, futures)
                 done, _ = wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
                     call, client = futures.pop(future)
                     if client.url in self.lost:
-                        continue  # its calls wait for another replica already
+                        continue  # _drop_lost() gives its calls to others
                     drawn = self._outcome(queue, requests, call, client, future)
                     if drawn is not None:
                         yield from zip(call.indices, drawn.groups, strict=True)
-                self._lose_hung(queue, requests)
         finally:
             for future in futures:
                 future.cancel()
@@ -143,7 +148,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         while taken := queue.take(time.monotonic()):
             call, name = taken
             asked = [requests[index] for index in call.indices]
-            future = self._pool.submit(clients[name].draw, asked)
+            future = self._pool.submit(self._watched, clients[name], methodcaller("draw", asked))
             futures[future] = (call, clients[name])
 
     def _outcome(
@@ -182,7 +187,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         """Give a failed call back, and the replica up where it is dead, busy or not current."""
         is_alive = error.status not in (NOT_CURRENT, LOCKED) and self._is_alive(client, error)
         if not is_alive:
-            self._lose(queue, requests, client, str(error))
+            self.lose(client, str(error))
             return
         is_answer = error.status is not None
         given_s = queue.given_s(call, client.name)
@@ -191,7 +196,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         )
         self._check_poisoned(call, requests, error)
         if is_useless:
-            self._lose(queue, requests, client, f"it fails its calls: {error}")
+            self.lose(client, f"it fails its calls: {error}")
             return
         self._report_retry(client, given_s, str(error))
         logger.warning("a call is made again: %s", error)
@@ -210,17 +215,15 @@ class Fleet(AbstractContextManager["Fleet"]):
                 return client.health().get("name") == client.name
         return False
 
-    def _lose(
-        self,
-        queue: CallQueue,
-        requests: Sequence[RolloutRequest],
-        client: ReplicaClient,
-        reason: str,
-    ) -> None:
-        self.lose(client, reason)
-        for call, given_s in queue.lose(client.name).items():
-            self._check_poisoned(call, requests, reason)
-            self._report_retry(client, given_s, reason)
+    def _drop_lost(self, queue: CallQueue, requests: Sequence[RolloutRequest]) -> None:
+        """Give the calls of lost replicas to others."""
+        for client in self.replicas:
+            reason = self.lost.get(client.url)
+            if reason is None:
+                continue
+            for call, given_s in queue.lose(client.name).items():
+                self._check_poisoned(call, requests, reason)
+                self._report_retry(client, given_s, reason)
 
     def lose(self, client: ReplicaClient, reason: str) -> None:
         """Work without a replica until set_replicas(); what waits for its answers fails."""
@@ -230,13 +233,34 @@ class Fleet(AbstractContextManager["Fleet"]):
         self.lost[client.url] = reason
         client.close()
 
-    def _lose_hung(self, queue: CallQueue, requests: Sequence[RolloutRequest]) -> None:
-        busy = [client for client in self.replicas if client.name in queue.busy]
-        self._pulse.ask(busy)
-        hung = self._pulse.hung(client.name for client in busy)
-        for client in busy:
-            if client.name in hung:
-                self._lose(queue, requests, client, hung[client.name])
+    def _watch(self) -> None:
+        """Lose replicas that hang in a call, whether it draws or takes weights, until the end.
+
+        It closes their connections, so who waits there goes on at once.
+        """
+        pulse = Pulse(self.heartbeat_s)
+        while not self._closed.wait(POLL_S):
+            with self._calling_lock:
+                calling = [client for client, count in self._num_calling.items() if count]
+            calling = [client for client in calling if client.url not in self.lost]
+            pulse.ask(calling)
+            hung = pulse.hung(client.name for client in calling)
+            for client in calling:
+                if client.name in hung:
+                    self.lose(client, hung[client.name])
+        pulse.close()
+
+    def _watched(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
+        """Return call(client), and have the replica watched meanwhile."""
+        with self._calling_lock:
+            self._num_calling[client] += 1
+        try:
+            return call(client)
+        finally:
+            with self._calling_lock:
+                self._num_calling[client] -= 1
+                if not self._num_calling[client]:
+                    del self._num_calling[client]
 
     def _check_poisoned(
         self, call: ReplicaCall, requests: Sequence[RolloutRequest], error: object
@@ -308,38 +332,18 @@ class Fleet(AbstractContextManager["Fleet"]):
     def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
         """Return call(client).
 
-        Raises ReplicaDied, with its log's end, where no answer comes; the replica is lost then.
+        Raises ReplicaDied, with its log's end, where no answer comes, or not in time; the replica
+        is lost then.
         """
         try:
-            return call(client)
+            return self._watched(client, call)
         except ReplicaError as error:
-            if error.status is not None:
+            if error.status is not None and not error.is_timeout:
                 raise
             self.lose(client, str(error))
             tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
             text = f"{client.name} at {client.url} does not answer: {error}\n{tail}"
             raise ReplicaDied(text) from error
-
-
-def calls(
-    group_sizes: Sequence[int], *, batch_size: int, num_replicas: int, most_groups: int
-) -> list[range]:
-    """Cut groups of these numbers of samples into calls: ranges of consecutive whole groups.
-
-    A call holds at most batch_size samples and most_groups groups, but at least one group. All
-    calls but the last hold equally many groups, so that no replica is idle in the last round.
-    """
-    # Nothing here may vary between two runs, such as which replica is faster: a batch's composition
-    # changes float rounding, and a resumed run must equal the uninterrupted one bit by bit.
-    if not group_sizes:
-        return []
-    num_groups = len(group_sizes)
-    most = max(1, min(batch_size // max(group_sizes), most_groups))
-    rounds = math.ceil(num_groups / (most * num_replicas))
-    per_call = math.ceil(num_groups / (rounds * num_replicas))
-    return [
-        range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)
-    ]
 
 
 class WeightTarget:

@@ -33,6 +33,7 @@ class FleetMember:
     """A replica's place in the run.
 
     is_ours: this process starts it, and starts it again. since_s: when its phase began.
+    life: counts how often it joined, as another process may have an address that it had before.
     lost_s: when it was lost last. due_s: not to be started, or taken back, before that.
     num_deaths: in a row, without a finished step in between. reason: of the last loss.
     """
@@ -42,6 +43,7 @@ class FleetMember:
     phase: Phase
     since_s: float
     url: str = ""
+    life: int = 0
     lost_s: float = 0.0
     due_s: float = 0.0
     num_deaths: int = 0
@@ -93,6 +95,7 @@ class Members:
         )
         member.phase = Phase.READY
         member.url = url
+        member.life += 1
         member.since_s = now_s
 
     def leave(self, name: str) -> None:
@@ -161,11 +164,14 @@ class Members:
         """Return the replicas of ours whose processes have to be ended."""
         return [member.name for member in self._in(Phase.LOST)]
 
-    def worked(self, names: Sequence[str]) -> None:
-        """Note that a step was drawn with these: their deaths before do not count any more."""
-        for name in names:
-            if name in self.members:
-                self.members[name].num_deaths = 0
+    def worked(self, replicas: Mapping[str, str]) -> None:
+        """Note that these, name → address, drew a step and are well: earlier deaths do not count.
+
+        One that died in the step and was started again meanwhile has another address.
+        """
+        for member in self._in(Phase.READY):
+            if replicas.get(member.name) == member.url:
+                member.num_deaths = 0
 
     def reasons(self) -> Mapping[str, str]:
         """Return what became of each replica that is not in the roster."""

@@ -209,7 +209,8 @@ class RegistryWatch:
         self._running: dict[Address, Future[Visit]] = {}
         self._visits: dict[Address, Visit] = {}  # the last one of each
         self._first_seen_s: dict[Address, float] = {}
-        self._claims: list[Claim] = []
+        self.claims: list[Claim] = []  # of the last look
+        self._settled: Collection[tuple[str, str]] = ()
         self._left_out: dict[Path, str] = {}
         self._warned: set[Path] = set()
 
@@ -220,12 +221,17 @@ class RegistryWatch:
     def look(self, *, settled: Collection[tuple[str, str]] = ()) -> list[JsonObject]:
         """Return the announcements that count by now, by file name; takes at most POLL_S.
 
-        settled: names and addresses that are not asked again.
+        settled: names and addresses that are not asked, and not returned. Once they are settled no
+        longer, what they answered before does not count.
         """
-        self._warn_of_writers()
-        self._claims, self._left_out = read_claims(self.registry)
+        self._settled = settled
+        for address in self._visits.keys() & set(settled):
+            del self._visits[address]
 
-        for claim in self._claims:
+        self._warn_of_writers()
+        self.claims, self._left_out = read_claims(self.registry)
+
+        for claim in self.claims:
             address = claim.address
             self._first_seen_s.setdefault(address, time.monotonic())
             if address not in self._running and address not in settled:
@@ -245,7 +251,7 @@ class RegistryWatch:
 
     def names(self) -> set[str]:
         """Return the names that the last look found announced."""
-        return {claim.address.name for claim in self._claims}
+        return {claim.address.name for claim in self.claims}
 
     def is_announced(self, name: str) -> bool:
         """Look for a name's announcement now."""
@@ -254,15 +260,16 @@ class RegistryWatch:
     def has_asked_all(self) -> bool:
         """Tell whether every announced address has answered, or had its time to."""
         since_s = time.monotonic() - FIRST_ANSWER_S
-        addresses = {claim.address for claim in self._claims} - self._visits.keys()
+        addresses = {claim.address for claim in self.claims} - self._visits.keys()
         return all(self._first_seen_s[address] <= since_s for address in addresses)
 
     def left_out_text(self) -> str:
         """Name what is in the registry and does not count, with the reasons."""
         texts = [f"{path.name} ({reason})" for path, reason in self._left_out.items()]
-        for claim in self._claims:
+        for claim in self.claims:
             visit = self._visits.get(claim.address, Visit())
-            if visit.health is None and claim.path not in self._left_out:
+            is_open = claim.address not in self._settled and claim.path not in self._left_out
+            if visit.health is None and is_open:
                 texts.append(f"{claim.address} ({visit.reason})")
         return f"; left out: {', '.join(texts[:SHOWN])}" if texts else ""
 
@@ -271,10 +278,15 @@ class RegistryWatch:
         # Only a proven one takes its name: else a claim could keep the real replica out.
         taken: dict[str, Path] = {}
         healthy = []
+        for claim in self.claims:
+            if claim.address in self._settled:
+                taken |= dict.fromkeys(claim.address, claim.path)
 
-        for claim in self._claims:
+        for claim in self.claims:
             address = claim.address
             visit = self._visits.get(address, Visit())
+            if address in self._settled:
+                continue
             first = taken.get(address.name) or taken.get(address.url)
             if visit.is_odd:
                 self._left_out[claim.path] = f"{address}: {visit.reason}"

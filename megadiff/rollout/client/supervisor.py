@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient
 from megadiff.rollout.client.members import Members
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
 from megadiff.rollout.client.pulse import Pulse
-from megadiff.rollout.client.registry import PROGRESS_S, RegistryWatch
+from megadiff.rollout.client.registry import PROGRESS_S, Address, RegistryWatch
 from megadiff.rollout.client.report import Report, no_report
 from megadiff.types import JsonObject
 
@@ -52,6 +52,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
     def __post_init__(self) -> None:
         self._pulse = Pulse(self.heartbeat_s)
         self._clients: dict[str, ReplicaClient] = {}
+        self._processes_seen: dict[Address, object] = {}  # what tells a process from the next
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._sync_clients()
@@ -68,8 +69,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         for client in self._clients.values():
             client.close()
 
-    def roster(self, lost: Mapping[str, str]) -> dict[str, str]:
-        """Return the name and address of each replica to serve the next push.
+    def roster(self, lost: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+        """Return the replicas to serve the next push: name → address, and which life it leads.
 
         lost: addresses that ranks found to be of no use → the reason. Waits until min_replicas
         serve, and until those have started that can do so here alone.
@@ -85,7 +86,11 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         while True:
             with self._lock:
                 self._tick(may_start=True)
-                roster = self.members.roster
+                members = self.members.members
+                roster = {
+                    name: (url, members[name].life)
+                    for name, url in sorted(self.members.roster.items())
+                }
                 coming = self.members.coming
                 waits = bool(coming) and not self.restarts_any_time
                 if len(roster) >= self.min_replicas and not waits:
@@ -104,12 +109,12 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         waited_s = time.monotonic() - start_s
         if waited_s > 1.0:
             self.report("waited_for_replicas", lost_s=waited_s, text=f"{len(roster)} serve")
-        return dict(sorted(roster.items()))
+        return roster
 
-    def worked(self, names: Sequence[str]) -> None:
-        """Note that these drew a step: their deaths before it do not count any more."""
+    def worked(self, replicas: Mapping[str, str]) -> None:
+        """Note that these, name → address, drew a step and are well."""
         with self._lock:
-            self.members.worked(names)
+            self.members.worked(replicas)
 
     def refuse(self, name: str, reason: str) -> None:
         """Keep a replica out of the run as long as it has this address."""
@@ -165,7 +170,9 @@ class Supervisor(AbstractContextManager["Supervisor"]):
     def _look(self) -> None:
         """Take in who has announced itself, and let go who has left."""
         now_s = time.monotonic()
-        healthy = self.registry.look(settled=self.members.roster.items())
+        roster = {Address(*item) for item in self.members.roster.items()}
+        healthy = self.registry.look(settled=roster)
+        self._lose_replaced(roster)
         for entry in healthy:
             name = entry["name"]
             url = entry["url"]
@@ -187,6 +194,18 @@ class Supervisor(AbstractContextManager["Supervisor"]):
             self.report("replica_left", replica=name)
             logger.info("%s has left the run", name)
         self._sync_clients()
+
+    def _lose_replaced(self, roster: Collection[Address]) -> None:
+        """Lose replicas in whose place, at the same address, another process has begun."""
+        seen = {
+            claim.address: claim.entry.get("process")
+            for claim in self.registry.claims
+            if claim.address in roster
+        }
+        for address, process in seen.items():
+            if self._processes_seen.get(address, process) != process:
+                self._lose(address.name, "another process has begun in its place")
+        self._processes_seen = seen
 
     def _lose(self, name: str, reason: str, *, kind: str = "replica_died") -> None:
         if not self.members.lose(name, reason, time.monotonic()):

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import tempfile
@@ -302,7 +303,9 @@ def _stop_engine(engine: Any) -> None:
 
 @contextmanager
 def announced(registry: Path | None, *, name: str, url: str) -> Iterator[Callable[[], None]]:
-    """Keep `registry/<name>.json`, with name, url and pid, as long as the context lasts.
+    """Keep `registry/<name>.json`, with name, url, pid and process, while the context lasts.
+
+    process: a random number, as containers and ports are taken again by processes of the same pid.
 
     Yields what removes it before that.
     Nothing is written when registry is None. Of two replicas of one name the later one is
@@ -313,7 +316,7 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[Callabl
         return
 
     path = registry / f"{name}.json"
-    entry = {"name": name, "url": url, "pid": os.getpid()}
+    entry = {"name": name, "url": url, "pid": os.getpid(), "process": secrets.token_hex(8)}
     registry.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=registry, suffix=".tmp", delete=False) as file:
         json.dump(entry, file)

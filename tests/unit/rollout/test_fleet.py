@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from megadiff.rollout.client.call_queue import calls
 from megadiff.rollout.client.client import Drawn
-from megadiff.rollout.client.fleet import Fleet, calls
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6)
@@ -73,7 +74,7 @@ def test_a_call_holds_images_of_one_shape_and_as_many_as_its_body_takes() -> Non
     assert sorted(count for count, _ in asked) == sorted(2 * [4, 4, 2, 2])
 
 
-@dataclass
+@dataclass(eq=False)
 class EchoReplica:
     """Answers each request with itself, and keeps what it was asked."""
 

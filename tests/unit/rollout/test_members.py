@@ -39,7 +39,7 @@ def test_ten_thousand_random_lives_keep_the_rules() -> None:
                     alive.add(due)
                     members.started(due, now_s)
             elif deed == "work":
-                members.worked(list(members.roster))
+                members.worked(members.roster)
             assert set(members.roster) <= alive | {"c"}
             out |= {row.name for row in members.members.values() if row.phase is Phase.OUT}
             assert not out & members.roster.keys() - {"c"}
@@ -73,7 +73,7 @@ def test_a_finished_step_clears_the_deaths_before_it() -> None:
     members = Members(["a"], max_restarts=1)
     for now_s in range(0, 1000, 100):
         members.join("a", f"http://a:{now_s}", float(now_s))
-        members.worked(["a"])
+        members.worked({"a": f"http://a:{now_s}"})
         members.lose("a", "killed", float(now_s))
         members.end("a", float(now_s))
         assert members.due(now_s + 50.0) == ["a"]

@@ -1,0 +1,216 @@
+"""Calls that fail: they are made again elsewhere, and what is at fault is named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megadiff.process.bounded_http import TIMED_OUT
+from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
+from megadiff.rollout.client.fleet import CallFailed, Fleet
+from megadiff.rollout.client.processes import ReplicaDied
+from megadiff.rollout.client.pulse import Pulse
+from megadiff.types import RolloutRequest
+from tests.unit.rollout.test_fleet import make_request
+
+Answer = Callable[["FakeReplica", list[RolloutRequest]], object]
+
+
+class FakeReplica:
+    """A client whose calls end as `answer` says.
+
+    is_silent: nothing is answered until the connections are closed, as by a stopped process.
+    """
+
+    def __init__(self, name: str, answer: Answer = lambda replica, requests: None) -> None:
+        self.name = name
+        self.url = f"http://{name}"
+        self.answer = answer
+        self.is_silent = False
+        self.drawn: list[str] = []
+        self.closed = threading.Event()
+
+    def draw(self, requests: list[RolloutRequest]) -> Drawn:
+        self.wait_for_life()
+        self.answer(self, requests)
+        self.drawn += [request.prompt.id for request in requests]
+        return Drawn(groups=list(requests), engine_s=1.0, outstanding=0)
+
+    def health(self) -> dict[str, Any]:
+        self.wait_for_life()
+        return {"name": self.name}
+
+    say_alive = health
+    trim = health
+
+    def wait_for_life(self) -> None:
+        if self.is_silent:
+            self.closed.wait(30)
+            raise ReplicaError(self.name, None, "the connection was closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def fail(status: int | None, text: str) -> Answer:
+    def answer(replica: FakeReplica, requests: list[RolloutRequest]) -> None:
+        raise ReplicaError(replica.name, status, text)
+
+    return answer
+
+
+def fleet_of(*replicas: FakeReplica, **options: Any) -> Fleet:
+    return Fleet(replicas, batch_size=2, num_replicas=2, **options)
+
+
+REQUESTS = [make_request(place, 2, text=f"prompt {place}") for place in range(6)]
+IDS = [request.prompt.id for request in REQUESTS]
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "is_lost"),
+    [
+        (None, "the connection broke", False),
+        (500, "CUDA error: an illegal memory access", False),
+        (409, "it holds version 3, and 4 was asked for", True),
+        (423, "another run works with it", True),
+        (TIMED_OUT, "no whole answer within 1800 s", True),
+    ],
+)
+def test_a_failed_call_is_made_again_with_the_same_requests(caplog, status, text, is_lost) -> None:
+    """By replica a; no sample is lost or drawn twice, and both calls hold the same requests."""
+    failures = [fail(status, text)]
+    asked: list[list[str]] = []
+
+    def answer(replica: FakeReplica, requests: list[RolloutRequest]) -> None:
+        asked.append([request.prompt.id for request in requests])
+        if replica.name == "a" and failures:
+            failures.pop()(replica, requests)
+
+    events = []
+    replicas = [FakeReplica("a", answer), FakeReplica("b", answer)]
+    with fleet_of(*replicas, report=lambda kind, **fields: events.append((kind, fields))) as fleet:
+        arrived = dict(fleet.generate(REQUESTS))
+        assert set(fleet.lost) == ({"http://a"} if is_lost else set())
+    assert [arrived[index] for index in range(6)] == REQUESTS
+    assert sorted(replicas[0].drawn + replicas[1].drawn) == sorted(IDS)
+    assert len(asked) == 7 and len(set(map(tuple, asked))) == 6
+    assert text in caplog.text
+    kinds = [(kind, fields["replica"]) for kind, fields in events]
+    assert kinds and set(kinds) == {("call_retried", "a")}
+
+
+def test_a_poisoned_request_is_named_and_the_fleet_spared() -> None:
+    def answer(replica: FakeReplica, requests: list[RolloutRequest]) -> None:
+        if requests[0].prompt.id == IDS[3]:
+            fail(500, "NaN in the latents")(replica, requests)
+
+    text = (
+        rf"the call with prompts {IDS[3]} \('prompt 3'\) failed 2 times on living replicas and 0 "
+        r"times with their connections: [ab] answered 500: NaN in the latents; [ab] answered 500: "
+        r"NaN in the latents\. Take these prompts out, or look at the replicas' logs"
+    )
+    with fleet_of(FakeReplica("a", answer), FakeReplica("b", answer)) as fleet:
+        with pytest.raises(CallFailed, match=text):
+            list(fleet.generate(REQUESTS))
+        assert fleet.lost == {}
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_a_mistake_of_ours_is_not_made_again(status) -> None:
+    replicas = [FakeReplica(name, fail(status, "width=63")) for name in "ab"]
+    with fleet_of(*replicas) as fleet, pytest.raises(ReplicaError, match=f"{status}: width=63"):
+        list(fleet.generate(REQUESTS))
+
+
+def test_all_replicas_lost_in_mid_step_and_others_finish_it() -> None:
+    """The draw ends early; the calls that are done are not made again by who comes back."""
+    left = [2]
+
+    def answer(replica: FakeReplica, requests: list[RolloutRequest]) -> None:
+        if not left[0]:
+            fail(TIMED_OUT, "gone")(replica, requests)
+        left[0] -= 1
+
+    with fleet_of(FakeReplica("a", answer)) as fleet:
+        calls = fleet.plan(REQUESTS)
+        first = dict(fleet.generate(REQUESTS, calls))
+        assert len(first) == 2 and fleet.lost == {"http://a": "a answered 504: gone"}
+        later = FakeReplica("a")
+        fleet.set_replicas([later])
+        rest = dict(fleet.generate(REQUESTS, calls))
+    assert sorted([*first, *rest]) == list(range(6)) and len(later.drawn) == 4
+
+
+def test_a_stopped_replica_is_lost_after_its_heartbeat() -> None:
+    stopped = FakeReplica("a")
+    stopped.is_silent = True
+    began = time.monotonic()
+    with fleet_of(stopped, FakeReplica("b"), heartbeat_s=1.0) as fleet:
+        assert len(dict(fleet.generate(REQUESTS))) == 6
+        assert fleet.lost == {"http://a": "it has not answered for 1 s, rollout.heartbeat_s=1"}
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_that_hangs_or_is_late_in_a_push_is_lost_too(is_late) -> None:
+    """Else the push would wait for rollout.request_timeout_s, and end the run."""
+    replica = FakeReplica("a")
+    replica.is_silent = not is_late
+    with fleet_of(replica, heartbeat_s=0.5) as fleet:
+        call = (lambda client: fail(TIMED_OUT, "late")(client, [])) if is_late else FakeReplica.trim
+        with pytest.raises(ReplicaDied, match="a at http://a does not answer"):
+            fleet.call(replica, call)
+        assert set(fleet.lost) == {"http://a"}
+
+
+def test_a_long_update_is_no_silence_of_the_replicas() -> None:
+    """Nobody asks them meanwhile; the first question after it may take a moment."""
+
+    def answer(replica: FakeReplica, requests: list[RolloutRequest]) -> None:
+        time.sleep(0.5)  # long enough to be asked
+
+    with fleet_of(FakeReplica("a", answer), heartbeat_s=1.0) as fleet:
+        for _ in range(2):
+            assert len(dict(fleet.generate(REQUESTS[:2]))) == 2
+            time.sleep(1.5)
+        assert fleet.lost == {}
+
+
+def test_a_silence_begins_with_a_question() -> None:
+    """And ends with any answer; an engine without progress is told by the replica itself."""
+    replica = FakeReplica("a")
+    pulse = Pulse(0.4)
+
+    def ask_for(seconds: float) -> dict[str, str]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pulse.ask([replica])
+            time.sleep(0.02)
+        return pulse.hung(["a"])
+
+    assert ask_for(0.3) == {}
+    time.sleep(0.6)
+    assert ask_for(0.1) == {}
+
+    replica.say_alive = lambda: {"engine_silent_s": 7.0}
+    assert "its engine has made no progress for 7 s" in ask_for(0.3)["a"]
+
+    replica.say_alive = lambda: fail(401, "another token")(replica, [])
+    pulse.ask([])
+    assert ask_for(0.6) == {}
+
+    replica.say_alive = lambda: fail(None, "refused")(replica, [])
+    assert "it has not answered for" in ask_for(0.7)["a"]
+    pulse.ask([])  # asked no more
+    assert pulse.hung(["a"]) == {}
+    pulse.close()
+
+
+def test_fakes_have_the_clients_methods() -> None:
+    for name in ("draw", "health", "say_alive", "trim", "close"):
+        assert callable(getattr(ReplicaClient, name)) and callable(getattr(FakeReplica, name))
