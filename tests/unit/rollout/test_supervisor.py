@@ -1,0 +1,267 @@
+"""The watch over replicas: who ends, restarts, joins and leaves, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megadiff.rollout.client import members as members_module
+from megadiff.rollout.client import supervisor as supervisor_module
+from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.members import Members
+from megadiff.rollout.client.processes import ReplicaDied
+from megadiff.rollout.client.registry import RegistryWatch
+from megadiff.rollout.client.supervisor import Supervisor
+from megadiff.rollout.limits import RUN_HEADER
+from megadiff.rollout.server.server import announced
+from tests.unit.process.strangers import Stranger, reply
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "TICK_S", 0.05)
+    monkeypatch.setattr(members_module, "FIRST_BACKOFF_S", 0.05)
+
+
+class Peer:
+    """A replica's /health, announced, with a process that is none.
+
+    is_silent: it answers nothing, as when it is stopped. deeds: what was done with its process.
+    """
+
+    def __init__(self, registry: Path, name: str, *, health: Mapping[str, Any] = {}) -> None:
+        self.name = name
+        self.log = registry / f"{name}.log"
+        self.is_silent = False
+        self.is_taken_by = ""
+        self.deeds: list[str] = []
+        self.on_start: Callable[[], object] = lambda: None
+        self._death = ""
+        self._registry = registry
+        self._health = health
+        self._stack = ExitStack()
+        self._announcement = ExitStack()
+        self.url = ""
+
+    def serve(self) -> None:
+        """Open an address, and announce it."""
+        self._stack.close()
+        self.url = self._stack.enter_context(Stranger(self._answer)).url
+        self.announce()
+
+    def announce(self) -> None:
+        self._announcement.enter_context(announced(self._registry, name=self.name, url=self.url))
+
+    def withdraw(self) -> None:
+        self._announcement.close()
+
+    def close(self) -> None:
+        self.withdraw()
+        self._stack.close()
+
+    def die(self) -> None:
+        """End as by SIGKILL: the announcement stays."""
+        self._stack.close()
+        self._death = f"{self.name} (pid 7) was killed by SIGKILL"
+
+    def death(self) -> str:
+        return self._death
+
+    def kill(self) -> None:
+        self.deeds.append("kill")
+
+    def start(self) -> None:
+        self.deeds.append("start")
+        self._death = ""
+        self.is_silent = False
+        self.on_start()
+
+    def _answer(self, handler: Any, _: bytes) -> None:
+        if self.is_silent:
+            time.sleep(2.5)
+        run = handler.headers.get(RUN_HEADER)
+        is_taken = self.is_taken_by not in ("", run)
+        health = {"name": self.name, "is_taken": is_taken, **self._health}
+        reply(handler, json.dumps(health).encode())
+
+
+@contextmanager
+def peers(registry: Path, *names: str) -> Iterator[list[Peer]]:
+    made = [Peer(registry, name) for name in names]
+    for peer in made:
+        peer.serve()
+    try:
+        yield made
+    finally:
+        for peer in made:
+            peer.close()
+
+
+@contextmanager
+def supervised(
+    registry: Path, *present: Peer, ours: bool = False, **options: Any
+) -> Iterator[tuple[Supervisor, list[str]]]:
+    """Watch the peers; yields the kinds of events as well, each with its replica."""
+    events: list[str] = []
+
+    def report(
+        kind: str, *, replica: str = "", lost_s: float | None = None, text: str = ""
+    ) -> None:
+        events.append(f"{kind} {replica}".strip())
+
+    processes = {peer.name: peer for peer in present} if ours else {}
+    members = Members(list(processes), max_restarts=options.pop("max_restarts", 3))
+    for peer in present:
+        members.join(peer.name, peer.url, time.monotonic())
+    settings = {"heartbeat_s": 60.0, "start_timeout_s": 30.0, "min_replicas": 1} | options
+    with Supervisor(
+        registry=RegistryWatch(registry, token=None, run="mine"),
+        members=members,
+        make_client=lambda name, url: ReplicaClient(url, name, run="mine"),
+        processes=processes,
+        report=report,
+        **settings,
+    ) as supervisor:
+        yield supervisor, events
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_dead_replica_is_started_again_so_often_and_no_more(tmp_path, caplog) -> None:
+    """Its place is taken when its process group is gone. Then the run ends with every reason."""
+    with peers(tmp_path, "r") as (peer,):
+        peer.on_start = peer.serve
+        with supervised(tmp_path, peer, ours=True, max_restarts=2) as (supervisor, events):
+            for count in (1, 2):
+                before = peer.url
+                peer.die()
+                wait_for(lambda: peer.deeds == ["kill", "start"] * count)  # noqa: B023
+                roster = supervisor.roster({})
+                assert roster == {"r": (peer.url, count + 1)} and peer.url != before
+                text = f"r is started again ({count} of rollout.max_restarts=2 in a row)"
+                assert text in caplog.text
+
+            peer.die()
+            began = time.monotonic()
+            with pytest.raises(ReplicaDied) as died:
+                supervisor.roster({})
+            assert time.monotonic() - began < 10
+        assert peer.deeds == ["kill", "start"] * 2 + ["kill"]
+    assert "0 of rollout.min_replicas=1 replicas serve after" in str(died.value)
+    assert "r (out: r (pid 7) was killed by SIGKILL)" in str(died.value)
+    again = ["replica_died r", "replica_restarted r", "replica_joined r"]
+    assert [event for event in events if event.endswith(" r")] == [*again, *again, "replica_died r"]
+
+
+def test_a_step_that_was_drawn_clears_deaths_of_those_that_are_well(tmp_path) -> None:
+    """Not of one that died in it: a replica that dies in every step is not started for ever."""
+    with peers(tmp_path, "r") as (peer,):
+        peer.on_start = peer.serve
+        with supervised(tmp_path, peer, ours=True, max_restarts=1) as (supervisor, _):
+            in_step = {"r": peer.url}
+            peer.die()
+            wait_for(lambda: supervisor.roster({})["r"][0] == peer.url != in_step["r"])
+            supervisor.worked(in_step)
+            assert supervisor.members.members["r"].num_deaths == 1
+            supervisor.worked({"r": peer.url})
+            assert supervisor.members.members["r"].num_deaths == 0
+
+
+def test_a_stopped_replica_is_ended_for_good_before_its_place_is_taken(tmp_path, caplog) -> None:
+    """One that woke up later would serve an old policy."""
+    with peers(tmp_path, "r") as (peer,):
+        with supervised(tmp_path, peer, ours=True, heartbeat_s=0.5) as (supervisor, events):
+            peer.is_silent = True
+            wait_for(lambda: "start" in peer.deeds)
+            assert peer.deeds == ["kill", "start"]
+            assert events[0] == "replica_hung r"
+            # its old announcement is still there, and counts no less than a new one
+            assert supervisor.roster({})["r"] == (peer.url, 2)
+    assert "r is lost: it has not answered for" in caplog.text
+    assert "rollout.heartbeat_s=0.5" in caplog.text
+
+
+def test_others_join_and_leave_while_the_run_goes_on(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    with peers(tmp_path, "a", "b") as (first, second):
+        second.withdraw()
+        with supervised(tmp_path, first) as (supervisor, events):
+            assert list(supervisor.roster({})) == ["a"]
+            second.announce()
+            wait_for(lambda: list(supervisor.roster({})) == ["a", "b"])
+            assert f"b joins at {second.url}" in caplog.text
+            first.withdraw()  # as after SIGTERM
+            wait_for(lambda: list(supervisor.roster({})) == ["b"])
+            assert "a has left the run" in caplog.text
+    assert events == ["replica_joined b", "replica_left a"]
+
+
+def test_a_step_waits_for_min_replicas_and_says_so(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor_module, "PROGRESS_S", 0.2)
+    with peers(tmp_path, "a", "b") as (first, second):
+        second.withdraw()
+        with supervised(tmp_path, first, min_replicas=2) as (supervisor, events):
+            threading.Timer(1.2, second.announce).start()
+            assert list(supervisor.roster({})) == ["a", "b"]
+    assert "1 of rollout.min_replicas=2 replicas serve after 0 s, rollout.start_timeout_s=30" in (
+        caplog.text
+    )
+    assert "waited_for_replicas" in events
+
+    with peers(tmp_path, "a") as (first,):
+        limits = {"min_replicas": 2, "start_timeout_s": 0.5}
+        with supervised(tmp_path, first, **limits) as (supervisor, _):
+            text = r"1 of rollout\.min_replicas=2 replicas serve after .* s, .*start_timeout_s=0\.5"
+            with pytest.raises(ReplicaDied, match=text):
+                supervisor.roster({})
+
+
+def test_who_does_not_fit_or_works_for_another_run_is_left_alone(tmp_path, caplog) -> None:
+    def check(entry: Mapping[str, Any]) -> None:
+        if entry["name"] == "odd":
+            raise ValueError("odd has fp8=True, the run rollout.fp8=False")
+
+    with peers(tmp_path, "a", "odd", "taken") as (first, _, taken):
+        taken.is_taken_by = "theirs"
+        with supervised(tmp_path, first, check=check) as (supervisor, events):
+            wait_for(lambda: events)
+            time.sleep(0.3)
+            assert list(supervisor.roster({})) == ["a"]
+            taken.is_taken_by = ""
+            wait_for(lambda: list(supervisor.roster({})) == ["a", "taken"])
+    assert events == ["replica_refused odd", "replica_joined taken"]
+    assert "odd is left out: odd has fp8=True, the run rollout.fp8=False" in caplog.text
+
+
+def test_another_process_at_the_same_address_leads_another_life(tmp_path, caplog) -> None:
+    """A service that starts a replica again on its port: it holds no weights of the run's."""
+    with peers(tmp_path, "a") as (peer,):
+        with supervised(tmp_path, peer) as (supervisor, events):
+            wait_for(lambda: supervisor._processes_seen)
+            assert supervisor.roster({}) == {"a": (peer.url, 1)}
+            peer.announce()
+            wait_for(lambda: "replica_joined a" in events)
+            assert supervisor.roster({}) == {"a": (peer.url, 2)}
+    assert events[0] == "replica_died a"
+    assert "another process has begun in its place" in caplog.text
+
+
+def test_what_a_rank_found_to_be_of_no_use_comes_back_with_another_life(tmp_path) -> None:
+    with peers(tmp_path, "a", "b") as (first, second):
+        with supervised(tmp_path, first, second) as (supervisor, _):
+            assert list(supervisor.roster({first.url: "it fails its calls"})) == ["b"]
+            wait_for(lambda: supervisor.roster({}).get("a") == (first.url, 2))
+            assert supervisor.roster({})["b"] == (second.url, 1)
