@@ -72,18 +72,20 @@ class ServerProcess:
             # at once, as threads that it starts inherit it
             bind(self.process.pid, self._gpus, name=self.name)
 
-    def death(self) -> str:
-        """Return how it ended, with the exit code and the end of its log; '' while it runs."""
+    def ending(self) -> str:
+        """Return how it ended, with the exit code; '' while it runs."""
         code = self.process.poll()
         if code is None:
             return ""
         how = f"exited with code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return (
-            f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n"
-            f"{log_tail(self.log)}"
-        )
+        return f"{self.name} (pid {self.process.pid}) {how}"
+
+    def death(self) -> str:
+        """Return how it ended, and the end of its log; '' while it runs."""
+        ending = self.ending()
+        return f"{ending}; {log_end(self.log)}" if ending else ""
 
     def stop(self) -> None:
         """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""
@@ -191,6 +193,11 @@ def replica_environment(
 def serve_command(spec_file: Path) -> list[str]:
     """Return the command line of one replica."""
     return [sys.executable, "-m", "megadiff.cli.serve", "--spec", str(spec_file)]
+
+
+def log_end(log: Path) -> str:
+    """Return the last lines of a log file, and which file that is."""
+    return f"the end of {log}:\n{log_tail(log)}"
 
 
 def log_tail(log: Path) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient
 from megadiff.rollout.client.members import Members
-from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
+from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_end
 from megadiff.rollout.client.pulse import Pulse
 from megadiff.rollout.client.registry import PROGRESS_S, Address, RegistryWatch
 from megadiff.rollout.client.report import Report, no_report
@@ -24,6 +24,7 @@ from megadiff.types import JsonObject
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
+DYING_S = 1.0  # between a process's last connection and its end
 
 
 @dataclass(eq=False, kw_only=True)
@@ -79,7 +80,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         with self._lock:
             for name, url in self.members.roster.items():
                 if url in lost:
-                    self._lose(name, lost[url])
+                    # Why it broke is of more use than that its connection did.
+                    self._lose(name, self._ending(name) or lost[url])
         start_s = time.monotonic()
         said_s = start_s
 
@@ -134,9 +136,9 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         """Look once at processes, heartbeats and registry, and act on what is found."""
         now_s = time.monotonic()
         for name, process in self.processes.items():
-            death = process.death()
-            if death:
-                self._lose(name, death)
+            ending = process.ending()
+            if ending:
+                self._lose(name, ending)
 
         self._pulse.ask(self._clients.values())
         for name, reason in self._pulse.hung(self.members.roster).items():
@@ -215,7 +217,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
             kind = "replica_left"
             self.members.leave(name)
         self.report(kind, replica=name, lost_s=0.0, text=reason)
-        logger.warning("%s %s: %s", name, "left" if left else "is lost", reason)
+        end = f"; {log_end(self.processes[name].log)}" if name in self.processes else ""
+        logger.warning("%s %s: %s%s", name, "left" if left else "is lost", reason, end)
         self._sync_clients()
 
     def _out(self, name: str, url: str, reason: str) -> None:
@@ -244,7 +247,17 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         )
 
     def _tails(self) -> str:
-        return "\n".join(log_tail(process.log) for process in self.processes.values())
+        return "\n".join(log_end(process.log) for process in self.processes.values())
+
+    def _ending(self, name: str) -> str:
+        """Return how a process of ours ended, or ends just now; '' where it lives on."""
+        deadline_s = time.monotonic() + DYING_S
+        while name in self.processes and time.monotonic() < deadline_s:
+            ending = self.processes[name].ending()
+            if ending:
+                return ending
+            time.sleep(TICK_S / 10)
+        return ""
 
     def _release(self) -> None:
         """Free the replicas for another run; one that does not hear it misses this run in time."""

@@ -72,7 +72,7 @@ class Peer:
         self._stack.close()
         self._death = f"{self.name} (pid 7) was killed by SIGKILL"
 
-    def death(self) -> str:
+    def ending(self) -> str:
         return self._death
 
     def kill(self) -> None:
