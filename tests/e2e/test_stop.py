@@ -124,7 +124,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(trainer, shared):
     assert again.code == 0, again.stderr
     assert [row["step"] for row in again.rows] == [1, 2]
 
-    events = read_events(folder)
+    # Replicas of the shared registry may join meanwhile.
+    events = [event for event in read_events(folder) if event.kind.startswith("run_")]
     assert [(event.kind, event.step) for event in events] == [
         ("run_started", 0),
         ("run_stopped", 1),

@@ -102,8 +102,8 @@ def wait_until_announced(
             if len(healthy) >= count and waiting.has_asked_all():
                 logger.info("%d replicas healthy after %.1f s", count, elapsed)
                 if len(healthy) > count:
-                    text = "%d replicas are healthy in %s; rollout.num_replicas=%d of them are used"
-                    logger.warning(text, len(healthy), registry, count)
+                    text = "%d replicas are healthy in %s; beyond rollout.num_replicas=%d they join"
+                    logger.info(text, len(healthy), registry, count)
                 return healthy[:count]
 
             progress = (
