@@ -128,16 +128,19 @@ def start_replicas(count: int, *, folder: Path, command: Sequence[str]) -> list[
 
     command: `-m megadiff.cli.serve` or a script, and the arguments that they share.
     """
-    registry, servers = folder / "registry", {}
+    parent = ["--parent-pid", str(os.getpid())]
+    servers = {}
     for index in range(count):
-        own = ["--name", f"replica_{index}", "--port", "0", "--registry", str(registry)]
-        log, arguments = (
-            folder / f"replica_{index}.log",
-            [*command, *own, "--parent-pid", str(os.getpid())],
-        )
-        servers[log] = Forked(arguments, log=log, environment=ENVIRONMENT)
-    wait_for_announcements(registry, servers)
+        server = fork_replica(f"replica_{index}", folder=folder, command=[*command, *parent])
+        servers[folder / f"replica_{index}.log"] = server
+    wait_for_announcements(folder / "registry", servers)
     return list(servers.values())
+
+
+def fork_replica(name: str, *, folder: Path, command: Sequence[str]) -> Forked:
+    """Starts a server that will announce itself in folder/registry; does not wait."""
+    own = ["--name", name, "--port", "0", "--registry", str(folder / "registry")]
+    return Forked([*command, *own], log=folder / f"{name}.log", environment=ENVIRONMENT)
 
 
 def replicas_of(run: Path) -> list[int]:

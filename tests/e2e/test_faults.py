@@ -16,8 +16,11 @@ import pytest
 
 from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.cli.train import main
+from tests.e2e.asking import by_file
 from tests.e2e.conftest import ENVIRONMENT
-from tests.e2e.test_rescue import give_replicas_back
+from tests.e2e.servers import fork_replica
+from tests.e2e.test_rescue import give_replicas_back, rows_of
+from tests.e2e.test_stop import EX_TEMPFAIL
 
 LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
 
@@ -180,6 +183,59 @@ def test_a_replica_that_dies_again_and_again_ends_the_run_which_is_saved(trainer
     )
     assert again.code == 0, again.stderr
     assert [row["step"] for row in again.rows] == list(range(1, finished + 2))
+
+
+def test_separate_replicas_come_and_go_and_no_bit_changes(trainer, registry, start):
+    """One joins, one leaves by SIGTERM, and the last is stopped: the step waits for another. The
+    stopped one wakes up, gets the policy first, and serves again.
+    """
+    command = ["-m", "megadiff.cli.serve", str(trainer.model), "--dtype", "float32"]
+    fork = partial(fork_replica, folder=trainer.folder, command=command)
+    run = trainer.folder / "run"
+    ours = f"rollout.registry={trainer.folder / 'registry'}"
+    keys = ["rollout.mode=separate", "checkpoint.every=0"]
+
+    def happened(text: str) -> bool:
+        file = run / "events.jsonl"
+        return file.exists() and text in file.read_text()
+
+    def goes_on() -> None:
+        steps = len(rows_of(run)) if (run / "metrics.jsonl").exists() else 0
+        _wait_for(lambda: (run / "metrics.jsonl").exists() and len(rows_of(run)) > steps + 1)
+
+    servers = [fork("first")]
+    try:
+        process = start(*keys, ours, "train.num_steps=1000", "rollout.heartbeat_s=6")
+        goes_on()
+        servers.append(fork("second"))
+        _wait_for(lambda: happened('"replica_joined", "replica": "second"'))
+        goes_on()
+        servers[0].terminate()
+        assert servers[0].wait(60) == 0
+        _wait_for(lambda: happened('"replica_left", "replica": "first"'))
+        goes_on()
+
+        servers[1].send_signal(signal.SIGSTOP)
+        _wait_for(lambda: happened("it has not answered for"))
+        servers.append(fork("third"))
+        goes_on()
+        servers[1].send_signal(signal.SIGCONT)
+        _wait_for(lambda: (run / "events.jsonl").read_text().count('"replica": "second"') > 2)
+        goes_on()
+        by_file(run)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        for server in servers:
+            server.kill()
+    assert process.returncode == EX_TEMPFAIL, stderr
+    assert "0 of rollout.min_replicas=1 replicas serve after" in stderr
+    assert "second serves again" not in stderr.partition("third joins at")[0]
+
+    disturbed = rows_of(run)
+    steps = f"train.num_steps={len(disturbed)}"
+    calm = trainer.run(*keys, f"rollout.registry={registry}", steps, name="calm")
+    assert calm.code == 0, calm.stderr
+    assert rows_of(calm.folder) == disturbed
 
 
 @pytest.mark.parametrize(("how", "num_replicas"), [(signal.SIGTERM, 2), (signal.SIGKILL, 1)])

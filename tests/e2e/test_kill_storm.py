@@ -1,4 +1,4 @@
-"""Twelve random ends of a run: no finished step is lost, nothing is left running, nothing hangs."""
+"""Random ends of a run, and of its replicas: nothing is lost, left running, or hangs."""
 
 import os
 import subprocess
@@ -27,3 +27,17 @@ def test_twelve_random_ends(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     summary = done.stdout.splitlines()[-1]
     assert summary.startswith(f"12 trials, seed {seed}: 0 finished steps lost"), summary
+
+
+def test_ten_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
+    """SIGKILL, SIGSTOP and SIGTERM, in draws, pushes and restarts; figures equal a calm run's."""
+    command = [sys.executable, str(ROOT / "tools" / "bench_faults.py"), "--faults=10", "--seed=3"]
+    done = subprocess.run(
+        [*command, f"--model={tiny_model}", f"--folder={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "10 faults: 0 of " in done.stdout and "0 steps missing; 0 processes left" in done.stdout
+    assert "replica_restarted" in done.stdout
