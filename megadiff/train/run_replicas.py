@@ -153,23 +153,27 @@ class RunReplicas:
     def _push(self, version: int) -> Figures:
         """Settle who serves from now on, and bring those replicas to a version of the weights.
 
-        Begins anew when one is lost meanwhile.
+        Begins anew when one is lost meanwhile, or cannot take the weights and has just joined.
         """
         self.version = version
         start_s = time.monotonic()
         while True:
             joined = self._change_members()
+            # Colocated ones were started by this run, with the command of those before.
+            on_trial = joined if joined and self._users.node is None else []
             try:
                 if joined is not None:
                     self.sync.close()
                     self.sync = self._build_sync(self.fleet)
                 figures = self.sync.push(version)
-                if joined and self.gate:
-                    self._admit(joined)
+                if on_trial and self.gate:
+                    self.gate(on_trial)
                 return figures
             except AgreedError as error:
                 if not self._has_lost():
-                    raise
+                    if not on_trial or not self.gate:
+                        raise
+                    self._refuse(on_trial, str(error))
                 logger.warning("the push of version %d begins anew: %s", version, error)
                 if self._users.here:
                     lost_s = time.monotonic() - start_s
@@ -211,23 +215,17 @@ class RunReplicas:
         self.fleet.set_replicas([clients[name] for name in roster])
         return joined
 
-    def _admit(self, joined: Sequence[str]) -> None:
-        """Let replicas that others started pass the parity gate. One that fails is left out."""
-        if self._users.node is not None:
-            return  # this run has started it again, with the same command
-        assert self.gate
-        try:
-            self.gate(joined)
-        except AgreedError as error:
-            if self._has_lost():
-                raise
-            if self._supervisor:
-                for name in joined:
-                    self._supervisor.refuse(name, str(error))
-            for client in self.fleet.replicas:
-                if client.name in joined:
-                    self.fleet.lose(client, "it did not pass the parity gate")
-            raise
+    def _refuse(self, joined: Sequence[str], reason: str) -> None:
+        """Leave out those that others started and that cannot serve: no newcomer ends a run.
+
+        All that came together are, as the error may be any one's.
+        """
+        if self._supervisor:
+            for name in joined:
+                self._supervisor.refuse(name, reason)
+        for client in self.fleet.replicas:
+            if client.name in joined:
+                self.fleet.lose(client, f"it cannot serve this run: {reason}")
 
     def _has_lost(self) -> bool:
         lost = {"lost": float(bool(self.fleet.lost))}

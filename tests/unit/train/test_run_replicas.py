@@ -255,6 +255,23 @@ def test_one_that_joins_passes_the_parity_gate_or_is_left_out() -> None:
     assert parts.pushes[-2:] == [(3, [*BOTH, "http://c", "http://odd"]), (3, [*BOTH, "http://c"])]
 
 
+def test_a_newcomer_that_cannot_take_the_weights_ends_no_run() -> None:
+    """Such as one of another model. One that was there before would end it."""
+    parts = Parts()
+    parts.replicas.wake(1)
+    parts.replicas.gate = lambda names: None
+    parts.supervisor.serving["odd"] = ("http://odd", 1)
+
+    def refuse() -> None:
+        if len(parts.fleet.replicas) == 3:
+            raise AgreedError("odd holds other tensors than were sent")
+
+    parts.on_push = refuse
+    parts.replicas.wake(2)
+    assert parts.pushes[-1] == (2, BOTH)
+    assert parts.supervisor.refused == ["odd: odd holds other tensors than were sent"]
+
+
 def test_a_check_is_made_again_where_it_failed_by_a_lost_replica() -> None:
     parts = Parts()
     parts.replicas.wake(0)
