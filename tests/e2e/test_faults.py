@@ -2,7 +2,6 @@
 nothing is left running.
 """
 
-import json
 import os
 import resource
 import shutil
@@ -146,23 +145,6 @@ def test_two_runs_in_one_folder(trainer, registry, start):
     _wait_for(lambda: (trainer.folder / "run" / "config.yaml").exists())
     second = trainer.run(*shared)
     assert second.code == 2 and "is in use by another run" in second.stderr
-
-
-def test_a_dead_replica_is_started_again_and_nothing_is_lost(trainer, start):
-    """kill -9 of a colocated run's only replica in the middle of training."""
-    process = start("train.num_steps=6", "checkpoint.every=0")
-    metrics = trainer.folder / "run" / "metrics.jsonl"
-    _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
-    (replica,) = _replicas(process.pid)
-    replica.kill()
-    _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
-    assert f"replica_0 (pid {replica.pid}) was killed by SIGKILL" in stderr
-    assert "replica_0 is started again (1 of rollout.max_restarts=3 in a row)" in stderr
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 7))
-    events = (trainer.folder / "run" / "events.jsonl").read_text()
-    assert "replica_died" in events and "replica_restarted" in events
 
 
 def test_a_replica_that_dies_again_and_again_ends_the_run_which_is_saved(trainer, registry, start):

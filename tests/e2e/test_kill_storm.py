@@ -1,6 +1,7 @@
 """Random ends of a run, and of its replicas: nothing is lost, left running, or hangs."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,4 +41,8 @@ def test_ten_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "10 faults: 0 of " in done.stdout and "0 steps missing; 0 processes left" in done.stdout
-    assert "replica_restarted" in done.stdout
+    log = (tmp_path / "disturbed.log").read_text()
+    assert re.search(r"is lost: replica_\d \(pid \d+\) was killed by SIGKILL; the end of", log)
+    assert re.search(r"is started again \(\d of rollout.max_restarts=30 in a row\)", log)
+    events = (tmp_path / "disturbed" / "events.jsonl").read_text()
+    assert "replica_restarted" in events and "call_retried" in events
