@@ -385,7 +385,8 @@ def build_evaluation(
 
         outcome = evaluate(
             replicas.fleet,
-            replicas.finish,
+            # replicas that come back in the middle get the same weights as the others had
+            partial(replicas.finish, weights=engine.averaged),
             scorer,
             plan,
             config,

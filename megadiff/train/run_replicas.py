@@ -98,12 +98,20 @@ class RunReplicas:
         self._make_room()
         self._push(version)
 
-    def finish(self, draw: Redrawable, *, here: bool, version: int | None = None) -> None:
+    def finish(
+        self,
+        draw: Redrawable,
+        *,
+        here: bool,
+        version: int | None = None,
+        weights: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
         """Run a draw on the ranks where `here` is true until it is done on all of them.
 
         Where replicas were lost and it is not, others are brought to the version of the weights
         that the engine has, and it is run again. version: of those weights, where they are not
-        those of the last push any more; what is missing is then drawn with them.
+        those of the last push any more; what is missing is then drawn with them. weights: a context
+        in which the engine has those that the draw is of, by default the ones that steps draw with.
         """
         while True:
             is_done = agreed(draw.run, self._mesh.cpu_group, here=here)
@@ -113,7 +121,7 @@ class RunReplicas:
             if version is not None:
                 self.version = version
                 draw.use_version(version)
-            with self._sampled_policy():
+            with (weights or self._sampled_policy)():
                 self._push(self.version)
 
     def retry(self, action: Callable[[], Figures]) -> Figures:

@@ -235,6 +235,23 @@ def test_a_draw_without_replicas_waits_for_some_and_goes_on(newest) -> None:
     assert parts.num_syncs == 3
 
 
+def test_an_evaluation_goes_on_with_the_weights_that_it_began_with() -> None:
+    """The running average, and not those that steps draw with, under the same version."""
+    parts = Parts()
+    parts.replicas.wake(7)
+
+    @contextmanager
+    def averaged():
+        parts.fleet.calls.append("average")
+        yield
+        parts.fleet.calls.append("policy")
+
+    draw = FakeDraw(2, lambda: parts.lose("a", until=("http://a", 2)))
+    parts.on_push = lambda: parts.fleet.calls.append("push")
+    parts.replicas.finish(draw, here=True, weights=averaged)
+    assert parts.fleet.calls == ["average", "push", "policy"]
+
+
 def test_one_that_joins_passes_the_parity_gate_or_is_left_out() -> None:
     parts = Parts()
     parts.replicas.wake(1)
